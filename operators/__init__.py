@@ -2,8 +2,8 @@
 
 Subclass an operator, and override its `build_...` methods to return your networks and your data.
 
-* Each operator overrides the public methods of `TrainingOperator`, as your own operator would. It therefore runs on one
-  or many workers, on CPUs or GPUs, in full or mixed precision, and can be saved, resumed and resized.
+* Each operator overrides only public methods of `TrainingOperator`, like an operator that you write yourself. Like any
+  operator, it runs on one or many workers, on CPUs or GPUs, in full or mixed precision, and can be saved and resumed.
 * If a config value is invalid, `setup` raises a `ValueError` that lists the allowed values.
 
 Import the package as `raysgd.operators`. Its source is at the top of the repository, next to the examples, because you

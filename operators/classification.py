@@ -56,5 +56,5 @@ class ClassificationOperator(SupervisedOperator):
     """
 
     def build_criterion(self, config: dict[str, Any]) -> Callable[..., torch.Tensor]:
-        """Create the loss function. The loss is the mean over a batch's samples."""
+        """Create the loss function: cross-entropy, averaged over a batch's samples."""
         return torch.nn.CrossEntropyLoss()

@@ -158,7 +158,7 @@ class GANOperator(TrainingOperator):
             ddp_args=_quiet_buffers(),
         )
         self.discriminator, self.generator = models
-        # The default loops call .train() and .eval() on `self.model`, so it holds both networks.
+        # `TrainingOperator` calls `.train()` and `.eval()` on `self.model`, so `self.model` must contain both networks.
         self.model = torch.nn.ModuleList(models)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -178,10 +178,11 @@ class GANOperator(TrainingOperator):
         return {"loss_d": loss_d.detach(), "loss_g": loss_g.detach(), NUM_SAMPLES: len(real)}
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Compute both losses and `score_samples`, with as many generated samples as the batch has real samples.
+        """Compute both networks' losses and the metrics of `score_samples` for a batch.
 
-        The noise is seeded by rank and batch index. An unchanged generator is therefore scored on the same samples in
-        every validation, and validation does not affect training's random numbers.
+        The generator creates as many samples as the batch has real samples. The noise is seeded by rank and batch
+        index. An unchanged generator is therefore scored on the same samples in every validation, and validation does
+        not affect the random numbers of training.
         """
         real = self.real_samples(batch)
         rng = torch.Generator(self.device).manual_seed(batch_info["batch_idx"] * 2**16 + self.world_rank)
@@ -202,14 +203,14 @@ class GANOperator(TrainingOperator):
         return loss
 
     def _minimize(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Run the backward pass and step one optimizer. The base class's methods handle mixed precision."""
+        """Compute the gradients of a network's loss and step its optimizer, also in mixed precision."""
         self.backward(loss, optimizer=optimizer)
         self.optimizer_step(optimizer)
 
 
 @contextmanager
 def frozen(model: torch.nn.Module) -> Iterator[None]:
-    """Inside the block, let gradients flow through the model, but skip the gradients of its parameters."""
+    """Inside the block, let gradients flow through a model, but compute no gradients for its own parameters."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)

@@ -31,10 +31,10 @@ IGNORED = -100
 """The label that `transformers` losses ignore."""
 
 SHIFT_LABELS = "shift_labels"
-"""Batch key of labels that the collator has already shifted by one token."""
+"""Key in a batch for labels that the collator has already shifted by one token."""
 
 POSITIONS = "position_ids"
-"""Batch key of each token's position within its text, in packed batches."""
+"""Key in a packed batch for each token's position within its text."""
 
 ADAPTER = "adapter_model.safetensors"
 """File name under which PEFT saves an adapter."""
@@ -115,7 +115,10 @@ class HuggingFaceOperator(SupervisedOperator):
     _default_optimizer = "adamw"
 
     def _prepare_model(self, model: torch.nn.Module) -> None:
-        """Cast half-precision trainable parameters to fp32, for mixed-precision training with frozen parameters."""
+        """Cast the trainable half-precision parameters to fp32 if training is in mixed precision.
+
+        Do nothing if the model has no frozen parameters.
+        """
         parameters = [*model.parameters()]
         if self._raysgd.precision.is_mixed and not all(each.requires_grad for each in parameters):
             for each in parameters:
@@ -154,7 +157,7 @@ class HuggingFaceOperator(SupervisedOperator):
         """Build and register model, optimizer and data. If you override this, call `super().setup(config)`.
 
         Raises:
-            ValueError: A config value is invalid, or a key belongs to `transformers.TrainingArguments`.
+            ValueError: A config value is invalid, or a config key is an option of `transformers.TrainingArguments`.
             TypeError: A `build_...` method returned an object of the wrong type.
         """
         for name, rung in _RUNGS.items():
@@ -250,7 +253,7 @@ class HuggingFaceOperator(SupervisedOperator):
                 f"`{name}` adds up means over {', '.join(map(repr, labels))}, whose counts differ between workers. "
                 "Override `forward`: return the output, a loss that is a mean over one count, and that count."
             )
-        with _saying_texts(features, AttributeError, TypeError, ValueError):  # connection errors have other types
+        with _saying_texts(features, AttributeError, TypeError, ValueError):  # other types are not caused by strings
             output = call(self.model, features)
         loss = own_loss(output)
         if loss is None:
@@ -291,7 +294,9 @@ class HuggingFaceOperator(SupervisedOperator):
 
     @staticmethod
     def load_pretrained(trainer: TorchTrainer, folder: str | Path) -> None:
-        """Load a saved adapter into all workers. Either this class's or PEFT's `save_pretrained` can have saved it.
+        """Load a saved adapter into the models of all workers.
+
+        The adapter can have been saved by this class's `save_pretrained` or by PEFT's.
 
         Args:
             trainer: A trainer of a `HuggingFaceOperator` with a `PeftModel`.

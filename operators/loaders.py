@@ -1,4 +1,4 @@
-"""Creates data loaders and seeds PyTorch. All ready-made operators use these functions in `setup`."""
+"""Functions that create data loaders and seed PyTorch. All ready-made operators call them in `setup`."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def _is_indexed(value: Any) -> bool:
 
 @contextmanager
 def seeded(seed: int | None, rank: int) -> Iterator[None]:
-    """Seed PyTorch before and after the block, in which an operator is set up. With `seed=None`, do nothing.
+    """Seed PyTorch before and after the block, which sets an operator up. With `seed=None`, do nothing.
 
-    All ranks run the block with the same seed, because they must agree on the data order. Afterwards, each rank is
-    seeded differently for training, so that dropout and noise differ between ranks.
+    Before the block, all ranks get the same seed, because they must agree on the order of the training data. After the
+    block, each rank gets a different seed, so that dropout and noise differ between ranks during training.
     """
     if seed is not None:
         torch.manual_seed(seed)

@@ -18,7 +18,7 @@ _LARGEST_SEED = 2**63 - 1
 
 
 def number(config: Mapping[str, Any], key: str, default: float, *, positive: bool) -> float:
-    """Return an option that is a finite, non-negative number.
+    """Return the value of an option, after checking that it is a finite, non-negative number.
 
     Args:
         config: The operator's config.
@@ -42,7 +42,7 @@ def number(config: Mapping[str, Any], key: str, default: float, *, positive: boo
 
 
 def count(config: Mapping[str, Any], key: str, default: int) -> int:
-    """Return an option that is a positive integer.
+    """Return the value of an option, after checking that it is a positive integer.
 
     Raises:
         ValueError: The value is not a positive integer.

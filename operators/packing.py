@@ -79,7 +79,7 @@ def _as_list(values: Any) -> list[int]:
 def _joined(texts: Sequence[tuple[list[int], list[int]]]) -> dict[str, list[int]]:
     """Join texts into a pack.
 
-    Each text's first token has no label, so the preceding text is not trained to predict it.
+    The first token of each text has no label. Otherwise, the model would learn to predict it from the text before.
     """
     return {
         "input_ids": [token for tokens, _ in texts for token in tokens],
@@ -89,7 +89,9 @@ def _joined(texts: Sequence[tuple[list[int], list[int]]]) -> dict[str, list[int]
 
 
 def collate_packs(packs: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Collate packs into a batch with one row per pack. Padding has no labels, and the texts do not attend to it.
+    """Collate packs into a batch with one row per pack. Pad shorter packs at the end.
+
+    Padding tokens have no labels, and their position ids keep the texts from attending to them.
 
     Examples:
         >>> batch = collate_packs(pack([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], num_tokens=3))

@@ -49,11 +49,11 @@ class RegressionOperator(MeasuredOperator):
     """
 
     def build_criterion(self, config: dict[str, Any]) -> Callable[..., torch.Tensor]:
-        """Create the loss function. The loss is the mean over a batch's samples."""
+        """Create the loss function: the squared error, averaged over a batch's predictions."""
         return torch.nn.MSELoss()
 
     def build_metrics(self, config: dict[str, Any]) -> Mapping[str, Any]:
-        """Create the validation metrics. Return a dict of names and torchmetrics metrics."""
+        """Create the metrics that `validate` computes. Return a dict of metric names and torchmetrics objects."""
         torchmetrics = require("torchmetrics", extra="metrics", purpose=f"`{type(self).__name__}.build_metrics`")
         return {
             "val_mae": torchmetrics.MeanAbsoluteError().set_dtype(torch.float64),
@@ -61,14 +61,17 @@ class RegressionOperator(MeasuredOperator):
         }
 
     def measured(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Convert predictions and targets to float64: the metrics subtract sums of squares, which loses precision."""
+        """Convert a batch's predictions and targets to float64 before they update the metrics.
+
+        The R-squared metric subtracts large sums of squares, which loses too much precision in float32.
+        """
         return output.double(), target.double()
 
     def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, ...]:
         """Return the predictions, squeezed to the targets' shape if necessary, and the loss.
 
         Raises:
-            ValueError: The shapes differ.
+            ValueError: The predictions and the targets have different shapes.
         """
         predicted = prediction(call(self.model, features))
         if predicted.ndim == target.ndim + 1 and predicted.shape[-1] == 1:

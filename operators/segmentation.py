@@ -55,12 +55,12 @@ class SegmentationOperator(MeasuredOperator):
     """
 
     def build_criterion(self, config: dict[str, Any]) -> Callable[..., torch.Tensor]:
-        """Create the loss function. The loss is the mean over the pixels that are not ignored."""
+        """Create the loss function: cross-entropy, averaged over the pixels that are not ignored."""
         ignored = _ignored(config)
         return torch.nn.CrossEntropyLoss() if ignored is None else torch.nn.CrossEntropyLoss(ignore_index=ignored)
 
     def build_metrics(self, config: dict[str, Any]) -> Mapping[str, Any]:
-        """Create the validation metrics. Return a dict of names and torchmetrics metrics."""
+        """Create the metrics that `validate` computes. Return a dict of metric names and torchmetrics objects."""
         torchmetrics = require("torchmetrics", extra="metrics", purpose=f"`{type(self).__name__}.build_metrics`")
         num_classes = options.count(config, "num_classes", default=2)
         of = {"task": "multiclass", "num_classes": num_classes, "ignore_index": _ignored(config)}
@@ -72,8 +72,8 @@ class SegmentationOperator(MeasuredOperator):
     def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, ...]:
         """Return the logits, the loss, and the number of pixels that the loss averages over.
 
-        The number is None if no pixels are ignored. It is also None for PyTorch's own loss functions: for these, the
-        training step computes the number itself and takes class weights into account.
+        The number of pixels is None if no pixels are ignored. It is also None if the criterion is one of PyTorch's own
+        loss functions. For these, the training step computes the number itself and takes class weights into account.
         """
         scores, ignored = prediction(call(self.model, features)), _ignored(self.config)
         is_counted = ignored is None or counts_labels(self.criterion)

@@ -133,15 +133,16 @@ class SupervisedOperator(TrainingOperator):
 
 
 class MeasuredOperator(SupervisedOperator):
-    """Evaluates with torchmetrics metrics.
+    """Base class of operators that compute validation metrics with torchmetrics.
 
-    Workers merge the metrics' accumulated states instead of averaging values.
+    At the end of a validation, the workers merge the states of their metrics. The results are therefore those of one
+    process, which averaging the workers' values would not give.
     """
 
     def build_metrics(self, config: dict[str, Any]) -> Mapping[str, Any]:
         """Create the validation metrics.
 
-        Return a dict of names and torchmetrics metrics. Subclasses must override it.
+        Return a dict of metric names and torchmetrics objects. Subclasses must override this method.
         """
         raise NotImplementedError(f"Override `{type(self).__name__}.build_metrics` to return metrics.")
 

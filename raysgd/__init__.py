@@ -1,11 +1,12 @@
 """Class-based, fault-tolerant training of PyTorch and TensorFlow models on Ray.
 
 Write training code for a single process and choose a number of workers. You get the metrics and steps that one process
-would compute with the same global batch. If a worker dies, no finished training is lost. The group continues with the
-remaining workers, and grows again when resources are available.
+would compute with the same global batch. If a worker dies, no finished training is lost. Training continues on the
+remaining workers, and new workers join when resources are available.
 
-Ray places processes on machines. The framework handles models, gradients and communication. Importing `raysgd` loads
-neither Ray nor a framework; each public name imports what it needs on first use.
+Ray places the worker processes on machines. PyTorch or TensorFlow computes gradients and exchanges them between
+workers. Importing `raysgd` imports none of the three. Each public name, such as `TorchTrainer`, imports what it needs
+on first use.
 """
 
 from __future__ import annotations
@@ -91,10 +92,12 @@ log_lines.install()
 
 
 def _check_place() -> None:
-    """Check that the `operators` symlink exists; archives and Windows checkouts lack it. Warn if not on Linux.
+    """Check that `raysgd.operators` can be imported, and warn if the operating system is not Linux.
+
+    In a source checkout, `raysgd/operators` is a symlink. Downloaded archives and checkouts on Windows may lack it.
 
     Raises:
-        ImportError: The symlink is missing, and the package `raysgd.operators` is not found anywhere else.
+        ImportError: The folder `raysgd/operators` is missing, and `raysgd.operators` is not found elsewhere either.
     """
     if not os.path.isdir(os.path.join(__path__[0], "operators")) and find_spec(f"{__name__}.operators") is None:
         raise ImportError(
@@ -109,7 +112,7 @@ _check_place()
 
 
 def _take_over_aliases() -> None:
-    """In a worker, install the old library's import paths if the user's program uses them."""
+    """Redirect this process's imports of `ray.util.sgd` to raysgd, as the driver did with `raysgd.compat.install`."""
     from raysgd.compat import aliases
 
     aliases.install()
@@ -120,7 +123,7 @@ if "RAYSGD_COMPAT" in os.environ:
 
 
 def PyTorchTrainer(*args: Any, **kwargs: Any) -> NoReturn:
-    """Former name of `TorchTrainer`. Always raises.
+    """Raise an error that says to use `TorchTrainer`, the current name of this class of `ray.util.sgd`.
 
     Raises:
         DeprecationWarning: Always.

@@ -1,4 +1,4 @@
-"""The version of the distribution. It can be read without importing the package."""
+"""Defines the version number of raysgd in a module of its own, which imports nothing else."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""The exception classes that raysgd defines.
+"""Defines the exceptions that raysgd raises.
 
-* An invalid argument raises a plain ``ValueError`` or ``TypeError`` where one class is enough. The classes here exist
-  for errors that callers catch under two built-in classes, and for failures that callers need to distinguish.
-* All exceptions can be pickled with their message. A `WorkerError` is pickled with its faults, and thus its cause.
+* Most invalid arguments raise a plain ``ValueError`` or ``TypeError``. The classes in this module are for two other
+  cases: errors that existing programs catch under different built-in classes, and failures that a program may want to
+  handle differently from other failures.
+* All exceptions in this module can be pickled with their messages. A pickled `WorkerError` includes the exceptions
+  that the user's code raised.
 
-ADR 7 explains why some errors derive from two built-in classes.
+ADR 7 (docs/adr) explains why a `WorkerError` is also an instance of the user's exception class.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ class RaySGDError(Exception):
 
 
 class OnFailure:
-    """Context manager that runs a cleanup only if its block raises, even on Ctrl-C. The exception then propagates.
+    """Context manager that calls a cleanup function only if the ``with`` block raises an exception.
+
+    This includes the ``KeyboardInterrupt`` of Ctrl-C. After the cleanup, the exception propagates.
 
     Args:
-        undo: Cleanup function without arguments.
-        told: Cleanup function that is called with the exception.
+        undo: Cleanup function that is called without arguments.
+        told: Cleanup function that is called with the exception, after `undo`.
     """
 
     def __init__(
@@ -45,7 +49,9 @@ class OnFailure:
 
 @contextmanager
 def failure_logged(log: Callable[..., None], words: str, *args: Any) -> Iterator[None]:
-    """Log an exception raised in the block instead of propagating it, for work whose failure must not stop the caller.
+    """Log an exception that the ``with`` block raises, and suppress it.
+
+    Use this for work, such as writing a log file, that may fail without stopping the caller.
 
     Args:
         log: The logger's method for the level, such as `logger.warning`.
@@ -61,68 +67,74 @@ def failure_logged(log: Callable[..., None], words: str, *args: Any) -> Iterator
 class InvalidCountError(ValueError, AssertionError):
     """A count such as `max_retries` is out of range.
 
-    The old library used ``assert`` here, so existing code catches ``AssertionError``. New code expects ``ValueError``.
+    Programs written for `ray.util.sgd`, which checked counts with ``assert``, catch ``AssertionError``. New programs
+    catch ``ValueError``.
     """
 
 
 class NotRegisteredError(RuntimeError, ValueError):
-    """The operator needs an object, such as a loader or a model, that its `setup` did not register."""
+    """The training operator needs an object, such as a model or a data loader, that its `setup` did not register."""
 
 
 class NoDataError(NotRegisteredError):
-    """Training or validation data is missing: it was neither registered nor passed to the call."""
+    """`train` or `validate` has no data: the operator's `setup` registered none, and the caller passed none."""
 
 
 class InvalidRegistrationError(TypeError, ValueError, AssertionError):
-    """An argument of `register` has the wrong type.
+    """An argument of the training operator's `register` method has the wrong type.
 
-    The old library used ``assert`` here. A wrong type is a ``TypeError``, but many callers catch ``ValueError``.
+    Python's usual class for this is ``TypeError``. Many programs catch ``ValueError`` instead. Programs written for
+    `ray.util.sgd`, which checked these arguments with ``assert``, catch ``AssertionError``.
     """
 
 
 class UnevenStepsError(RaySGDError, RuntimeError):
-    """Workers took different numbers of steps in a synchronous epoch, or performed different operations in a step."""
+    """Workers that exchange gradients took different numbers of steps, or ran different collectives within a step."""
 
 
 class RanksDifferError(RaySGDError, RuntimeError):
-    """Model weights that must be in sync differ between workers. The call is never retried.
+    """The workers' model weights differ although the workers train in sync.
 
-    The message names the models, their parameters and the ranks. The next call starts from the last snapshot.
+    The message names the models, the parameters and the ranks. The call that detected the difference, such as `train`,
+    is not retried. The next call starts from the last snapshot of the training state.
     """
 
 
 class IncompatibleModelError(RaySGDError, ValueError):
-    """A model, or the way it was compiled, is incompatible with the backend or with the trainer's setup."""
+    """A Keras model, its loss or its training step cannot be trained correctly, for example because it is not compiled.
+
+    Many such models can be trained by one worker, but several workers would not compute the same as one process.
+    """
 
 
 class UnpicklableError(RaySGDError, TypeError):
     """An object cannot be sent to the workers because it cannot be pickled.
 
-    Nothing was sent, and no worker was lost.
+    Nothing was sent to any worker, and all workers are still running.
     """
 
 
 class TrainerShutdownError(RaySGDError, RuntimeError):
-    """The trainer was shut down, or its Ray session ended, before or during the call."""
+    """The trainer was shut down, or its Ray session ended, before or during a call of one of its methods."""
 
 
 class TrainerLostError(RaySGDError, RuntimeError):
-    """A detached trainer has ended, its process has died, or it does not respond."""
+    """A detached trainer (one in its own Ray actor) has ended, its process has died, or it does not respond."""
 
 
 class UnknownTrainerError(RaySGDError, LookupError):
-    """No detached trainer has this name. The message lists the existing detached trainers."""
+    """No detached trainer has the requested name. The message lists the existing detached trainers."""
 
 
 class ReservationTimeoutError(RaySGDError, TimeoutError):
-    """The cluster did not allocate the workers' resources in time.
+    """The Ray cluster did not reserve the CPUs, GPUs and other resources for the workers in time.
 
-    The message lists the requested resources and the cluster's resources.
+    The message lists the requested resources and the resources that the cluster has.
     """
 
 
 class WorkersLostError(RaySGDError, RuntimeError):
-    """Workers died, and no retries or attempts to start new workers are left."""
+    """Workers died, and either no retries are left or too few new workers could be started."""
 
 
 class CheckpointCorruptedError(ValueError, RuntimeError):
@@ -130,13 +142,17 @@ class CheckpointCorruptedError(ValueError, RuntimeError):
 
 
 class UnsafeCheckpointError(ValueError):
-    """A checkpoint contains more than plain data, and the caller did not declare it trustworthy."""
+    """A checkpoint contains objects other than tensors and plain data, so that loading it could run arbitrary code.
+
+    The message says how to load the checkpoint if you trust its source.
+    """
 
 
 class StorageError(RaySGDError, OSError):
-    """A folder or file is unreachable, or could not be read or written. The message names it and the cause.
+    """A local or remote folder or file is unreachable, or could not be read or written.
 
-    `errno` is the cause's `errno`, if it has one.
+    The message names the folder or file and the cause. The attribute `errno` is the error number of the cause, or None
+    if the cause has no error number.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -144,36 +160,47 @@ class StorageError(RaySGDError, OSError):
 
 
 class StreamError(RaySGDError, RuntimeError):
-    """A stream's row cannot be read or prepared, or a shard has changed. The message names the shard and the row."""
+    """A row of a data stream cannot be read, transformed or batched, or a shard no longer has as many rows as before.
+
+    If the error concerns a row or a shard, the message names it.
+    """
 
 
 class InactiveWorkerGroupError(RaySGDError, RuntimeError):
-    """The workers of a function-based trainer were used before `start` or after `shutdown`."""
+    """The workers of a function-based trainer (`raysgd.train`) were used before `start` or after `shutdown`."""
 
 
 class TrainBackendError(RaySGDError, RuntimeError):
-    """A method of a function-based run was called in the wrong order, such as asking for results before starting it."""
+    """Methods that run a training function were called in the wrong order.
+
+    For example, a program asked for the function's results before it started the function.
+    """
 
 
 class TrainingWorkerError(RaySGDError, RuntimeError):
-    """A worker of a function-based trainer died during a call outside a run."""
+    """A worker of a function-based trainer died in a call that a program made on the workers. New workers have started.
+
+    A worker that dies while a training function runs under `Trainer.run` or `fit` does not raise this error.
+    """
 
 
 class CallbackError(RaySGDError, RuntimeError):
-    """A callback failed during a run, such as `fit`.
+    """A user's callback raised an exception while `fit` or another run called it.
 
-    The message names the callback and its method. `__cause__` is the original exception.
+    The message names the callback and the method that failed. `__cause__` is the original exception.
     """
 
 
 class Preempted(SystemExit):  # a requested exit, so its name does not end with `Error`
-    """A signal asked the program to end, so the run stopped at a step, and was saved if possible.
+    """The run stopped because a signal, such as SIGTERM, asked the program to end.
 
-    The exit status is 128 + `signal`.
+    The run stops after a completed step, and its state is saved if possible. The exit status of the program is 128 plus
+    the number of the signal.
 
     Attributes:
         signal: The number of the signal.
-        checkpoint: Location of the saved state. None if no callback or function saves the state, or if saving failed.
+        checkpoint: Path or URI of the saved state. None if no callback or training function saves the state, or if
+            saving failed.
     """
 
     def __init__(self, signal: int, checkpoint: str | None = None) -> None:
@@ -185,26 +212,43 @@ class Preempted(SystemExit):  # a requested exit, so its name does not end with 
 
 
 class StepMismatchError(RaySGDError, RuntimeError):
-    """Training functions on different workers reported, saved or called collectives at different steps."""
+    """Training functions on different workers called `report`, `save_checkpoint` or collectives in different orders.
+
+    This includes functions that make the same calls, but not equally often.
+    """
 
 
 class MissingTuneError(ImportError, ValueError, RuntimeError):
-    """A function cannot run as a trial because Ray Tune cannot be imported. The old library raised ``ValueError``."""
+    """A trainer or function cannot run as a trial of Ray Tune, because Ray Tune cannot be imported.
+
+    Programs written for `ray.util.sgd` catch ``ValueError``.
+    """
 
 
 class MissingFrameworkError(ModuleNotFoundError, ValueError):
-    """The framework that a `raysgd.v2` config selects is not installed. The old library raised ``ValueError``."""
+    """The framework of a `raysgd.v2` config, such as `TorchConfig`, is not installed.
+
+    Programs written for `ray.util.sgd.v2` catch ``ValueError``.
+    """
 
 
 class SessionMisuseError(RaySGDError, RuntimeError):
-    """A session function was called in a type of run that does not support it, for example Ray's `report` in `fit`."""
+    """A training function called a session function, such as `save_checkpoint`, that its type of run does not support.
+
+    For example, a function that `fit` runs called the `report` function of Ray's own session.
+    """
 
 
 class TrainingFailedError(RaySGDError, RuntimeError):
     """A run that `fit` started has failed, and no retries are left.
 
-    The raised exception is an instance of this class *and* of its cause's class. The cause is the exception of the
-    user's function or an exception from this module, and is available as `__cause__`. The message says how to continue.
+    The raised exception is an instance of this class *and* of the class of the exception that ended the run: the class
+    that the user's function raised, or a class in this module such as `WorkersLostError`. The message ends with advice
+    on how to continue the run.
+
+    Attributes:
+        failure: The exception that ended the run. It is a `WorkerError` if the user's function raised an exception.
+        advice: Sentences that say how to continue the run.
     """
 
     failure: Exception | None = None
@@ -215,16 +259,19 @@ class TrainingFailedError(RaySGDError, RuntimeError):
 class WorkerFault:
     """One worker's exception in a form that can be sent to another process.
 
+    If the worker runs in the driver's process, nothing is sent. The exception then keeps its stack frames, and the
+    texts that describe the frames stay empty.
+
     Attributes:
         rank: World rank of the worker, or -1 before ranks are assigned.
         node: Address of the worker's node.
         error: The exception object, or None if it could not be pickled.
         type_name: Name of the exception's class.
-        message: The exception's message, without quoted frames of libraries.
+        message: The exception's message, without the stack frames that PyTorch or TensorFlow quoted in it.
         location: The innermost line of user code, as ``file:line in function``.
-        traceback_text: The traceback, starting at the first line of user code; empty if `error` has its live frames.
-        callers: The lines of user code that led to `location`, innermost first; empty if `error` has its live frames.
-        causes: Descriptions of the exceptions that Python would show before this exception, latest first.
+        traceback_text: The traceback, starting at the first line of user code.
+        callers: The lines of user code that led to `location`, innermost first.
+        causes: Descriptions of the exceptions that led to this exception (`__cause__` or `__context__`), latest first.
     """
 
     rank: int
@@ -247,9 +294,10 @@ class WorkerFault:
 
 @dataclass(frozen=True)
 class _Packed:
-    """An exception as picklable parts: class, `args`, attributes and slots.
+    """An exception, taken apart for pickling: its class, its `args`, its attributes and the values in its slots.
 
-    Many exceptions cannot be pickled directly, because their constructor needs arguments that `args` does not hold.
+    Unpickling an exception calls its class with `args`. This fails for many classes, because their constructors need
+    other arguments.
     """
 
     user_class: type[BaseException]
@@ -261,7 +309,7 @@ class _Packed:
     def of(error: BaseException | None) -> _Packed | BaseException | None:
         if error is None or _pickles_in_its_own_way(type(error)):
             return error
-        # `obj`, the object that lacks an attribute, may be large
+        # Leave out `AttributeError.obj`, the object that lacks the attribute, because it may be large.
         slots = tuple(slot for slot in slots_of(error) if slot[1] != "obj")
         return _Packed(type(error), error.args, dict(error.__dict__), slots)
 
@@ -269,7 +317,7 @@ class _Packed:
         return made_from_parts(self.user_class, self.args, self.attributes, self.slots)
 
     def portable(self, is_portable: Callable[[Any], bool], in_words: Callable[[Any], str]) -> _Packed:
-        """Return a copy in which `in_words(value)` replaces each value that is not portable."""
+        """Return a copy in which the string `in_words(value)` replaces each value that `is_portable` rejects."""
 
         def shown(value: Any) -> Any:
             return value if is_portable(value) else in_words(value)
@@ -285,12 +333,14 @@ class _Packed:
 def portable_copy(
     error: BaseException, is_portable: Callable[[Any], bool], in_words: Callable[[Any], str] = repr
 ) -> BaseException:
-    """Return a copy of an exception in which strings replace values that are not portable, such as locks.
+    """Copy an exception, replacing values that cannot be sent to another process, such as locks, with strings.
+
+    An exception whose class defines `__reduce__` is returned as it is.
 
     Args:
         error: The exception.
-        is_portable: Returns True for values that can be sent to another process.
-        in_words: Returns the string that replaces a value.
+        is_portable: Function that returns True for a value that can be sent to another process.
+        in_words: Function that returns the string to put in place of a value.
     """
     packed = _Packed.of(error)
     return packed.portable(is_portable, in_words).unpacked() if isinstance(packed, _Packed) else error
@@ -303,9 +353,9 @@ def _pickles_in_its_own_way(user_class: type[BaseException]) -> bool:
 
 
 def slots_of(error: BaseException) -> Iterator[tuple[type, str, Any]]:
-    """Yield the values that an exception stores outside its `__dict__`: `args`, `errno`, and values in `__slots__`.
+    """Yield the values that an exception stores outside its `__dict__`, such as `args`, `errno` and `__slots__` values.
 
-    Each item is the class that defines the slot, the slot's name, and its value.
+    Each item is a tuple: the class that defines the slot, the name of the slot, and its value.
     """
     for owner in type(error).__mro__:
         for name, descriptor in vars(owner).items():
@@ -315,7 +365,8 @@ def slots_of(error: BaseException) -> Iterator[tuple[type, str, Any]]:
                 value = descriptor.__get__(error)
             except AttributeError:  # the slot is empty
                 continue
-            if value is not None or owner.__module__ != "builtins":  # an `OSError` stores None for missing arguments
+            # A built-in exception such as `OSError` stores None for each argument that it was not given: skip these.
+            if value is not None or owner.__module__ != "builtins":
                 yield owner, name, value
 
 
@@ -325,7 +376,14 @@ def made_from_parts(
     attributes: dict[str, Any],
     slots: tuple[tuple[type, str, Any], ...],
 ) -> BaseException:
-    """Create an exception from its parts, without calling the constructor of the user's class."""
+    """Create an exception from its parts, without calling the constructor of the user's class.
+
+    Args:
+        user_class: The class of the exception.
+        args: The exception's `args`.
+        attributes: The values in its `__dict__`.
+        slots: The values outside its `__dict__`, as `slots_of` yields them.
+    """
     error: BaseException = _builtin_base(user_class).__new__(user_class, *args)
     error.__dict__.update(attributes)
     for owner, name, value in slots:
@@ -337,7 +395,7 @@ def made_from_parts(
 
 
 def _builtin_base(user_class: type[BaseException]) -> type[BaseException]:
-    """Return the built-in base class with the memory layout of `user_class`. Its `__new__` must create instances."""
+    """Return the nearest built-in base class of `user_class`. Python requires its `__new__` to create the instances."""
     base = user_class
     while base.__module__ != "builtins":
         base = base.__base__  # type: ignore[assignment]  # never None for an exception
@@ -345,11 +403,14 @@ def _builtin_base(user_class: type[BaseException]) -> type[BaseException]:
 
 
 class WorkerError(RaySGDError):
-    """User code failed in a worker.
+    """User code raised an exception in a worker.
 
-    The raised exception is an instance of this class *and* of the class that the user code raised, so that ``except
-    ValueError`` works as if the code had run in the driver. `faults` contains the faults of all ranks, earliest first.
-    `aftermath` says what happened to the workers and their state afterward, for example that workers were replaced.
+    The raised exception is an instance of this class *and* of the class that the user code raised. ``except
+    ValueError``, for example, works as if the code had run in the driver.
+
+    Attributes:
+        faults: The exceptions of all ranks that failed, in rank order.
+        aftermath: Sentences that say what happens to the workers after the error.
     """
 
     faults: tuple[WorkerFault, ...] = ()

@@ -1,6 +1,6 @@
-"""Small helpers for user code: names of special metrics, meters, timers, and three functions.
+"""Small helpers for user code: names of special metrics, meters that average metrics, timers, and three functions.
 
-The meters and timers are defined in other modules. This module is their public import path.
+The meters and timers are defined in private modules. User code imports them from this module.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# Key of `batch_info`, the second argument of `train_batch`. True if this worker has no samples in the current step. Its
-# batch then consists of repeated samples, which have weight 0.
+# A key of `batch_info`, the dict that `train_batch` receives as its second argument. The value is True if this worker
+# has no samples of its own in the current step. The batch then repeats other samples, which count with weight 0.
 IS_PADDING = "is_padding"
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def check_for_failure(remote_values: Iterable[Any]) -> bool:
-    """Wait for the results of Ray tasks. Return True if no worker died.
+    """Wait for the results of Ray tasks or actor calls. Return False if a worker process or node died.
 
     Args:
-        remote_values: Object references to the results. They are read in the order in which they become ready.
+        remote_values: Ray's object references to the results, which are read in the order in which they become ready.
 
     Returns:
-        True if all tasks succeeded. False as soon as a result shows that a worker or node died. The death is logged.
+        True if all tasks succeeded. False as soon as one task has failed because its worker process or node died. The
+        failure is logged.
 
     Raises:
-        Exception: A task raised another error. It is raised unchanged.
+        Exception: A task failed with another exception, which is raised unchanged.
     """
     import ray
     from ray.exceptions import NodeDiedError, RayActorError, WorkerCrashedError
@@ -66,7 +67,7 @@ def check_for_failure(remote_values: Iterable[Any]) -> bool:
 
 
 def override(interface_class: type) -> Callable[[FunctionT], FunctionT]:
-    """Mark a method as an override of a method of a class or interface.
+    """Return a decorator for methods, which checks that `interface_class` has a method (or attribute) of the same name.
 
     Examples:
         >>> class Greeter:
@@ -75,7 +76,7 @@ def override(interface_class: type) -> Callable[[FunctionT], FunctionT]:
         ...         return "hello"
 
     Raises:
-        AssertionError: The class has no attribute with the method's name. Raised when the method is defined.
+        AssertionError: `interface_class` has no attribute with the name of the decorated method.
     """
 
     def check(method: FunctionT) -> FunctionT:
@@ -90,7 +91,7 @@ def override(interface_class: type) -> Callable[[FunctionT], FunctionT]:
 
 
 def find_free_port() -> int:
-    """Return a TCP port that is currently free on all interfaces of this machine."""
+    """Return the number of a TCP port that is currently free on all network interfaces of this machine."""
     with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("", 0))

@@ -62,6 +62,7 @@ from raysgd import TorchTrainer, TrainingOperator
 
 PEERS = {
     "raw": "torch",
+    "bare": "ray",
     "ray_train": "ray.train",
     "ray_train_fast_poll": "ray.train",
     "lightning": "lightning",
@@ -171,6 +172,22 @@ def run_raw(job: Job, num_workers: int, num_epochs: int) -> dict[str, float]:
             watch.epoch_ended()
         speeds[workload.name] = watch.samples_per_s
     dist.destroy_process_group()
+    return speeds
+
+
+def run_bare(job: Job, num_workers: int, num_epochs: int) -> dict[str, float]:
+    """The loop written by hand on bare Ray actors, with one call for each epoch."""
+    from _floor import FloorGroup
+
+    speeds = {}
+    with ray_cluster(num_workers):
+        for workload in _workloads(job):
+            watch, group = Stopwatch(workload, num_workers), FloorGroup(workload, num_workers)
+            for _ in range(num_epochs):
+                group.train_epoch()
+                watch.epoch_ended()
+            group.stop()
+            speeds[workload.name] = watch.samples_per_s
     return speeds
 
 
@@ -302,6 +319,7 @@ def run_lightning(job: Job, num_workers: int, num_epochs: int) -> dict[str, floa
 ROLES = {
     OWN: run_raysgd,
     "raw": run_raw,
+    "bare": run_bare,
     "ray_train": run_ray_train,
     "ray_train_fast_poll": run_ray_train,
     "accelerate": run_accelerate,
@@ -385,9 +403,12 @@ def main() -> None:
     parser.add_argument("--peer-repetitions", type=int, default=3, help="runs of each contender side by side; 0: none")
     parser.add_argument("--num-epochs", type=int, default=6, help="epochs of each such run; the first is not counted")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="which models")
+    parser.add_argument("--num-steps", type=int, help="steps of an epoch; default: as many as the workload says")
     arguments = parser.parse_args()
     peers = choose_peers(arguments, PEERS)
     workloads = [WORKLOADS[name] for name in arguments.workloads.split(",")]
+    if arguments.num_steps:
+        workloads = [workload.with_steps(arguments.num_steps) for workload in workloads]
     if arguments.smoke_test:
         workloads = [WORKLOADS[name].with_steps(SMOKE_STEPS) for name in SMOKE_WORKLOADS]
         arguments.repetitions, arguments.peer_repetitions, arguments.num_epochs = 2, 1, 2

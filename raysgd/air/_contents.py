@@ -36,7 +36,7 @@ EXTRA_FILES_KEY = "_ray_additional_checkpoint_files"
 
 
 class DictContent:
-    """Checkpoint content held as a dict.
+    """The content of a checkpoint that is a dict, in memory or in Ray's object store.
 
     Args:
         data: The content, or a `ray.ObjectRef` to it in Ray's object store. It is fetched on each use.
@@ -54,11 +54,11 @@ class DictContent:
 
     @property
     def representation(self) -> tuple[str, Any]:
-        """The data, preceded by the name that Ray AIR 2.0 gives this type of content."""
+        """A pair: the name that Ray AIR 2.0 gives this type of content, and the content itself."""
         return "object_ref" if self.is_stored else "data_dict", self._data
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the whole content as a dict."""
+        """Return the checkpoint's content as a dict."""
         data: Any = self._data
         if self.is_stored:
             import ray
@@ -69,13 +69,13 @@ class DictContent:
         return dict(data)
 
     def write_to(self, target: Path) -> None:
-        """Write the whole content into an existing folder."""
+        """Write the checkpoint's content and metadata into an existing folder."""
         write_dict(self.as_dict(), target)
         if self._metadata:
             (target / METADATA_FILE).write_text(json.dumps(self._metadata), encoding="utf-8")
 
     def metadata(self) -> dict[str, Any]:
-        """Return the checkpoint's metadata, which users set."""
+        """Return the metadata that the user has set for the checkpoint."""
         return dict(self._metadata)
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
@@ -83,17 +83,17 @@ class DictContent:
         self._metadata = dict(metadata)
 
     def portable(self) -> DictContent:
-        """Return the content in a form that other processes can read, possibly on another machine."""
+        """Return this object, because a dict can be pickled and read on any machine."""
         return self
 
 
 class FolderContent:
-    """Checkpoint content held in a folder, on disk or in remote storage.
+    """The content of a checkpoint that is a folder, on disk or in remote storage.
 
     Args:
         folder: Folder that holds the content.
-        goes_by_place: True to pickle the folder's location instead of its files. If the folder holds a dict, the dict
-            is pickled as well, so that machines without access to the folder can read it.
+        goes_by_place: True to pickle the folder's location instead of its files. If the folder was written from a
+            dict, the dict is pickled as well, for machines that cannot access the folder.
     """
 
     def __init__(self, folder: Folder, goes_by_place: bool = False) -> None:
@@ -109,7 +109,7 @@ class FolderContent:
 
     @contextmanager
     def on_disk(self) -> Iterator[Path]:
-        """Yield the path of the folder, or of a temporary copy if the folder is remote."""
+        """Yield the path of the checkpoint's folder, or of a temporary copy if the folder is in remote storage."""
         if self.folder.is_local:
             if not self.folder.exists():
                 raise FileNotFoundError(
@@ -181,7 +181,9 @@ def folder_as_dict(folder: Path) -> dict[str, Any]:
 
 
 def write_dict(content: Mapping[str, Any], folder: Path) -> None:
-    """Write a dict into a folder as one file. If `folder_as_dict` created the dict, restore the original files instead.
+    """Write a checkpoint's dict into a folder as one file.
+
+    If `folder_as_dict` has created the dict from files, write these files instead.
 
     Raises:
         CheckpointCorruptedError: A key or archive leads outside the folder, or an archive is invalid.

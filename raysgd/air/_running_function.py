@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrialFacts:
-    """Facts about a `fit()` run and its trial, for the training function and for storing checkpoints in workers.
+    """Facts about a `fit()` run and its trial, which the session of the training function uses in the workers.
 
     Attributes:
         folder: The trial's folder, which contains the checkpoints.
@@ -34,7 +34,7 @@ class TrialFacts:
         id: Id of the trial.
         scaling: The run's scaling config.
         metadata: The dict that the user passed to the trainer as `metadata`.
-        workdir: Working directory for the function. None to leave it unchanged.
+        workdir: Folder to make the working directory while the function runs. None to leave it unchanged.
         keeps_files: True if checkpoints are written as files. If False, only the newest checkpoint is kept, in memory.
     """
 
@@ -54,7 +54,7 @@ class TrialFacts:
 
 
 class RunningSession(Protocol):
-    """The session of a training function: the methods that the functions in `raysgd.air.session` call."""
+    """The interface of a training function's session, which the functions in `raysgd.air.session` call."""
 
     facts: TrialFacts | None
     accelerator: Any
@@ -72,13 +72,19 @@ class RunningSession(Protocol):
         """Send metrics to the driver, optionally with a checkpoint."""
 
     def ask(self, name: str, data: Any = None) -> Any:
-        """Send a request to the driver and return its answer. All ranks must call this, each with its own data."""
+        """Ask the driver a question, such as the nodes that will go away, and return its answer.
+
+        All ranks must ask the same question. Each rank may pass its own data.
+        """
 
     def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Send a checkpoint to the driver without metrics."""
+        """Send a checkpoint without metrics to the driver."""
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """Return the newest checkpoint. Before the first one, return the checkpoint that the function started from."""
+        """Return the newest checkpoint that the function has saved.
+
+        If it has not saved a checkpoint yet, return the checkpoint from which it started.
+        """
 
     def current_checkpoint(self) -> Any:
         """Return the result of `load_checkpoint` as a `Checkpoint`."""
@@ -88,9 +94,9 @@ class RunningSession(Protocol):
 
 
 class Alone:
-    """Stands in for the session outside a run, so that helpers for training functions work outside a run, too.
+    """A session for code that runs outside a run. It acts as a single worker without a driver.
 
-    Acts as a single worker without a driver.
+    With this session, helpers for training functions such as `prepare_model` work outside a run, too.
     """
 
     accelerator: Any = None
@@ -102,7 +108,7 @@ class Alone:
         return place()
 
     def ask(self, name: str, data: Any = None) -> Any:
-        """Return `data`, because this is the only rank."""
+        """Return `data` itself. For a single rank, this is the result of a broadcast from rank 0."""
         return data
 
 
@@ -119,18 +125,21 @@ def current_session() -> RunningSession | None:
 
 
 def helper_session() -> RunningSession | Alone:
-    """Return this process's session. Outside a run, return an `Alone`, which acts as a single worker."""
+    """Return the session of the training function in this process. Outside a run, return an `Alone`.
+
+    An `Alone` acts as the session of a single worker without a driver.
+    """
     return _current or _alone
 
 
 def open_session(session: RunningSession) -> None:
-    """Set this process's session."""
+    """Make a session the current session of this process. Called before the training function starts."""
     global _current
     _current = session
 
 
 def close_session(session: RunningSession | None) -> None:
-    """Remove this process's current session if it is `session`."""
+    """Remove this process's session, unless another session has replaced `session` in the meantime."""
     global _current
     if _current is session:
         _current = None
@@ -146,7 +155,9 @@ def place() -> World:
 
 
 def session_or_warning(function: str, stacklevel: int = 3) -> RunningSession | None:
-    """Return the current session. Without a session, return None and warn that calling `function` has no effect.
+    """Return the session of the training function in this process.
+
+    If no training function runs here, warn that calling `function` has no effect, and return None.
 
     Args:
         function: Name of the function that the user called. Only its first call causes a warning.
@@ -163,7 +174,10 @@ def session_or_warning(function: str, stacklevel: int = 3) -> RunningSession | N
 
 
 def tune_here() -> Any:
-    """Return `ray.tune` if Ray Tune runs the training function as a trial, else None. Uses a private Ray function."""
+    """Return `ray.tune` if Ray Tune itself runs the training function as a trial, else None.
+
+    This uses a private function of Ray. If the function is missing, return None.
+    """
     if _current is not None:
         return None
     tune = sys.modules.get("ray.tune")

@@ -106,7 +106,8 @@ class Checkpoint:
     def to_dict(self) -> dict[str, Any]:
         """Return the content as a dict.
 
-        A folder that holds no dict becomes a tar archive, under the key `fs_checkpoint`.
+        If the checkpoint is a folder that was not written from a dict, return a dict with a tar archive of the folder
+        under the key `fs_checkpoint`.
         """
         return self._content.as_dict()
 
@@ -120,7 +121,7 @@ class Checkpoint:
         return cls(data_dict=content if isinstance(content, dict) else {_BYTES_KEY: content})
 
     def to_bytes(self) -> bytes:
-        """Return the content, pickled. `from_bytes` reads it."""
+        """Return the checkpoint's content as a pickle, which `from_bytes` reads."""
         import cloudpickle
 
         content = self.to_dict()
@@ -133,7 +134,7 @@ class Checkpoint:
         return cls(obj_ref=obj_ref)
 
     def to_object_ref(self) -> ray.ObjectRef[Any]:
-        """Return a reference to the content in Ray's object store."""
+        """Store the checkpoint's content in Ray's object store and return the object reference."""
         if isinstance(self._content, DictContent) and self._content.is_stored:
             return self._content.representation[1]
         import ray
@@ -156,7 +157,7 @@ class Checkpoint:
         return cls(path=folder)
 
     def to_directory(self, path: str | Path | None = None) -> str:
-        """Write the content into a folder and return the folder's path.
+        """Write the checkpoint's content into a folder and return the folder's path.
 
         Args:
             path: The folder to write to. None to create a temporary folder, which you must delete yourself.
@@ -168,7 +169,7 @@ class Checkpoint:
 
     @contextmanager
     def as_directory(self) -> Iterator[str]:
-        """Yield the path of a folder with the content.
+        """Yield the path of a local folder with the checkpoint's content.
 
         If the checkpoint is not a local folder, yield a temporary folder that is deleted after the block.
         """
@@ -189,7 +190,7 @@ class Checkpoint:
         return cls(_storage(uri))
 
     def to_uri(self, uri: str) -> str:
-        """Upload the content to a folder in remote storage and return `uri`.
+        """Upload the checkpoint's content to a folder in remote storage and return `uri`.
 
         Raises:
             RuntimeError: No file system supports the URI.
@@ -203,7 +204,7 @@ class Checkpoint:
 
     @property
     def path(self) -> str:
-        """The folder's path, without a URI scheme.
+        """The path of the checkpoint's folder, without a URI scheme.
 
         Raises:
             AttributeError: The checkpoint is in memory and has no folder.
@@ -212,7 +213,7 @@ class Checkpoint:
 
     @property
     def filesystem(self) -> Any:
-        """The `pyarrow.fs.FileSystem` of the folder.
+        """The `pyarrow.fs.FileSystem` that contains the checkpoint's folder.
 
         Raises:
             AttributeError: The checkpoint is in memory and has no folder.
@@ -221,7 +222,7 @@ class Checkpoint:
 
     @property
     def uri(self) -> str | None:
-        """The folder's URI, with `file://` for a local folder. None for a checkpoint in memory."""
+        """The URI of the checkpoint's folder, with `file://` for a local folder. None for a checkpoint in memory."""
         return self._content.folder.uri if isinstance(self._content, FolderContent) else None
 
     def _folder(self, name: str) -> Folder:
@@ -235,7 +236,7 @@ class Checkpoint:
 
     @classmethod
     def from_checkpoint(cls: type[CheckpointType], other: Checkpoint) -> CheckpointType:
-        """Convert a checkpoint to this class: `TorchCheckpoint.from_checkpoint(result.checkpoint)`.
+        """Convert a checkpoint to this class, as in `TorchCheckpoint.from_checkpoint(result.checkpoint)`.
 
         Raises:
             TypeError: `other` is not a checkpoint.
@@ -247,14 +248,20 @@ class Checkpoint:
         return made
 
     def by_place(self: CheckpointType) -> CheckpointType:
-        """Return a copy of this checkpoint that is pickled as its folder's location, even if the folder is on disk."""
+        """Return a copy of this checkpoint for which only the folder's location is pickled.
+
+        Otherwise, pickling a checkpoint in a local folder pickles the folder's files.
+        """
         made = self.from_checkpoint(self)
         if isinstance(self._content, FolderContent):
             made._content = FolderContent(self._content.folder, goes_by_place=True)
         return made
 
     def get_internal_representation(self) -> tuple[str, Any]:
-        """Return the type of the content (`local_path`, `data_dict`, `uri` or `object_ref`) and the content."""
+        """Return a pair: the type of the checkpoint's content, and the content itself.
+
+        The type is `local_path`, `data_dict`, `uri` or `object_ref`.
+        """
         return self._content.representation
 
     def get_preprocessor(self) -> Any:
@@ -268,7 +275,7 @@ class Checkpoint:
         return self.to_dict().get(PREPROCESSOR_KEY) if folder.has(DICT_FILE) else None
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return the metadata set by `set_metadata` and `update_metadata`."""
+        """Return the metadata that `set_metadata` and `update_metadata` have set for this checkpoint."""
         return self._content.metadata()
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:

@@ -44,7 +44,7 @@ _HINT_WORKERS = "Pass a number, `num_workers=2`, or the least and the most, `num
 
 
 def _shown(config: Any) -> str:
-    """Return a config's `repr`: a constructor call with the values that differ from the defaults.
+    """Return the `repr` of a config: a constructor call with the values that differ from the defaults.
 
     API keys and passwords are masked.
     """
@@ -105,7 +105,8 @@ class FailureConfig:
     Attributes:
         max_failures: Maximum number of restarts from the last checkpoint. 0, the default, ends the run at the first
             failure; -1 sets no limit. Worker deaths and exceptions in your function both count as failures. In `fit`,
-            each new checkpoint resets the count to 0, but no longer once your function has raised an exception.
+            each new checkpoint resets the count to 0 until your function first raises an exception. From then on, the
+            count is not reset.
         fail_fast: For runs of several trials. True ends all trials when one fails; "raise" raises the trial's error
             immediately.
 
@@ -394,7 +395,7 @@ class ScalingConfig:
 
     @property
     def worker_bundle(self) -> dict[str, float]:
-        """Resources of one worker, without zero amounts."""
+        """The resources of one worker, without resources whose amount is 0."""
         kind = accelerator(self.accelerator_type)
         if self.resources_per_worker is None:
             return {"GPU" if self.use_gpu else "CPU": 1.0, **kind}
@@ -402,7 +403,7 @@ class ScalingConfig:
 
     @property
     def trainer_bundle(self) -> dict[str, float]:
-        """The trial's own resources, not counting its workers, without zero amounts."""
+        """The resources of the trial besides its workers, without resources whose amount is 0."""
         return {"CPU": 1.0} if self.trainer_resources is None else _without_zeros(self.trainer_resources)
 
     @property
@@ -416,12 +417,12 @@ class ScalingConfig:
 
     @property
     def num_cpus_per_worker(self) -> float:
-        """CPUs per worker."""
+        """Number of CPUs that each worker gets."""
         return self.worker_bundle.get("CPU", 0.0)
 
     @property
     def num_gpus_per_worker(self) -> float:
-        """GPUs per worker."""
+        """Number of GPUs that each worker gets."""
         return self.worker_bundle.get("GPU", 0.0)
 
     @property
@@ -436,7 +437,7 @@ class ScalingConfig:
     def as_placement_group_factory(self) -> PlacementGroupFactory:
         """Return the bundles that Ray Tune reserves: one for the trial, then one for each worker.
 
-        If `num_workers` is a range, it reserves the minimum number of workers, which the run needs to start.
+        If `num_workers` is a range, return bundles for the minimum number of workers, which the run needs to start.
         """
         from ray.tune import PlacementGroupFactory
 
@@ -444,7 +445,9 @@ class ScalingConfig:
 
     @classmethod
     def from_placement_group_factory(cls, pgf: PlacementGroupFactory) -> ScalingConfig:
-        """Create a config from a Ray Tune placement group factory. The first bundle is the trial's.
+        """Create a config from a Ray Tune placement group factory.
+
+        The first bundle belongs to the trial itself, and each other bundle to one worker.
 
         Raises:
             ValueError: The worker bundles differ from each other.
@@ -546,11 +549,11 @@ class DatasetConfig:
     __repr__ = _shown
 
     def fill_defaults(self) -> DatasetConfig:
-        """Return a copy in which each None is replaced with the default."""
+        """Return a copy of this config in which the default replaces each None."""
         return _DATASET_DEFAULTS.updated(self)
 
     def updated(self, other: DatasetConfig) -> DatasetConfig:
-        """Return a copy in which values of `other` that are not None replace the values of this config."""
+        """Return a copy of this config with those values of `other` that are not None."""
         given = {each.name: getattr(other, each.name) for each in fields(DatasetConfig)}
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
@@ -576,7 +579,7 @@ class DatasetConfig:
 
     @staticmethod
     def validated(config: Mapping[str, DatasetConfig], datasets: Mapping[str, Any]) -> dict[str, DatasetConfig]:
-        """Check that the configs match the datasets, and return the configs with defaults filled in.
+        """Check that the configs by dataset name match the datasets. Return the configs with defaults filled in.
 
         Raises:
             ValueError: The configs do not match the datasets, or contradict each other.

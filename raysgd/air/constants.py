@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-# Keys of a checkpoint.
+# Keys of a checkpoint's dict.
 PREPROCESSOR_KEY = "_preprocessor"
 MODEL_KEY = "model"
 
-# Names of datasets.
+# Names of datasets that trainers know. "*" stands for all other names.
 TRAIN_DATASET_KEY = "train"
 EVALUATION_DATASET_KEY = "evaluation"
 WILDCARD_KEY = "*"
 
-# Column name of a table of tensors in Ray AIR 2.0, unused here; and the maximum length of a trainer's `repr`.
+# The column name of tensors in Ray AIR 2.0, which raysgd itself does not use, and the maximum length of a trainer's
+# `repr`.
 TENSOR_COLUMN_NAME = "__value__"
 MAX_REPR_LENGTH = 120
 

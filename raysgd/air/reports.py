@@ -136,11 +136,14 @@ FILLED_IN = (
 """All keys that raysgd adds to reports. They are not metrics of the user."""
 
 _REPLACED = FILLED_IN - {DONE, SHOULD_CHECKPOINT, TIMESTAMP, TIME_THIS_ITER_S}
-"""Keys whose reported values are overwritten. For the other keys in `FILLED_IN`, a reported value is kept."""
+"""Keys under which raysgd overwrites what the training function has reported.
+
+Under the other keys in `FILLED_IN`, a value that the function has reported is kept.
+"""
 
 
 def iteration_of(report: Mapping[str, Any]) -> int:
-    """Return a report's number, counted from 1. Return 0 if the number is missing or damaged."""
+    """Return a report's `training_iteration`, the count of reports from 1. Return 0 if it is missing or damaged."""
     return int(_number(report.get(TRAINING_ITERATION)))
 
 
@@ -149,7 +152,7 @@ def _number(value: Any) -> float:
 
 
 class MetricsFiller:
-    """Adds the same values to each report as Ray Tune: counters, times, host and config.
+    """Adds to each report the values that Ray Tune would add: counters, times, host and config.
 
     Args:
         trial_id: Id of the trial.
@@ -173,13 +176,19 @@ class MetricsFiller:
         self.begin_attempt({})
 
     def begin_attempt(self, report: Mapping[str, Any]) -> None:
-        """Start another attempt, continuing the counts and times of `report`. Missing or damaged values count as 0."""
+        """Prepare for another attempt of the run: continue the iteration count and total time from a report.
+
+        A count or time that is missing or damaged in the report starts at 0.
+        """
         self.iteration = self._began_at = iteration_of(report)
         self._time_total_s = self._began_at_s = float(_number(report.get(TIME_TOTAL_S)))
         self._last = self._clock()
 
     def fill(self, metrics: Mapping[str, Any], checkpoint_name: str | None) -> dict[str, Any]:
-        """Return the metrics with the added values. For keys in `_REPLACED`, overwrite the function's own values."""
+        """Return a copy of a report's metrics with the values that raysgd adds.
+
+        Values that the training function has reported under the keys in `_REPLACED` are overwritten.
+        """
         now = self._clock()
         self._warn_of_replaced(metrics)
         reported = metrics.get(TIME_THIS_ITER_S)
@@ -211,7 +220,7 @@ class MetricsFiller:
             )
 
     def initial(self) -> dict[str, Any]:
-        """Return the added values that are known before the first report, such as the host and the config."""
+        """Return the values that raysgd adds to reports and knows before the first report: host, time and config."""
         return {**self._where_and_when(int(self._clock())), "config": self._constant["config"]}
 
     def _where_and_when(self, timestamp: Any) -> dict[str, Any]:

@@ -155,7 +155,7 @@ class Result:
 
 
 def read_reports(folder: Folder) -> list[dict[str, Any]]:
-    """Return the reports in a trial's `result.json`. Skip an incomplete line, which a killed run may leave."""
+    """Return the reports in a trial's `result.json`. Skip an incomplete line, which a killed run may have left."""
     if not folder.has(RESULT_FILE):
         return []
     lines = folder.read(RESULT_FILE).decode(errors="replace").split("\n")

@@ -200,17 +200,18 @@ def get_context() -> TrainContext:
 
 
 def _place_or_warning(function: str) -> World:
-    """Return this worker's rank and the number of workers. Outside a run, warn."""
+    """Return this worker's rank and the number of workers. Outside a run, warn and return rank 0 of one worker."""
     session_or_warning(function, stacklevel=4)
     return place()
 
 
 def _of_trial(function: str, read: Callable[[TrialFacts], T]) -> T | None:
-    """Return a fact about the trial, or None if neither `fit` nor Ray Tune runs the training function.
+    """Return a fact about the trial, such as its name; None if neither `fit` nor Ray Tune runs the training function.
 
     Args:
-        function: Name of the `TrainContext` method that was called. Ray Tune's context has a method of the same name.
-        read: Extracts the result from the facts about a `fit` run.
+        function: Name of the `TrainContext` method that the user called. If Ray Tune runs the training function, the
+            method of the same name of Ray Tune's context returns the fact.
+        read: Function that returns the fact from the `TrialFacts` of a `fit` run.
     """
     if (tune := tune_here()) is not None:
         found: T = getattr(tune.get_context(), function)()

@@ -32,7 +32,7 @@ _TRIAL = re.compile(rf"(?P<trainer>.+)_(?P<id>[0-9a-f]{{5}}_\d{{5}})_{EXPERIMENT
 
 
 def checkpoint_name(index: int) -> str:
-    """Return the name of a checkpoint's folder.
+    """Return the name of the folder of the checkpoint with this number.
 
     >>> checkpoint_name(3)
     'checkpoint_000003'
@@ -108,7 +108,7 @@ class TrialFolder:
         return self._staging
 
     def expect_little(self) -> None:
-        """Disable retries for storage operations in these folders. Call this once the storage has failed."""
+        """Disable retries of storage operations in the run's folders. Call this after the storage has failed."""
         self.experiment, self.trial = self.experiment.without_retries(), self.trial.without_retries()
 
     def make(self) -> None:
@@ -129,16 +129,16 @@ class TrialFolder:
 
     @property
     def next_index(self) -> int:
-        """The number for the next checkpoint.
+        """The number to give to the next checkpoint: one more than the highest number of an existing checkpoint.
 
-        It is higher than the numbers of all existing checkpoints, including incomplete checkpoints.
+        Incomplete checkpoints count, too.
         """
         present = [] if self.is_new else checkpoints_in(self.trial.names())
         return 1 + max((checkpoint_index(name) or 0 for name in present), default=-1)
 
 
 def checkpoints_in(names: Iterable[str]) -> list[str]:
-    """Return the checkpoint names among the given names, oldest first."""
+    """Return those of the given names that are names of checkpoint folders, oldest first."""
     found = {name: checkpoint_index(name) for name in names}
     return [name for _, name in sorted((index, name) for name, index in found.items() if index is not None)]
 

@@ -1,11 +1,11 @@
-"""Callbacks: extra work during training, in the driver (`Callback`) or in the workers (`WorkerCallback`).
+"""Callbacks: objects whose methods are called during training, in the driver (`Callback`) or in the workers.
 
-This package guarantees:
+Callbacks in the workers derive from `WorkerCallback`. This package guarantees:
 
 * The same `Callback` works in `trainer.fit`, in `Trainer.run` and in `RunConfig(callbacks=...)`.
-* If a callback raises an error, the error names the callback, the run ends cleanly, and the training state is
-  preserved.
-* Importing this package loads no framework.
+* If a callback raises an error, the error that the user gets names the callback, the run ends cleanly, and the training
+  state is not lost.
+* Importing this package imports neither PyTorch nor TensorFlow.
 
 Other modules decide when callbacks are called: `raysgd.trainer.driver.fit_loop` and `raysgd.train`.
 """

@@ -1,4 +1,4 @@
-"""`EMA` and `SWA`: averages of the weights, maintained in every worker during training."""
+"""`EMA` and `SWA`: callbacks that average the model's weights during training, in every worker."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ Weights = list[dict[str, Any]]
 
 
 class AveragedWeights(WorkerCallback):
-    """Base class of `EMA` and `SWA`: maintains averages of the weights, which are identical in every worker.
+    """Base class of `EMA` and `SWA`, which average the weights of all models. The averages are equal in all workers.
 
-    Floating-point buffers, such as batch-norm statistics, are averaged too; other buffers are copied. Weights that
-    `setup` recreates (`remakes_frozen`) are excluded. A second run of the same trainer continues the averages. Both
-    classes work with `TorchTrainer`, except with `strategy="fsdp"`.
+    Floating-point buffers, such as batch-norm statistics, are averaged too. Other buffers are copied. Frozen weights
+    that `setup` creates again in each process (`remakes_frozen`) are left out. A second run of the same trainer
+    continues the averages. Both classes work with `TorchTrainer`, except with `strategy="fsdp"`.
     """
 
     def __init__(self) -> None:
-        self.weights: Weights = []  # filled in workers only
+        self.weights: Weights = []  # stays empty in the driver, because only the workers average
 
     def on_begin(self, operator: Any) -> None:
         if is_sharded(operator):
@@ -49,7 +49,7 @@ class AveragedWeights(WorkerCallback):
         self.weights = [{name: tensor.clone() for name, tensor in weights.items()} for weights in state["weights"]]
 
     def get_model(self, trainer: Any) -> Any:
-        """Return a copy of the model with the averaged weights, on the CPU. With several models, return a list.
+        """Return a copy of the trainer's model with the averaged weights, on the CPU. Return a list of several models.
 
         Raises:
             RuntimeError: No weights have been averaged yet.
@@ -93,12 +93,13 @@ class AveragedWeights(WorkerCallback):
 
 
 class EMA(AveragedWeights):
-    """Maintains an exponential moving average of the weights, updated after each optimizer step of any training loop.
+    """Computes an exponential moving average of the weights. The average is updated after each optimizer step.
 
-    With several optimizers, a weight's average is updated after the steps of the optimizer that trains the weight.
+    This works with the library's training loop and with your own. With several optimizers, the average of a weight is
+    updated after the steps of the optimizer that trains this weight.
 
     Args:
-        decay: Weight of the old average in each update, such as 0.999.
+        decay: Factor of the old average in each update, such as 0.999.
 
     Raises:
         ValueError: `decay` is not at least 0 and less than 1.
@@ -147,15 +148,16 @@ class EMA(AveragedWeights):
 
 
 class SWA(AveragedWeights):
-    """Maintains the mean of the weights at the ends of epochs (stochastic weight averaging).
+    """Computes the mean of the weights at the ends of epochs (stochastic weight averaging).
 
-    If a run ends before `start_epoch`, the next run of the trainer continues counting epochs. This callback does not
-    change the learning rate. Batch-norm statistics are averaged too; for exact statistics, call
+    If a run ends before `start_epoch`, the next run of the trainer continues to count epochs. This callback does not
+    change the learning rate. Batch-norm statistics are averaged too. For exact statistics, call
     `torch.optim.swa_utils.update_bn` on the model that `get_model` returns.
 
     Args:
         start_epoch: First epoch to average, counted from 1 in the first run with this callback.
-        every_n_epochs: From `start_epoch` on, average the weights once every `every_n_epochs` epochs.
+        every_n_epochs: From `start_epoch` on, include the weights of every epoch (1), every second epoch (2), and so
+            on.
 
     Raises:
         InvalidCountError: `start_epoch` or `every_n_epochs` is less than 1.
@@ -203,7 +205,7 @@ def _tensors_of(model: Any) -> dict[str, Any]:
 
 
 def _tensors_in(operator: Any) -> list[dict[str, Any]]:
-    """Return the parameters and buffers of each model, except those that `setup` recreates (`remakes_frozen`)."""
+    """Return the parameters and buffers of each model, without those that `remakes_frozen` keeps out of checkpoints."""
     found, left_out = [_tensors_of(model) for model in models_of(operator)], left_out_of(operator)
     if not left_out:
         return found
@@ -215,9 +217,10 @@ def _parameters_of(optimizer: Any) -> Iterator[Any]:
 
 
 def _trained_by(optimizer: Any, optimizers: Sequence[Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors of a model that are averaged after a step of `optimizer`: the parameters that it trains.
+    """Return the tensors of a model whose averages are updated after a step of `optimizer`.
 
-    Tensors that no optimizer trains, such as batch-norm statistics, are assigned to the model's first optimizer.
+    These are the parameters that the optimizer trains. Tensors that no optimizer trains, such as batch-norm statistics,
+    are updated after the steps of the model's first optimizer.
     """
     trained = [set(map(id, _parameters_of(each))) for each in optimizers]
     parts = [each for each, ids in zip(optimizers, trained, strict=True) if ids & set(map(id, tensors.values()))]
@@ -235,19 +238,25 @@ def _copied(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _precise(tensor: Any) -> Any:
-    """Convert floats to at least 32 bits, because averages in lower precision would lose small updates to rounding."""
+    """Convert a tensor of short floats to 32 bits, in which an average does not lose small updates to rounding."""
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
 
 
 def _mix(tensors: Mapping[str, Any], weights: dict[str, Any], share: float) -> None:
-    """Update each average in `weights` with the tensor of the same name, whose weight in the average is `share`."""
+    """Update averages with the current tensors.
+
+    Args:
+        tensors: The current tensors by name.
+        weights: The averages by name, which are changed.
+        share: Factor of the current tensor in the new average.
+    """
     import torch
 
     with torch.no_grad():
         for name, tensor in tensors.items():
-            if name not in weights:  # the tensor was frozen in earlier updates
+            if name not in weights:  # the tensor has no average yet, because it was frozen in earlier updates
                 weights[name] = _precise(tensor.detach()).clone()
-            if weights[name].device != tensor.device:  # the average was loaded from a state dict
+            if weights[name].device != tensor.device:  # the average was loaded from a state dict, on the CPU
                 weights[name] = weights[name].to(tensor.device)
             if tensor.is_floating_point() or tensor.is_complex():
                 weights[name].lerp_(_precise(tensor.detach()), share)
@@ -260,7 +269,7 @@ def _put(model: Any, weights: Mapping[str, Any]) -> None:
 
     with torch.no_grad():
         for name, tensor in _tensors_of(model).items():
-            if name in weights or tensor.requires_grad:  # tensors that `setup` recreates have no average
+            if name in weights or tensor.requires_grad:  # frozen tensors may have no average (`remakes_frozen`)
                 tensor.copy_(weights[name])
 
 

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESULTS_FOLDER = Path("~/ray_results")
-"""Parent folder of runs for which the user gives no folder."""
+"""Folder in which a new folder is created for each run whose `folder` the user does not set."""
 
 
 class Callback:
-    """Base class for callbacks in the driver. The methods do nothing by default; override those you need.
+    """Base class for callbacks in the driver. The methods do nothing by default. Override those that you need.
 
     Pass instances of subclasses to `trainer.fit(callbacks=[...])`, `Trainer.run(callbacks=[...])` or
     `RunConfig(callbacks=[...])`. If a method raises an error, the run ends with a `CallbackError` that names the class
@@ -39,28 +39,28 @@ class Callback:
         ...             run.stop("good enough")
 
     Attributes:
-        runs_last: True to call this callback after all callbacks with False, whatever its position in the list. Needed
-            by a callback that saves the state of other callbacks.
+        runs_last: If True, this callback is called after all callbacks where this is False, whatever its position in
+            the list. A callback that saves the state of other callbacks needs this.
     """
 
     runs_last: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Warn about methods that look like events but are never called."""
+        """Warn if the subclass defines a method whose name starts with `on_` but that is never called."""
         super().__init_subclass__(**options)
         warn_of_unknown_events(cls, Callback)
 
     def on_run_begin(self, run: Run) -> None:
-        """Called once, before the first epoch. With `resume_from`, the checkpoint is already loaded."""
+        """Called once, before the first epoch of a run. With `resume_from`, the checkpoint is already loaded."""
 
     def on_epoch_begin(self, run: Run) -> None:
-        """Called before each epoch of a class-based trainer."""
+        """Called before each epoch of a `TorchTrainer` or `TFTrainer`."""
 
     def on_progress(self, run: Run, progress: CallProgress) -> None:
-        """Called about ten times a second during an epoch. The trainer polls workers only if a callback overrides this.
+        """Called about ten times a second during an epoch, with the progress of rank 0.
 
-        The trainer is busy training, so it cannot validate or save here: `run.trainer.validate` and `run.save` raise a
-        `ValueError`.
+        The trainer asks the workers for their progress only if a callback overrides this method. The trainer is busy
+        training, so you cannot validate or save here: `run.trainer.validate` and `run.save` raise a `ValueError`.
         """
 
     def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
@@ -70,12 +70,13 @@ class Callback:
 
         Args:
             run: The run.
-            step: Number of batches that a worker has trained on. No step is reported twice, even after a failure.
+            step: Number of batches that a worker has trained on, over all epochs. No step is reported twice, even after
+                a failure.
             metrics: Training metrics, averaged over all workers and over the steps since the previous call.
         """
 
     def on_epoch_trained(self, run: Run) -> None:
-        """Called after each epoch of a class-based trainer, before `on_result`.
+        """Called after each epoch of a `TorchTrainer` or `TFTrainer`, before `on_result`.
 
         With `fit(validate="async")`, `on_result` is called one epoch later.
         """
@@ -93,7 +94,7 @@ class Callback:
         """
 
     def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
-        """Called after each validation inside an epoch (`validate_every_n_steps` of `fit`), while all workers wait.
+        """Called after each validation inside an epoch, while all workers wait. See `validate_every_n_steps` of `fit`.
 
         At this point, `run.epoch` epochs and `run.step` batches of the next epoch have been trained. `run.save` saves
         exactly that state, and `run.stop` ends the run there.
@@ -108,14 +109,16 @@ class Callback:
         """Called after a checkpoint has been saved, with its path or URI."""
 
     def on_leave(self, run: Run) -> None:
-        """Called when a run stops inside an epoch, or stops early because of a signal or `max_time`.
+        """Called when a run stops inside an epoch, for example at `max_steps`.
+
+        Also called when a run stops early, inside or between epochs, because of a signal or `max_time`.
 
         At this point, `run.epoch` epochs and `run.step` batches of the next epoch have been trained. `run.save` saves
         exactly that state.
         """
 
     def on_event(self, run: Run, event: GroupEvent) -> None:
-        """Called once each time workers were lost, added or replaced, after the epoch in which this happened."""
+        """Called once for each event in which workers were lost, added or replaced, after the epoch of the event."""
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Called once when the run ends, whether it succeeds or fails, even if another callback fails.
@@ -129,50 +132,69 @@ class Callback:
         """
 
     def left_behind(self, run: Run) -> str | None:
-        """Return a line that names the file this callback has written, such as "report: /tmp/run/report.html", or None.
+        """Return a line that names a file that this callback has written, such as "report: /tmp/run/report.html".
 
-        The progress bar prints this line at the end of the run.
+        `ProgressBar` prints this line at the end of the run. By default, return None, so that no line is printed.
         """
         return None
 
     def newest_checkpoint(self, run: Run) -> str | None:
-        """Return the path or URI of this callback's newest checkpoint, for `resume_from="auto"`, or None."""
+        """Return the path or URI of the newest checkpoint that this callback finds, for `resume_from="auto"`.
+
+        By default, return None, because most callbacks save no checkpoints.
+        """
         return None
 
     def state_dict(self) -> Any:
-        """Return JSON-serializable state from which this callback can continue when a run resumes.
+        """Return state from which this callback can continue when a run resumes, as data that can be written as JSON.
 
-        `fit` and `epochs` of the class-based trainers, and `fit()` of the function trainers, save this state beside
-        each checkpoint and load it when they resume. `Trainer.run` does not.
+        `fit` and `epochs` of `TorchTrainer` and `TFTrainer` save this state beside each checkpoint and load it when
+        they resume. So does `fit()` of the trainers that run training functions. `Trainer.run` does not.
         """
         return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Load the state that `state_dict` returned."""
+        """Load the state that `state_dict` of this callback returned in the run that is resumed."""
 
     _pauses: bool = False
-    """True if this callback acts inside epochs, while all workers wait at a step."""
+    """True if this callback needs pauses inside epochs, in which all workers wait between two steps."""
 
     def _pause_at(self, global_step: int) -> int | None:
-        """Return the step of the next pause, counted over all epochs, or None. `global_step` is the current step."""
+        """Return the step after which this callback needs the next pause, or None if it needs no pause at a fixed step.
+
+        Args:
+            global_step: The current step. Both steps are counted over all epochs.
+        """
         return None
 
     def _pauses_now(self) -> bool:
-        """Return True to pause at the next step. Called repeatedly while an epoch runs."""
+        """Return True if training must pause after the current step. Called repeatedly while an epoch runs."""
         return False
 
     def _on_pause(self, run: Run, global_step: int) -> None:
-        """Called while the workers wait after `run.step` batches of an epoch. `run.save` saves exactly that state."""
+        """Called in each pause inside an epoch, while all workers wait after `run.step` batches of the epoch.
+
+        `run.save` saves the state after exactly these batches.
+
+        Args:
+            run: The run.
+            global_step: Number of batches that each worker has trained on, over all epochs.
+        """
 
     def _check_run(self, run: Run) -> None:
-        """Raise an error if this callback cannot work in the run. Called before the run begins."""
+        """Raise an error if this callback cannot work in this run. Called before the run begins."""
 
 
 def refuse_one_place(callback: Any, argument: str, run: Run) -> None:
-    """Reject a run in which another callback of the same class writes to the same location.
+    """Check that no other callback of the same class writes to the same file or folder.
+
+    Args:
+        callback: A callback whose `_given` is the file or folder that the user passed, or None.
+        argument: Name of the argument for that file or folder, for the error message.
+        run: The run with all its callbacks.
 
     Raises:
-        ValueError: Another callback of the class has the same `_given`, the location that the user passed.
+        ValueError: Another callback of the class writes to the same file or folder.
     """
     others: list[Any] = [each for each in run.callbacks if isinstance(each, type(callback)) and each is not callback]
     if any(other._given == callback._given for other in others):
@@ -184,16 +206,16 @@ def refuse_one_place(callback: Any, argument: str, run: Run) -> None:
 
 
 def uses_folder_of_run(callback: Callback) -> bool:
-    """Return True if this is a built-in callback that writes to the run's folder because the user passed no path."""
+    """Return True for a callback of the library that writes to the folder of the run because the user gave no path."""
     return vars(callback).get("_given", callback) is None
 
 
 class SaveBehind:
-    """A pending checkpoint, written in the background while training continues.
+    """A checkpoint that a background thread is writing while training continues.
 
     Args:
-        write: The background write, or None if the file is already complete.
-        note: Called once the file is complete.
+        write: The task of the background thread, or None if the file is already complete.
+        note: Function to call when the file is complete.
     """
 
     def __init__(self, write: SubmittedWrite | None, note: Callable[[], None]) -> None:
@@ -201,11 +223,11 @@ class SaveBehind:
 
     @property
     def is_done(self) -> bool:
-        """True if `finish` would return without waiting."""
+        """True if the file is complete or could not be written, so that `finish` returns without waiting."""
         return self._write is None or self._write.is_done
 
     def finish(self) -> None:
-        """Wait until the background write has completed the file, then call `note`.
+        """Wait until the background thread has completed the file, then call `note`.
 
         Raises:
             BaseException: The file could not be written.
@@ -219,15 +241,15 @@ class Run:
     """The run that callbacks observe and control: one call to `fit`, or one run of a training function.
 
     Attributes:
-        trainer: The class-based trainer, or None in the run of a training function.
+        trainer: The `TorchTrainer` or `TFTrainer`, or None in the run of a training function.
         name: Name of the run.
         config: The config of the trainer or the training function.
-        epoch: The current or last epoch, starting at 1; 0 before the first epoch. For a training function, the number
+        epoch: The current or last epoch, starting at 1. 0 before the first epoch. For a training function, the number
             of its last report.
         step: If the run pauses, stops or resumes inside an epoch, the number of batches of the unfinished epoch (the
-            one after `epoch`) that each worker has trained on; otherwise 0.
-        epochs: Number of the run's last epoch, unless the run stops early. None for a training function, or if only
-            `max_steps` limits the run.
+            one after `epoch`) that each worker has trained on. Otherwise 0.
+        epochs: The number of the epoch with which the run ends if it does not stop early. None for a training function,
+            or if only `max_steps` limits the run.
         history: The results so far. In a resumed run, this includes the results up to its checkpoint.
         callbacks: The callbacks of the run, in the order in which they are called.
         started_at: Start of the run, in seconds since the Unix epoch.
@@ -268,7 +290,7 @@ class Run:
 
     @cached_property
     def folder(self) -> Path:
-        """The run's folder, in which callbacks write their files. It is created on first access."""
+        """The folder in which callbacks write the files of this run. It is created on first access."""
         if self._folder is None:
             moment = time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(self.started_at))
             return make_new(open_folder(RESULTS_FOLDER), f"{self.name}_{moment}").local_path
@@ -283,7 +305,7 @@ class Run:
             reason: Why the run ends, stored in `history.stop_reason`.
 
         Raises:
-            NotImplementedError: This type of run cannot be stopped by a callback.
+            NotImplementedError: Callbacks cannot stop a run of this kind.
         """
         if self._obstacle_to_stop is not None:
             raise NotImplementedError(self._obstacle_to_stop)
@@ -295,14 +317,16 @@ class Run:
         return self.history.stop_reason is not None
 
     def save(self, location: str | Path) -> None:
-        """Save the trainer's state for `resume_from`. A file beside it holds the history and the callbacks' states.
+        """Save the training state to a file, from which `resume_from` can continue.
+
+        A second file beside it holds the history of the run and the states of the callbacks.
 
         Args:
             location: A path, or the URI of a file, as for `trainer.save`.
 
         Raises:
             NotImplementedError: This is the run of a training function, which saves its own checkpoints.
-            OSError: The file could not be written. The trainer's state is not lost.
+            OSError: The file could not be written. The trainer keeps the training state.
         """
         if self._save is None:
             raise NotImplementedError(

@@ -1,8 +1,8 @@
-"""Validate users' callbacks and call them during a run. If a callback fails, the error names it.
+"""Checks the user's callbacks, and calls their methods (hooks) during a run. If a method fails, the error names it.
 
-`Dispatcher` calls hooks, which are methods looked up by name, of arbitrary objects. `CallbackCalls` calls raysgd
-callbacks during `fit` of a class-based trainer. `FunctionCalls` calls raysgd callbacks while a training function runs.
-`RunCallbacks` also calls Ray Tune callbacks, to which the run is presented as a trial.
+`Dispatcher` calls methods of any objects by name. `CallbackCalls` calls raysgd callbacks during `fit` of a
+`TorchTrainer` or `TFTrainer`. `FunctionCalls` calls raysgd callbacks while a training function runs. `RunCallbacks`
+also calls Ray Tune callbacks, to which the run is presented as a trial.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ _NOT_SHOWN = OF_TRIAL | OF_PLACE | {SHOULD_CHECKPOINT}
 
 
 def checked(callbacks: Any) -> tuple[list[Callback], list[WorkerCallback]]:
-    """Validate the `callbacks` of `fit`. Return the driver's callbacks, in calling order, and the worker callbacks.
+    """Check the `callbacks` that the user passed to `fit`.
+
+    Returns:
+        The callbacks for the driver, in the order in which they are called, and the worker callbacks.
 
     Raises:
         TypeError: `callbacks` is not a list, or contains an object that is not a callback.
@@ -73,7 +76,7 @@ def checked(callbacks: Any) -> tuple[list[Callback], list[WorkerCallback]]:
 
 
 def as_list(callbacks: Any) -> list[Any]:
-    """Return the user's callbacks as a list.
+    """Return the `callbacks` that the user passed as a list.
 
     Raises:
         TypeError: `callbacks` is not a list.
@@ -84,7 +87,7 @@ def as_list(callbacks: Any) -> list[Any]:
 
 
 def own_among(callbacks: Iterable[Any]) -> list[Callback]:
-    """Return the raysgd callbacks in a user's list for a training function.
+    """Return the raysgd callbacks among those that the user passed for the run of a training function.
 
     Raises:
         TypeError: The list contains a worker callback.
@@ -100,14 +103,14 @@ def own_among(callbacks: Iterable[Any]) -> list[Callback]:
 
 
 class Dispatcher:
-    """Calls callbacks in order, passing only the arguments that their methods accept.
+    """Calls methods (hooks) of callbacks, one callback after the other.
 
-    If a callback fails, the caller must end the run.
+    If a callback fails, the code that uses this object must end the run.
 
     Args:
-        callbacks: Objects with hooks, which are methods called by name. Missing hooks are skipped.
-        advice: Advice for the user in the `CallbackError` of a failed callback. If None, the callback's own exception
-            is raised instead.
+        callbacks: The callbacks, which may be any objects. A callback without the method to call is skipped.
+        advice: Advice for the user in the `CallbackError` that is raised if a callback fails. If None, the callback's
+            own exception is raised instead.
     """
 
     def __init__(self, callbacks: Iterable[Any], advice: str | None = ADVICE) -> None:
@@ -115,7 +118,12 @@ class Dispatcher:
         self._advice = advice
 
     def on(self, hook: str, *args: Any, **info: Any) -> None:
-        """Call a hook of all callbacks.
+        """Call a method of all callbacks.
+
+        Args:
+            hook: Name of the method.
+            *args: Positional arguments for the method.
+            **info: Keyword arguments. Those that a callback's method does not accept are left out.
 
         Raises:
             CallbackError: A callback failed. The remaining callbacks are not called.
@@ -124,19 +132,25 @@ class Dispatcher:
             self.call(callback, hook, *args, **info)
 
     def call(self, callback: Any, hook: str, *args: Any, **info: Any) -> Any:
-        """Call a hook of one callback, passing the entries of `info` that the hook accepts, and return its result.
+        """Call a method of one callback, and return the result.
+
+        Args:
+            callback: The callback.
+            hook: Name of the method.
+            *args: Positional arguments for the method.
+            **info: Keyword arguments. Those that the method does not accept are left out.
 
         Raises:
-            CallbackError: The hook failed.
+            CallbackError: The method failed.
         """
         method = getattr(callback, hook, None)
-        if method is None:  # a user's class may define only some of the hooks
+        if method is None:  # a user's class need not define all methods
             return None
         try:
             return call_with_known(method, *args, **info) if info else method(*args)
-        except CallbackError:  # this callback calls other callbacks, and one of them has failed
+        except CallbackError:  # this callback calls others, and the error already names the one that failed
             raise
-        except Exception as error:  # user code
+        except Exception as error:  # a user's callback may raise any exception
             if self._advice is None:
                 raise
             said = f"{type(error).__name__}: {str(error).rstrip('.')}"
@@ -148,25 +162,27 @@ class Dispatcher:
     def finish(
         self, hooks: Sequence[str], *args: Any, has_failed: bool, only: Iterable[Any] | None = None, **info: Any
     ) -> None:
-        """Call the hooks for the end of a run, even if some fail. At most one failure is raised; the rest are logged.
+        """Call methods of all callbacks at the end of a run, even if some of them fail.
+
+        At most one failure is raised. The others are logged.
 
         Args:
-            hooks: Names of the hooks.
-            args: Positional arguments that every hook receives.
-            has_failed: Whether the run has already failed. Callback failures are then only logged.
+            hooks: Names of the methods.
+            *args: Positional arguments for the methods.
+            has_failed: Whether the run has already failed. Failures of callbacks are then only logged.
             only: The callbacks to call. Default: all callbacks of this object.
-            info: Keyword arguments for the hooks that accept them.
+            **info: Keyword arguments. Those that a method does not accept are left out.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C arrived during a hook. `SystemExit` is raised too.
-            CallbackError: A hook failed in a run that had not failed. The first failure is raised.
+            KeyboardInterrupt: Ctrl-C arrived while a method was running. A `SystemExit` is raised too.
+            CallbackError: A method failed in a run that had not failed. The first failure is raised.
         """
         failures: list[tuple[Any, BaseException]] = []
         for callback in self.callbacks if only is None else only:
             try:
                 for hook in hooks:
                     self.call(callback, hook, *args, **info)
-            except BaseException as error:  # user code or Ctrl-C; the remaining callbacks must still be called
+            except BaseException as error:  # also on Ctrl-C, because the remaining callbacks must still be called
                 failures.append((callback, error))
         interrupts = [failure for _, failure in failures if not isinstance(failure, Exception)]
         raised = next(iter(interrupts or ([] if has_failed else [failure for _, failure in failures])), None)
@@ -178,9 +194,9 @@ class Dispatcher:
 
 
 def call_with_known(method: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Call a method with only those entries of `named` that it accepts.
+    """Call a method, and leave out those keyword arguments that the method does not accept.
 
-    Callbacks whose methods have fewer parameters, because they were written for older versions, therefore still work.
+    This way, methods of callbacks that were written for older versions, with fewer parameters, still work.
     """
     parameters = inspect.signature(method).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
@@ -190,11 +206,11 @@ def call_with_known(method: Callable[..., Any], *args: Any, **named: Any) -> Any
 
 
 class CallbackCalls(Dispatcher):
-    """Calls the raysgd callbacks of one run.
+    """Calls the methods of the raysgd callbacks in one run.
 
     Args:
-        callbacks: The run's callbacks, in calling order.
-        run: The `Run` that each hook receives as its first argument.
+        callbacks: The callbacks, in the order in which they are called.
+        run: The `Run` that most methods of callbacks receive as their first argument.
     """
 
     def __init__(self, callbacks: Sequence[Callback], run: Run) -> None:
@@ -204,10 +220,10 @@ class CallbackCalls(Dispatcher):
         self._failed_in_progress: CallbackError | None = None
 
     def check(self) -> None:
-        """Check that all callbacks support the run, before it starts.
+        """Check before the run that all callbacks can work in it.
 
         Raises:
-            ValueError: A callback does not support the run.
+            ValueError: A callback cannot work in this run.
         """
         for callback in self.callbacks:
             callback._check_run(self._run)
@@ -219,7 +235,11 @@ class CallbackCalls(Dispatcher):
             self.call(callback, "on_run_begin", self._run)
 
     def tell(self, hook: str, *args: Any) -> None:
-        """Call a hook of all callbacks, passing the run first.
+        """Call a method of all callbacks, with the run as the first argument.
+
+        Args:
+            hook: Name of the method.
+            *args: The arguments after the run.
 
         Raises:
             CallbackError: A callback failed.
@@ -227,15 +247,15 @@ class CallbackCalls(Dispatcher):
         self.on(hook, self._run, *args)
 
     def wants(self, hook: str) -> bool:
-        """Return True if any of the callbacks overrides this hook."""
+        """Return True if any callback overrides the method with this name."""
         return any(overrides(each, hook) for each in self.callbacks)
 
     def progress(self, progress: CallProgress) -> None:
-        """Call `on_progress` of all callbacks. If one fails, `check_progress` raises the error later."""
+        """Call `on_progress` of all callbacks. If a callback fails, `check_progress` raises the error later."""
         self._tell_inside("on_progress", progress)
 
     def step_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Call `on_step_metrics` of all callbacks. If one fails, `check_progress` raises the error later."""
+        """Call `on_step_metrics` of all callbacks. If a callback fails, `check_progress` raises the error later."""
         self._tell_inside("on_step_metrics", step, metrics)
 
     def _tell_inside(self, hook: str, *args: Any) -> None:
@@ -246,7 +266,7 @@ class CallbackCalls(Dispatcher):
             self._failed_in_progress = error
 
     def check_progress(self) -> None:
-        """Raise the first error from `progress` or `step_metrics`, if there was one."""
+        """If a callback has failed in `progress` or `step_metrics`, raise the first such error."""
         if self._failed_in_progress is not None:
             raise self._failed_in_progress
 
@@ -260,13 +280,16 @@ class CallbackCalls(Dispatcher):
         self.finish(["on_run_end"], self._run, error, has_failed=has_failed, only=self._begun)
 
     def states(self) -> list[dict[str, Any]]:
-        """Return each callback's class name and state. Another run passes them to `load_states`."""
+        """Return the class name and the state of each callback. A run that continues this run loads them."""
         return [
             {"name": type(callback).__name__, "state": self.call(callback, "state_dict")} for callback in self.callbacks
         ]
 
     def load_states(self, states: Iterable[Any]) -> None:
-        """Load the states that `states` returned. Each callback gets the first unused state with its class name."""
+        """Load the states that `states` returned in an earlier run.
+
+        Each callback gets the first state with the name of its class that no other callback has got.
+        """
         left = [dict(entry) for entry in states]
         for callback in self.callbacks:
             found = next((entry for entry in left if entry.get("name") == type(callback).__name__), None)
@@ -277,19 +300,21 @@ class CallbackCalls(Dispatcher):
 
 
 def overrides(callback: Callback, method: str) -> bool:
-    """Return True if a callback overrides a method of `Callback`."""
+    """Return True if the class of a callback overrides the method of `Callback` with this name."""
     return getattr(type(callback), method, None) is not getattr(Callback, method)
 
 
 class FunctionCalls(CallbackCalls):
-    """Calls raysgd callbacks while a training function runs. Each report counts as one result; there are no epochs.
+    """Calls raysgd callbacks while a training function runs.
+
+    Callbacks receive each report of the function as one result. There are no epochs.
 
     Args:
-        callbacks: The run's callbacks, in calling order.
+        callbacks: The callbacks, in the order in which they are called.
         name: Name of the run.
-        config: The function's config.
-        folder: Folder for the callbacks' files.
-        obstacle_to_stop: Reason why `run.stop` cannot end this kind of run; None if `run.stop` works.
+        config: The config that the training function receives.
+        folder: Folder for the files of the callbacks.
+        obstacle_to_stop: Reason why `run.stop` cannot end a run of this kind, or None if it can.
 
     Raises:
         ValueError: Two callbacks write to the same file.
@@ -322,18 +347,19 @@ class FunctionCalls(CallbackCalls):
         """Call `on_run_begin` of all callbacks when the training function starts. Do nothing when it restarts.
 
         Args:
-            num_reports: Number of reports before the checkpoint from which the function continues; 0 without one.
+            num_reports: Number of reports before the checkpoint from which the function continues. 0 if it continues
+                from no checkpoint.
         """
         if not self._begun:
             self._run.epoch = num_reports
             super().begin_run()
 
     def report(self, metrics: Mapping[str, Any], events: Sequence[GroupEvent] = ()) -> None:
-        """Call the callbacks with new worker group events, and then with a report.
+        """Call `on_event` of the callbacks for each new event, and then `on_result` with a report.
 
         Args:
-            metrics: The report.
-            events: All worker group events of the run so far, such as failures and restarts.
+            metrics: The metrics that the training function has reported.
+            events: All events of the run so far in which workers were lost, added or replaced.
         """
         if not self.callbacks:
             return
@@ -347,14 +373,15 @@ class FunctionCalls(CallbackCalls):
 
 
 class RunCallbacks(Dispatcher):
-    """Calls the callbacks in `RunConfig(callbacks=[...])` during a `fit()` run.
+    """Calls the user's callbacks in `RunConfig(callbacks=[...])` during a run of `fit()`.
 
-    Ray Tune callbacks and loggers are called first, with the run's `FitTrialView`. Then raysgd callbacks are called,
-    with the `Run`. After a callback has failed, only the hooks for the end of the run are called.
+    Ray Tune callbacks and loggers are called first. They receive a `FitTrialView`, which presents the run as a trial.
+    Then raysgd callbacks are called, and receive the `Run`. After a callback has failed, callbacks are only called once
+    more, at the end of the run.
 
     Args:
-        callbacks: The user's callbacks.
-        trial: The trial passed to Ray Tune callbacks.
+        callbacks: The user's callbacks of both kinds.
+        trial: The trial that Ray Tune callbacks receive.
 
     Raises:
         TypeError: An object is not a callback, or is a worker callback.
@@ -372,9 +399,9 @@ class RunCallbacks(Dispatcher):
 
     @property
     def replaced_loggers(self) -> frozenset[str]:
-        """Names of Ray Tune's default loggers among the user's callbacks.
+        """Names of those default loggers of Ray Tune that are among the user's callbacks.
 
-        Each of these loggers replaces the raysgd writer for the same file.
+        The library does not write the files that these loggers write.
         """
         return frozenset(name for callback in self.callbacks for name in _default_loggers(callback))
 
@@ -384,20 +411,23 @@ class RunCallbacks(Dispatcher):
         return self._own.is_stopping
 
     def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
-        """Set the function that returns all worker group events of the run so far. `report` passes them on."""
+        """Set the function that returns all events so far in which workers were lost, added or replaced.
+
+        `report` passes new events to the callbacks.
+        """
         self._events = events
 
     def setup(self, stop: Any) -> None:
-        """Call `setup` of Ray Tune callbacks, once, before the first attempt."""
+        """Call `setup` of the Ray Tune callbacks. This is done once, before the first attempt of the run."""
         self._unless_failed(self.on, "setup", stop=stop, num_samples=1, total_num_samples=1)
 
     def start(self, *, after_failure: bool, restores: bool, num_reports: int = 0) -> None:
-        """Notify callbacks that an attempt starts.
+        """Call the methods of callbacks for the start of an attempt, in which the training function starts to run.
 
         Args:
             after_failure: Whether an earlier attempt has failed.
-            restores: Whether the attempt continues from a checkpoint.
-            num_reports: Number of reports before this checkpoint.
+            restores: Whether this attempt continues from a checkpoint.
+            num_reports: Number of reports before that checkpoint.
         """
         hooks = ["on_trial_recover"] * after_failure + ["on_trial_start"] + ["on_trial_restore"] * restores
         for hook in hooks:
@@ -405,29 +435,41 @@ class RunCallbacks(Dispatcher):
         self._unless_failed(self._own.begin_run, num_reports)
 
     def report(self, result: Mapping[str, Any]) -> None:
-        """Pass a report to callbacks. Call this before you update `trial.last_result`, as Ray Tune does."""
+        """Pass a report of the training function to the callbacks.
+
+        Call this method before you update `trial.last_result`, as Ray Tune does.
+        """
         self._on("on_step_begin")
         self._on("on_trial_result", result=dict(result))
         self._unless_failed(self._own.report, result, self._events())
 
     def save(self, checkpoint: Any) -> None:
-        """Pass a checkpoint to callbacks. Call this before you update `trial.checkpoint`, as Ray Tune does."""
+        """Pass a new checkpoint to the callbacks.
+
+        Call this method before you update `trial.checkpoint`, as Ray Tune does.
+        """
         self._on("on_checkpoint", checkpoint=checkpoint)
         path = getattr(checkpoint, "path", None)
         if path is not None:  # with `num_to_keep=0`, the checkpoint is in memory and has no path
             self._unless_failed(self._own.tell, "on_checkpoint", str(path))
 
     def saved(self) -> None:
-        """Call `on_trial_save` of Ray Tune callbacks. Call this after you have updated `trial.checkpoint`."""
+        """Call `on_trial_save` of the Ray Tune callbacks.
+
+        Call this method after you have updated `trial.checkpoint`.
+        """
         self._on("on_trial_save")
 
     def end_step(self) -> None:
-        """Call `on_step_end` of Ray Tune callbacks, after a report was processed."""
+        """Call `on_step_end` of the Ray Tune callbacks, after a report was processed."""
         self._iteration += 1
         self._on("on_step_end")
 
     def end_run(self, error: BaseException | None) -> None:
-        """Notify every callback that the run has ended or failed, even if a callback fails.
+        """Call the methods of all callbacks for the end of the run, even if a callback fails.
+
+        Args:
+            error: The error that ended the run, or None.
 
         Raises:
             CallbackError: A callback failed in a run that had not failed.
@@ -439,16 +481,17 @@ class RunCallbacks(Dispatcher):
         self._own.end_run(error)
 
     def states(self) -> dict[int, Any]:
-        """Return the callbacks' states. A run that continues this run passes the states to `restore_states`.
+        """Return the states of the callbacks, for a run that continues this run.
 
-        The keys are the Ray Tune callbacks' positions in the list. The next key holds the raysgd callbacks' states.
+        The keys are the positions of the Ray Tune callbacks in the list. The next number is the key for the states of
+        all raysgd callbacks.
         """
         found = {index: self.call(each, "get_state") for index, each in enumerate(self.callbacks)}
         own = [each for each in self._own.states() if each["state"] is not None]
         return {index: state for index, state in {**found, len(found): own}.items() if state}
 
     def restore_states(self, states: Mapping[int, Any]) -> None:
-        """Load the states that `states` returned."""
+        """Load the states that `states` returned in an earlier run."""
         for index, callback in enumerate(self.callbacks):
             if index in states:
                 self.call(callback, "set_state", states[index])
@@ -469,10 +512,10 @@ class RunCallbacks(Dispatcher):
 
 
 def of_tune_among(callbacks: Iterable[Any]) -> list[Any]:
-    """Return the Ray Tune callbacks in a user's list for a run of `fit()` or a sweep.
+    """Return the Ray Tune callbacks among those that the user passed for a run of `fit()` or for a sweep.
 
     Raises:
-        TypeError: An object is neither a raysgd callback nor has a Ray Tune hook.
+        TypeError: An object is neither a raysgd callback nor has a method that Ray Tune calls.
     """
     found = [each for each in callbacks if not isinstance(each, Callback)]
     for each in found:
@@ -485,7 +528,7 @@ def _check_of_tune(callback: Any) -> None:
         instead = f"; did you mean `{callback.__name__}()`?" if isinstance(callback, type) else ""
         if hasattr(callback, "start_training"):
             instead = ". A `TrainingCallback` is for `raysgd.train.Trainer.run(callbacks=[...])`"
-        if hasattr(callback, "after_report"):  # a Ray Train callback, such as its `TuneReportCallback`
+        if hasattr(callback, "after_report"):  # this is a callback of Ray Train, such as `TuneReportCallback`
             instead = (
                 ". Callbacks of Ray Train are for its own trainers. To let Ray Tune see a run, pass the trainer to "
                 "`raysgd.tune.Tuner`, or call `ray.tune.report(trainer.fit().metrics)` in your function"
@@ -497,7 +540,7 @@ def _check_of_tune(callback: Any) -> None:
 
 
 def _default_loggers(callback: Any) -> list[str]:
-    """Return the names of Ray Tune's default loggers that a callback derives from."""
+    """Return the names of the default loggers of Ray Tune from which the class of a callback derives."""
     return [
         base.__name__
         for base in type(callback).__mro__

@@ -1,4 +1,4 @@
-"""`Checkpointing`: saves the state of a class-based trainer periodically and retains the newest and best files."""
+"""`Checkpointing`: a callback that saves checkpoints during training, and keeps the newest and the best of them."""
 
 from __future__ import annotations
 
@@ -24,19 +24,23 @@ logger = logging.getLogger(__name__)
 
 INDEX_FILE = "checkpoints.json"
 END = "end"
-"""Key in the index for how the run ended. Its value is null while the run is active, or if its driver was killed."""
+"""Key in the index file (`checkpoints.json`) for how the run ended.
+
+The value is null while the run is active, and if its program was killed.
+"""
 
 
 Saved = SavedCheckpoint[str]
-"""One checkpoint: `number` is the pair of completed epochs and steps in the next epoch, `content` is the file name."""
+"""One checkpoint. Its `number` is the pair of completed epochs and of steps in the next epoch, and its `content` is the
+name of the file."""
 
 
 class Checkpointing(Callback):
-    """Saves the state of a class-based trainer to files, on disk or in object storage.
+    """Saves the training state of a `TorchTrainer` or `TFTrainer` to files, on disk or in object storage.
 
     The files are named `epoch_0001.ckpt` and so on, and `trainer.load` reads them. Each file is written atomically. A
-    small file beside it holds the run's history and the states of all callbacks. `trainer.fit(..., resume_from="auto")`
-    resumes from the newest checkpoint in `folder`.
+    small file beside each of them holds the history of the run and the states of all callbacks.
+    `trainer.fit(..., resume_from="auto")` resumes from the newest checkpoint in `folder`.
 
     A run does not begin if the folder is not writable. If a save fails later, because the disk is full or the storage
     is unreachable, the callback logs a warning, training continues, and the next epoch is saved instead. After
@@ -53,15 +57,15 @@ class Checkpointing(Callback):
         blocking: False lets training continue while a file is written. The next save, and the end of the run, wait for
             the write to finish. Older files are deleted only once the new file is complete, so the folder temporarily
             holds one extra file.
-        keep_last: How many of the newest files to keep; None for all.
+        keep_last: How many of the newest files to keep, or None to keep all.
         keep_best: How many of the best files to keep in addition. Default: 1 with a `metric`, otherwise 0.
-        metric: Metric that ranks the files, such as "val_loss". An epoch without the metric is never the best. A file
-            saved inside an epoch has a value only if a validation ran at the same step (`validate_every_n_steps` of
-            `fit`).
+        metric: Metric that decides which files are best, such as "val_loss". An epoch without this metric is never the
+            best. A file that is saved inside an epoch can only be among the best if a validation ran at the same step
+            (see `validate_every_n_steps` of `fit`).
         mode: "min" if low values of the metric are best, "max" if high values are. "auto" infers it from the name:
             "max" for an accuracy, "min" for a loss. For other names it uses "min" and logs a warning.
-        max_failures: Number of consecutive failed saves after which the run ends. 1 ends it at the first failure; None
-            never ends it.
+        max_failures: Number of consecutive failed saves after which the run ends with an error. With 1, the first
+            failure ends the run. With None, failures never end the run.
         restore_best_at_end: Whether to load the best file into the trainer when the run ends without an error.
 
     Raises:
@@ -135,13 +139,13 @@ class Checkpointing(Callback):
 
     @property
     def best(self) -> str | None:
-        """Path or URI of the best checkpoint, or None if no checkpoint has a value for the metric."""
+        """Path or URI of the best checkpoint by `metric`, or None if no checkpoint has a value for the metric."""
         found = self._best()
         return self._location(found.content) if found is not None else None
 
     @property
     def best_score(self) -> float | None:
-        """The metric's value for the best checkpoint, or None if no checkpoint has a value for the metric."""
+        """Value of `metric` for the best checkpoint, or None if no checkpoint has a value for the metric."""
         found = self._best()
         return found.score if found is not None else None
 
@@ -192,20 +196,20 @@ class Checkpointing(Callback):
             ) from error
 
     def on_epoch_trained(self, run: Run) -> None:
-        """Save now if validation runs concurrently, because its result arrives only after the next epoch."""
+        """If validation runs concurrently with training, save the epoch now. Its result arrives only an epoch later."""
         self._settle(run, waits=False)
         if run.validates_beside:
             self._save_if_due(run, None)
 
     def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
-        """Record the metric's value, in case a file is saved at the step of this validation."""
+        """Remember the metric of a validation inside an epoch, in case a file is saved at the same step."""
         if self._metric is not None:
             self._rated = (run.epoch, run.step), self._metric.value_inside(run, metrics)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Save if this epoch is due or the last save failed.
+        """Save the epoch if `every_n_epochs` requires this, or if the last save has failed.
 
-        With concurrent validation, the epoch is already saved, so only record its metric.
+        If validation runs concurrently with training, the epoch is saved already. Then only store its metric.
         """
         score = self._metric.value_in(result) if self._metric is not None else None
         if run.validates_beside:
@@ -219,7 +223,7 @@ class Checkpointing(Callback):
             self._save(run, self._unsaved, blocking=self.blocking)
 
     def _rate(self, run: Run, score: float | None) -> None:
-        """Record the metric's value for an epoch's file, and delete files that no longer need to be kept."""
+        """Store the value of the metric for the file of an epoch, and delete files that need not be kept anymore."""
         self._settle(run)
         before, epoch = self._saved, (run.epoch, 0)
         rated = [replace(each, score=score) if each.number == epoch else each for each in before]
@@ -247,7 +251,7 @@ class Checkpointing(Callback):
             self._settle(run, waits=False)
 
     def on_leave(self, run: Run) -> None:
-        """Save the state in which the run stops, unless it has been saved already."""
+        """Save the training state with which the run stops, unless this state has been saved already."""
         self._save_here(run)
 
     def _save_here(self, run: Run, *, blocking: bool = True) -> None:
@@ -261,7 +265,7 @@ class Checkpointing(Callback):
         self._unsaved = None
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
-        """Save the last epoch, record in the index how the run ended, and load the best file if requested."""
+        """Save the last epoch, write how the run ended to the index file, and load the best checkpoint if requested."""
         self._end = _end_in_words(run, error)
         self._settle(run)
         if error is None and self._unsaved is not None:
@@ -276,8 +280,8 @@ class Checkpointing(Callback):
         self._settle(run)
         before = self._saved
         others = [each for each in before if each.number != new.number]
-        # `run.save` also stores this list in the sidecar file. Without `blocking`, the old files stay in the list until
-        # the new file is complete.
+        # `run.save` also stores this list, as this callback's state, in the file beside the checkpoint. If the file is
+        # written in the background, older files stay in the list until the new file is complete.
         self._saved, dropped = self._divide(run, [*others, new]) if blocking else ([*others, new], [])
         assert self._folder is not None
         try:
@@ -291,7 +295,7 @@ class Checkpointing(Callback):
         except OSError as error:
             self._saved = before
             if len(others) == len(before):
-                self._delete(new)  # the checkpoint may exist without its sidecar file
+                self._delete(new)  # the checkpoint may have been written, but not the file with the history beside it
             self._fail(new, error)
             return
         self._unsaved, self._saved_at = None, time.monotonic()
@@ -301,16 +305,17 @@ class Checkpointing(Callback):
             self._delete(each)
 
     def _settle(self, run: Run, *, waits: bool = True) -> None:
-        """If a background save is pending, complete it: delete the files that it replaces, or handle its failure.
+        """If a checkpoint is being written in the background, wait for it, and delete the files that it replaces.
 
-        If `waits` is False and the file is still being written, do nothing.
+        If the checkpoint could not be written, log a warning, or end the run after too many failures. If `waits` is
+        False and the checkpoint is still being written, do nothing.
         """
         if self._in_flight is None or not (waits or self._in_flight[1].is_done):
             return
         (new, save), self._in_flight = self._in_flight, None
         try:
             save.finish()
-        except (OSError, RaySGDError) as error:  # storage failed, or the state was lost with its worker
+        except (OSError, RaySGDError) as error:  # the storage failed, or the worker that held the state was lost
             self._saved = [each for each in self._saved if each.number != new.number]
             self._delete(new)
             self._update_index(self._saved)
@@ -346,7 +351,7 @@ class Checkpointing(Callback):
             logger.warning("Checkpointing: could not delete %s in %s: %s", saved.content, self._folder, error)
 
     def _remove(self, name: str) -> None:
-        """Delete a checkpoint. It is a folder if the models are sharded over the workers."""
+        """Delete a checkpoint, which is a file, or a folder if the models are sharded over the workers."""
         assert self._folder is not None
         as_folder = self._folder / name
         if as_folder.is_local and as_folder.local_path.is_dir():
@@ -357,14 +362,17 @@ class Checkpointing(Callback):
     # ------------------------------------------------------------------------------------------- the files to keep
 
     def _divide(self, run: Run, saved: list[Saved]) -> tuple[list[Saved], list[Saved]]:
-        """Split saved files into those to keep and those to delete. Keep files whose validation has not finished."""
+        """Divide the saved checkpoints into those to keep and those to delete.
+
+        Checkpoints whose validation is still running are kept, because they may turn out to be the best.
+        """
         told = (run._last_told or 0) if run.validates_beside and self.keep_best else math.inf
         waiting = [each.number for each in saved if each.score is None and _epoch_ended_by(each) > told]
         return self._rule.divide(saved, waiting)
 
     @property
     def _complete(self) -> list[Saved]:
-        """All saved files except the file that a background save is still writing."""
+        """All saved checkpoints, except one that is still being written in the background."""
         coming = None if self._in_flight is None else self._in_flight[0].number
         return [each for each in self._saved if each.number != coming]
 
@@ -374,11 +382,11 @@ class Checkpointing(Callback):
         return best[-1] if best else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the list of checkpoints."""
+        """Return the list of checkpoints that this run has saved and kept."""
         return _as_state(self._saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the list of checkpoints of an earlier run in the same folder."""
+        """Load the list of checkpoints of an earlier run, which this run continues in the same folder."""
         self._saved = _read(state)
 
     # ------------------------------------------------------------------------------------------------ the folder
@@ -395,14 +403,17 @@ class Checkpointing(Callback):
         self._folder.write(INDEX_FILE, json.dumps({**_as_state(saved), END: self._end}, indent=1).encode())
 
     def _update_index(self, saved: list[Saved]) -> None:
-        """Write the index. A failure is only logged, because the next save writes the index again."""
+        """Write the index file, which lists the checkpoints.
+
+        A failure is only logged, because the next save writes the index file again.
+        """
         try:
             self._write_index(saved)
         except OSError as error:
             logger.warning("Checkpointing: could not write %s in %s: %s", INDEX_FILE, self._folder, error)
 
     def _indexed(self) -> list[Saved]:
-        """Return the checkpoints listed in the folder's index, or an empty list if the index is missing or damaged."""
+        """Return the checkpoints that the index file lists. Return an empty list if the file is missing or damaged."""
         assert self._folder is not None
         try:
             return _read(json.loads(self._folder.read(INDEX_FILE)))
@@ -413,9 +424,10 @@ class Checkpointing(Callback):
             return []
 
     def _look_around(self) -> None:
-        """Drop deleted checkpoints from the list.
+        """Compare the list of checkpoints with the files in the folder before the run begins.
 
-        Warn about another run's checkpoints in the folder, and keep them in the index.
+        Remove checkpoints from the list whose files were deleted. If the folder has checkpoints of another run, log a
+        warning, and keep them in the index file.
         """
         assert self._folder is not None
         present = set(self._folder.names())
@@ -428,7 +440,7 @@ class Checkpointing(Callback):
                 self._folder,
                 len(found),
             )
-        self._write_index(self._saved or found)  # fails before the first epoch if the folder is not writable
+        self._write_index(self._saved or found)  # raises an error if the folder is not writable
 
 
 def _count_or_none(name: str, value: Any, hint: str) -> int | None:
@@ -436,7 +448,10 @@ def _count_or_none(name: str, value: Any, hint: str) -> int | None:
 
 
 def _name_of(epoch: int, step: int) -> str:
-    """Return the file name for a state after `epoch` epochs and `step` batches of the next. Names sort by time."""
+    """Return the name of the checkpoint file after `epoch` epochs and `step` batches of the next epoch.
+
+    Sorting the names by alphabet sorts the checkpoints by time.
+    """
     return f"epoch_{epoch:04d}_step_{step:06d}.ckpt" if step else f"epoch_{epoch:04d}.ckpt"
 
 
@@ -446,7 +461,7 @@ def _in_words(saved: Saved) -> str:
 
 
 def _epoch_ended_by(saved: Saved) -> int:
-    """Return the epoch at whose end a file was saved, or 0 for a file from inside an epoch."""
+    """Return the epoch at whose end a checkpoint was saved, or 0 if the checkpoint was saved inside an epoch."""
     epoch, step = saved.number
     return 0 if step else epoch
 

@@ -1,4 +1,4 @@
-"""`EarlyStopping`, which ends a run when a metric stops improving, and `WatchedMetric`, which looks up the metric."""
+"""`EarlyStopping`: a callback that ends a run when a metric stops improving."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _OF_VALIDATION = ("val_", "last_val_")
 
 
 class WatchedMetric:
-    """Looks up one metric in results and compares its values.
+    """Looks up the metric that a callback watches in the results of a run, and compares its values.
 
     Args:
-        owner: Name of the callback, for error messages.
+        owner: Class name of the callback, for error messages.
         name: Name of the metric. Slashes separate the keys of nested dicts.
-        mode: "min" if low values are best, "max" if high values are, "auto" to infer it from the name.
+        mode: "min" if low values are best, "max" if high values are, "auto" to infer this from the name.
 
     Raises:
         TypeError: `name` is not a string, or is empty.
@@ -43,7 +43,7 @@ class WatchedMetric:
         self._owner = owner
 
     def check_run(self, run: Run) -> None:
-        """Reject a run that never validates if the metric is a validation metric.
+        """Check that the run validates, if the metric is one of validations.
 
         Raises:
             ValueError: The metric is a validation metric, and the run never validates.
@@ -55,7 +55,9 @@ class WatchedMetric:
             )
 
     def value_in(self, result: Mapping[str, Any]) -> float | None:
-        """Return the metric's value, or None for a validation metric in an epoch without validation.
+        """Return the value of the metric in the result of an epoch.
+
+        Return None if the metric is one of validations, and there was no validation in the epoch.
 
         Raises:
             ValueError: The result has no such metric, or its value is not a number.
@@ -70,7 +72,9 @@ class WatchedMetric:
         return float(value)
 
     def value_inside(self, run: Run, metrics: Mapping[str, Any]) -> float | None:
-        """Return the metric's value in a validation inside an epoch, or None if only epoch results have the metric.
+        """Return the value of the metric in a validation inside an epoch.
+
+        Return None if only the results of whole epochs have the metric.
 
         Raises:
             ValueError: The validation has no such metric, or its value is not a number.
@@ -79,7 +83,10 @@ class WatchedMetric:
         return None if is_of_epochs and value_at(metrics, self.name) is None else self.value_in(metrics)
 
     def is_better(self, value: float, other: float | None, min_delta: float = 0.0) -> bool:
-        """Return True if `value` is better than `other` by more than `min_delta`. NaN is never better."""
+        """Return True if `value` is better than `other` by more than `min_delta`.
+
+        NaN is never better. Any other value is better than no value (None).
+        """
         if math.isnan(value):
             return False
         if other is None:
@@ -98,12 +105,14 @@ class WatchedMetric:
 
 
 def _may_add(callback: Callback) -> bool:
-    """Return True if this is a user's callback, which may add metrics to results, for example from a validation."""
+    """Return True if the user wrote this callback and it may add metrics to results, for example from a validation."""
     return overrides(callback, "on_result") and not type(callback).__module__.startswith("raysgd.")
 
 
 def _chosen_mode(owner: str, metric: str, mode: Any) -> str:
-    """Return "min" or "max". If neither the mode nor the metric's name decides, log a warning and return "min".
+    """Return "min" if low values of a metric are best, and "max" if high values are.
+
+    With mode "auto", the name of the metric decides. If the name does not say it, log a warning and return "min".
 
     Raises:
         ValueError: `mode` is unknown.
@@ -124,7 +133,7 @@ def _chosen_mode(owner: str, metric: str, mode: Any) -> str:
 
 
 class EarlyStopping(Callback):
-    """Ends a run when a metric has stopped improving. The driver decides, so all workers stop together.
+    """Ends a run when a metric has stopped improving. All workers stop together, because the driver decides.
 
     Only epochs that report the metric count. With `validation_freq=2`, for example, a validation metric is checked
     every second epoch. With `validate_every_n_steps`, a validation metric is checked after each validation, and the run
@@ -135,8 +144,8 @@ class EarlyStopping(Callback):
         mode: "min" if low values of the metric are best, "max" if high values are. "auto" infers it from the name:
             "max" for an accuracy, "min" for a loss. For other names it uses "min" and logs a warning.
         patience: Number of results without improvement after which the run ends.
-        min_delta: Minimum improvement: a result must be better than the best result so far by more than this.
-        threshold: End the run as soon as the metric reaches this value; None for no threshold.
+        min_delta: A result counts as an improvement only if it is better than the best result so far by more than this.
+        threshold: Value of the metric at which the run ends immediately, or None.
         check_finite: Whether to end the run as soon as the metric is NaN or infinite.
 
     Attributes:
@@ -183,9 +192,9 @@ class EarlyStopping(Callback):
         self._metric.check_run(run)
 
     def on_run_begin(self, run: Run) -> None:
-        """Reset the counts.
+        """Start counting results anew, unless the run resumes from a checkpoint.
 
-        If the run resumed from a checkpoint whose counts already meet a criterion, stop immediately.
+        If the counts in the checkpoint already meet a stopping criterion, stop the run immediately.
         """
         if not self._is_loaded:
             self._begin()
@@ -197,11 +206,11 @@ class EarlyStopping(Callback):
         self._is_loaded = False
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Count a result, and stop the run if the metric meets a stopping criterion."""
+        """Count the result of an epoch, and stop the run if the metric meets a stopping criterion."""
         self._take(run, self._metric.value_in(result), run.epoch)
 
     def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
-        """Count a validation inside an epoch as one result."""
+        """Count a validation inside an epoch as a result, and stop the run if the metric meets a stopping criterion."""
         self._take(run, self._metric.value_inside(run, metrics), run.epoch + 1)
 
     def _take(self, run: Run, value: float | None, epoch: int) -> None:
@@ -211,7 +220,7 @@ class EarlyStopping(Callback):
             self._judge(run, value)
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
-        """Warn if no result contained the metric."""
+        """Log a warning if no result of the run contained the metric."""
         if error is None and run.epoch and not self._metric.was_found:
             logger.warning(
                 "EarlyStopping: no epoch had `%s`, because there was no validation; nothing was decided by it",
@@ -242,7 +251,7 @@ class EarlyStopping(Callback):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the metric's best and last values, and the number of results without improvement."""
+        """Return the best and the last value of the metric, and the number of results without improvement."""
         return {
             "best": self.best,
             "best_epoch": self.best_epoch,
@@ -251,7 +260,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the best and last values and the counts from an earlier run."""
+        """Load the values of the metric and the counts from the checkpoint of an earlier run."""
         self.best, self.best_epoch = state["best"], int(state["best_epoch"])
         self.num_without_improvement, self._last = int(state["num_without_improvement"]), state.get("last")
         self._is_loaded = True

@@ -1,4 +1,7 @@
-"""Loggers, which write the metrics of each epoch, or of each report of a training function, to files and services."""
+"""Loggers: callbacks that write metrics to files and to tracking services.
+
+They write the metrics of each epoch, or of each report of a training function.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ _MODES_OF_WANDB = (None, "online", "offline", "disabled", "shared")
 
 
 class MetricsLogger(Callback):
-    """Base class of all loggers: writes each result to a sink, which is a file or a service.
+    """Base class of all loggers. Each result of a run is written to a sink, which is a file or a tracking service.
 
-    The sink is opened when the run begins and closed when it ends.
+    The sink is opened when the run begins, and closed when the run ends.
 
     Args:
-        sink: Sink that receives the results.
+        sink: The file or service that receives the results.
         hidden: Names of metrics that are not written.
     """
 
@@ -31,31 +34,34 @@ class MetricsLogger(Callback):
         self._sink = SafeSink(sink, type(self).__name__, hidden)
 
     def on_run_begin(self, run: Run) -> None:
-        """Open the sink. A resumed run continues at the epoch after its checkpoint."""
+        """Open the file or service. A resumed run continues there with the epoch after its checkpoint."""
         with self._sink.warns():
             self._sink.open(run, first_step=run.epoch if run._last_told is None else run._last_told)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Write one result."""
+        """Write the metrics of one epoch or report."""
         self._sink.write(result, run.epoch)
 
     def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
-        """Write step metrics with the prefix `steps/`, because the x-axis of all other metrics is the epoch."""
+        """Write the metrics of steps under names with the prefix `steps/`.
+
+        This separates them from other metrics, whose x-axis is the epoch.
+        """
         self._sink.write({f"steps/{name}": value for name, value in metrics.items()}, step)
 
     def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
-        """Write the metrics of a validation inside an epoch as step metrics."""
+        """Write the metrics of a validation inside an epoch in the same way as the metrics of steps."""
         self.on_step_metrics(run, step, readable.chosen(metrics, None))
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
-        """Close the sink."""
+        """Close the file or service."""
         self._sink.close(has_failed=error is not None)
 
 
 class _FileLogger(MetricsLogger):
-    """Base class of loggers that write two files: one for epoch results and one for step metrics.
+    """Base class of loggers that write two files: one for the metrics of epochs, and one for the metrics of steps.
 
-    A resumed run retains the rows up to its checkpoint. Any other run overwrites the files.
+    A resumed run keeps the rows of the files up to its checkpoint. Any other run overwrites the files.
     """
 
     _format: ClassVar[type[CsvTable | JsonLines]]
@@ -70,7 +76,7 @@ class _FileLogger(MetricsLogger):
 
     @property
     def path(self) -> Path | None:
-        """Path of the file. None before the run begins if you passed no path."""
+        """Path of the file with the metrics of epochs. If you passed no path, None before the run begins."""
         return self._file.path if self._file.path.is_absolute() else None
 
     def _check_run(self, run: Run) -> None:
@@ -82,11 +88,11 @@ class _FileLogger(MetricsLogger):
         file = self._format(path)
         file.last_step = run._global_step
         self._steps = SafeSink(file, type(self).__name__)
-        with self._steps.warns():  # an existing file is opened now, to remove rows of an earlier run
+        with self._steps.warns():  # open an existing file now, to remove rows that an earlier run has written there
             (self._steps.open if path.exists() else self._steps.begin)(run, self._sink.first_step)
 
     def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
-        """Write step metrics to the file for steps."""
+        """Write the metrics of steps to the file for steps."""
         self._steps.write({"epoch": run.epoch, "step": step, **metrics}, step)
 
     def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
@@ -94,7 +100,7 @@ class _FileLogger(MetricsLogger):
         self._steps.write({"epoch": run.epoch + 1, "step": step, **readable.chosen(metrics, None)}, step)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Write one result with its epoch."""
+        """Write the metrics of an epoch, with its number, to the file for epochs."""
         super().on_result(run, {"epoch": run.epoch, **result})
 
 
@@ -151,7 +157,7 @@ class TensorBoardLogger(MetricsLogger):
 
 
 class _ServiceLogger(MetricsLogger):
-    """Base class of loggers for tracking services. A resumed training run continues the same service run."""
+    """Base class of loggers for tracking services. A resumed training run continues the same run of the service."""
 
     def __init__(self, service: ServiceRun) -> None:
         self._service = service
@@ -159,7 +165,7 @@ class _ServiceLogger(MetricsLogger):
 
     @property
     def run_id(self) -> str | None:
-        """ID of the run in the tracking service, or None before that run has begun."""
+        """ID of the run in the tracking service, or None before the service has created the run."""
         return self._service.run_id
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,7 +173,7 @@ class _ServiceLogger(MetricsLogger):
         return {"run_id": self.run_id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the tracking service's run that has the saved ID."""
+        """Let this logger continue the run of the tracking service that has the saved ID."""
         self._service.run_id = state["run_id"]
 
 
@@ -233,7 +239,7 @@ class WandbLogger(_ServiceLogger):
         options |= {key: value for key, value in given.items() if value is not None}
         super().__init__(WandbRun(name, "`WandbLogger`", **options))
 
-    # Don't log step metrics: a wandb run has a single step counter, and it counts epochs.
+    # Do not log the metrics of steps: a wandb run has a single step counter, which this logger uses for epochs.
     on_step_metrics = Callback.on_step_metrics
     on_validation = Callback.on_validation
 

@@ -1,4 +1,7 @@
-"""Callbacks that measure learning rates, gradient norms, throughput, goodput, and individual steps."""
+"""Callbacks that measure learning rates, gradient norms, throughput, and how the workers spend their time.
+
+`StepMetrics` averages the metrics of steps for loggers, and `ProfilerTrace` records some steps with a profiler.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from raysgd.core.numbers.meters import NUM_SAMPLES, AverageMeterCollection, Metr
 from raysgd.storage import open_folder
 
 _SECONDS = ("seconds", "time_this_iter_s", "_time_this_iter_s")
-"""Names of the elapsed time in results of epochs, in reports of `fit()`, and in reports of `Trainer.run`."""
+"""Names of the elapsed seconds in the results of epochs, in reports of `fit()`, and in reports of `Trainer.run`."""
 
 
 class LearningRateMonitor(WorkerCallback):
@@ -56,7 +59,7 @@ class ThroughputMonitor(Callback):
     """
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Add the samples and batches per second."""
+        """Add the samples per second and the batches per second to the result."""
         seconds = _seconds_of(result)
         for name, counted in (("samples_per_s", "num_samples"), ("batches_per_s", "batch_count")):
             if counted in result and seconds > 0:
@@ -64,11 +67,12 @@ class ThroughputMonitor(Callback):
 
 
 class GoodputMonitor(Callback):
-    """Adds `goodput` and a breakdown of time, such as `time_useful_s` and `time_data_s`, to the results of each epoch.
+    """Adds to the results of each epoch how the workers spent their time, such as `time_useful_s` and `time_data_s`.
+
+    It also adds `goodput`, the fraction of the time in training calls that was not lost to failures.
 
     Each `time_..._s` entry is the time that ranks spent on one activity since the previous epoch, averaged over ranks.
-    Activities that took no time are left out. `goodput` is the fraction of time in training calls that was not lost to
-    failures. docs/training-runs.md explains the entries.
+    Activities that took no time are left out. docs/training-runs.md explains the entries.
 
     For training functions, only `goodput` and `time_recovery_s` are available. Time spent on repeated steps does not
     reduce this goodput.
@@ -83,7 +87,7 @@ class GoodputMonitor(Callback):
         self._num_events = len(run.history.events)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Add the goodput and the seconds in each bin."""
+        """Add the goodput, and the seconds that each activity took, to the result."""
         if run.trainer is None:
             self._of_function(run, result)
             return
@@ -110,16 +114,16 @@ def _seconds_of(result: Mapping[str, Any]) -> float:
 
 
 class GradientNorms(WorkerCallback):
-    """Adds the gradient norm before clipping to the results: `grad_norm` (the mean) and `max_grad_norm`.
+    """Adds the gradient norm before clipping to the results of each epoch: `grad_norm` (mean) and `max_grad_norm`.
 
-    The norm is computed on the gradients of each optimizer step, averaged over all workers. In fp16, steps that are
-    skipped because gradients overflowed are excluded; `num_overflows` counts them. With several optimizers, the names
-    are `grad_norm_optimizer0` and so on. For `TorchTrainer`.
+    The norm is computed in each optimizer step, of the gradients that are already averaged over all workers. In fp16,
+    steps that are skipped because gradients overflowed are left out, and `num_overflows` counts them. With several
+    optimizers, the names are `grad_norm_optimizer0` and so on. For `TorchTrainer`.
     """
 
     def __init__(self) -> None:
-        # For each optimizer: sum, count and maximum of the norms, and the number of skipped steps. Cleared at the end
-        # of an epoch, because a replacement worker starts the epoch with the other workers' state.
+        # For each optimizer: the sum, the number and the maximum of the norms in this epoch, and the number of skipped
+        # steps.
         self._totals: dict[int, list[Any]] = {}
 
     def on_begin(self, operator: Any) -> None:
@@ -128,7 +132,8 @@ class GradientNorms(WorkerCallback):
     def on_gradients(self, operator: Any, optimizer: Any) -> None:
         norm, index = _norm_of(operator, optimizer), index_of(operator, optimizer)
         operator._raysgd.callbacks.note_norm(norm)
-        counts = norm.isfinite() | (not operator._raysgd.precision.skips_overflows)  # a tensor: no device sync
+        # `counts` stays a tensor on the device, so that this does not wait for the GPU.
+        counts = norm.isfinite() | (not operator._raysgd.precision.skips_overflows)
         total, count, largest, num_overflows = self._totals.get(index, (0.0, 0, 0.0, 0))
         norm = norm.where(counts, 0.0)
         most = norm.maximum(_like(largest, norm))
@@ -160,21 +165,24 @@ def _norm_of(operator: Any, optimizer: Any) -> Any:
 
 
 def _like(value: Any, tensor: Any) -> Any:
-    """Convert a number, such as one from a loaded state, to a tensor with the dtype and device of `tensor`."""
+    """Convert a value to a tensor with the dtype and device of `tensor`.
+
+    After loading a state, the value is a number.
+    """
     import torch
 
     return torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)
 
 
 class StepMetrics(WorkerCallback):
-    """Averages this worker's metrics over every `every` steps (a window), for callbacks with `on_step_metrics`.
+    """Averages this worker's metrics over several steps at a time, for callbacks that override `on_step_metrics`.
 
     Args:
-        every: Number of steps in a window.
+        every: Number of steps over which metrics are averaged.
 
     Attributes:
-        begun: If a run resumes inside a window, the step at which it resumes and each rank's measurements in that
-            window so far.
+        begun: If a run resumes from a checkpoint, the step of the checkpoint, and the metrics that each rank had
+            measured since its last average. Otherwise, None.
     """
 
     def __init__(self, every: int) -> None:
@@ -190,25 +198,26 @@ class StepMetrics(WorkerCallback):
 
     def on_step_end(self, operator: Any, step: int, metrics: Any) -> None:
         last = step - 1 if self._last < 0 else self._last
-        # Count a step once, even if it is repeated after a failure.
+        # A step that is repeated after a failure counts only once.
         if step <= last or not isinstance(metrics, Mapping):
             return
         values = {name: value for name, value in metrics.items() if not is_metric_object(type(value))}
         num_samples = values.pop(NUM_SAMPLES, 1)
-        with suppress(TypeError, ValueError):  # ignore an invalid `num_samples`, which only a user's loop allows
+        with suppress(TypeError, ValueError):  # the user's own training loop may return an invalid `num_samples`
             self._open.update(values, num_samples, is_strict=False)
         if step // self._every > last // self._every:
             self._closed[step], self._open = self._open, operator._raysgd.new_meters()
         self._last = step
 
     def open(self) -> MetricSummary:
-        """Return this worker's measurements since the last complete window of steps."""
+        """Return the metrics that this worker has measured since its last complete average."""
         return self._open.summary()
 
     def summaries(self, after: int) -> dict[int, MetricSummary]:
-        """Return the means of each window of steps that ends after step `after`, by its last step.
+        """Return the averages that are complete, by the last step that each of them includes.
 
-        Discard earlier means.
+        Args:
+            after: Return averages whose last step is later than this step, and discard the others.
         """
         for step in [step for step in list(self._closed) if step <= after]:
             del self._closed[step]
@@ -216,16 +225,24 @@ class StepMetrics(WorkerCallback):
 
 
 def summaries_of_steps(replica: Any, after: int) -> dict[int, MetricSummary]:
-    """Return a worker's mean metrics for the windows of steps that end after step `after`.
+    """Return the averaged metrics of steps in one worker, by the last step that each average includes.
 
-    Runs in a second thread during training, because reading metrics may wait for the device.
+    A second thread of the worker runs this function during training, because reading metrics may wait for the GPU.
+
+    Args:
+        replica: The object in the worker that holds the training operator.
+        after: Return only averages whose last step is later than this step.
     """
     found: StepMetrics | None = replica.operator._raysgd.callbacks.of_kind(StepMetrics)
     return {} if found is None else found.summaries(after)
 
 
 def open_steps(replica: Any) -> tuple[int, MetricSummary]:
-    """Return a worker's current step, and its measurements since the last complete window of steps."""
+    """Return the current step of one worker, and the metrics that it has measured since its last complete average.
+
+    Args:
+        replica: The object in the worker that holds the training operator.
+    """
     found: StepMetrics | None = replica.operator._raysgd.callbacks.of_kind(StepMetrics)
     return replica.operator.global_step, MetricSummary() if found is None else found.open()
 
@@ -239,7 +256,7 @@ class ProfilerTrace(WorkerCallback):
         folder: Folder for the files: a folder that all workers share, or a URI such as `s3://bucket/traces`.
         steps: Steps to record, as `(first, end)` like in `range(first, end)`. A worker counts from 0 when the run
             begins. Recording stops at the end of the epoch at the latest.
-        ranks: Ranks of the workers that record; None for all.
+        ranks: Ranks of the workers that record, or None for all ranks.
 
     Raises:
         ValueError, TypeError: An argument is invalid.
@@ -252,7 +269,7 @@ class ProfilerTrace(WorkerCallback):
         self, folder: str | Path, steps: tuple[int, int] = (1, 4), *, ranks: Iterable[int] | None = None
     ) -> None:
         self._folder = open_folder(folder, argument="folder")
-        if self._folder.is_local:  # workers may have a different working directory
+        if self._folder.is_local:  # make the path absolute, because workers may have another working directory
             self._folder = open_folder(self._folder.local_path.absolute())
         self.steps = _checked_steps(steps)
         self.ranks = None if ranks is None else _checked_ranks(ranks)

@@ -1,10 +1,10 @@
-"""`ProgressBar`: shows the progress of a run, and one line of results for each epoch.
+"""`ProgressBar`: a callback that shows the progress of a run, and one line of results for each epoch.
 
-The driver draws; workers only count. A terminal or a notebook gets a bar, which is cleared when the call finishes. A
-log file gets only lines, because a bar would fill pages. Guarantees:
+The driver draws the progress that workers report. On a terminal or in a notebook, this is a bar, which disappears when
+the call finishes. A log file gets only lines of text, because a bar would fill pages. Guarantees:
 
-* While a bar is shown, other printed and logged lines appear above it.
-* A cleared bar leaves no trace. Lines stay.
+* While a bar is shown, other printed and logged lines appear above the bar.
+* The lines of results stay.
 * An error while drawing never ends the training. If the terminal closes, only the drawing stops.
 """
 
@@ -101,7 +101,7 @@ class ProgressBar(Callback):
         """Show the progress of `train`, `validate`, `test` and `predict` calls inside the `with` block.
 
         Args:
-            trainer: A class-based trainer.
+            trainer: A `TorchTrainer` or `TFTrainer`.
 
         Examples:
             >>> with ProgressBar().around(trainer):  # doctest: +SKIP
@@ -123,7 +123,7 @@ class ProgressBar(Callback):
                 self._bar.clear()
 
     def _show(self, progress: CallProgress, label: str) -> None:
-        """Draw the progress of a call, or clear the bar if the call has finished."""
+        """Draw the progress of a call, or remove the bar if the call has finished."""
         if progress.is_done:
             self._bar.clear()
             return
@@ -146,7 +146,10 @@ class ProgressBar(Callback):
 
     @property
     def _bar(self) -> LineBar:
-        """The bar, created on first use, so that the program can set up its streams first."""
+        """The object that draws the bar.
+
+        It is created on first use, because the program may redirect its output streams before.
+        """
         if self._drawn is None:
             self._drawn = make_bar(self._stream or sys.stderr)
         return self._drawn
@@ -158,7 +161,10 @@ class ProgressBar(Callback):
         return f"{unit} {run.epoch:>{width}}{of}"
 
     def _circumstances(self, result: dict[str, Any]) -> dict[str, str]:
-        """Return an epoch's values besides metrics: time, throughput, and the number of workers if it has changed."""
+        """Return the values to show besides the metrics of an epoch, as text.
+
+        These are the time, the throughput, and the number of workers if it has changed.
+        """
         told = {}
         if readable.is_real(result.get("seconds")):
             told["time"] = readable.seconds(result["seconds"])
@@ -173,7 +179,7 @@ class ProgressBar(Callback):
 
 
 def _as_text(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Return metric names and values as printable strings, because a name could contain terminal control codes."""
+    """Return the names and values of metrics as printable text. A name might contain control codes of terminals."""
     return {_printable(name): _printable(readable.number(value)) for name, value in metrics.items()}
 
 
@@ -197,7 +203,11 @@ def _checked_names(metrics: Any) -> tuple[str, ...] | None:
 
 
 class LineBar:
-    """Progress for log files: no bar, only lines with aligned columns. A long call writes a line every minute."""
+    """Writes progress to a log file: lines with aligned columns, without a bar. A long call writes a line every minute.
+
+    Args:
+        stream: The log file.
+    """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -205,7 +215,7 @@ class LineBar:
         self._last_line = time.monotonic()
 
     def draw(self, title: str, done: int, total: int | None, values: Mapping[str, str]) -> None:
-        """Draw or update the progress of a call.
+        """Show the current progress of a call.
 
         Args:
             title: Title of the call, such as "epoch 3/10 train".
@@ -219,17 +229,17 @@ class LineBar:
             self.line(f"{title} {done}{of} batches  {told}".rstrip())
 
     def clear(self) -> None:
-        """Clear the bar. Subclasses with a bar override this."""
+        """Remove the bar. Here, do nothing, because only subclasses have a bar."""
 
     def row(self, label: str, metrics: Mapping[str, Any], told: Mapping[str, str], most: int | None) -> None:
-        """Write a permanent line of results.
+        """Write a line of results, which stays visible.
 
         Args:
             label: Label of the line, such as "epoch 3/10".
-            metrics: Metrics to show. If they exceed `most` or the width of the terminal, only the most informative
-                metrics are shown.
-            told: Other values to show. On a narrow terminal, the throughput is dropped first.
-            most: Maximum number of metrics to show; None for all.
+            metrics: Metrics to show. If they are more than `most`, or too long for the terminal, only the most
+                informative metrics are shown.
+            told: Other values to show, as text. On a narrow terminal, the throughput is left out first.
+            most: Maximum number of metrics to show, or None for all.
         """
         width = cards.width() if is_terminal(self._stream) else math.inf
         without_rate = {name: value for name, value in told.items() if name != _RATE}
@@ -244,14 +254,14 @@ class LineBar:
         self.line(text)
 
     def line(self, text: str) -> None:
-        """Write a permanent line."""
+        """Write a line of text, which stays visible."""
         self._last_line = time.monotonic()
         with _while_there_is_a_reader():
             self._stream.write(f"{text}\n")
             self._stream.flush()
 
     def _in_columns(self, label: str, values: Mapping[str, str]) -> str:
-        """Format a row with the column widths of earlier rows."""
+        """Format a line of results with columns as wide as in earlier lines."""
         cells = [_name_before(name) + self._padded(name, value) for name, value in values.items()]
         return "  ".join([self._padded("", label), *cells]).rstrip()
 
@@ -262,7 +272,9 @@ class LineBar:
 
 
 class TqdmBar(LineBar):
-    """A tqdm bar, which is cleared when the call finishes. In notebooks it is a widget, if ipywidgets is installed.
+    """Draws a tqdm bar, which disappears when the call finishes.
+
+    In notebooks, the bar is a widget if ipywidgets is installed.
 
     Args:
         stream: Stream to write to: a terminal, or the output of a notebook.
@@ -299,10 +311,7 @@ class TqdmBar(LineBar):
                 bar.close()
 
     def _fits(self) -> bool:
-        """Return True if the line fits in the terminal even with the shortest bar.
-
-        Otherwise tqdm would truncate the line.
-        """
+        """Return True if the line fits in the terminal, at least with a short bar. Otherwise, tqdm would cut it off."""
         facts = self._bar.format_dict
         shortest = facts["bar_format"].replace("{bar}", "#" * _SHORTEST_BAR)
         line = self._bar.format_meter(**{**facts, "ncols": None, "bar_format": shortest})
@@ -310,7 +319,10 @@ class TqdmBar(LineBar):
 
 
 def make_bar(stream: Any) -> LineBar:
-    """Return a bar for a stream, or a `LineBar` if the stream cannot show a bar or tqdm is not installed."""
+    """Return a `TqdmBar` for an output stream that can show a bar, if tqdm is installed.
+
+    Otherwise, return a `LineBar`.
+    """
     if not is_watched(stream):
         return LineBar(stream)
     try:
@@ -320,25 +332,25 @@ def make_bar(stream: Any) -> LineBar:
 
 
 def is_watched(stream: Any) -> bool:
-    """Return True if a stream can show a bar: a terminal that can redraw lines, or any stream in a notebook."""
+    """Return True if an output stream can show a bar: a terminal that can redraw lines, or any stream in a notebook."""
     return is_notebook() or is_terminal(stream)
 
 
 def is_notebook() -> bool:
-    """Return True if this program runs in a notebook's kernel."""
+    """Return True if this program runs in the kernel of a notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and getattr(shell, "kernel", None) is not None
 
 
 def is_terminal(stream: Any) -> bool:
-    """Return True if a stream is a terminal that can redraw lines."""
+    """Return True if an output stream is a terminal that can redraw lines."""
     is_one = bool(getattr(stream, "isatty", lambda: False)())
     return is_one and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def _name_before(name: str) -> str:
-    """Return the label to write before a value, or an empty string if the value's unit explains it."""
+    """Return the name to write before a value, or an empty string if the unit makes clear what the value is."""
     return "" if name in _SPEAK_FOR_THEMSELVES else f"{name} "
 
 
@@ -347,13 +359,17 @@ def _while_there_is_a_reader() -> Iterator[None]:
     """Inside the block, ignore errors from writing to a closed terminal or log file, so that training continues."""
     try:
         yield
-    except (OSError, ValueError) as error:  # a closed stream is a ValueError
+    except (OSError, ValueError) as error:  # writing to a closed stream raises a `ValueError`
         logging.getLogger(__name__).debug("the progress cannot be shown: %s", error)
 
 
 @contextlib.contextmanager
 def lines_above(stream: Any) -> Iterator[None]:
-    """Inside the block, show printed and logged lines above the tqdm bar on a terminal."""
+    """Inside the block, show lines that are printed or logged above the tqdm bar.
+
+    Args:
+        stream: The stream on which the bar is drawn.
+    """
     wrapper = require("tqdm.contrib", extra="progress").DummyTqdmFile
     with contextlib.ExitStack() as stack:
         for name, redirect in (("stdout", contextlib.redirect_stdout), ("stderr", contextlib.redirect_stderr)):
@@ -361,7 +377,7 @@ def lines_above(stream: Any) -> Iterator[None]:
             if before is stream or (before is not None and before.isatty()):
                 above = wrapper(stream)
                 stack.enter_context(redirect(above))
-                for handler in _handlers_of(before):  # handlers hold on to the stream they were created with
+                for handler in _handlers_of(before):  # log handlers keep the stream with which they were created
                     stack.callback(handler.setStream, before)
                     handler.setStream(above)
         yield

@@ -1,6 +1,6 @@
-"""`HTMLReport`: shows a run in one self-contained HTML file, which is rewritten after every epoch.
+"""`HTMLReport`: a callback that shows a run in one self-contained HTML file, which it updates after every epoch.
 
-Python writes the text and tables of the page. In the browser, uPlot and `page/page.js` draw the charts.
+This module writes the text and the tables of the page. In the browser, uPlot and `page/page.js` draw the charts.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 DATA_ID = "raysgd-run"
 _PACKAGES = ("ray", "torch", "tensorflow", "keras", "lightning", "transformers", "numpy")
 _OPTIONS = ("backend", "use_gpu", "precision", "strategy", "min_workers", "spare_workers")
-_SHARE = 50  # writing the report may take at most 1/50 of the run's time
+_SHARE = 50  # writing the report may take at most 1/50 of the time of the run
 _MOST_ENTRIES = 500
 _REFRESH_S = 10
 _MOST_ROWS = 200
-_MOST_POINTS = 2000  # per curve, in the data of the page
-_LARGEST = 1e100  # values above this are not drawn
+_MOST_POINTS = 2000  # maximum number of points per curve in the data of the page
+_LARGEST = 1e100  # metrics with larger absolute values are not drawn
 _FOLDED = ("config", "about")
 _VIEW = (
     '<p id="view"><label>over <select name="over"><option>epoch<option>step</select></label>'
@@ -52,7 +52,7 @@ _VIEW = (
 
 
 class HTMLReport(Callback):
-    """Writes an HTML report of the run: curves, throughput, a time breakdown, failures, results, configuration.
+    """Writes an HTML report of the run: curves, throughput, how time was spent, failures, results, and the config.
 
     The file is complete whenever you open it, and needs no network. While the run is active, the page refreshes itself.
     In a run with many short epochs, the file is not written after every epoch, but always after the last. Keys and
@@ -108,7 +108,7 @@ class HTMLReport(Callback):
         return f"report: {path}" if path.is_file() else None
 
     def path(self, run: Run) -> Path:
-        """Return the path of a run's report."""
+        """Return the path of the report of this run."""
         return self._given if self._given is not None else run.folder / "report.html"
 
     def _write(self, run: Run, state: str, reason: str = "") -> None:
@@ -122,10 +122,16 @@ class HTMLReport(Callback):
 
 
 def facts_of(run: Run, state: str, reason: str = "") -> dict[str, Any]:
-    """Return everything that the page shows about a run, except its history, as plain data."""
+    """Return everything that the page shows about a run, except its history, as plain data.
+
+    Args:
+        run: The run.
+        state: State of the run, such as "running" or "failed".
+        reason: Why the run has failed or was stopped.
+    """
     trainer = run.trainer
     about: dict[str, Any] = {"raysgd": __version__, "Python": platform.python_version()}
-    for name in _PACKAGES:  # only those that the program has imported
+    for name in _PACKAGES:  # packages that the program has not imported get None, and are left out below
         about[name] = getattr(sys.modules.get(name), "__version__", None)
     about |= {"system": platform.platform(), "host": platform.node()}
     if trainer is not None:
@@ -150,9 +156,14 @@ def facts_of(run: Run, state: str, reason: str = "") -> dict[str, Any]:
 
 
 def page_of(facts: Mapping[str, Any], history: History, steps: Sequence[Mapping[str, Any]]) -> str:
-    """Return the page's HTML, which refreshes itself while the run is active.
+    """Return the HTML page of a report. While the run is active, the page refreshes itself.
 
-    Its content security policy allows only our own scripts.
+    The content security policy of the page allows only the scripts of this library.
+
+    Args:
+        facts: Everything to show about the run, as `facts_of` returns it.
+        history: History of the run.
+        steps: The metrics of steps.
     """
     files, nonce = Path(__file__).with_name("page"), secrets.token_urlsafe(16)
     names = ("uplot/uPlot.min.css", "page.css", "uplot/LICENSE", "uplot/uPlot.iife.min.js", "page.js")
@@ -204,10 +215,10 @@ def page_of(facts: Mapping[str, Any], history: History, steps: Sequence[Mapping[
 
 
 def grouped(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the metrics to draw in each chart. A chart combines a training metric with its validation metric.
+    """Return the names of the metrics to draw in each chart of the page, by the title of the chart.
 
-    The learning rate comes last. Metrics without drawable values are left out. If both metrics of a chart have the same
-    values, only one is drawn.
+    A training metric and its validation metric share a chart. The learning rate comes last. Metrics without values that
+    can be drawn are left out. If both metrics of a chart have the same values, only one of them is drawn.
     """
     groups: dict[str, dict[str, list[Any]]] = {}
     for name in sorted(readable.metrics_of(rows), key=lambda name: name == "lr"):
@@ -235,16 +246,16 @@ def _header(facts: Mapping[str, Any], history: History) -> str:
 
 
 def _events(history: History) -> str:
-    """Return a numbered HTML list of worker losses, additions and replacements.
+    """Return a numbered HTML list of the events in which workers were lost, added or replaced.
 
-    The chart above the list marks each event with the same number.
+    In the chart above the list, each event is marked with the same number.
     """
     items = "".join(f"<li>{safe(line)}</li>" for line in readable.event_lines(history.events))
     return f"<ol>{items}</ol>" if items else _note("No worker was lost, and none was added.")
 
 
 def _where_time_went(ledger: Mapping[str, float]) -> str:
-    """Return an HTML table of how time in training calls was spent, and a note on the time outside those calls."""
+    """Return an HTML table of how the workers spent their time in training calls, and a note on the remaining time."""
     inside = {name: took for name, took in ledger.items() if name not in time_spent.OUTSIDE and took > 0}
     total, goodput = sum(inside.values()), time_spent.goodput_of(ledger)
     if goodput is None:
@@ -266,7 +277,7 @@ def _where_time_went(ledger: Mapping[str, float]) -> str:
 
 
 def _results(history: History) -> str:
-    """Return an HTML table with the last epochs' metrics, and a collapsed table with these epochs' other values."""
+    """Return an HTML table with the metrics of the last epochs, and a collapsed table with their other values."""
     rows = [*history][-_MOST_ROWS:]
     metrics = readable.metrics_of(rows)
     others = ["epoch", *(name for name in readable.names_in(rows) if name not in {*metrics, "epoch"})]

@@ -1,8 +1,8 @@
-"""The sidecar file that `Run.save` writes beside a checkpoint: the run's history and the states of its callbacks.
+"""Reads and writes sidecar files. `Run.save` writes one beside each checkpoint, with the history and callback states.
 
-In a long run, the history is large, and most of it was already saved with earlier checkpoints. Therefore it is split
-into parts, and each part is written only once, to a separate file in the folder of the checkpoints. The sidecar lists
-these parts and holds only the rest of the history.
+In a long run, the history is large, and most of it was already saved with earlier checkpoints. Therefore, the history
+is split into parts, and each part is written only once, to a separate file in the folder of the checkpoints. The
+sidecar file lists these parts, and holds only the rest of the history.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ _ENTRIES: dict[str, Callable[[Any], bool]] = {
         isinstance(value, list) and all(isinstance(each, str) and _NAME_OF_PART.fullmatch(each) for each in value)
     ),
 }
-"""Validators for the entries of a sidecar file, except the history."""
+"""For each entry of a sidecar file except the history, a function that returns True if the value is valid."""
 
 
 @dataclass(frozen=True)
 class Sidecar:
-    """The content of a sidecar file.
+    """The content of a sidecar file, which is written beside a checkpoint.
 
     Attributes:
         epoch: Number of completed epochs in the checkpoint.
         history: History of the run up to the checkpoint.
-        callbacks: The class and the state of each callback.
+        callbacks: The class name and the state of each callback.
         pending: Number of an epoch whose result the callbacks had not received yet, for example because validation was
             still running. None if they had received all results.
-        epochs: The last epoch of the run, or None if unknown.
-        begun: Progress of the next epoch if the checkpoint is from inside an epoch, as plain data; otherwise None.
-        open_steps: Step metrics that loggers have not received yet, as plain data: the step, and each rank's
-            measurements since the last mean that loggers received.
-        max_step: The last step of the run, or None if steps are not limited.
+        epochs: Number of the epoch with which the run ends, or None if unknown.
+        begun: If the checkpoint was saved inside an epoch, the progress of this epoch, as plain data. Otherwise, None.
+        open_steps: Metrics of steps that loggers have not received yet, as plain data: the step, followed by the
+            metrics that each rank has measured since loggers last received metrics.
+        max_step: The step with which the run ends, or None if the number of steps is not limited.
     """
 
     epoch: int
@@ -66,7 +66,8 @@ class Sidecars:
     """Writes and reads the sidecar files of one run."""
 
     def __init__(self) -> None:
-        # For each folder: the files with parts of the history, in order, and how much of the history they hold.
+        # For each folder of checkpoints: the files with parts of the history, in order, and how much of the history
+        # these files hold.
         self._written: dict[str, tuple[tuple[str, ...], HistoryLimits]] = {}
 
     def write(self, checkpoint: str, sidecar: Sidecar) -> None:
@@ -94,10 +95,12 @@ class Sidecars:
         _write(location(checkpoint), json.dumps(content, allow_nan=False))
 
     def _with_parts(self, checkpoint: str, history: History) -> tuple[tuple[str, ...], HistoryLimits]:
-        """Write a part file once enough rows are new. Omit the last entry of each list, which may still change.
+        """If the history has enough new rows, write them to a file of their own, as a part of the history.
+
+        The last entry of each list in the history may still change, so it is not written.
 
         Returns:
-            The names of all parts so far, and how much of the history they hold.
+            The names of the files with all parts so far, and how much of the history they hold.
         """
         folder = files.in_folder_of(checkpoint, "")
         names, extent = self._written.get(folder, ((), BEGINNING))
@@ -105,7 +108,7 @@ class Sidecars:
         if end.rows - extent.rows < _ROWS_OF_PART:
             return names, extent
         content = history.part(extent, end).to_json()
-        name = f"history-{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"  # the hash separates runs
+        name = f"history-{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"  # hash: runs do not collide
         _write(files.in_folder_of(checkpoint, name), content)
         self._written[folder] = (*names, name), end
         return self._written[folder]
@@ -114,7 +117,7 @@ class Sidecars:
         """Return the content of a checkpoint's sidecar file, or None if the checkpoint has no sidecar.
 
         Raises:
-            ValueError: The file is damaged, or a part of the history is missing.
+            ValueError: The sidecar file is damaged, or a file with a part of the history is missing.
             StorageError: The storage is unreachable.
         """
         found = _read(checkpoint)
@@ -131,7 +134,10 @@ class Sidecars:
 
 
 def place_of(checkpoint: str) -> tuple[int, int]:
-    """Return how many epochs, and batches of the next epoch, a checkpoint has completed. Without a sidecar: (-1, 0)."""
+    """Return how far the training was when a checkpoint was saved: completed epochs, and batches of the next epoch.
+
+    Return (-1, 0) if the checkpoint has no sidecar file.
+    """
     found = _read(checkpoint)
     if found is None:
         return -1, 0
@@ -139,7 +145,7 @@ def place_of(checkpoint: str) -> tuple[int, int]:
 
 
 def location(checkpoint: str) -> str:
-    """Return the path or URI of a checkpoint's sidecar file."""
+    """Return the path or URI of the sidecar file of a checkpoint."""
     return files.beside(checkpoint, ENDING)
 
 
@@ -149,7 +155,10 @@ def _write(place: str, content: str) -> None:
 
 
 def _read(checkpoint: str) -> tuple[Sidecar, list[str]] | None:
-    """Return the content of a checkpoint's sidecar file, and the names of the files with parts of the history."""
+    """Return the content of the sidecar file of a checkpoint, and the names of the files with parts of the history.
+
+    Return None if the checkpoint has no sidecar file.
+    """
     beside = location(checkpoint)
     try:
         content = json.loads(_text(beside))

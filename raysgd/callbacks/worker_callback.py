@@ -1,4 +1,4 @@
-"""`WorkerCallback`, the base class of callbacks that run in every worker, around each step."""
+"""`WorkerCallback`: the base class of callbacks that are called in every worker, around each step."""
 
 from __future__ import annotations
 
@@ -17,29 +17,32 @@ _LIBRARIES = ("torch", "horovod", "raysgd")
 class WorkerCallback:
     """Base class for callbacks in the workers of a `TorchTrainer`.
 
-    The methods do nothing by default; override those you need. Each worker receives a copy, so the callback must be
-    picklable. If the callback changes the model, it must make the same change on all workers. If it runs a collective
-    such as an all-reduce, all workers must call it.
+    The methods do nothing by default. Override those that you need. Each worker receives a copy of the callback, which
+    must therefore be picklable. If the callback changes the model, it must make the same change in all workers. If it
+    runs a collective operation such as an all-reduce, it must do so in all workers.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Warn about methods that look like events but are never called."""
+        """Warn if the subclass defines a method whose name starts with `on_` but that is never called."""
         super().__init_subclass__(**options)
         warn_of_unknown_events(cls, WorkerCallback)
 
     def on_begin(self, operator: Any) -> None:
-        """Called when the run begins. On a new worker, it is called before `load_state_dict`."""
+        """Called when the run begins. In a worker that joins later, called before `load_state_dict`."""
 
     def on_epoch_begin(self, operator: Any) -> None:
         """Called before the first step of an epoch on this worker."""
 
     def on_gradients(self, operator: Any, optimizer: Any) -> None:
-        """Called before each optimizer step. Gradients are averaged over all workers, unscaled, and not yet clipped."""
+        """Called before each optimizer step, when gradients are averaged over all workers but not clipped yet.
+
+        With mixed precision, the gradients are already unscaled.
+        """
 
     def on_optimizer_step(self, operator: Any, optimizer: Any) -> None:
         """Called after each step of a registered `torch.optim.Optimizer`, even if your own code calls `step`.
 
-        It is not called for steps that mixed precision skips, or for steps without gradients.
+        This method is not called for steps that mixed precision skips, or for steps without gradients.
         """
 
     def on_step_end(self, operator: Any, step: int, metrics: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -48,52 +51,59 @@ class WorkerCallback:
         Args:
             operator: This worker's operator.
             step: Number of batches that this operator has trained on, including the current batch.
-            metrics: Metrics that `train_batch` returned. With gradient accumulation, their means over the step's
-                batches.
+            metrics: Metrics that `train_batch` returned. With gradient accumulation, their means over the batches of
+                the step.
 
         Returns:
-            Additional metrics of the batch, averaged like the metrics of `train_batch`, or None.
+            Further metrics of the batch, which are averaged like those of `train_batch`, or None.
         """
         return None
 
     def on_epoch_end(self, operator: Any, metrics: dict[str, Any]) -> None:
-        """Called at the end of an epoch with this worker's metrics. You may add entries."""
+        """Called at the end of an epoch with this worker's metrics of the epoch, to which you may add entries."""
 
     def _on_leg(self, operator: Any, leg: Mapping[str, Any]) -> None:
-        """Called before the first batch of an epoch, and again when a new worker group continues the epoch.
-
-        `leg` describes the part of the epoch that starts here; see `raysgd.journal`.
-        """
-
-    def _on_batch(self, operator: Any, metrics: Any, is_boundary: bool) -> None:
-        """Called after each batch in the library's own loops.
+        """Called before the first batch of an epoch, and again when a new group of workers continues the epoch.
 
         Args:
             operator: This worker's operator.
-            metrics: Metrics of the batch; None for padding.
+            leg: Description of the part of the epoch that starts now and that one group of workers runs. See
+                `raysgd.journal`.
+        """
+
+    def _on_batch(self, operator: Any, metrics: Any, is_boundary: bool) -> None:
+        """Called after each batch if the library's own training loop runs.
+
+        Args:
+            operator: This worker's operator.
+            metrics: Metrics of the batch, or None if the batch is padding, whose samples do not count.
             is_boundary: True if the batch completes an optimizer step. `global_step` does not count the batch yet.
         """
 
     def _on_norm(self, norm: Any) -> None:
-        """Called with the gradient norm before clipping, but only in steps where clipping or a callback computes it."""
+        """Called with the gradient norm before clipping, in steps in which clipping or a callback has computed it."""
 
     def state_key(self) -> str:
         """Return the key under which the callback's state is saved. Default: the name of the class.
 
-        A resumed run loads the state with the same key. Override this to use several callbacks of one class in a run.
+        A resumed run loads the state with the same key. Override this method if you use several callbacks of one class
+        in a run.
         """
         return type(self).__name__
 
     def state_dict(self) -> Any:
-        """Return the state to save in snapshots and checkpoints, as tensors and plain data. Rank 0's state is used."""
+        """Return the state of this callback for snapshots and checkpoints, as tensors and plain data.
+
+        The state of rank 0 is saved, and all workers load it.
+        """
         return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Load the state that `state_dict` returned."""
+        """Load the state that `state_dict` of this callback returned, possibly in another worker or run."""
 
 
 def refuse_equal_keys(callbacks: Sequence[WorkerCallback]) -> None:
-    """Reject callbacks whose states would be saved under the same key.
+    """Check that no two callbacks save their states under the same key.
 
     Raises:
         ValueError: Two callbacks have the same `state_key`.
@@ -112,20 +122,20 @@ def key_of(callback: WorkerCallback) -> str:
 
 
 def has_state(callback: WorkerCallback) -> bool:
-    """Return True if a callback has a state to save."""
+    """Return True if the class of a callback overrides `state_dict`, so that it may have a state to save."""
     return type(callback).state_dict is not WorkerCallback.state_dict
 
 
 def call_event(callback: WorkerCallback, method: str, *args: Any) -> Any:
-    """Call a method of a callback.
+    """Call a method of a worker callback, and return the result.
 
     Raises:
-        CallbackError: The method failed. Errors raised by `torch`, Horovod and raysgd pass through unchanged, because
-            they may mean that a connection to another worker was lost.
+        CallbackError: The method failed. Errors whose class is defined in `torch`, Horovod or raysgd are raised
+            unchanged, because they may mean that the connection to another worker was lost.
     """
     try:
         return getattr(callback, method)(*args)
-    except Exception as error:  # user code
+    except Exception as error:  # a user's callback may raise any exception
         if type(error).__module__.partition(".")[0] in _LIBRARIES:
             raise
         raise CallbackError(
@@ -134,7 +144,14 @@ def call_event(callback: WorkerCallback, method: str, *args: Any) -> Any:
 
 
 def warn_of_unknown_events(owner: type, events_of: type) -> None:
-    """Warn about methods whose names start with `on_` but do not exist in a base class, since they are never called."""
+    """Warn about methods of a user's class whose names start with `on_` but that no base class has.
+
+    They are never called. Their names are probably misspelled.
+
+    Args:
+        owner: The user's class.
+        events_of: The library's base class, whose methods the warning lists.
+    """
     known = [name for name in vars(events_of) if name.startswith("on_")]
     for name in vars(owner):
         if name.startswith("on_") and not any(hasattr(base, name) for base in owner.__bases__):
@@ -153,7 +170,7 @@ def models_of(operator: Any) -> list[Any]:
 
 
 def left_out_of(operator: Any) -> Collection[int]:
-    """Return the `id`s of parameters that are not part of any saved state, because `setup` recreates them."""
+    """Return the `id`s of parameters that no checkpoint contains, because `setup` creates them again."""
     remade = operator._raysgd.remade
     return () if remade is None else remade.ids
 
@@ -179,5 +196,5 @@ def index_of(operator: Any, optimizer: Any) -> int:
 
 
 def of_optimizer(name: str, index: int, operator: Any) -> str:
-    """Return a metric's name for one optimizer. If several optimizers are registered, the name includes the index."""
+    """Return the name of a metric for one optimizer. With several optimizers, append the index of the optimizer."""
     return f"{name}_optimizer{index}" if len(optimizers_of(operator)) > 1 else name

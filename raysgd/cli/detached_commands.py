@@ -1,4 +1,7 @@
-"""The commands `raysgd list`, `attach` and `stop`, for detached trainers, which outlive their program."""
+"""The commands `raysgd list`, `raysgd attach` and `raysgd stop`.
+
+They are for detached trainers: trainers in a Ray actor, which outlive the program that created them.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,10 @@ Command = Callable[..., None]
 
 
 def _in_cluster(command: Command) -> Command:
-    """Add the option `--address` to a command.
+    """Decorate a command that needs a Ray cluster.
 
-    Before the command runs, connect to the cluster at that address. Show errors without a traceback.
+    The decorated command has the option `--address`, connects to the cluster at that address before it runs, and shows
+    errors without a traceback.
     """
 
     @click.option(

@@ -1,6 +1,6 @@
 """Implements `raysgd doctor`: checks that this machine and its cluster can train, and reports how to fix problems.
 
-Each check returns or yields `CheckResult`s. Checks change nothing. The self test starts two workers, trains two steps,
+Each check returns one or more `CheckResult`s and changes nothing. The self test starts two workers, trains two steps,
 and ends the workers.
 """
 
@@ -27,8 +27,10 @@ from raysgd.core.private_names import TABLE, TESTED, missing_names
 Level = Literal["ok", "note", "problem"]
 
 OLDEST = {
-    "ray": "2.44",  # older versions drop a thread's state after each call, and PyTorch then ends workers in a group
-    "torch": "2.10",  # in older versions, a file can make `torch.load(weights_only=True)` run code (CVE-2026-24747)
+    # Older versions of Ray discard the state of a thread after each call, and PyTorch then ends workers in a group.
+    "ray": "2.44",
+    # In older versions, a file can make `torch.load(weights_only=True)` run code (CVE-2026-24747).
+    "torch": "2.10",
     "tensorflow": "2.19",
     "keras": "3.5",
     "lightning": "2.5.2",
@@ -38,7 +40,7 @@ OLDEST = {
 NEEDED = ("ray",)
 FRAMEWORKS = ("torch", "tensorflow")
 PYTHONS = ((3, 10), (3, 13))
-"""Oldest and newest Python versions that the tests run with."""
+"""Oldest and newest Python versions with which raysgd is tested."""
 NEWEST_PYTHON = (3, 14)
 """Newest Python version for which Ray and PyTorch have releases."""
 _SMALLEST_SHARED_MEMORY = 256 * 2**20
@@ -48,12 +50,12 @@ _CONNECT_S = 5.0
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of a check.
+    """The result of one check of `raysgd doctor`.
 
     Attributes:
         level: "ok", "note" if something may not work, or "problem" if training would fail.
-        text: What the check found.
-        advice: What the user can do about the finding.
+        text: What the check has found.
+        advice: What the user can do about a note or a problem.
     """
 
     level: Level
@@ -62,12 +64,12 @@ class CheckResult:
 
 
 def examine(address: str | None = None, *, self_test: bool = True) -> Iterator[CheckResult]:
-    """Run all checks in sequence and yield their results.
+    """Run all checks, one after the other, and yield their results.
 
     Args:
         address: Address of a running Ray cluster. Default: the environment variable RAY_ADDRESS. Without either, a
-            cluster is started on this machine and ended after the checks.
-        self_test: True to also train on two workers.
+            cluster is started on this machine, and ended after the checks.
+        self_test: Whether to also train two steps on two workers.
     """
     versions = installed_versions()
     yield check_python(sys.version_info[:2])
@@ -93,7 +95,7 @@ def examine(address: str | None = None, *, self_test: bool = True) -> Iterator[C
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of the installed packages among those in `OLDEST`."""
+    """Return the versions of those packages in `OLDEST` that are installed."""
     found = {}
     for package in OLDEST:
         try:
@@ -141,7 +143,7 @@ def check_packages(versions: Mapping[str, str]) -> Iterator[CheckResult]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return a version's leading numbers as a tuple, to compare versions.
+    """Return the leading numbers of a version as a tuple, with which versions can be compared.
 
     >>> _numbers("2.13.0+cpu"), _numbers("2.6.0rc1") < _numbers("2.16")
     ((2, 13, 0), True)
@@ -156,7 +158,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check_gpus() -> CheckResult:
-    """Check that PyTorch can be imported and sees this machine's GPUs."""
+    """Check that PyTorch can be imported and can use the GPUs of this machine."""
     try:
         torch = importlib.import_module("torch")
     except ModuleNotFoundError:
@@ -180,7 +182,7 @@ def _finding_on_gpus(torch: Any, has_driver: bool) -> CheckResult:
 
 
 def check_ports() -> CheckResult:
-    """Check that processes can connect to each other at the address that workers use."""
+    """Check that processes on this machine can connect to each other, at the address that workers use."""
     try:
         address = _own_address()
         with socket.create_server((address, 0)) as server:
@@ -208,7 +210,7 @@ def check_private_names() -> Iterator[CheckResult]:
 
     Only packages that are newer than the versions that raysgd was tested with are checked.
     """
-    for name in ("torch", "ray"):  # import both packages, because compiled names are not in the source code
+    for name in ("torch", "ray"):  # import both packages, because names in compiled modules are not in the source code
         with suppress(Exception):
             importlib.import_module(name)
     newer = [row for row in TABLE if _is_newer(row.package)]
@@ -225,13 +227,13 @@ def check_private_names() -> Iterator[CheckResult]:
 def _is_newer(package: str) -> bool:
     try:
         version = metadata.version(package)
-    except metadata.PackageNotFoundError:  # part of Python, or distributed under another name
+    except metadata.PackageNotFoundError:  # a module of Python itself, or a package under another name
         return True
     return package not in TESTED or _numbers(version) > _numbers(TESTED[package])
 
 
 def check_shared_memory(path: str = "/dev/shm") -> CheckResult:
-    """Check that there is enough shared memory for Ray's objects and for the processes of data loaders."""
+    """Check that there is enough shared memory for Ray's object store and for the processes of data loaders."""
     try:
         free = shutil.disk_usage(path).free
     except OSError as error:
@@ -246,12 +248,18 @@ def check_shared_memory(path: str = "/dev/shm") -> CheckResult:
 
 
 class _NotConnectedError(Exception):
-    """The connection to the Ray cluster failed."""
+    """Raised if the connection to the Ray cluster failed."""
 
 
 @contextmanager
 def connected(address: str | None) -> Iterator[CheckResult]:
-    """Connect to a Ray cluster inside the block, and yield this check's result. An existing connection stays open.
+    """Inside the block, be connected to a Ray cluster. Yield the result of this check.
+
+    If this process was already connected, the connection stays open after the block.
+
+    Args:
+        address: Address of the cluster. Default: the environment variable RAY_ADDRESS, otherwise start a cluster on
+            this machine.
 
     Raises:
         _NotConnectedError: The connection failed.
@@ -295,7 +303,7 @@ def _advice_on_connection(address: str | None) -> str:
 
 
 def check_cluster() -> Iterator[CheckResult]:
-    """Report the nodes' total and free resources, and check that they suffice for two workers."""
+    """Report the total and the free resources of the cluster, and check that they are enough for two workers."""
     import ray
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -303,7 +311,13 @@ def check_cluster() -> Iterator[CheckResult]:
 
 
 def finding_on_resources(num_nodes: int, total: Mapping[str, float], free: Mapping[str, float]) -> CheckResult:
-    """Check that a cluster with these total and free resources has capacity for two workers."""
+    """Check that the resources of a cluster are enough for two workers.
+
+    Args:
+        num_nodes: Number of nodes in the cluster.
+        total: All resources of the cluster by name, as Ray reports them.
+        free: The free resources of the cluster.
+    """
     text = (
         f"resources: {num_nodes} node(s), {free.get('CPU', 0):g} of {total.get('CPU', 0):g} CPUs and "
         f"{free.get('GPU', 0):g} of {total.get('GPU', 0):g} GPUs are free"
@@ -321,7 +335,7 @@ def finding_on_resources(num_nodes: int, total: Mapping[str, float], free: Mappi
 
 
 def run_self_test_with(versions: Mapping[str, str], packages: Iterable[CheckResult]) -> CheckResult:
-    """Run the self test. Skip it if packages are missing or too old, or if PyTorch is not installed.
+    """Run the self test, unless packages are missing or too old or PyTorch is not installed.
 
     Args:
         versions: Versions of the installed packages.
@@ -335,10 +349,10 @@ def run_self_test_with(versions: Mapping[str, str], packages: Iterable[CheckResu
 
 
 def run_self_test() -> CheckResult:
-    """Train two steps on two workers, and compare the weights with the weights of a single process."""
+    """Train two steps on two workers, and compare the weights with those of the same training in a single process."""
     try:
         seconds, is_equal = _train_on_two_workers()
-    except Exception as error:  # any error is a result of the test
+    except Exception as error:  # report any error as the result of the self test
         text = f"self test: training on two workers fails: {_words(error)}"
         return CheckResult(
             "problem", text, "The logs of the workers are in /tmp/ray/session_latest/logs, on their machines."
@@ -351,7 +365,10 @@ def run_self_test() -> CheckResult:
 
 
 def _train_on_two_workers() -> tuple[dict[str, float], bool]:
-    """Return how long each part took, in seconds, and True if the weights equal a single process's weights."""
+    """Train on two workers and in a single process.
+
+    Return how many seconds each part of the training on two workers took, and True if the weights are equal.
+    """
     from raysgd.cli.self_test import trained_weights
 
     together, seconds = trained_weights(num_workers=_NUM_TEST_WORKERS)
@@ -360,6 +377,6 @@ def _train_on_two_workers() -> tuple[dict[str, float], bool]:
 
 
 def _words(error: BaseException) -> str:
-    """Return the class name and the first line of an error's message."""
+    """Return the class name of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""The commands that inspect a run: `raysgd why`, `raysgd replay`, `raysgd bisect`."""
+"""The commands that investigate a past run: `raysgd why`, `raysgd replay` and `raysgd bisect`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROGRAM = "What to run, such as `train.py:MyOperator`. Nothing in the folder of
 
 
 def _asking(command: Command) -> Command:
-    """Decorate a command: add the option `--config`, and print errors without a traceback."""
+    """Decorate a command. The decorated command has the option `--config`, and shows errors without a traceback."""
 
     @click.option("--config", type=click.Path(dir_okay=False), help="A JSON file with entries of the config.")
     @functools.wraps(command)

@@ -1,6 +1,7 @@
-"""Reads the status of a run from the files in its folder, without executing or trusting their contents.
+"""Implements `raysgd status`: reads the status of a run from the files in the folder of the run.
 
-It recognizes three kinds of folders:
+The files may come from someone else. No code in them is run, and their contents are not trusted. Three kinds of folders
+are recognized:
 
 * the trial's folder of a `fit()` run of a `raysgd.train` trainer, or the experiment's folder above it;
 * the `logdir` of a `raysgd.train.Trainer`;
@@ -35,7 +36,7 @@ _MOST_METRICS = 4
 _MOST_FOLDERS = 3
 _SILENT_S = 600.0
 _NOT_OF_USER = FILLED_IN | {"epoch", "experiment_id", "timesteps_total"}
-"""Report keys that raysgd or Ray added, so they are not the user's metrics."""
+"""Keys of reports that raysgd or Ray has added, and that are no metrics of the user."""
 
 EXPECTED = (
     "Expected one of: the folder of a run of `fit()` (with `result.json`) or the one above it (with `run.json`); the "
@@ -45,7 +46,7 @@ EXPECTED = (
 
 
 def without_folder() -> str:
-    """Return the message for a user who passed no folder. The message lists the newest runs in the default folder."""
+    """Return the message for a user who passed no folder, with a list of the newest runs in the default folder."""
     results = RESULTS_FOLDER.expanduser()
     folders = [each for each in results.iterdir() if each.is_dir()] if results.is_dir() else []
     newest = sorted(folders, key=lambda each: each.stat().st_mtime, reverse=True)[:_MOST_FOLDERS]
@@ -63,8 +64,8 @@ def read_status(path: str, now: float | None = None) -> str:
 
     Raises:
         StorageError: The folder cannot be read.
-        ValueError: The path is invalid, does not exist, or is not a run's folder.
-        ModuleNotFoundError: The URI's store needs a package that is not installed.
+        ValueError: The path is invalid, does not exist, or is not the folder of a run.
+        ModuleNotFoundError: Reading from this URI needs a package that is not installed.
     """
     folder = open_folder(path, argument="RUN_FOLDER")
     if not folder.exists():
@@ -95,12 +96,12 @@ def _shown(folder: Folder, kind: str, state: str, facts: Sequence[tuple[str, str
     """Format the status of a run as lines of text.
 
     Args:
-        folder: The run's folder.
-        kind: The type of the run, such as "trainer.fit()".
-        state: State of the run. Starts with "finished", "stopped", "interrupted", "failed", "running", or with "silent"
-            if nothing was written for a while.
-        facts: Further rows, as pairs of a name and a value.
-        error: The run's error. Only its last lines are shown.
+        folder: The folder of the run.
+        kind: The kind of run, such as "trainer.fit()".
+        state: State of the run. It starts with "finished", "stopped", "interrupted", "failed", "running", or with
+            "silent" if nothing was written for a while.
+        facts: Further lines, as pairs of a name and a value.
+        error: Text of the error that ended the run, if any. Only its last lines are shown.
     """
     rows = [("run", str(folder)), ("kind", kind), ("state", state), *facts]
     lines = named_lines([(name, printable(value)) for name, value in rows], indent=13)
@@ -111,7 +112,7 @@ def _shown(folder: Folder, kind: str, state: str, facts: Sequence[tuple[str, str
 
 
 def _experiment(folder: Folder, names: set[str], now: float) -> str:
-    """Return an experiment's status: the status of its last trial, which `run.json` names."""
+    """Return the status of a `fit()` run from the folder of its experiment. `run.json` names the trial in it."""
     note = report_in(_text(folder, "run.json")) or {}
     trial = note.get("trial")
     if isinstance(trial, str) and trial in names:
@@ -138,7 +139,10 @@ def _state_of_trial(status: Any, last: Mapping[str, Any], has_error: bool, now: 
 
 
 def _function_run(folder: Folder, num_runs: int, now: float) -> str:
-    """Return the status of a `Trainer` run. Its folder records the last report, but not the end of the run."""
+    """Return the status of a `Trainer.run` call.
+
+    Its folder has the last report, but does not tell if the run has ended.
+    """
     content: Any = None
     with suppress(ValueError, RecursionError):
         content = json.loads(_text(folder, "results.json"))
@@ -152,10 +156,10 @@ def _function_run(folder: Folder, num_runs: int, now: float) -> str:
 
 
 def _class_run(folder: Folder, names: set[str], now: float) -> str | None:
-    """Return the status of a class-based trainer's `fit` run, or None if the folder has no files from such a run.
+    """Return the status of a call to `fit` of a `TorchTrainer` or `TFTrainer`.
 
-    The status comes from files that callbacks wrote, and from the newest checkpoint's sidecar, a JSON file next to the
-    checkpoint.
+    Return None if the folder has no files of such a run. The status is read from files that callbacks have written, and
+    from the sidecar file of the newest checkpoint: a JSON file beside it with the history of the run.
     """
     found, index = dict[str, str](), None
     for place in (folder, folder / "checkpoints"):
@@ -189,13 +193,13 @@ def _class_run(folder: Folder, names: set[str], now: float) -> str | None:
 
 
 def _newest(checkpoints: Sequence[str]) -> Sidecar | None:
-    """Return the sidecar of the checkpoint with the most epochs, or None if no sidecar can be read."""
+    """Return the content of the sidecar file of the newest checkpoint. Return None if no sidecar file can be read."""
     places = dict[str, tuple[int, int]]()
     for checkpoint in checkpoints:
         with suppress(ValueError):
             places[checkpoint] = place_of(checkpoint)
     for checkpoint in sorted(places, key=places.__getitem__, reverse=True):
-        with suppress(ValueError):  # the sidecar's history may be damaged
+        with suppress(ValueError):  # the history in the sidecar file may be damaged
             return Sidecars().read(checkpoint)
     return None
 
@@ -212,12 +216,15 @@ def _text(folder: Folder, name: str) -> str:
 
 
 def _number(value: Any) -> float:
-    """Return a value from a file if it is a number, else 0. Numbers too large for a count or a time also become 0."""
+    """Return a value from a file if it is a number of plausible size for a count or a time. Otherwise, return 0."""
     return value if isinstance(value, int | float) and abs(value) < 1e15 else 0
 
 
 def _metrics(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return a row with the most informative metrics of a report, or [] if it has no metrics."""
+    """Return a list with one line of status: the most informative metrics of a report.
+
+    Return an empty list if the report has no metrics.
+    """
     names = [
         name
         for name, value in report.items()
@@ -248,12 +255,14 @@ def _written_at(report: Mapping[str, Any]) -> float:
 
 
 def _running(sign: str, at: float, now: float) -> str:
-    """Return the state of a run that has not recorded its end: it is still running, or its driver was killed.
+    """Return the state of a run whose files do not say that it has ended.
+
+    Such a run is still running, or its program was killed.
 
     Args:
-        sign: What the run wrote last, such as "last report".
-        at: Time at which the run wrote this, in seconds since 1970; 0 if it wrote nothing.
-        now: The current time.
+        sign: What the run has written last, such as "last report".
+        at: Time at which the run wrote this, in seconds since 1970. 0 if it has written nothing.
+        now: The current time, in seconds since 1970.
     """
     if at <= 0:
         return f"running, or its driver is gone: there is no {sign}"
@@ -262,7 +271,7 @@ def _running(sign: str, at: float, now: float) -> str:
 
 
 def _ago(at: float, now: float) -> str:
-    """Format how long ago something happened, in the largest unit that fits.
+    """Return how long ago something happened, as text, in the largest unit of which two have passed.
 
     >>> _ago(0, 7500)
     '2 h old'
@@ -275,7 +284,7 @@ def _ago(at: float, now: float) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Escape and truncate text so that it cannot move a terminal's cursor or change its colors.
+    r"""Escape and shorten text from a file, so that it cannot move the cursor of a terminal or change its colors.
 
     >>> print(printable("loss\x1b[31m"))
     loss\x1b[31m

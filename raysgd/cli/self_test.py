@@ -1,4 +1,7 @@
-"""The self test of `raysgd doctor`: two steps of a linear model, with the same result for any number of workers."""
+"""The self test of `raysgd doctor`: trains a linear model for two steps.
+
+The result is the same for any number of workers.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _GLOBAL_BATCH = 4
 
 
 class LineOperator(TrainingOperator):
-    """Operator of the self test. It fits a line to eight points."""
+    """Training operator of the self test. It fits a line to eight points."""
 
     def setup(self, config: dict[str, Any]) -> None:
         model = torch.nn.Linear(1, 1)
@@ -30,10 +33,10 @@ class LineOperator(TrainingOperator):
 
 
 def trained_weights(**options: Any) -> tuple[list[float], dict[str, float]]:
-    """Train one epoch of two steps and return the weights.
+    """Train one epoch of two steps, and return the weights of the model.
 
     Args:
-        options: Options for the trainer.
+        **options: Further arguments of the `TorchTrainer`.
 
     Returns:
         The model's weight and bias, and how many seconds each part of the test took, by a description of the part.

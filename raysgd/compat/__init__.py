@@ -1,11 +1,12 @@
-"""Support for programs written for the old library: `ray.util.sgd`, and the former `ray.train` and `ray.air`.
+"""Support for programs written for `ray.util.sgd` or the former `ray.train` and `ray.air`, together the "old library".
 
-`install` lets programs written for `ray.util.sgd` run unchanged, as does `python -m raysgd.compat script.py`. `raysgd
-migrate` rewrites such programs, and programs written for the former `ray.train` and `ray.air`.
+* `python -m raysgd.compat script.py` runs a program for `ray.util.sgd` unchanged. A program can also call `install`
+  first, and its other code then runs unchanged.
+* `raysgd migrate` rewrites programs for `ray.util.sgd`, and for the former `ray.train` and `ray.air`.
 
-`paths.py` has the table of old and new names. `names.py` lists names that raysgd defines in a different module than the
-old library did. Two packages of raysgd still have the names of the old library's packages: `raysgd.v2` and
-`raysgd.data`. docs/adr/0086-old-imports-lead-to-raysgd.md explains why.
+`paths.py` has the table of old and new names. `names.py` lists old names that raysgd defines in another module than
+the old library, and exports from both. Two packages of raysgd still have the names of packages of the old library:
+`raysgd.v2` and `raysgd.data`. docs/adr/0086-old-imports-lead-to-raysgd.md explains why.
 """
 
 from __future__ import annotations

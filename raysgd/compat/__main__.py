@@ -1,4 +1,4 @@
-"""`python -m raysgd.compat SCRIPT [ARGUMENT ...]`: runs a program written for `ray.util.sgd` unchanged."""
+"""`python -m raysgd.compat SCRIPT [ARGUMENT ...]` runs a program written for `ray.util.sgd` without changes to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raysgd.compat.aliases import install
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(script: Path, arguments: tuple[str, ...]) -> None:
-    """Run SCRIPT, whose imports of `ray.util.sgd` lead to raysgd."""
+    """Run SCRIPT with its imports of `ray.util.sgd` redirected to raysgd."""
     sys.argv[:] = [str(script), *arguments]
     sys.path[0] = str(script.resolve().parent)
     install()

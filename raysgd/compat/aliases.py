@@ -1,7 +1,8 @@
-"""`install`, which lets programs written for `ray.util.sgd` run unchanged, and the alias modules that they import.
+"""Defines `install`, which lets programs written for `ray.util.sgd` run unchanged by redirecting their imports.
 
-An alias is a module object under an old name. It copies nothing: reading or setting an attribute of the alias reads or
-sets it on raysgd's module. Ray's own `ray.util.sgd`, which raises an error on import, is never executed.
+A program that imports an old module, such as `ray.util.sgd.torch`, gets an alias: a module object with the old name
+that stands for a module of raysgd. Reading or setting an attribute of the alias reads or sets the attribute of raysgd's
+module. Ray's own `ray.util.sgd`, which raises an error when it is imported, is never executed.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from typing import Any
 from raysgd.compat.paths import Paths
 
 VARIABLE = "RAYSGD_COMPAT"
-"""Environment variable that tells worker processes that the driver called `install`."""
+"""Name of the environment variable from which worker processes learn that the driver has called `install`."""
 _OLD = ("ray.util.sgd", "ray.experimental.sgd")
-"""The old packages to redirect. Ray still has the first package, but importing it raises an error."""
+"""The packages whose imports are redirected. Ray still has the first package, but importing it raises an error."""
 
 
 class Alias(ModuleType):
-    """Makes a module available under another name.
+    """A module with an old name that stands for a module of raysgd.
 
     Args:
-        name: The old module name, which a program imports.
-        target: The raysgd module whose attributes the program gets.
+        name: The old name of the module, which a program imports.
+        target: The module of raysgd whose attributes the program gets.
     """
 
     def __init__(self, name: str, target: ModuleType) -> None:
@@ -54,7 +55,8 @@ class Alias(ModuleType):
             raise AttributeError(f"`{place.old}` has no successor in raysgd: {place.reason}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, ModuleType) or name.startswith("__"):  # Python's import system sets these on the alias
+        # Python's import system sets submodules and names such as `__spec__`. These belong to the alias itself.
+        if isinstance(value, ModuleType) or name.startswith("__"):
             vars(self)[name] = value
         else:
             setattr(vars(self)["_raysgd_target"], name, value)
@@ -66,7 +68,7 @@ class Alias(ModuleType):
         return dir(vars(self)["_raysgd_target"])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle an alias so that other processes can load it without `install`."""
+        """Pickle the alias so that a process that did not call `install` can unpickle it."""
         return _alias_there, (vars(self)["__name__"], vars(self)["_raysgd_target"].__name__)
 
 
@@ -75,7 +77,7 @@ def _alias_there(name: str, target: str) -> Alias:
 
 
 class _OldNames(MetaPathFinder, Loader):
-    """Import hook that redirects `ray.util.sgd` and other modules that Ray no longer has to raysgd's modules."""
+    """Import hook that redirects imports of `ray.util.sgd`, and of other modules that Ray no longer has, to raysgd."""
 
     def __init__(self) -> None:
         self._paths = Paths()
@@ -86,7 +88,8 @@ class _OldNames(MetaPathFinder, Loader):
             return ModuleSpec(fullname, self, is_package=True)
         is_old = fullname.startswith(_OLD) or fullname.rpartition(".")[0] in self._modules
         gone = self._paths.find(fullname) if is_old else None
-        if gone is not None and gone.new is None:  # a `from` import would drop the message of a `ModuleNotFoundError`
+        # Raise a plain `ImportError`: a `from` import would drop the message of a `ModuleNotFoundError`.
+        if gone is not None and gone.new is None:
             raise ImportError(f"`{fullname}` has no successor in raysgd: {gone.reason}", name=fullname)
         if self._paths.is_package(fullname) and not _is_rays(fullname):
             return ModuleSpec(fullname, self, is_package=True)
@@ -97,11 +100,11 @@ class _OldNames(MetaPathFinder, Loader):
         return ModuleType(spec.name) if new is None else Alias(spec.name, importlib.import_module(new))
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing, because the module has already been imported."""
+        """Do nothing, because `create_module` has already imported the module of raysgd."""
 
 
 def _is_rays(name: str) -> bool:
-    """Return True if Ray itself has a package or module with this name."""
+    """Return True if the installed Ray has a package or module with this dotted name."""
     parent, _, _ = name.rpartition(".")
     if not parent:
         return True
@@ -113,9 +116,9 @@ def _is_rays(name: str) -> bool:
 def install() -> None:
     """Redirect imports of `ray.util.sgd`, and of other modules that Ray no longer has, to raysgd.
 
-    This also applies to workers. Call it before Ray starts, so that the worker processes inherit the setting. On a
-    cluster that is already running, pass `runtime_env={"worker_process_setup_hook": "raysgd.compat.install"}` to
-    `ray.init`.
+    Call this function before the program starts Ray. The worker processes then redirect these imports too. If the
+    program connects to a Ray cluster that is already running, also pass `runtime_env={"worker_process_setup_hook":
+    "raysgd.compat.install"}` to `ray.init`.
     """
     os.environ[VARIABLE] = "1"
     if not any(isinstance(finder, _OldNames) for finder in sys.meta_path):

@@ -1,4 +1,4 @@
-"""Names of the old library, such as `ray.util.sgd`, that raysgd has in another module or under another name."""
+"""Lists names of `ray.util.sgd` and the former `ray.train` that raysgd defines elsewhere or has renamed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ MOVED = {
         "SGDWorkerGroup": "raysgd.train.trainer:TrainWorkerGroup",
     },
 }
-"""For each raysgd module, the old names that it also exports, and where each is defined: `module` or `module:name`."""
+"""For each module of raysgd, the old names that it exports although it does not define them.
+
+The value of a name is the module that defines it, or `module:name` if the name differs there.
+"""
 
 
 def former_names(module: str) -> None:
-    """Make a module also export the old names that `MOVED` lists for it. `module` is its `__name__`."""
+    """Make a module of raysgd export the old names that `MOVED` lists for it. `module` is the module's `__name__`."""
     lazy_names(module, MOVED.get(module, {}))

@@ -1,7 +1,8 @@
-"""The table of the old library's names: the current location of each name in raysgd, or why it is gone.
+"""Contains the table of the old library's names, with the current name of each in raysgd, or why there is none.
 
-The old library is `ray.util.sgd`, together with the former `ray.train` and `ray.air`. `raysgd migrate` uses the table
-to rewrite programs, `raysgd.compat.install` to run them unchanged, and `docs/migration.md` for its tables.
+The old library is `ray.util.sgd`, together with the former `ray.train` and `ray.air`. From this table, `raysgd migrate`
+rewrites programs and `raysgd.compat.install` redirects their imports. The tables in `docs/migration.md` are made from
+it, too.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from difflib import get_close_matches
 from typing import Literal
 
 Group = Literal["sgd", "train"]
-"""Group of names: "sgd" for names that Ray no longer has, "train" for names that mean something else in current Ray.
+"""A group of old names: "sgd" for names that Ray no longer has, "train" for names with another meaning in current Ray.
 
-`raysgd migrate` leaves names in "train" unchanged unless the user passes `--ray-train`.
+`raysgd migrate` does not change names of the group "train" unless the user passes `--ray-train`.
 """
 
 _SESSION_A = "get_dataset_shard load_checkpoint local_rank report save_checkpoint world_rank world_size"
@@ -193,7 +194,7 @@ _INSIDE_RAY = {
     ),
     "ray.tune.suggest.zoopt": ("ray.tune.search.zoopt", "ZOOptSearch"),
 }
-"""Old names that current Ray has in other modules. The rewrite replaces them with Ray's current names."""
+"""For each old module whose contents Ray has moved to another module: Ray's current module, and the names in it."""
 _EXPERIMENTAL = "ray.experimental.sgd"
 _FORMERLY = ("", ".pytorch", ".tf", ".utils")
 """Submodules of `ray.util.sgd` that were in `ray.experimental.sgd` before."""
@@ -203,8 +204,11 @@ _BESIDE_SGD = {
         "LocalIterator ParallelIterator from_items from_iterators from_range",
     ),
 }
-"""Old names that current Ray still has. In programs that also use names in `_SGD`, raysgd's names replace them,
-because Ray's and raysgd's objects do not work together."""
+"""For each old module that current Ray still has: raysgd's module, and the names in it.
+
+These names are replaced only in programs that also use modules in `_SGD`. There, Ray's objects would not work together
+with raysgd's.
+"""
 
 _TRAIN: dict[str, tuple[str, str]] = {
     "ray.train": (
@@ -329,7 +333,7 @@ _KEPT_BY_RAY = {
     "ray.ml.train.integrations.lightgbm": ("ray.train.lightgbm", "LightGBMTrainer"),
     "ray.ml.train.integrations.xgboost": ("ray.train.xgboost", "XGBoostTrainer"),
 }
-"""Old names, with their modules in current Ray. If a program uses a trainer that only Ray has, they stay Ray's."""
+"""For each old module, the module of current Ray that replaces it in a program with a trainer that only Ray has."""
 _GROUPS: dict[Group, dict[str, tuple[str, str]]] = {
     "sgd": {**_SGD, **_BESIDE_SGD, **_INSIDE_RAY},
     "train": _TRAIN,
@@ -346,7 +350,7 @@ _RENAMED = {
     "ray.tune.trial.Trial": "ray.tune.experiment.Trial",
     "ray.services.get_node_ip_address": "ray.util.get_node_ip_address",
 }
-"""Single names that were renamed, or whose modules are not in the tables above."""
+"""Old names that were renamed, or whose modules are not in the tables above, each with the current name."""
 _RENAMED_TRAIN = {
     "ray.tune.ResultGrid": "raysgd.tune.ResultGrid",
     "ray.tune.SyncConfig": "raysgd.air.SyncConfig",
@@ -363,11 +367,11 @@ _RENAMED_TRAIN = {
     "ray.train._internal.utils.check_for_failure": "raysgd.utils.check_for_failure",
     "ray.train._internal.utils.construct_path": "raysgd.train.utils.construct_path",
 }
-"""Renamed single names that mean something else in current Ray."""
+"""Old names like those in `_RENAMED`, but with another meaning in current Ray. Replaced only with `--ray-train`."""
 
 _NUM_NAMES = 5
 RAY_TRAIN = "2.60"
-"""The Ray version whose `ray.train` the tables cover. Each of its public names is in one of the tables."""
+"""The version of Ray for which the tables are complete: they contain every public name of its `ray.train`."""
 
 _TRANSFORMERS = (
     "run `transformers.Trainer` in the function of a `TorchTrainer`, with what "
@@ -518,15 +522,15 @@ _GONE = {
 
 @dataclass(frozen=True)
 class NewPlace:
-    """The new location of an old name, or the reason why it is gone.
+    """The current name for an old name, or the reason why raysgd has no such name.
 
     Attributes:
-        old: The old name, with its module.
-        new: The current location. None if the name is gone.
-        reason: Why the name is gone, and what to use instead.
-        module: The module to import for the name.
-        is_listed: True if the name is in the tables. Other names, such as internal names of the old library, should not
-            occur in programs.
+        old: The old name, including its module.
+        new: The current name, including its module. None if there is none.
+        reason: If there is no current name, why, and what to use instead.
+        module: The module to import for the current name.
+        is_listed: False if the old name is in an old module but not in the tables, such as an internal name of the old
+            library. Programs should not use such names.
     """
 
     old: str
@@ -537,17 +541,18 @@ class NewPlace:
 
     @property
     def is_trainer_of_ray(self) -> bool:
-        """True for a trainer, or a part of a trainer, that needs Ray's own configs."""
+        """True if the old name is a trainer that only Ray has, or a part of one. Such a trainer needs Ray's configs."""
         return self.reason == _ELSEWHERE
 
 
 class Paths:
-    """The table of old and new names, as it applies to one program.
+    """The table of old and new names, with the entries that apply to one program.
 
     Args:
-        ray_train: True if `ray.train` and `ray.air` mean the old library, not current Ray.
-        beside_sgd: True if the program uses `ray.util.sgd` or another name that Ray no longer has.
-        keeps_ray_train: True if `ray.train` and `ray.air` always mean current Ray.
+        ray_train: True if `ray.train` and `ray.air` in the program mean the old library, not current Ray.
+        beside_sgd: True if the program uses `ray.util.sgd` or another module that Ray no longer has.
+        keeps_ray_train: True if all of `ray.train` and `ray.air` in the program must stay Ray's, because the program
+            uses a trainer that only Ray has.
     """
 
     def __init__(self, ray_train: bool = False, beside_sgd: bool = True, keeps_ray_train: bool = False) -> None:
@@ -558,9 +563,9 @@ class Paths:
         self._packages = {package for module, _ in self.modules() for package in _packages_of(module)}
 
     def find(self, old: str) -> NewPlace | None:
-        """Return the new location of a dotted name, or None if it is not a name of the old library.
+        """Return the current name for a dotted name, or None if the dotted name does not belong to the old library.
 
-        Attributes of a class are resolved through the class.
+        For an attribute of a class, such as `TorchTrainer.train`, this is the attribute of the class's current name.
         """
         if old in self._modules:
             return NewPlace(old, self._modules[old][0], module=self._modules[old][0])
@@ -575,21 +580,21 @@ class Paths:
         return None
 
     def today(self, name: str) -> str:
-        """Return the current name for a dotted name. Return `name` itself if it has not moved, or is gone."""
+        """Return the current name for a dotted name, or the dotted name itself if the table has no current name."""
         place = self.find(name)
         return (place and place.new) or name
 
     def is_of_ray(self, module: str) -> bool:
-        """Return True if the module belongs to current Ray only: it is neither in the old library nor ambiguous."""
+        """Return True if a module name can only mean a module of current Ray, not one of the old library."""
         means_two = _means_two(module) and not self._keeps_ray_train
         return self.find(module) is None and not self.is_package(module) and not means_two
 
     def is_package(self, old: str) -> bool:
-        """Return True if the old library has names inside this package."""
+        """Return True if the table has modules inside the package with this name."""
         return old in self._packages
 
     def modules(self) -> Iterator[tuple[str, str]]:
-        """Yield all old modules, each with its current location."""
+        """Yield the names of all old modules, each with the name of the current module."""
         for old, (new, _) in self._modules.items():
             yield old, new
             part = old.removeprefix("ray.util.sgd")
@@ -611,9 +616,14 @@ class Paths:
         return not name.startswith("ray.util.iter") or "ray.util.iter" in self._modules
 
     def _inside(self, old: str, module: str) -> NewPlace | None:
-        """Return the location of a name in a listed module, if the module's list of names lacks the name.
+        """Return the current name for a name in an old module whose list in the table lacks this name.
 
-        The program may reach a listed name through a submodule.
+        The program may reach a name that is in the list through a submodule that the table lacks. If so, return the
+        current name for the name in the list.
+
+        Args:
+            old: The old name.
+            module: The old module, which is a prefix of `old`.
         """
         new, names = self._modules[module]
         inside = old.removeprefix(f"{module}.")
@@ -623,12 +633,19 @@ class Paths:
                 place = self.find(f"{module}.{name}{rest}")
                 return place and replace(place, old=old)
         if module in _TRAIN and module.startswith("ray.tune."):
-            return None  # the other names of these modules belong to current Ray
+            return None  # the names in these modules that the table does not list belong to current Ray
         return NewPlace(old, None, _has(new, module, names.split(), inside), is_listed=False)
 
 
 def _has(new: str, module: str, names: Sequence[str], missing: str) -> str:
-    """For an error about a missing name, list names that the module has: similar names, or else the first names."""
+    """Return a phrase for an error message about a name that raysgd lacks, with names that raysgd does have.
+
+    Args:
+        new: The current module.
+        module: The old module.
+        names: Names of the old module that raysgd has.
+        missing: The missing name. Similar names are listed, or the first few if no name is similar.
+    """
     some = get_close_matches(missing.rpartition(".")[2], names, cutoff=0.5) or names[:_NUM_NAMES]
     if not some:
         return f"`{new}` has none of its names, and raysgd has no internals of the old library"
@@ -638,27 +655,27 @@ def _has(new: str, module: str, names: Sequence[str], missing: str) -> str:
 
 
 def _means_two(name: str) -> bool:
-    """Return True if a name has different meanings in the old library and in current Ray."""
+    """Return True if a name may mean something in the old library and something else in current Ray."""
     return name.startswith(("ray.train", "ray.air", "ray.ml"))
 
 
 def table(group: Group) -> list[tuple[str, str, str]]:
-    """Return the current location and the names of each old module of a group."""
+    """Return a tuple for each old module of a group: the module, the current module, and its names in one string."""
     return [(old, new, names) for old, (new, names) in _GROUPS[group].items()]
 
 
 def gone() -> dict[str, str]:
-    """Return the old names without a successor in raysgd, each with the reason."""
+    """Return the old names for which raysgd has no current name, each with the reason and what to use instead."""
     return dict(_GONE)
 
 
 def renamed() -> dict[str, str]:
-    """Return the old names that were renamed, each with its current name."""
+    """Return the old names that have a different name in raysgd, each with this current name."""
     return {**_RENAMED, **_RENAMED_TRAIN}
 
 
 def _cuts(name: str) -> Iterator[tuple[str, str]]:
-    """Yield each prefix of a dotted name and the remainder, longest prefix first."""
+    """Yield each way to split a dotted name into a prefix and the remainder, starting with the longest prefix."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         yield ".".join(parts[:end]), "".join(f".{part}" for part in parts[end:])

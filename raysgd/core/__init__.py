@@ -1,1 +1,1 @@
-"""The base of every trainer: the engine, the connections between workers, and framework-independent helpers."""
+"""The base of every trainer: the engine, the connections between workers, and helpers that need no framework."""

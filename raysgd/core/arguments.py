@@ -1,6 +1,6 @@
-"""Checks of trainers' arguments, which reject mistakes before anything starts.
+"""Checks the arguments that users pass to trainers, so that mistakes raise an error before any worker starts.
 
-Also parses the command-line arguments of the example programs.
+This module also parses the command-line arguments of the example programs.
 """
 
 from __future__ import annotations
@@ -40,26 +40,36 @@ _PART_OF_NODE = 0.001  # each node has one `accelerator_type:...` resource, whic
 
 
 def is_integer(value: Any) -> bool:
-    """Return True for an integer, including NumPy integers, which search algorithms return."""
+    """Return True for a Python or NumPy integer. Hyperparameter search libraries often pass NumPy integers."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_count(name: str, value: Any, hint: str) -> int:
-    """Return a positive integer as a Python `int`. Raise an error, which ends with `hint`, for any other value."""
+    """Return `value` as a Python `int` if it is a positive integer. Otherwise raise an error that ends with `hint`."""
     if not is_integer(value) or value <= 0:
         raise InvalidCountError(f"`{name}={value!r}`: need an integer of at least 1. {hint}")
     return int(value)
 
 
 def check_num_workers(name: str, value: Any, hint: str, least: int = 1) -> int:
-    """Return a number of workers, at least `least`, as a Python `int`. Raise an error for any other value."""
+    """Return a valid number of workers as a Python `int`.
+
+    Args:
+        name: Name of the argument.
+        value: The argument's value.
+        hint: Advice to append to the error message.
+        least: Lower bound.
+
+    Raises:
+        InvalidCountError: `value` is not an integer, or is too small or too large.
+    """
     if not is_integer(value) or not least <= value <= MAX_WORKERS:
         raise InvalidCountError(f"`{name}={value!r}`: need an integer from {least} to {MAX_WORKERS}. {hint}")
     return int(value)
 
 
 def is_number(value: Any) -> bool:
-    """Return True for a finite number, including NumPy numbers."""
+    """Return True for a finite Python or NumPy number."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -80,7 +90,13 @@ def check_seconds(name: str, value: Any, least: float = 0.0, *, may_be_least: bo
 
 
 def check_auto_seconds(name: str, value: Any, none_means: str) -> None:
-    """Raise an error unless the value is a duration, "auto" or None. The message says what None means."""
+    """Raise an error unless the value is "auto", None or a number of seconds.
+
+    Args:
+        name: Name of the argument.
+        value: The argument's value.
+        none_means: Meaning of None, for the error message.
+    """
     if isinstance(value, str) and value != "auto":
         raise ValueError(
             f'`{name}={value!r}`: allowed are "auto", a number of seconds, and None for {none_means}.'
@@ -91,7 +107,7 @@ def check_auto_seconds(name: str, value: Any, none_means: str) -> None:
 
 
 def check_seed(value: Any) -> None:
-    """Raise an error unless the value is a valid random seed."""
+    """Raise an error unless the value is a valid random seed, an integer from 0 to 2**31 - 1."""
     if not is_integer(value) or not 0 <= value < 2**31:
         raise ValueError(f"`seed={value!r}`: need an integer from 0 to {2**31 - 1}, or None.")
 
@@ -103,21 +119,21 @@ def check_amount(name: str, value: Any) -> None:
 
 
 def refuse_text(**switches: Any) -> None:
-    """Raise an error for a string in place of True or False, because even "no" is truthy. Accept all other values."""
+    """Raise an error if any option in `switches` is a string. Any non-empty string, even "no", would count as True."""
     for name, value in switches.items():
         if isinstance(value, str | bytes):
             raise ValueError(f"`{name}={value!r}`: need True or False; any string would count as True.")
 
 
 def check_switch(name: str, value: Any, *others: Any) -> None:
-    """Raise an error unless the value is True, False or one of `others`."""
+    """Raise an error unless the option's value is True, False or one of `others`."""
     if not isinstance(value, bool) and value not in others:
         allowed = ", ".join(['"auto"' if other == "auto" else repr(other) for other in others] + ["True and False"])
         raise ValueError(f"`{name}={value!r}`: allowed are {allowed}.")
 
 
 def check_kind(name: str, value: Any, kind: type[Any]) -> None:
-    """Raise an error unless the value is an instance of `kind`, a class of the library."""
+    """Raise an error unless the argument's value is an instance of `kind`, one of raysgd's public classes."""
     if not isinstance(value, kind):
         raise TypeError(f"`{name}={value!r}`: need a `raysgd.{kind.__name__}`.")
 
@@ -142,7 +158,10 @@ _MEANT = {
 
 
 def check_operator_class(operator_cls: Any, base: type[Any], shown: str) -> None:
-    """Raise an error unless the value is an operator class that workers can instantiate. Warn about misspelled methods.
+    """Raise an error unless the value is an operator class that workers can instantiate.
+
+    Also log a warning for each public method that raysgd never calls, if its name looks like a misspelled method of the
+    base class or like a callback's method.
 
     Args:
         operator_cls: Value of the user's argument `training_operator_cls`.
@@ -178,7 +197,9 @@ def check_operator_class(operator_cls: Any, base: type[Any], shown: str) -> None
             near = [_MEANT[method]] if method in _MEANT else difflib.get_close_matches(method, rungs, 1, cutoff=0.85)
             loops = {"train_batch": "train_epoch", "validate_batch": "validate"}
             if not near or own & {near[0], loops.get(near[0], "")}:
-                continue  # the user's training loop or batch method may call it
+                # do not warn: the operator overrides the method that would call this method, and may call this method
+                # itself
+                continue
             advice = f"did you mean `{near[0]}`?"
         logger.warning("the library never calls `%s.%s`: %s", name, method, advice)
 
@@ -191,9 +212,10 @@ def _own_methods(operator_cls: type[Any], base: type[Any]) -> list[str]:
 
 
 def check_config(config: Any) -> dict[str, Any]:
-    """Return a copy of a config, of the same class, or an empty dict for None.
+    """Return a copy of the user's config that has the same class. Return an empty dict for None.
 
-    Raise an error if the config is not a dict.
+    Raises:
+        TypeError: The config is not a dict.
     """
     if config is not None and not isinstance(config, Mapping):
         raise TypeError(f"`config={config!r}`: need a dict, which the operator's `setup` or the creator functions get.")
@@ -201,7 +223,7 @@ def check_config(config: Any) -> dict[str, Any]:
 
 
 def with_entries(config: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a copy of a config, of the same class, with changed entries.
+    """Return a copy of a config with changed entries. The copy has the same class as the config.
 
     A copied `DictConfig` keeps its attributes.
     """
@@ -213,12 +235,12 @@ def with_entries(config: Mapping[str, Any], changes: Mapping[str, Any] | None = 
 
 
 def _bases_of(kind: type[Any]) -> list[str]:
-    """Return the package and name of a class and of each base class, such as `torch.Module`."""
+    """Return the package and name, such as `torch.Module`, of a class and of each of its base classes."""
     return [f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in kind.__mro__]
 
 
 def check_hook(hook: Any) -> None:
-    """Raise an error for an `initialization_hook` that cannot be called without arguments."""
+    """Raise an error unless the `initialization_hook` is None or a function that can be called without arguments."""
     if hook is None:
         return
     if not callable(hook):
@@ -230,7 +252,7 @@ def check_hook(hook: Any) -> None:
 
 
 def takes(function: Callable[..., Any], *arguments: Any) -> bool:
-    """Return True if a function accepts these arguments, or if it is a built-in without a signature."""
+    """Return True if the function can be called with these arguments, or if it has no signature that says so."""
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError:
@@ -274,7 +296,11 @@ def check_creator(name: str, creator: Any, *parameters: str) -> None:
 
 
 def check_num_steps(num_steps: Any) -> int | None:
-    """Return None or a count as a Python `int`. Raise an error for any other value."""
+    """Return a call's `num_steps` as a Python `int`, or None if it is None.
+
+    Raises:
+        InvalidCountError: `num_steps` is neither None nor an integer of at least 0.
+    """
     if num_steps is None:
         return None
     if not is_integer(num_steps) or num_steps < 0:
@@ -285,22 +311,26 @@ def check_num_steps(num_steps: Any) -> int | None:
 
 
 def check_info(info: Any) -> dict[str, Any]:
-    """Return a copy of a call's `info` dict, or an empty dict for None. Raise an error for any other value."""
+    """Return a copy of the `info` dict that the user passed to a call. Return an empty dict for None.
+
+    Raises:
+        TypeError: `info` is neither None nor a dict.
+    """
     if info is not None and not isinstance(info, Mapping):
         raise TypeError(f"`info={info!r}`: need a dict; the operator gets its entries with each batch.")
     return dict(info or {})
 
 
 def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], **objects: type[Any]) -> None:
-    """If there are unknown keywords, raise an error for the first.
+    """Raise an error for the first keyword argument that a trainer class does not accept, if there are any.
 
     The message says where the keyword belongs or what was probably meant.
 
     Args:
-        trainer: Name of the class that was called.
+        trainer: Name of the trainer class that the user called.
         unknown: Keywords in the user's call that the class does not accept.
         known: Keywords that the class accepts.
-        **objects: For each keyword of the class that takes an options object, the class of that object.
+        **objects: Keywords of the class whose value is an options object, each with the class of that object.
     """
     place = trainer if "training_operator_cls" in known else FUNCTION
     for name in unknown:
@@ -314,10 +344,10 @@ def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], *
 
 
 def answer_mistakes(line: str, *, unnamed: str = "", shown: str = "") -> Callable[[MethodT], MethodT]:
-    """Decorate a method so that its error for unknown arguments tells the user the line of code to write.
+    """Return a decorator for methods. A call with unknown arguments then raises an error with advice on what to write.
 
     Args:
-        line: The line of code, as the end of a sentence.
+        line: The line of code to write if there is no better advice. It completes a sentence.
         unnamed: Warning to log once if the first argument is passed by position. `%(given)s` stands for its value.
         shown: Name of the method in error messages. Default: its actual name.
     """
@@ -346,7 +376,14 @@ def answer_mistakes(line: str, *, unnamed: str = "", shown: str = "") -> Callabl
 
 
 def _line_for(owner: Any, unknown: Sequence[str]) -> str | None:
-    """Return what to write instead of a method's first unknown keyword, or None if there is no suggestion for it."""
+    """Return advice on what to write instead of a method's first unknown keyword. Return None if there is no advice.
+
+    The advice completes a sentence in an error message.
+
+    Args:
+        owner: Object whose method the user called.
+        unknown: Keywords in the user's call that the method does not accept.
+    """
     places = [each for each in type(owner).__mro__ if each.__name__ in PLACES]
     if not unknown or not places:
         return None
@@ -357,7 +394,9 @@ def _line_for(owner: Any, unknown: Sequence[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a suggestion to append to an error message, or an empty string if no known name is similar.
+    """Return a question that suggests the most similar known name, to append to an error message.
+
+    Return an empty string if no known name is similar.
 
     >>> did_you_mean("val_los", ["val_loss", "epoch"])
     ' Did you mean `val_loss`?'
@@ -367,17 +406,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def check_max_retries(max_retries: Any) -> None:
-    """Raise an error unless the value is an integer of at least 0."""
+    """Raise an error unless `max_retries` is an integer of at least 0."""
     if not is_integer(max_retries) or max_retries < 0:
         raise InvalidCountError(f"`max_retries={max_retries!r}`: need 0 (fail at the first loss of a worker) or more.")
 
 
 def warn_of_obstacle(obstacle: str | None, **options: Any) -> None:
-    """Warn about options that have no effect because an epoch cannot be resumed in the middle.
+    """Log a warning about options that have no effect within an epoch if the epoch cannot be resumed in the middle.
 
     Args:
-        obstacle: Why the epoch cannot be resumed in the middle. None if it can.
-        **options: The options that may have no effect. None for options that the user did not set.
+        obstacle: Why the epoch cannot be resumed in the middle. None if it can be resumed.
+        **options: Values of the options that then have no effect, by name. None for options that the user did not set.
     """
     given = ", ".join(f"`{name}={value!r}`" for name, value in options.items() if value is not None)
     if obstacle is not None and given:
@@ -390,13 +429,15 @@ def warn_of_obstacle(obstacle: str | None, **options: Any) -> None:
 
 
 def accelerator(kind: Any) -> dict[str, float]:
-    """Return the resource request that places a worker on a node with this GPU type. Return an empty dict for None.
+    """Return the resource request that makes Ray place a worker on a node with a GPU of type `kind`.
+
+    Return an empty dict for None.
 
     >>> accelerator("A100"), accelerator(None)
     ({'accelerator_type:A100': 0.001}, {})
 
     Raises:
-        TypeError: `kind` is not a name.
+        TypeError: `kind` is neither None nor a non-empty string.
     """
     if kind is None:
         return {}
@@ -406,10 +447,10 @@ def accelerator(kind: Any) -> dict[str, float]:
 
 
 def check_runtime_env(name: str, value: Any) -> None:
-    """Raise an error unless the value is a Ray runtime environment as a dict, or None.
+    """Raise an error unless the argument's value is None or a dict, as Ray requires for a runtime environment.
 
     Raises:
-        TypeError: `value` has another type.
+        TypeError: `value` is neither None nor a dict.
     """
     if value is not None and not isinstance(value, Mapping):
         raise TypeError(

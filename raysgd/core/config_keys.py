@@ -1,4 +1,4 @@
-"""The keys of an operator's config that raysgd reads."""
+"""The keys that raysgd reads in an operator's config, such as the key for the batch size."""
 
 from __future__ import annotations
 

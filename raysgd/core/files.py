@@ -1,9 +1,9 @@
-"""Atomic writes of local files, and checks that paths are local.
+"""Writes local files atomically, and checks that paths are local.
 
 A write goes to a temporary file next to the target, which is renamed to the target once it is completely on disk. If a
-process is killed during a write, the earlier file stays intact and a file `.raysgd-*.tmp` is left over. The next write
-to the folder deletes this leftover: immediately if its name shows that its process ran on this machine and has ended,
-otherwise when it is old. Without this cleanup, frequently preempted training runs would fill the disk.
+process is killed during a write, the earlier file stays intact, and a file `.raysgd-*.tmp` is left over. The next write
+to the same folder deletes this leftover: immediately if its name shows that its process ran on this machine and has
+ended, otherwise when it is old. Without this cleanup, frequently preempted training runs would fill the disk.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from raysgd.core.text.secrets import masked
 
 _PREFIX, _SUFFIX = ".raysgd-", ".tmp"
 _OF_PROCESS = re.compile(rf"{re.escape(_PREFIX)}([0-9a-f]{{16}})-([0-9]+)-[0-9a-f]+{re.escape(_SUFFIX)}")
-_LEFTOVER_S = 3600.0  # seconds without any change; a live writer writes more often
+_LEFTOVER_S = 3600.0  # age in seconds at which a temporary file counts as old; a live process writes more often
 _INSTEAD = "Mount the storage, or copy the files to and from it yourself."
 
 
 @contextlib.contextmanager
 def replacing(target: str) -> Iterator[IO[bytes]]:
-    """Open a temporary file that replaces `target` if the block succeeds, and is deleted otherwise.
+    """Open a temporary file. If the `with` block succeeds, the file replaces `target`, otherwise it is deleted.
 
     The folder is created if necessary.
     """
@@ -59,9 +59,10 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
         file.close()
         os.replace(temporary, target)
     except BaseException as error:
-        if isinstance(error, OSError) and error.errno is not None and error.filename is None:  # such as a full disk
+        # An error that names no file, for example because the disk is full, gets the target's name.
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
             error.filename = target
-        with contextlib.suppress(OSError):  # `close` tries to write the remaining data again
+        with contextlib.suppress(OSError):  # `close` tries to write the remaining data again, which may fail again
             file.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
@@ -71,10 +72,13 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
 
 @functools.cache
 def _home_of_processes() -> str:
-    """Return an ID of this machine and container, within which process IDs are unique. Return "" if it is unknown."""
+    """Return an ID for this machine and container. Process IDs are unique among processes with the same ID.
+
+    Return "" if the ID cannot be determined.
+    """
     try:
         boot, processes = Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/pid").st_ino
-    except OSError:  # the system is not Linux
+    except OSError:  # only Linux has these files
         return ""
     return hashlib.sha256(f"{socket.gethostname()} {boot} {processes}".encode()).hexdigest()[:16]
 
@@ -88,13 +92,16 @@ def _is_of_dead_process(name: str) -> bool:
         os.kill(int(found[2]), 0)
     except ProcessLookupError:
         return True
-    except OSError:  # the process belongs to another user
+    except OSError:  # the process is alive, but belongs to another user
         return False
     return False
 
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> None:
-    """Delete temporary files that killed processes left in a folder. Skip files that may still be in use."""
+    """Delete temporary files that killed processes left in a folder.
+
+    Skip files that may still be in use by a live process.
+    """
     old = time.time() - _LEFTOVER_S
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -109,7 +116,7 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> None:
 
 
 def _last_change(entry: os.DirEntry[str]) -> float:
-    """Return when a file or folder was last changed. For a folder, include the entries directly inside it."""
+    """Return when a file or folder was last changed. For a folder, also consider the entries directly inside it."""
     times = [entry.stat(follow_symlinks=False).st_mtime]
     if entry.is_dir(follow_symlinks=False):
         with os.scandir(entry) as inner:
@@ -118,7 +125,10 @@ def _last_change(entry: os.DirEntry[str]) -> float:
 
 
 def flush_to_disk(path: str | os.PathLike[str]) -> None:
-    """Flush a file, or a folder's list of names, to disk. Do nothing if the file system cannot flush folders."""
+    """Write a file, or a folder's list of names, from memory to disk.
+
+    Do nothing if the file system cannot do so for folders.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -134,7 +144,7 @@ SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?P<second>/?)")
 
 
 def checked_text(name: str, path: Any, what: str = "a path") -> str:
-    """Return a path as a string.
+    """Return an argument that is a path as a string.
 
     Args:
         name: Name of the argument.
@@ -154,7 +164,7 @@ def checked_text(name: str, path: Any, what: str = "a path") -> str:
 
 
 def check_path(name: str, path: Any, instead: str = _INSTEAD) -> None:
-    """Raise an error unless the value is the path of a file or folder on this machine.
+    """Raise an error unless an argument is the path of a file or folder on this machine.
 
     Args:
         name: Name of the argument.
@@ -186,7 +196,9 @@ def check_local(name: str, path: Any, instead: str = _INSTEAD) -> None:
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise an error for a device, a pipe or a socket, because reading it may never end. A missing file is accepted.
+    """Raise an error for the path of a device, a pipe or a socket, because reading it may never end.
+
+    A path without a file is accepted.
 
     Raises:
         OSError: `path` is a device, a pipe or a socket.

@@ -1,7 +1,7 @@
-"""Late imports, optional imports, and imports by name. Only this module tells users what to install.
+"""Helpers for late imports, optional imports, and imports by name. Only this module tells users what to install.
 
 A module that needs an optional package calls `require` in the function that uses the package. No other code looks for
-packages, so every user gets the same message, and a broken package is never mistaken for a missing package.
+packages. Every user therefore gets the same message, and a broken package is never mistaken for a missing package.
 
 ADR 8 explains why Ray and the frameworks are imported late.
 """
@@ -64,9 +64,14 @@ def require_installed(module: str, extra: str, purpose: str) -> None:
 
 
 def _missing(module: str, extra: str, error: BaseException | None) -> str | None:
-    """Return the name of the package whose absence caused an import error, or None if the import failed otherwise.
+    """Return the name of the package that is missing, if an import failed because a package is missing. Otherwise None.
 
-    This is either the package that contains `module`, or a package that `module` imports.
+    The missing package is either the package that contains `module`, or a package that `module` imports.
+
+    Args:
+        module: The module that was imported.
+        extra: The extra of this distribution that installs the package.
+        error: The error of the import.
     """
     while error is not None:
         name = error.name if isinstance(error, ModuleNotFoundError) else None
@@ -81,7 +86,9 @@ def _package_of(module: str) -> str:
 
 
 def install_command(extra: str, *options: str, package: str = "") -> str:
-    """Return the pip command that installs the packages of one of raysgd's extras, or only `package`.
+    """Return the pip command that installs the packages of one of raysgd's extras.
+
+    With `package`, the command installs only that package.
 
     The command names the packages, so it works no matter how raysgd was installed. If raysgd is not installed, the
     command names the source folder.
@@ -92,9 +99,10 @@ def install_command(extra: str, *options: str, package: str = "") -> str:
 
 
 def _named(package: str, extra: str) -> list[str]:
-    """Return a list with the requirement that a raysgd extra declares for a package. Empty if it declares nothing.
+    """Return the requirement that one of raysgd's extras declares for a package, as a list with one entry.
 
-    The extra may declare it directly or through another package's extra.
+    The extra may declare the requirement directly or through another package's extra. If it declares none, the list is
+    empty.
     """
     own = _requirements("raysgd", extra)
     extras = [re.match(r"([\w-]+)\[(\w+)\]", each) for each in own]
@@ -104,7 +112,10 @@ def _named(package: str, extra: str) -> list[str]:
 
 
 def _requirements(distribution: str, extra: str) -> list[str]:
-    """Return the requirements of an installed package's extra, or an empty list if the package is not installed."""
+    """Return the packages that an installed package's extra requires.
+
+    Return an empty list if that package is not installed.
+    """
     from importlib import metadata
 
     try:
@@ -134,9 +145,10 @@ def _broken_message(module: str, extra: str, who: str, error: Exception) -> str:
 
 
 def lazy_names(package: str, modules: Mapping[str, str], shown: Iterable[str] | None = None) -> Callable[[str], Any]:
-    """Add a `__getattr__` to a package that imports its names and public modules on first use.
+    """Add a `__getattr__` to a package that imports the package's names and public modules on first use.
 
-    This also adds a `__dir__` that lists the public names. Type checkers see neither, so they find misspelled names.
+    This also adds a `__dir__` that lists the public names. Type checkers see neither function, so they still report
+    misspelled names.
 
     Args:
         package: The package's `__name__`.

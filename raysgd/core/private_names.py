@@ -1,10 +1,11 @@
-"""A table of the private names of other projects that raysgd uses, and two functions to look up such a name.
+"""A table of the private names of other projects that raysgd uses, and functions to look up such names.
 
-A new version of a project may remove any of these names. So each name has a public alternative, a simpler fallback, or
-an error that names the version to install. `find_name` returns None if a name no longer exists; `require_names` raises
-an error. Documented names are not listed, even if they look private, such as `sys._current_frames`, `os._exit`, and
-`_fields` of a named tuple. `raysgd doctor` lists the names that the installed versions lack.
-`tests/core/test_private_names.py` checks that the table is complete, and tests what happens without each name.
+A new version of a project may remove any of these names. Each name therefore has a public alternative, a simpler
+fallback, or an error that names the version to install. `find_name` returns None if a name no longer exists;
+`require_names` raises an error. Documented names are not listed, even if they look private, such as
+`sys._current_frames`, `os._exit`, and `_fields` of a named tuple. `raysgd doctor` lists the names that the installed
+versions lack. `tests/core/test_private_names.py` checks that the table is complete, and tests what happens without each
+name.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PrivateNames:
-    """Private names of one object that are used for one purpose.
+    """A row of the table: private names of one object of another project, and their purpose in raysgd.
 
     Attributes:
         owner: The module or `module:object` that has the names.
         names: The private names.
         used_in: Modules of `raysgd` that use the names.
-        without: What raysgd does if the installed version no longer has a name.
+        without: What raysgd does if the installed version no longer has one of the names.
     """
 
     owner: str
@@ -38,7 +39,7 @@ class PrivateNames:
 
     @property
     def package(self) -> str:
-        """The package that has the names."""
+        """The package that the names belong to."""
         return re.split("[.:]", self.owner)[0]
 
 
@@ -358,7 +359,7 @@ def find_name(path: str) -> Any:
 
 
 def require_names(owner: Any, *names: str) -> None:
-    """Raise an error if another project's object lacks a name. For names without which results would be wrong.
+    """Raise an error if an object of another project lacks a name. Use this if results would be wrong without the name.
 
     Args:
         owner: An object, class or module.
@@ -380,9 +381,10 @@ def require_names(owner: Any, *names: str) -> None:
 
 
 def missing_names(row: PrivateNames) -> list[str]:
-    """Return the names of a table row that the installed package lacks. Empty if the package is not installed.
+    """Return the names in a row of the table that the installed package lacks.
 
-    This imports nothing. It searches the source code of modules that are not loaded.
+    Return an empty list if the package is not installed. This function imports nothing. It searches the source code of
+    modules that are not loaded.
     """
     package, *parts = row.owner.partition(":")[0].split(".")
     spec = util.find_spec(package)

@@ -1,4 +1,4 @@
-"""Maps option names of other libraries to what to write in this library instead, for error messages.
+"""Maps options and callbacks of other libraries to what to write in raysgd instead. Error messages use this.
 
 Users of `transformers.Trainer`, Lightning, Keras and accelerate try the names that they know. The result of
 `instead_of` depends on where the option was passed: to an operator's trainer, to a training function's trainer, in a
@@ -310,7 +310,7 @@ _CALLBACKS = (
 
 
 def callback_instead_of(callback: object) -> str:
-    """Return a sentence that names the replacement for another library's callback, with a leading space.
+    """Return a sentence about what to use instead of another library's callback. It starts with a space.
 
     Return an empty string for all other objects.
 
@@ -332,7 +332,9 @@ def callback_instead_of(callback: object) -> str:
 
 
 def instead_of(name: str, place: str) -> str | None:
-    """Return what to write instead of another library's option, as the end of a sentence; None for unknown options.
+    """Return advice on what to write instead of another library's option. Return None for unknown options.
+
+    The advice completes a sentence in an error message.
 
     Args:
         name: Name of the option.

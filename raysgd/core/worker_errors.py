@@ -1,6 +1,6 @@
 """Creates the exceptions that the driver raises for errors in workers.
 
-Such an exception is also an instance of the class of the error that user code raised.
+Such an exception is also an instance of the class of the error that user code raised in the worker.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PUBLIC_MODULE = WorkerError.__module__
 
 
 class _DescribedError(WorkerError):
-    """A `WorkerError` whose message describes its faults."""
+    """The class of the errors that `worker_error` returns. The message describes the errors of all ranks."""
 
     def __str__(self) -> str:
         return describe_faults(self.faults, self.aftermath)
@@ -27,7 +27,7 @@ class _DescribedError(WorkerError):
 
 
 class _DescribedFailure(TrainingFailedError):
-    """A `TrainingFailedError` whose message is its cause's message, followed by advice on how to continue."""
+    """The class of the errors that `training_failed_error` returns. The message is the cause's, followed by advice."""
 
     def __str__(self) -> str:
         return f"{self.failure}\n\n{self.advice}"
@@ -37,7 +37,7 @@ class _DescribedFailure(TrainingFailedError):
 
 
 for _described, _public in ((_DescribedError, WorkerError), (_DescribedFailure, TrainingFailedError)):
-    # Users see the public class's name.
+    # Show users the name of the public class instead.
     _described.__name__, _described.__qualname__, _described.__module__ = (
         _public.__name__,
         _public.__qualname__,
@@ -48,8 +48,8 @@ for _described, _public in ((_DescribedError, WorkerError), (_DescribedFailure, 
 def worker_error(faults: tuple[WorkerFault, ...], aftermath: str = "") -> WorkerError:
     """Return the exception for errors in workers: a `WorkerError` that is also an instance of the first error's class.
 
-    The returned exception keeps the original's cause. If the worker is this process, it also keeps the original's live
-    frames instead of the traceback's text.
+    The returned exception has the same cause as the first error. If the worker is this process, it also has the first
+    error's live frames instead of the traceback's text.
 
     Args:
         faults: The errors of one call, by rank.
@@ -67,7 +67,7 @@ def worker_error(faults: tuple[WorkerFault, ...], aftermath: str = "") -> Worker
 
 
 def _as_both(original: BaseException) -> WorkerError:
-    """Return a `WorkerError` that also has the original's class, arguments and attributes.
+    """Return a `WorkerError` that also has the class, arguments and attributes of the original exception.
 
     If such an exception cannot be created, return a plain `WorkerError`.
     """
@@ -80,14 +80,15 @@ def _joined(own: type[Exception], original: BaseException, also: type[Exception]
     try:
         both = _class_of_both(own, type(original), also)
         return made_from_parts(both, original.args, original.__dict__, tuple(slots_of(original)))
-    except Exception:  # the class cannot be subclassed or created this way; the original is still the cause
+    # The user's class may not allow subclasses or this way of creating objects; the original is still the cause.
+    except Exception:
         return own(str(original))
 
 
 def _class_of_both(
     own: type[Exception], user_class: type[BaseException], also: type[Exception] | None = None
 ) -> type[BaseException]:
-    if issubclass(user_class, own):  # the error was raised in a worker that has workers of its own
+    if issubclass(user_class, own):  # the worker has raised such an error itself, because it has workers of its own
         return user_class
     if not issubclass(user_class, Exception):  # `SystemExit` and similar exceptions must not end the driver
         user_class = RuntimeError
@@ -115,7 +116,9 @@ def training_failed_error(
 
 
 def describe_faults(faults: tuple[WorkerFault, ...], aftermath: str = "") -> str:
-    """Return a message about the errors of one call: each distinct error once, with the user's line and its ranks.
+    """Return a message about the errors of one call.
+
+    The message contains each distinct error once, with its line of code and ranks.
 
     Args:
         faults: The errors, by rank.

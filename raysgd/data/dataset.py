@@ -71,7 +71,7 @@ class Dataset:
             self.iter = self.iter.repartition(num_shards)
 
     def get_shard(self, i: int) -> LocalIterator:
-        """Return one worker's shard of the batches. It can be pickled.
+        """Return one worker's shard of the batches, as an iterator that can be pickled.
 
         Raises:
             AssertionError: The shard does not exist.

@@ -1,8 +1,9 @@
 """Detached trainers, which outlive the program that created them. Each runs in a detached Ray actor.
 
-This package guarantees that a call that has started runs exactly once, even if the program ends, and that its answer is
-stored until a program has received it. A detached trainer that no program needs anymore ends and frees its resources.
+A call to a detached trainer, such as `train`, runs exactly once and to its end, even if the program that made the call
+ends. The result is stored until a program has received it. A detached trainer that no program needs anymore ends and
+frees its resources.
 
-Inside the actor runs an ordinary trainer, so the engine handles worker failures. Any program that is connected to the
-same Ray cluster may attach. ADR 122 describes the design.
+The actor contains an ordinary trainer, which handles failures of workers as it does in any program. Every program that
+is connected to the same Ray cluster may attach to the trainer. ADR 122 (docs/adr) describes the design.
 """

@@ -1,7 +1,8 @@
-"""Stores the calls that programs make to a detached trainer, and their answers.
+"""Stores the calls that programs make to a detached trainer, and the answers to these calls.
 
-Calls run one at a time and only once. Each answer is stored until a program has received it. If the trainer's process
-dies, Ray starts another. A journal, an append-only file, stores what that process needs to continue.
+A call is one call of a trainer's method, such as `train`. Its answer is the result or the exception. Calls run one at a
+time and only once. Each answer is stored until a program has received it. If the trainer's process dies, Ray starts a
+new process. A file, the journal, stores what the new process needs to continue.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from raysgd.core.files import replacing
 from raysgd.detached.protocol import packed_answer
 
 OF_ITERATORS = ("draw", "close")
-_MOST_LEFT = 16  # most unclaimed answers of ended programs; usually one per program that has crashed
+_MOST_LEFT = 16  # maximum number of answers to store for programs that have ended without receiving them
 
 
 @dataclass
 class LoggedCall:
-    """A call that a program made to a detached trainer.
+    """A call that a program made to a detached trainer, as the trainer's process stores it.
 
     Attributes:
         token: The call's ID, unique across all programs.
         method: Name of the trainer's method.
         program: ID of the program that waits for the answer. None if that program has ended and another program may
-            claim the call; empty if no other program may claim it.
+            get the answer. An empty string if that program has ended and no other program may get the answer.
         words: Description of the program that made the call.
-        answer: Receives the pickled outcome, a `CallOutcome`.
-        began_at: Start time of the call, in seconds as in `time.time`. None while the call is queued.
-        asked: The `CallRequest`, stored for the trainer's next process.
+        answer: A future for the pickled `CallOutcome`, which is set when the call ends.
+        began_at: Time at which the call started, in seconds as from `time.time`. None while the call is queued.
+        asked: The `CallRequest` with which the program made the call. None for calls of the trainer's process itself.
         was_left: True if the program that made the call has ended.
     """
 
@@ -57,10 +58,13 @@ class LoggedCall:
 
 
 class CallLog:
-    """Runs calls one after another in a separate thread and stores their answers. Thread-safe.
+    """Runs calls to a detached trainer one after another in a separate thread, and stores their answers.
+
+    The methods are thread-safe.
 
     Args:
-        note: Called with each call and its answer, before any program can get the answer. Stores them in the journal.
+        note: Function that stores a call and its answer in the journal. Called for each call that has ended, before
+            any program can get the answer.
     """
 
     def __init__(self, note: Callable[[LoggedCall, bytes], None] = lambda call, answer: None) -> None:
@@ -72,7 +76,12 @@ class CallLog:
         self._interrupted: set[str] = set()
 
     def enqueue(self, call: LoggedCall, body: Callable[[], object]) -> LoggedCall:
-        """Queue a call. A call that is already logged is not repeated."""
+        """Add a call to the queue of calls to run. If a call with this ID exists already, return that call instead.
+
+        Args:
+            call: The call to run.
+            body: Function that runs the call and returns its result.
+        """
         with self._lock:
             if call.token in self._calls:
                 return self._calls[call.token]
@@ -81,7 +90,7 @@ class CallLog:
         return call
 
     def add_call(self, call: LoggedCall) -> None:
-        """Add a call that already has its answer."""
+        """Add a call that has ended already, together with its answer, without running it again."""
         self._calls[call.token] = call
 
     def _run(self, call: LoggedCall, body: Callable[[], object]) -> None:
@@ -102,12 +111,18 @@ class CallLog:
         call.answer.set_result(answer)
 
     def _end_interrupts(self) -> None:
-        """Stop accepting interrupts for the running call. An interrupt sent earlier is raised before this returns."""
+        """End the time in which `interrupt` can raise `KeyboardInterrupt` in the running call.
+
+        If `interrupt` was called earlier, the exception is raised before this method returns.
+        """
         with self._lock:
             self._interruptible = None
 
     def interrupt(self, token: str) -> None:
-        """Raise `KeyboardInterrupt` in a call, now or when it starts, even if the call has not arrived yet."""
+        """Raise `KeyboardInterrupt` in a call if it is running. Otherwise, raise it as soon as the call starts.
+
+        The interrupt may arrive in the trainer's process before the call itself does.
+        """
         with self._lock:
             self._interrupted.add(token)
             if self._interruptible is not None and self._interruptible[0] == token:
@@ -115,33 +130,33 @@ class CallLog:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(KeyboardInterrupt))
 
     def is_interrupted(self, token: str) -> bool:
-        """Return True if `interrupt` was called for a call."""
+        """Return True if `interrupt` was called for the call with this ID."""
         return token in self._interrupted
 
     def find(self, token: str) -> LoggedCall | None:
-        """Return the call with this ID, or None if it is unknown or was confirmed."""
+        """Return the call with this ID. Return None if there is no such call, or a program has received its answer."""
         return self._calls.get(token)
 
     def confirm(self, token: str) -> None:
-        """Discard a call whose answer a program has received."""
+        """Delete a call, because a program has received its answer."""
         with self._lock:
             self._calls.pop(token, None)
             self._interrupted.discard(token)
 
     def running(self) -> LoggedCall | None:
-        """Return the first call without an answer, which is running or next in the queue. None if there is none."""
+        """Return the oldest call that has no answer yet, which is running or about to start, or None."""
         with self._lock:
             return next((call for call in self._calls.values() if not call.answer.done()), None)
 
     def leave(self, program: str) -> None:
-        """Record that a program has ended. Its calls continue, and the next program can claim them."""
+        """Record that a program has ended. Its calls continue, and another program can get their answers."""
         with self._lock:
             calls = [call for call in self._calls.values() if call.program == program]
             for call in calls:
                 call.program, call.was_left = "" if call.method in OF_ITERATORS else None, True
         for call in calls:
-            # the call belongs to an iterator, which only the program that created it can use, so nobody may claim the
-            # answer
+            # The call requests a value of an iterator, or closes it. Only the program that created the iterator could
+            # use the answer, so the call is deleted when it ends.
             if call.program == "":
                 call.answer.add_done_callback(partial(self._forget, call.token))
         self._drop_oldest()
@@ -156,17 +171,25 @@ class CallLog:
                 del self._calls[token]
 
     def programs(self) -> set[str]:
-        """Return the IDs of the programs that wait for answers."""
+        """Return the IDs of the programs that have made calls and have not received the answers yet."""
         with self._lock:
             return {call.program for call in self._calls.values() if call.program}
 
     def has_others(self, program: str) -> bool:
-        """Return True if any program other than `program` waits for an answer."""
+        """Return True if there are calls whose answers are for a program other than `program`."""
         with self._lock:
             return any(call.program not in (None, program) for call in self._calls.values())
 
     def take_over(self, program: str, given: Collection[str] = ()) -> LoggedCall | None:
-        """Assign the oldest call whose program has ended to `program` and return the call. Skip calls in `given`."""
+        """Find the oldest call whose program has ended, assign it to another program, and return it.
+
+        Args:
+            program: ID of the program that gets the call.
+            given: IDs of calls that this program has got already, and does not get again.
+
+        Returns:
+            The call, or None if there is no such call.
+        """
         with self._lock:
             for call in self._calls.values():
                 if call.was_left and call.program in (None, program) and call.token not in given:
@@ -175,23 +198,29 @@ class CallLog:
         return None
 
     def await_all(self, timeout_s: float) -> None:
-        """Wait until all calls have an answer, or until the timeout expires."""
+        """Wait until all calls have ended, or until the timeout expires."""
         deadline = time.monotonic() + timeout_s
         while self.running() is not None and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
-_MOST_WASTE = 64 * 2**20  # after this many bytes, the journal is rewritten without outdated entries
+_MOST_WASTE = 64 * 2**20  # after this many bytes were appended, the journal is rewritten without outdated entries
 
 
 def journal_path(name: str, actor_id: str) -> Path:
-    """Return the path of a trainer's journal. It is in the user's cache folder, where other users cannot write."""
+    """Return the path of a detached trainer's journal.
+
+    The journal is in the user's cache folder, where other users cannot write, because `read` unpickles its contents.
+    """
     cache = os.environ.get("RAYSGD_CACHE") or f"{os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/raysgd"
     return Path(cache) / "detached" / f"{name}-{actor_id}"
 
 
 class Journal:
-    """An append-only file that stores named entries for the detached trainer's next process. Thread-safe."""
+    """A file of named entries with which a new process of a detached trainer continues after the old one died.
+
+    New entries are appended to the file. The methods are thread-safe.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -200,7 +229,7 @@ class Journal:
         self._is_ended = False
 
     def put(self, entries: Mapping[str, bytes | None]) -> None:
-        """Store all entries atomically, replacing older entries with the same names. None deletes an entry."""
+        """Store entries in one step, and replace older entries with the same names. The value None deletes an entry."""
         record = pickle.dumps(dict(entries))
         with self._lock:
             if self._is_ended:
@@ -211,7 +240,7 @@ class Journal:
                 self._write_again()
 
     def read(self) -> dict[str, bytes]:
-        """Return all entries. An incomplete record at the end is ignored and cut off."""
+        """Return all entries. If the process died while it appended to the file, cut off the incomplete last record."""
         with self._lock:
             if not self._path.exists():
                 return {}
@@ -220,7 +249,7 @@ class Journal:
             return found
 
     def discard(self) -> None:
-        """Delete the file. Later entries are not stored."""
+        """Delete the file. After this, `put` does nothing."""
         with self._lock:
             self._is_ended = True
             self._path.unlink(missing_ok=True)
@@ -231,7 +260,7 @@ class Journal:
             file.write(record)
 
     def _found(self) -> tuple[dict[str, bytes], int]:
-        """Return the valid entries and the end offset of the last complete record."""
+        """Return the latest value of each entry, and the position in the file after the last complete record."""
         found: dict[str, bytes | None] = {}
         end = 0
         with self._path.open("rb") as file, suppress(EOFError, pickle.UnpicklingError):
@@ -241,7 +270,7 @@ class Journal:
         return {name: value for name, value in found.items() if value is not None}, end
 
     def _write_again(self) -> None:
-        """Replace the file with a new file that has only the valid entries."""
+        """Replace the file with a new file that has only the latest value of each entry."""
         found, _ = self._found()
         with replacing(str(self._path)) as new:
             pickle.dump(found, new)

@@ -1,4 +1,4 @@
-"""Start, attach to, list and stop the detached trainers of a Ray cluster."""
+"""Starts, attaches to, lists and stops the detached trainers of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raysgd.detached.protocol import Detached, packed_arguments, unpacked_answer
 from raysgd.exceptions import OnFailure, TrainerLostError, UnknownTrainerError
 
 _NOT_ANSWERING = "not answering"
-_RESTARTS = 100  # limits how often Ray restarts the process, in case it dies on every start
+_RESTARTS = 100  # maximum number of times that Ray restarts a trainer's process, which may die on every start
 _NO_RAY = (
     "{}, and a Ray that a program starts ends with it. A detached trainer needs one that stays: run `ray start --head` "
     "in a shell, and this program again, which finds it. `ray stop` ends it."
@@ -34,12 +34,12 @@ class DetachedStatus:
     """The status of a detached trainer.
 
     Attributes:
-        name: The name that `attach` takes.
-        trainer: One-line description of the trainer; "not answering" if its process does not answer.
-        running: Description of the running call; None if no call is running.
-        programs: Descriptions of the attached programs.
-        ends_in_s: Seconds until the trainer ends unless a program attaches. None if the trainer is in use or waits
-            forever.
+        name: The trainer's name, which `attach` takes.
+        trainer: One-line description of the trainer. "not answering" if the trainer's process does not answer.
+        running: Description of the call that is running. None if no call is running.
+        programs: Descriptions of the programs that are attached to the trainer.
+        ends_in_s: Number of seconds after which the trainer ends if no program attaches. None if the trainer is in
+            use, or has no such limit (`keep_alive_s=None`).
     """
 
     name: str
@@ -66,19 +66,20 @@ def start(
     *,
     is_lasting: bool = False,
 ) -> DetachedTrainer:
-    """Start an actor process, create a trainer in it, and return the trainer's handle.
+    """Start an actor process, create a trainer in it, and return a handle to the detached trainer.
 
     Args:
         trainer_cls: The class of the trainer.
-        detached: The user's `detached` argument: a name or settings.
-        args: Positional arguments of the trainer.
-        kwargs: Keyword arguments of the trainer.
-        is_lasting: True if the workers outlive the trainer's process. Ray then restarts the process if it dies.
+        detached: The user's argument `detached`: a name, or a `Detached`.
+        args: The user's positional arguments for the trainer.
+        kwargs: The user's keyword arguments for the trainer.
+        is_lasting: True if the trainer's workers continue when the trainer's process dies. Ray then restarts the
+            process.
 
     Raises:
-        ValueError: The name is invalid or in use, or an argument is wrong. Nothing was started.
-        UnpicklableError: An argument cannot be pickled. Nothing was started.
-        RuntimeError: The Ray cluster would end with this program. Nothing was started.
+        ValueError: The name is invalid or in use, or an argument of the trainer is invalid.
+        UnpicklableError: An argument of the trainer cannot be pickled. Nothing was started.
+        RuntimeError: There is no Ray cluster that outlives this program. Nothing was started.
     """
     settings = Detached.of(detached)
     if kwargs.get("use_local"):
@@ -90,7 +91,7 @@ def start(
     _make_room(settings)
     try:
         actor = _new_actor(settings, is_lasting)
-    except ValueError:  # Ray raises it if another program has taken the name in the meantime
+    except ValueError:  # another program may have taken the name since `_make_room` checked it
         _check_free(settings.name)
         raise
     handle = DetachedTrainer(settings.name, actor)
@@ -100,7 +101,7 @@ def start(
 
 
 def _make_room(settings: Detached) -> None:
-    """Check that no trainer has the name. With `replace=True`, end a trainer that has it."""
+    """Check that no detached trainer has the requested name. With `replace=True`, end the trainer that has it."""
     if not settings.replace:
         _check_free(settings.name)
     elif (found := find(settings.name)) is not None:
@@ -108,7 +109,7 @@ def _make_room(settings: Detached) -> None:
 
 
 def _check_free(name: str) -> None:
-    """Raise `ValueError` if a name is in use."""
+    """Raise `ValueError` if a detached trainer has this name."""
     if find(name) is not None:
         raise ValueError(
             f'`detached="{name}"`: there is a trainer of this name. Go on with it by `raysgd.attach("{name}")`, or end '
@@ -126,7 +127,8 @@ def _new_actor(settings: Detached, is_lasting: bool) -> Any:
         "lifetime": "detached",
         "num_cpus": 0,
         "max_restarts": _RESTARTS if is_lasting else 0,
-        "max_task_retries": -1 if is_lasting else 0,  # Ray resends open requests to the next process
+        # With -1, Ray sends requests that have not been answered to the restarted process.
+        "max_task_retries": -1 if is_lasting else 0,
     }
     if settings.resources:
         options["resources"] = dict(settings.resources)
@@ -138,15 +140,19 @@ def _new_actor(settings: Detached, is_lasting: bool) -> Any:
 
 
 def attach(name: str) -> DetachedTrainer:
-    """Return a handle to a detached trainer. Any program that can connect to the cluster can call this.
+    """Return a handle to a detached trainer, which this or another program has created.
+
+    If this program is not connected to a Ray cluster yet, connect to the one that Ray finds.
 
     Args:
         name: The trainer's name.
 
     Raises:
-        UnknownTrainerError: There is no such trainer. A `LookupError`, whose message lists the existing trainers.
-        TrainerLostError: The trainer is not answering, or has just ended.
-        RuntimeError: The trainer runs another version of raysgd, or there is no Ray cluster.
+        UnknownTrainerError: No detached trainer has this name. The message lists the existing ones. This error is also
+            a `LookupError`.
+        TrainerLostError: The trainer's process does not answer, or has just ended.
+        RuntimeError: The trainer's process has another version of raysgd, or there is no Ray cluster that outlives
+            this program.
     """
     import ray
 
@@ -169,7 +175,7 @@ def attach(name: str) -> DetachedTrainer:
 
 
 def detached_trainers() -> list[DetachedStatus]:
-    """Return the status of each detached trainer in the cluster."""
+    """Return the status of each detached trainer in the Ray cluster."""
     import ray
 
     connect()
@@ -190,19 +196,22 @@ def _status(name: str, reference: Any) -> DetachedStatus:
 
 
 def stop(name: str, *, force: bool = False) -> str:
-    """End a detached trainer and its process, even during a call. An idle trainer is first saved in its folder.
+    """End a detached trainer and its process, even during a call.
+
+    If no call is running and the trainer has a folder (`Detached(folder=...)`), it is saved there first.
 
     Args:
         name: The trainer's name.
-        force: True to kill the process immediately, without saving the trainer or waiting for it to shut down its
-            workers.
+        force: True to kill the process immediately, without saving the trainer and without waiting until it has shut
+            down its workers.
 
     Returns:
-        A phrase that says whether and where the trainer was saved, or an empty string if the trainer has no folder.
+        A phrase that says where the trainer was saved, or why it was not. An empty string if the trainer has no folder
+        or `force` is True.
 
     Raises:
-        UnknownTrainerError: There is no such trainer.
-        OSError: The trainer could not be saved. It is still running.
+        UnknownTrainerError: No detached trainer has this name.
+        OSError: The trainer could not be saved, and is still running.
     """
     actor = _existing(name)
     words = "" if force else _saved(actor)
@@ -211,7 +220,10 @@ def stop(name: str, *, force: bool = False) -> str:
 
 
 def _saved(actor: Any) -> str:
-    """Ask a trainer to save itself, and wait until it has, or stops answering. Return a phrase about the outcome."""
+    """Tell a trainer to save itself, and return a phrase that says where it was saved, or why it was not.
+
+    Wait until the trainer has been saved, but give up if its process no longer answers.
+    """
     import ray
 
     asked = actor.save_left.remote()
@@ -223,7 +235,11 @@ def _saved(actor: Any) -> str:
 
 
 def _existing(name: str) -> Any:
-    """Connect to Ray and return a detached trainer's actor."""
+    """Connect to Ray, and return the actor of the detached trainer with this name.
+
+    Raises:
+        UnknownTrainerError: No detached trainer has this name.
+    """
     Detached(name)  # raises an error if the name is invalid
     connect()
     actor = find(name)
@@ -237,7 +253,7 @@ def _stop(name: str, actor: Any, force: bool = False) -> None:
     import ray
 
     if not force and is_answering(actor):
-        with suppress(ray.exceptions.RayError):  # the trainer has already ended
+        with suppress(ray.exceptions.RayError):  # raised if the trainer has already ended
             ray.get(actor.end.remote(False), timeout=60.0)
     kill(name, actor)
 
@@ -251,10 +267,10 @@ def _names() -> list[str]:
 
 
 def connect() -> None:
-    """Connect to a Ray cluster that outlives this program.
+    """Connect to a Ray cluster that outlives this program, unless this program is connected to one already.
 
     Raises:
-        RuntimeError: There is no Ray cluster, or the cluster would end with this program.
+        RuntimeError: There is no Ray cluster, or this program started the cluster, which would end with the program.
     """
     import ray
 
@@ -268,6 +284,6 @@ def connect() -> None:
 
 
 def _ends_with_program() -> bool:
-    """Return True if this process started Ray. Return False if that cannot be determined."""
+    """Return True if this program started the Ray cluster, which then ends with the program. False if unknown."""
     node = find_name("ray._private.worker:_global_node")
     return node is not None and bool(node.is_head())

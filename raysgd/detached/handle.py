@@ -1,4 +1,4 @@
-"""The handle to a detached trainer. It has the trainer's methods and attributes, and forwards calls to its process."""
+"""Defines `DetachedTrainer`, a program's handle to a trainer that runs in another process and outlives the program."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from raysgd.detached.protocol import (
 )
 from raysgd.exceptions import TrainerLostError, TrainerShutdownError
 
-ANSWER_S = 20.0  # a detached trainer counts as not answering if it answers no request for this long
-_BRIEF_S = 0.2  # the trainer's output is fetched during a call only if the call takes longer than this
+ANSWER_S = 20.0  # seconds without an answer to a request, after which a trainer's process counts as not answering
+_BRIEF_S = 0.2  # a call must take longer than this many seconds before its output is fetched while it runs
 _DETACH_S = 1.0
 _DATA = ("dataset", "validation_dataset")
 _NUM_KNOWN_DATA = 4
@@ -55,15 +55,16 @@ logger = logging.getLogger(__name__)
 class DetachedTrainer:
     """A handle to a trainer that runs in a separate process and outlives this program.
 
-    It has the same methods as the trainer, which is a `TorchTrainer`, a `TFTrainer`, or a trainer of `raysgd.train`.
+    The handle has the public methods and attributes of the trainer, which is a `TorchTrainer`, a `TFTrainer` or a
+    trainer of `raysgd.train`. Each call of a method runs in the trainer's process. Several programs may have handles to
+    the same trainer. Their calls run one at a time.
 
-    Calls from all programs run one at a time. While you wait for a call, your program prints the trainer's output.
-    Ctrl-C ends the call, as it does for a trainer in your program. The trainer continues if a program ends without
-    `shutdown`.
+    While your program waits for a call, it prints the trainer's output. Ctrl-C ends the call, as it does for a trainer
+    in your program. If your program ends without calling `shutdown`, the trainer continues.
 
     Args:
         name: The trainer's name.
-        actor: Ray's handle to the trainer's actor.
+        actor: Ray's handle to the actor that contains the trainer.
     """
 
     def __init__(self, name: str, actor: Any) -> None:
@@ -75,15 +76,17 @@ class DetachedTrainer:
         self._help: dict[str, str] = {}
         self._sent: deque[SentData] = deque(maxlen=_NUM_KNOWN_DATA)
         self._is_ended = False
-        self._presence = actor.stay.remote(self._program)  # this request stays open as long as the program runs
+        # This request stays unanswered while this program needs the trainer. When the program ends, Ray cancels the
+        # request. From this, the trainer's process learns that the program has ended.
+        self._presence = actor.stay.remote(self._program)
         self._ask("attach", self._program, self._words, [self._presence])
         self._finalizer = end_with(self, _detach, actor, self._program, self._session)
 
     def pending(self) -> DetachedCall | None:
-        """Return a call that was made by a program that has since ended, or None if there is no such call.
+        """Return a call whose program ended before it received the result, or None if there is no such call.
 
-        The call may still be running. Each call is returned once. Its answer stays in the trainer's process until you
-        call `result`.
+        The call may still be running. Call `result` of the returned object to get the call's result. Each such call is
+        returned only once to this program.
         """
         found = self._ask("pending", self._program, self._given)
         if found is None:
@@ -93,12 +96,12 @@ class DetachedTrainer:
         return DetachedCall(self, token, method)
 
     def shutdown(self, force: bool = False) -> None:
-        """End the trainer and its process, and free their resources. A second call does nothing.
+        """End the trainer, its workers and its process, and free their resources. Later calls do nothing.
 
-        If any program is running a call, that call raises `TrainerShutdownError`.
+        If the trainer is running a call for any program, that call raises `TrainerShutdownError`.
 
         Args:
-            force: True to end the workers immediately instead of letting them shut down cleanly.
+            force: True to kill the workers immediately, without letting them shut down cleanly.
         """
         if self._is_ended:
             return
@@ -118,7 +121,7 @@ class DetachedTrainer:
         try:
             if is_answering(self._actor):
                 answer = unpacked_answer(ray.get(self._actor.end.remote(force)))
-        except RayActorError:  # the trainer has already ended
+        except RayActorError:  # raised if the trainer has already ended
             pass
         finally:
             self._is_ended = True
@@ -185,7 +188,13 @@ class DetachedTrainer:
         return CallRequest(token, kind, name, arguments, self._program, self._words, os.getcwd())
 
     def _run(self, kind: str, name: str, arguments: bytes) -> Any:
-        """Make a call and wait for its result."""
+        """Make a call to the trainer's process, wait until the call has ended, and return its result.
+
+        Args:
+            kind: The kind of call, as in `CallRequest`.
+            name: Name of the trainer's method or class, or the ID of the call that returned an iterator.
+            arguments: The pickled arguments.
+        """
         asked = self._request(kind, name, arguments)
         return self._answer(asked.token, self._actor.run.remote(asked)).result()
 
@@ -193,11 +202,12 @@ class DetachedTrainer:
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         given = {key: self._as_sent(key, data) for key, data in kwargs.items() if key in _DATA and data is not None}
         kwargs = {**kwargs, **given}
-        # the call returns here at once, but in the trainer's process it blocks
+        # With `blocking=False`, this program continues at once. The call still blocks the trainer's process.
         if name in MAY_GO_ON and not kwargs.get("blocking", True):
             asked = self._request("call", name, packed_arguments(name, args, {**kwargs, "blocking": True}))
             try:
-                self._ask("begin", asked)  # wait here, because Ray does not preserve the order of repeated requests
+                # Wait until the call is queued. Otherwise a later call might be queued first if Ray repeats requests.
+                self._ask("begin", asked)
             except KeyboardInterrupt:
                 self._actor.interrupt.remote(asked.token)
                 raise
@@ -206,7 +216,12 @@ class DetachedTrainer:
         return self._drawn(value.token) if isinstance(value, RemoteIterator) else value
 
     def _as_sent(self, argument: str, data: Any) -> SentData:
-        """Wrap the data of a call with an ID, so that the trainer recognizes the same object in a later call."""
+        """Wrap a dataset that is passed to a call, so that the trainer recognizes the same object in a later call.
+
+        Args:
+            argument: Name of the argument, such as "dataset".
+            data: The dataset.
+        """
         known = next((each for each in self._sent if each.data is data), None)
         if known is None:
             known = SentData(argument, data)
@@ -225,17 +240,20 @@ class DetachedTrainer:
         self._check_session()
         try:
             reply = self._wait(token, call, timeout_s)
-        except KeyboardInterrupt:  # forwarded: the call raises it in the trainer's process, and its answer contains it
+        except KeyboardInterrupt:  # raise it in the trainer's process too; the call's answer then is this exception
             self._actor.interrupt.remote(token)
             reply = self._wait(token, call, None)
-        del call  # otherwise, if the reply is lost, Ray would repeat the request, although the call has been discarded
+        # Drop the object reference. While it exists, Ray may repeat the request if the reply is lost, but the trainer's
+        # process deletes the call below, after `confirm`.
+        del call
         if reply is None:
             raise RuntimeError("Another program has the result of this call.")
         packed, num_pieces = reply
         while (self._seen or 0) < num_pieces:
             self._show(self._ask("news", token, self._seen))
-        answer = unpacked_answer(packed)  # if this program cannot unpickle the answer, the trainer still has it
-        self._actor.confirm.remote(token)  # sent before the next call, and before the program ends
+        answer = unpacked_answer(packed)
+        # The trainer's process now deletes the answer. If unpickling failed above, the answer stays there.
+        self._actor.confirm.remote(token)
         return answer
 
     def _wait(self, token: str, call: Any, timeout_s: float | None) -> tuple[bytes, int] | None:
@@ -243,7 +261,7 @@ class DetachedTrainer:
 
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         brief_s = _BRIEF_S if timeout_s is None else min(_BRIEF_S, timeout_s)
-        # a short call finishes within this wait, which is faster than fetching output
+        # First wait only for the call. A short call ends during this wait, so that no request for output is sent.
         with suppress(ray.exceptions.GetTimeoutError):
             return self._get(call, brief_s)
         news, knows_other = None, False
@@ -266,17 +284,25 @@ class DetachedTrainer:
         )
 
     def _show(self, news: tuple[int, list[Piece], str | None, bool]) -> str | None:
-        """Print the new output in `news`, a result of `TrainerProcess.news`.
+        """Print the trainer's new output.
+
+        Args:
+            news: What `TrainerProcess.news` returned.
 
         Returns:
-            A description of another program's call that this call waits for, or None.
+            A description of the other call that is running, for which this program's call waits, or None.
         """
         self._seen, pieces, other, _ = news
         show(pieces)
         return other
 
     def _ask(self, method: str, *args: Any) -> Any:
-        """Send a request to the trainer and return the answer, however long it takes."""
+        """Call a method of the trainer's actor, wait without a time limit, and return the answer.
+
+        Args:
+            method: Name of a method of `TrainerProcess`.
+            *args: Arguments of the method.
+        """
         from ray.exceptions import GetTimeoutError
 
         self._check_session()
@@ -288,12 +314,16 @@ class DetachedTrainer:
                 logger.warning(_SILENT, self._name, self._name)
 
     def _get(self, asked: Any, timeout_s: float | None = None) -> Any:
-        """Return the trainer's answer to a request.
+        """Wait for the answer of the trainer's actor to a request, and return it.
 
-        If the trainer's process dies, Ray may start another process and repeat the request.
+        If the trainer's process dies, Ray may restart it and repeat the request there.
+
+        Args:
+            asked: Ray's object reference to the answer.
+            timeout_s: Number of seconds to wait. None to wait without a limit.
 
         Raises:
-            TrainerLostError: The trainer's process has died and will not be restarted.
+            TrainerLostError: The trainer's process has died, and Ray does not restart it.
             TrainerShutdownError: This program has ended the trainer.
             GetTimeoutError: The answer did not arrive in time.
         """
@@ -331,7 +361,11 @@ class DetachedTrainer:
         return unpacked_answer(self._ask("look", name, is_method, arguments)).result()
 
     def _help_on(self, name: str) -> str:
-        """Return the help text of a trainer's method, or "" for an attribute. Results are cached."""
+        """Return the help text of a trainer's method, or "" if `name` is an attribute. The texts are cached.
+
+        Raises:
+            AttributeError: The trainer has no such method or attribute.
+        """
         self._check_not_ended()
         if name not in self._help:
             text: str | None = self._ask("help_on", name)
@@ -341,7 +375,7 @@ class DetachedTrainer:
         return self._help[name]
 
     def _follow(self) -> None:
-        """Print the output of the running call until it ends."""
+        """Print the trainer's output until the call that is running now has ended."""
         while True:
             news = self._ask("news", None, self._seen)
             self._show(news)
@@ -351,7 +385,9 @@ class DetachedTrainer:
 
 @hide_library_frames
 class DetachedCall(CallHandle[Any]):
-    """A call to a detached trainer that runs in the background, or that was made by a program that has ended.
+    """A call of a detached trainer's method, whose result can be requested later.
+
+    The call was made with `blocking=False`, or by a program that has ended (see `DetachedTrainer.pending`).
 
     Attributes:
         method: Name of the trainer's method, such as "train".
@@ -368,18 +404,18 @@ class DetachedCall(CallHandle[Any]):
             return f"<{self.method} of {self._trainer!r}>"
 
     def done(self) -> bool:
-        """Return True if the call has finished, with a result or an error."""
+        """Return True if the call has ended, with a result or an exception."""
         return self._answer is not None or bool(self._trainer._ask("has_ended", self._token))
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the call and return its result. Ctrl-C ends the call.
+        """Wait until the call has ended, and return its result. Ctrl-C during the wait ends the call.
 
         Args:
-            timeout: Number of seconds to wait; None to wait until the call has finished.
+            timeout: Number of seconds to wait. None to wait without a limit.
 
         Raises:
-            TimeoutError: The call has not finished. It continues.
-            Exception: The error that the call raised.
+            TimeoutError: The call has not ended in time. It continues.
+            Exception: The exception that the call raised.
         """
         if self._answer is None:
             trainer = self._trainer
@@ -388,21 +424,29 @@ class DetachedCall(CallHandle[Any]):
 
 
 def _attached(name: str) -> DetachedTrainer:
-    """Return the handle to a trainer. A pickled handle calls this when it is unpickled."""
+    """Return a handle to a detached trainer. Unpickling a `DetachedTrainer` calls this function."""
     import ray
 
     return DetachedTrainer(name, ray.get_actor(actor_name(name), NAMESPACE))
 
 
 def _this_program() -> str:
-    """Return this program's user, host and process ID, to describe it to other programs."""
+    """Return a description of this program for other programs: its user, host and process ID."""
     with suppress(Exception):  # the operating system may know no name for this process's user
         return f"{getpass.getuser()}@{socket.gethostname()}, process {os.getpid()}"
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _detach(actor: Any, program: str, made_in: Any) -> None:
-    """Notify the trainer that this program no longer needs it. Runs when a handle is garbage collected or at exit."""
+    """Tell the trainer's process that this program no longer needs the trainer.
+
+    This runs when the program's handle to the trainer is garbage collected, or at exit.
+
+    Args:
+        actor: Ray's handle to the trainer's actor.
+        program: ID of this program.
+        made_in: The Ray session in which the handle was created. In another session, this function does nothing.
+    """
     import ray
 
     if session() == made_in:
@@ -411,20 +455,26 @@ def _detach(actor: Any, program: str, made_in: Any) -> None:
 
 
 def kill(name: str, actor: Any, timeout_s: float = 30.0) -> None:
-    """Kill a detached trainer's actor, and wait until its name is free."""
+    """Kill a detached trainer's actor and its workers, delete its journal, and wait until its name is free.
+
+    Args:
+        name: The trainer's name.
+        actor: Ray's handle to the trainer's actor.
+        timeout_s: Maximum number of seconds to wait until the name is free.
+    """
     import ray
 
     ray.kill(actor)
     deadline = time.monotonic() + timeout_s
     while find(name) is not None and time.monotonic() < deadline:
         time.sleep(0.01)
-    end_workers(name)  # in case the trainer has not ended its workers; a guard actor frees their resources
+    end_workers(name)  # kills workers that the trainer has not ended itself
     if hasattr(actor, "_actor_id"):
         journal_path(name, actor._actor_id.hex()).unlink(missing_ok=True)
 
 
 def is_answering(actor: Any) -> bool:
-    """Return True if a detached trainer answers within `ANSWER_S`, even during a call."""
+    """Return True if a detached trainer's process answers within `ANSWER_S`. It also answers while it runs a call."""
     import ray
 
     with suppress(ray.exceptions.RayError):
@@ -434,7 +484,10 @@ def is_answering(actor: Any) -> bool:
 
 
 def find(name: str) -> Any:
-    """Return a trainer's actor, even while its process restarts, or None if there is no such trainer."""
+    """Return Ray's handle to the actor of the detached trainer with this name, or None if there is no such trainer.
+
+    The actor is also found while Ray is restarting its process.
+    """
     import ray
 
     try:
@@ -444,5 +497,5 @@ def find(name: str) -> Any:
 
 
 def actor_name(name: str) -> str:
-    """Return the name under which Ray knows a detached trainer's actor."""
+    """Return the Ray name of the actor that contains the detached trainer `name`."""
     return f"detached:{name}"

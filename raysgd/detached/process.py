@@ -1,4 +1,7 @@
-"""The actor of a detached trainer. It accepts calls from any program and ends when no program needs it anymore."""
+"""Defines the Ray actor that contains a detached trainer, and the requests that programs send to it.
+
+The actor accepts calls from any program, and ends when no program has needed the trainer for a while.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,12 @@ logger = logging.getLogger(__name__)
 _NEWS_S = 1.0
 _LOOK_S = 0.05
 _DEATH_S = 4.0
-_MOST_DEATHS = 3  # a call fails once the process has died this many times at the same point of the call
-_START_S = 60.0  # the process ends if no program is attached for this long before the trainer is created
+_MOST_DEATHS = 3  # a call fails after this process has died so many times at the same point of the call
+_START_S = 60.0  # seconds without an attached program after which this process ends, before the trainer is created
 _END_S = 5.0
-_CALL = "call:"  # prefix of calls in the journal
-_PROGRAM = "program:"  # prefix of attached programs in the journal
-_TAKEN = "taken:"  # prefix in the journal of calls that `pending` has assigned to another program
+_CALL = "call:"  # prefix of the journal entries that store calls
+_PROGRAM = "program:"  # prefix of the journal entries that store attached programs
+_TAKEN = "taken:"  # prefix of the journal entries that store which program `pending` has assigned a call to
 _FATAL = (
     "{} times at the same place, so it is not taken up again: look for a callback that ends the process or takes too "
     "much memory. The trainer can be used"
@@ -44,17 +47,18 @@ _NOT_TAKEN_UP = (*OF_ITERATORS, "epochs")
 
 @dataclass(frozen=True)
 class CallRequest:
-    """A call as sent to the trainer's process.
+    """A call that a program sends to the trainer's process.
 
     Attributes:
-        token: The call's ID.
-        kind: "start" creates the trainer, "call" calls a trainer's method, "draw" gets an iterator's next value,
-            "close" closes an iterator.
-        name: Name of the trainer's method or class, or the token of the call that returned the iterator.
-        arguments: The call's arguments, pickled.
-        program: ID of the calling program.
-        words: Description of the calling program for users.
-        folder: The calling program's working directory. Relative paths start there.
+        token: The call's ID, unique across all programs.
+        kind: What to do: "start" creates the trainer, "call" calls a method of the trainer, "draw" returns the next
+            value of an iterator that a method has returned, "close" closes such an iterator.
+        name: Name of the trainer's class ("start") or method ("call"). Otherwise the ID of the call that returned the
+            iterator.
+        arguments: The pickled arguments.
+        program: ID of the program that makes the call.
+        words: Description of this program for users of other programs.
+        folder: Working directory of this program. Relative paths in the arguments start there.
     """
 
     token: str
@@ -67,15 +71,16 @@ class CallRequest:
 
 
 class TrainerProcess:
-    """The actor class of a detached trainer: holds the trainer and the log of its calls.
+    """The actor class of a detached trainer. Contains the trainer, and a log of the calls that programs made to it.
 
-    All calls run in one thread, and other requests in other threads. The actor's event loop only waits.
+    All calls to the trainer run in one thread. Requests that do not wait for calls, such as `look`, run in other
+    threads. The event loop of the actor only waits for the threads.
 
     Args:
         settings: The user's settings for the detached trainer.
-        log_level: Log level of the program that started the trainer.
-        is_lasting: True if the trainer's workers outlive this process. If the process dies, the process that Ray starts
-            next continues with them.
+        log_level: Log level of the program that created the trainer.
+        is_lasting: True if the trainer's workers continue when this process dies. Ray then restarts the process, and
+            the restarted process continues with the same workers.
     """
 
     def __init__(self, settings: Detached, log_level: int, is_lasting: bool) -> None:
@@ -107,15 +112,21 @@ class TrainerProcess:
     # ------------------------------------------------------------------------------------------------ attached programs
 
     async def stay(self, program: str) -> None:
-        """Wait as long as a program is attached. Ray cancels the request when the program ends.
+        """Wait until a program detaches. If the program ends without detaching, Ray cancels this request.
 
-        If this process dies, Ray resends the request to the next process, so the request stays open as long as the
-        program runs.
+        From the end of this request, the trainer's process learns that the program is gone. If this process dies and
+        Ray restarts it, Ray also repeats the request in the restarted process.
         """
         await self._leaving.setdefault(program, asyncio.Event()).wait()
 
     async def attach(self, program: str, words: str, presence: list[Any]) -> None:
-        """Record that a program is attached, until its `stay` request in `presence` returns or fails."""
+        """Record that a program is attached to the trainer. It stays attached until its request `stay` ends.
+
+        Args:
+            program: ID of the program.
+            words: Description of the program.
+            presence: A list with Ray's object reference to the program's `stay` request.
+        """
         from ray import cloudpickle
 
         self._write(lambda: {f"{_PROGRAM}{program}": cloudpickle.dumps((words, presence[0]))})
@@ -126,10 +137,7 @@ class TrainerProcess:
         presence.future().add_done_callback(lambda answer: self._note_end(program))
 
     def _note_end(self, program: str) -> None:
-        """Record that a program has ended because its `stay` request returned or failed.
-
-        Runs in one of Ray's threads.
-        """
+        """Record that a program has ended or detached. Called in one of Ray's threads when its `stay` request ends."""
         self._programs.pop(program, None)
         self._leaving.pop(program, None)
         self._write(lambda: {f"{_PROGRAM}{program}": None})
@@ -141,11 +149,11 @@ class TrainerProcess:
         self._log.leave(program)
 
     async def detach(self, program: str) -> None:
-        """Record that a program no longer needs the trainer."""
+        """End a program's `stay` request, because the program no longer needs the trainer."""
         self._leaving.setdefault(program, asyncio.Event()).set()
 
     async def describe(self) -> dict[str, Any]:
-        """Return the trainer's status as a dict of plain values, which programs with other raysgd versions can read."""
+        """Return the trainer's status as a dict of plain values, so that other versions of raysgd can read it."""
         running = self._log.running()
         return {
             "name": self._settings.name,
@@ -158,9 +166,9 @@ class TrainerProcess:
         }
 
     def _ends_in_s(self) -> float | None:
-        """Return the seconds until the trainer ends unless a program attaches.
+        """Return the number of seconds after which the trainer ends if no program attaches.
 
-        Return None if the trainer is in use or waits forever.
+        Return None if a program is attached, a call is running, or there is no limit (`keep_alive_s=None`).
         """
         keep_alive_s = self._settings.keep_alive_s if self._trainer is not None else _START_S
         if keep_alive_s is None or self._is_needed():
@@ -192,9 +200,12 @@ class TrainerProcess:
         ray.kill(ray.get_runtime_context().current_actor)
 
     def _save_left(self, reason: str) -> str | None:
-        """Save the trainer in its folder and return the file's path.
+        """Save the trainer in the folder that the user's settings name, and return the path of the file.
 
-        Return None if it has no folder or is a type of trainer that cannot be saved this way.
+        Do nothing and return None if the settings name no folder, or if this type of trainer cannot be saved this way.
+
+        Args:
+            reason: Why the trainer ends. This is saved with the history of the training.
         """
         place: str | None = getattr(self._trainer, "_left_file", None)
         if place is not None:
@@ -202,11 +213,11 @@ class TrainerProcess:
         return place
 
     async def save_left(self) -> bytes:
-        """Save the trainer, if it has a folder and no call is running. The caller ends the trainer afterwards.
+        """Save the trainer before `raysgd stop` ends it, unless a call is running or the settings name no folder.
 
         Returns:
-            A pickled pair: the path of the saved file, and a description of the running call that prevented saving.
-            The path is None if nothing was saved, the description is None if no call was running.
+            A pickled pair: the path of the saved file, or None if nothing was saved; and a description of the running
+            call that prevented saving, or None.
         """
         return await asyncio.to_thread(packed_answer, self._save_unless_busy)
 
@@ -219,27 +230,30 @@ class TrainerProcess:
     # ------------------------------------------------------------------------------------------------------------ calls
 
     async def run(self, asked: CallRequest) -> tuple[bytes, int] | None:
-        """Queue a call, wait for it, and return the same value as `answer`."""
+        """Queue a call, wait until it has ended, and return what the method `answer` returns for it."""
         await self.begin(asked)
         return await self.answer(asked.token)
 
     async def begin(self, asked: CallRequest) -> None:
-        """Queue a call, unless it is already queued or its program has ended."""
+        """Queue a call, unless it was queued before or the program that makes it has ended."""
         if self._log.find(asked.token) is None and asked.program in self._programs:
             if asked.kind != "start":
                 self._write(lambda: {_entry(asked.token): pickle.dumps((asked, None))})
             self._log.enqueue(_logged(asked), partial(self._do, asked))
 
     def _write(self, entries: Callable[[], Mapping[str, bytes | None]]) -> None:
-        """Store entries in the journal for the trainer's next process. `entries` returns them.
+        """Store entries in the journal, from which a restarted process continues if this process dies.
 
-        If storing fails, training continues, but no process can take over if this process dies.
+        If storing fails, training continues, but a restarted process can no longer continue it.
+
+        Args:
+            entries: Function that returns the entries by name. Called only if the journal is in use.
         """
         if not self._is_lasting:
             return
         try:
             self._journal.put(entries())
-        except Exception as error:  # from Ray, or from a user's object that cannot be pickled
+        except Exception as error:  # raised by Ray, by the file system, or by a user's object that cannot be pickled
             self._is_lasting = False
             self._journal.discard()
             words = (
@@ -248,7 +262,7 @@ class TrainerProcess:
             logger.warning(words, self._settings.name, error)
 
     def _note_answer(self, call: LoggedCall, answer: bytes) -> None:
-        """Store a call's answer in the journal, with the changes that the call made to the trainer in this process."""
+        """Store the answer of a call that has ended in the journal, with what the call changed in the trainer."""
         if self._kept_trainer is not None and call.token == self._taken_up:
             self._kept_trainer.leave_call(is_interrupted=self._log.is_interrupted(call.token))
         asked: CallRequest | None = call.asked
@@ -257,7 +271,7 @@ class TrainerProcess:
 
     def _after_call(self, asked: CallRequest, answer: bytes) -> dict[str, bytes | None]:
         entries: dict[str, bytes | None] = {"fit": None}
-        # the trainer exists, so if this process dies, the next process can continue
+        # Now that the trainer exists, a restarted process can create it again and continue.
         if asked.kind == "start" and self._trainer is not None:
             entries["start"] = pickle.dumps(asked)
         if self._kept_trainer is not None:
@@ -271,12 +285,12 @@ class TrainerProcess:
         self._write(lambda: {"fit": pickle.dumps(progress), **kept.changes()})
 
     def _take_up(self, kept: dict[str, bytes]) -> None:
-        """Continue where the previous process died, with the same workers and calls.
+        """In a restarted process, continue with the workers and calls of the process that died.
 
         Args:
             kept: The entries of the journal.
         """
-        if "start" not in kept:  # the trainer had not been created, or the journal is on another node
+        if "start" not in kept:  # the trainer had not been created yet, or the journal is on another node
             outliving.end_workers(self._settings.name)
             self._settings = replace(self._settings, keep_alive_s=None)
             threading.Thread(target=self._save_and_end, daemon=True).start()
@@ -308,10 +322,12 @@ class TrainerProcess:
             self._note_program(program, *pickle.loads(kept[name]))
 
     def _num_deaths(self, running: CallRequest, kept: dict[str, bytes]) -> int:
-        """Record that the process died during a call. Return how often it has since `fit` last completed an epoch.
+        """Record that the process died during a call, and return how many times it died at this point of the call.
+
+        If the call is `fit`, deaths before its last completed epoch do not count.
 
         Args:
-            running: The call during which the previous process died.
+            running: The call during which the process died.
             kept: The entries of the journal.
         """
         place = running.token, zlib.crc32(kept.get("fit", b""))
@@ -325,7 +341,7 @@ class TrainerProcess:
     def _restore(self, start: CallRequest, kept: dict[str, bytes]) -> None:
 
         def end() -> None:
-            """End the process, so that programs that wait for calls learn that the trainer is gone."""
+            """End this process. Programs that wait for calls then get a `TrainerLostError`."""
             logger.exception("the detached trainer `%s` could not be taken up", self._settings.name)
             self._save_and_end()
 
@@ -340,9 +356,12 @@ class TrainerProcess:
         raise TrainerLostError(f"The trainer's process has died in `{method}`, {why}.")
 
     async def answer(self, token: str) -> tuple[bytes, int] | None:
-        """Wait for a call. Return its answer and the number of pieces of output so far.
+        """Wait until a call has ended. Return its pickled answer, and the number of pieces of output so far.
 
-        Return None if another program has received the answer.
+        Return None if another program has received the answer already.
+
+        Args:
+            token: ID of the call.
         """
         call = self._log.find(token)
         if call is None:
@@ -351,21 +370,31 @@ class TrainerProcess:
         return answer, self._output.num_pieces()
 
     async def confirm(self, token: str) -> None:
-        """Discard a call whose answer a program has received."""
+        """Delete a call and its answer, because a program has received the answer."""
         self._log.confirm(token)
         self._write(lambda: {_entry(token): None, f"{_TAKEN}{token}": None})
 
     async def interrupt(self, token: str) -> None:
-        """Interrupt a call and wait until it finishes. Ray repeats this waiting request if the process dies."""
+        """Raise `KeyboardInterrupt` in a call, and wait until the call has ended.
+
+        If this process dies during the wait, Ray repeats the request, and so the interrupt, in the restarted process.
+        """
         self._log.interrupt(token)
         await self.answer(token)
 
     async def pending(self, program: str, given: Collection[str]) -> tuple[str, str] | None:
-        """Assign a call whose program has ended to `program`. Return the call's token and method, or None.
+        """Find a call whose program has ended, and assign it to another program, which can then request its answer.
 
-        Calls in `given` are skipped. Ray reports the end of a program after about 2 s, so this waits a few seconds if
-        other programs have calls. The call that creates the trainer was not made by the user, so it is assigned only if
-        it failed.
+        Ray reports the end of a program only after about 2 s. If other programs have calls, this method therefore waits
+        a few seconds for one of these programs to end. The call that creates the trainer is found only if it failed,
+        because otherwise it has no result for the user.
+
+        Args:
+            program: ID of the program to assign the call to.
+            given: IDs of calls that this program has got already.
+
+        Returns:
+            The ID of the call and the name of the trainer's method, or None if there is no such call.
         """
         call = await self._left_call(program, given)
         if call is not None and call.asked is not None and call.asked.kind == "start":
@@ -387,25 +416,25 @@ class TrainerProcess:
         return call
 
     async def has_ended(self, token: str) -> bool:
-        """Return True if a call has an answer or is unknown."""
+        """Return True if the call with this ID has ended, or does not exist."""
         call = self._log.find(token)
         return call is None or call.answer.done()
 
     async def news(
         self, token: str | None, seen: int | None, knows_other: bool = True
     ) -> tuple[int, list[Piece], str | None, bool]:
-        """Wait about a second for new output of the trainer, or until a call finishes.
+        """Wait until the trainer prints something, or a program's call has ended, but at most about a second.
 
-        Return immediately if another call is running and the program does not know about it.
+        If the program's call still waits for another call, and the program does not know this, return at once.
 
         Args:
-            token: ID of the call. None for the call that is running now.
+            token: ID of the program's call. None for the call that is running now.
             seen: Number of pieces of output that the program has received. None if it has received none.
-            knows_other: True if the program knows that another call is running.
+            knows_other: True if the program knows that its call waits for another call.
 
         Returns:
-            The number of pieces of output so far, the new pieces, a description of the running call if it is a
-            different call, and True if the call has finished.
+            The number of pieces of output so far; the pieces that are new to the program; a description of the other
+            call that is running, or None; and True if the program's call has ended.
         """
         mine = self._log.running() if token is None else self._log.find(token)
         deadline = time.monotonic() + _NEWS_S
@@ -418,7 +447,7 @@ class TrainerProcess:
             await asyncio.sleep(_LOOK_S)
 
     def _do(self, asked: CallRequest) -> Any:
-        if Path(asked.folder).is_dir():  # the calling program's folder may exist only on that program's node
+        if Path(asked.folder).is_dir():  # false if the program runs on another node and this node has no such folder
             os.chdir(asked.folder)
         if asked.kind == "draw":
             return self._draw(asked.name)
@@ -448,7 +477,7 @@ class TrainerProcess:
         return RemoteIterator(asked.token)
 
     def _draw(self, token: str) -> list[Any]:
-        """Return a list with an iterator's next value, or an empty list at the end."""
+        """Return the next value of an iterator as a list with one item, or an empty list at the iterator's end."""
         if token not in self._iterators:
             if self._is_second_life:
                 raise TrainerLostError("The trainer's process has died, and the iterator with it: make a new one.")
@@ -464,7 +493,16 @@ class TrainerProcess:
     # --------------------------------------------------------------------------------------------- in parallel to calls
 
     async def look(self, name: str, is_method: bool, arguments: bytes) -> bytes:
-        """Return, as a pickled outcome, an attribute of the trainer or the result of a method, even during a call."""
+        """Read an attribute of the trainer, or call one of its methods, while another call may be running.
+
+        Args:
+            name: Name of the attribute or method.
+            is_method: True if it is a method.
+            arguments: The pickled arguments of the method.
+
+        Returns:
+            The pickled `CallOutcome`.
+        """
         return await asyncio.to_thread(packed_answer, partial(self._look, name, is_method, arguments))
 
     def _look(self, name: str, is_method: bool, arguments: bytes) -> Any:
@@ -476,7 +514,7 @@ class TrainerProcess:
         return found(*args, **kwargs)
 
     async def help_on(self, name: str) -> str | None:
-        """Return the help text of a trainer's method, "" for an attribute, or None if the name does not exist."""
+        """Return the help text of a trainer's method, "" if `name` is an attribute, or None if there is neither."""
         await asyncio.to_thread(self._is_made.wait)
         if callable(getattr(type(self._trainer), name, None)):
             method = getattr(self._trainer, name)
@@ -484,17 +522,26 @@ class TrainerProcess:
         return "" if hasattr(self._trainer, name) else None
 
     async def end(self, force: bool) -> bytes:
-        """Shut down the trainer. A running call raises an error. The caller kills this actor after the answer."""
+        """Shut down the trainer, so that the program can kill this actor when it has the answer.
+
+        If a call is running, the call raises `TrainerShutdownError`.
+
+        Args:
+            force: True to kill the workers immediately, without letting them shut down cleanly.
+
+        Returns:
+            A pickled `CallOutcome`, which contains the exception if the shutdown failed.
+        """
         answer = await asyncio.to_thread(packed_answer, partial(self._end, force))
         for leaving in list(self._leaving.values()):
             leaving.set()
-        await asyncio.sleep(_LOOK_S)  # let all answers leave this process
+        await asyncio.sleep(_LOOK_S)  # wait until the answers to all requests have been sent to the programs
         return answer
 
     def _end_trainer(self, force: bool = False) -> None:
-        """Call the trainer's `shutdown`.
+        """Call the trainer's method `shutdown`, if there is one.
 
-        Trainers that only have a `fit()` method have no `shutdown`. Their workers end with this process.
+        A trainer that only has a `fit()` method has no `shutdown`. The workers of such a trainer end with this process.
         """
         shutdown = getattr(self._trainer, "shutdown", None)
         if shutdown is not None:
@@ -510,7 +557,7 @@ class TrainerProcess:
 
 
 def _entry(token: str) -> str:
-    """Return the name of a call's entry in the journal."""
+    """Return the name of the journal entry that stores the call with this ID."""
     return f"{_CALL}{token}"
 
 

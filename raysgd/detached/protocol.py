@@ -1,11 +1,12 @@
-"""Messages between a program and a detached trainer's process: arguments, results, errors and output.
+"""Converts what a program and a detached trainer's process send each other: arguments, results, errors and output.
 
-Objects in Ray's object store are lost with the process that put them there. Bytes in a message are copied, so they
-outlive the program that sent them, and an answer can wait in the trainer's process for any program.
+An object in Ray's object store is lost when the process that put it there ends. Arguments and results are therefore
+sent as pickled bytes, of which the receiver has its own copy. The trainer's process can store a result until any
+program requests it, even if the program that made the call has ended.
 
-The handle in the program looks up public names of a trainer in the trainer's process, so a new method or option needs
-no change here. The tables below list the names that the handle treats differently from ordinary queued calls and
-attributes.
+A program uses a detached trainer through a handle, a `DetachedTrainer`. The handle forwards every public method and
+attribute to the trainer's process, so a new method or option needs no change in this module. The tables below list the
+names that the handle does not forward, or forwards in another way.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from raysgd.core.text.log_lines import WorkerLogLine
 from raysgd.exceptions import UnpicklableError, WorkerFault
 
 BESIDE = ("ledger", "status")
-"""Names of methods that may run in parallel to a running call."""
+"""Names of methods that run at once, even while another call to the trainer is running. Other methods are queued."""
 
 MAY_GO_ON = ("train", "validate")
-"""Names of methods that return a handle to a background call if called with `blocking=False`."""
+"""Names of methods that run in the background if called with `blocking=False`, and return a handle to the call."""
 
 _IN_PROCESS = "it stays in the trainer's process, and cannot be sent."
 STAYS_THERE: dict[str, str] = {
@@ -51,28 +52,28 @@ STAYS_THERE: dict[str, str] = {
     "to_worker_group": f"{_IN_PROCESS} Make the trainer without `detached`.",
     "training_loop": "`fit` calls it.",
 }
-"""Names that a handle rejects, with the reason and an alternative."""
+"""Names of a trainer's methods and attributes that a handle rejects, each with the reason and an alternative."""
 
 
 _NO_RANK = -1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_MOST_PIECES = 20_000  # above this limit, the oldest pieces are dropped
+_MOST_PIECES = 20_000  # pieces of printed output to store; if there are more, the oldest are dropped
 
 
 @dataclass(frozen=True)
 class Detached:
-    """Settings for a trainer that outlives its program.
+    """Settings for a detached trainer, which outlives the program that creates it.
 
     Args:
-        name: The name that `raysgd.attach` takes. Letters, digits, `.`, `_` and `-`, as in a file name.
-        keep_alive_s: How long the trainer waits while no program is attached and no call is running. Then the trainer
-            is saved to `folder`, if set, and ends. None to wait forever.
-        folder: Folder in which `<name>.pt` is saved when the trainer times out or is ended by `raysgd stop`: a path on
-            the trainer's node, or a URI. `fit(..., resume_from="auto")` of the next trainer with this name and folder
-            finds the file.
-        replace: True to first end any trainer that has this name, without saving it.
+        name: The trainer's name, which programs pass to `raysgd.attach`. Letters, digits, `.`, `_` and `-` are allowed.
+        keep_alive_s: After this many seconds without an attached program and without a running call, the trainer ends.
+            If `folder` is set, the trainer is saved first. With None, the trainer never ends for this reason.
+        folder: Folder in which the trainer is saved as `<name>.pt` before it ends because of `keep_alive_s` or `raysgd
+            stop`: a path on the trainer's node, or a URI. `fit(..., resume_from="auto")` of the next trainer with this
+            name and folder finds the file.
+        replace: True to end any existing trainer with this name first, without saving it.
         resources: Custom Ray resources that the trainer's node must have, such as `{"stays": 0.01}`. By default the
-            trainer runs on the program's node, if possible. The trainer's process reserves no CPU.
+            trainer runs on the node of the program that creates it, if possible. The trainer's process reserves no CPU.
 
     Raises:
         ValueError, TypeError: A value is not allowed.
@@ -96,13 +97,15 @@ class Detached:
 
     @classmethod
     def of(cls, detached: str | Detached) -> Detached:
-        """Return the settings for the user's `detached` argument, which is a name or a `Detached`."""
+        """Return the settings for the user's argument `detached`, which is either a trainer's name or a `Detached`."""
         return detached if isinstance(detached, Detached) else cls(detached)
 
 
 @dataclass(frozen=True)
 class RemoteIterator:
-    """Represents an iterator that stays in the trainer's process. The program gets each value with a separate call.
+    """Stands for an iterator that a trainer's method returned. The iterator itself stays in the trainer's process.
+
+    The program requests each value of the iterator with a separate call.
 
     Attributes:
         token: ID of the call that returned the iterator.
@@ -112,14 +115,17 @@ class RemoteIterator:
 
 
 class DetachedTraceback(Exception):
-    """Shows where an exception was raised in the trainer's process. Set as the exception's cause in the program."""
+    """Shows where an exception was raised in the trainer's process.
+
+    When the program raises the exception again, it sets an object of this class as the exception's `__cause__`.
+    """
 
     def __str__(self) -> str:
         return f"in the process of the detached trainer: {self.args[0]}"
 
 
 def _place(fault: WorkerFault) -> str:
-    """Return where an exception was raised: the user's lines, or the whole traceback with RAYSGD_TRACEBACK=full."""
+    """Return where an exception was raised: the lines of user code, or all lines with RAYSGD_TRACEBACK=full."""
     if shows_all_frames():
         return fault.traceback_text
     return "\n  called from ".join([f"raised at {fault.location}", *fault.callers])
@@ -130,7 +136,12 @@ def _error_of(fault: WorkerFault) -> BaseException:
 
 
 def packed_arguments(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """Pickle the arguments of a call for the trainer's process.
+    """Pickle the arguments of a call, to send them to the trainer's process.
+
+    Args:
+        function: Name of the called method or class, for the error message.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
 
     Raises:
         UnpicklableError: An argument cannot be pickled. The message names the argument. Nothing was sent.
@@ -165,13 +176,13 @@ def unpacked_arguments(packed: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """The outcome of a call: its result, or a description of the exception that it raised.
+    """The outcome of a call in the trainer's process: the result, or a description of the exception that was raised.
 
     Attributes:
-        value: The result. None if the call raised an exception.
-        fault: The exception. None if the call succeeded.
-        cause: The exception's cause. None if it has none.
-        shows_user_code: True if the exception passed through user code.
+        value: The result of the call. None if the call raised an exception.
+        fault: Description of the exception. None if the call succeeded.
+        cause: Description of the exception's `__cause__`. None if there is none.
+        shows_user_code: True if the exception's traceback contains user code.
     """
 
     value: Any = None
@@ -180,7 +191,7 @@ class CallOutcome:
     shows_user_code: bool = False
 
     def result(self) -> Any:
-        """Return the result, or raise the exception."""
+        """Return the result of the call, or raise the exception that the call raised."""
         if self.fault is None:
             return self.value
         error = _error_of(self.fault)
@@ -193,10 +204,10 @@ class CallOutcome:
 
 
 def packed_answer(body: Callable[[], Any]) -> bytes:
-    """Run `body` and return its result or exception as a pickled `CallOutcome`."""
+    """Call the function `body` in the trainer's process. Return its result or exception as a pickled `CallOutcome`."""
     try:
         return packed_bytes("the result", CallOutcome(body()))
-    except BaseException as error:  # includes a Ctrl-C that the program forwarded
+    except BaseException as error:  # includes the `KeyboardInterrupt` of a Ctrl-C in the program
         fault, cause = (
             None if each is None else describe_fault(each, _NO_RANK, node_here()[1], portable=True)
             for each in (error, error.__cause__)
@@ -205,20 +216,23 @@ def packed_answer(body: Callable[[], Any]) -> bytes:
 
 
 def unpacked_answer(packed: bytes) -> CallOutcome:
-    """Unpickle a call's answer in the program."""
+    """Unpickle the outcome of a call, in the program that made the call."""
     answer: CallOutcome = pickle.loads(packed)
     return answer
 
 
 Piece = tuple[str, str] | WorkerLogLine
-"""A piece of output: a pair of "stdout" or "stderr" and the printed string, or a log line."""
+"""A piece of output of a trainer's process: a log line, or a pair of "stdout" or "stderr" and the printed string."""
 
 
 class Output:
-    """Collects the printed output and log lines of a detached trainer's process after `install`. Thread-safe.
+    """Collects what a detached trainer's process prints and logs, for programs that wait for a call. Thread-safe.
+
+    The pieces of output are numbered, so that a program can say which pieces it has printed already.
 
     Args:
-        first: Number of the first piece of output. Must be larger than all numbers that the previous process used.
+        first: Number of the first piece of output. If the process replaces one that died, the number must be larger
+            than all numbers that the previous process used.
     """
 
     def __init__(self, first: int = 0) -> None:
@@ -227,29 +241,29 @@ class Output:
         self._lock = threading.Lock()
 
     def install(self, level: int) -> None:
-        """Start collecting all printed output and raysgd's log lines of at least this level."""
+        """Start to collect what this process prints, and raysgd's log messages of at least this level."""
         log_lines.collect(level)
         logging.getLogger("ray._private.worker").addFilter(_is_of_user)
         sys.stdout, sys.stderr = _Stream(self, "stdout"), _Stream(self, "stderr")
 
     def add_piece(self, piece: Piece) -> None:
-        """Store a piece of output."""
+        """Store a piece of output, which gets the next number."""
         with self._lock:
             self._pieces.append(piece)
             self._num_pieces += 1
 
     def num_pieces(self) -> int:
-        """Collect new log lines and return the number of pieces of output so far."""
+        """Store the new log lines as pieces of output, and return the number of pieces so far."""
         for line in log_lines.drain():
             self.add_piece(line)
         return self._num_pieces
 
     def since(self, seen: int | None) -> tuple[int, list[Piece]]:
-        """Return the number of pieces of output so far, and the new pieces.
+        """Return the number of pieces of output so far, and the pieces that a program has not printed yet.
 
         Args:
-            seen: Number of pieces that the program has printed, so that it needs only later ones. None to return the
-                pieces that no program has printed.
+            seen: Number of pieces up to which the program has printed the output. None if the program has just attached
+                and needs only those pieces that no program has printed.
         """
         num_pieces = self.num_pieces()
         with self._lock:
@@ -259,15 +273,15 @@ class Output:
 
 
 def _is_of_user(record: logging.LogRecord) -> bool:
-    """Filter out Ray's warning about blocking calls in async actors.
+    """Return False for Ray's warning about blocking calls in async actors.
 
-    It does not apply here, because the trainer's calls run in a separate thread.
+    The warning does not apply to the trainer's process, where calls to the trainer run in a separate thread.
     """
     return "inside async actor" not in str(record.msg)
 
 
 class _Stream(io.TextIOBase):
-    """Replaces stdout or stderr of a detached trainer's process. Adds what is printed to `Output`."""
+    """A file object that replaces stdout or stderr of a trainer's process and passes what is printed to `Output`."""
 
     def __init__(self, output: Output, name: str) -> None:
         self._output, self._name = output, name
@@ -286,7 +300,7 @@ class _Stream(io.TextIOBase):
 
 
 def show(pieces: list[Piece]) -> None:
-    """Print and log a detached trainer's output in the program."""
+    """In the program, print and log the pieces of output that a detached trainer's process has collected."""
     for piece in pieces:
         if isinstance(piece, WorkerLogLine):
             logging.getLogger(piece.name).log(piece.level, "%s", piece.text)

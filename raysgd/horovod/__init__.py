@@ -2,8 +2,9 @@
 
     python -m raysgd.horovod.install
 
-Horovod's last release does not build with a recent PyTorch. The command fetches its source package, patches the few
-lines that prevent this, builds it with Gloo, and caches the result, so that it is built only once. This package only
-installs Horovod. `raysgd.core.connections.horovod` connects workers with it, and
-`raysgd.torch.parallel.horovod_parallel` averages gradients.
+The last release of Horovod cannot be compiled with a recent PyTorch. The command downloads Horovod's source package,
+patches the few lines that do not compile, builds a wheel with Gloo, and caches the wheel for the next installation.
+
+This package only installs Horovod. `raysgd.core.connections.horovod` connects workers with Horovod, and
+`raysgd.torch.parallel.horovod_parallel` averages gradients with it.
 """

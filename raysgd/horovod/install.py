@@ -1,4 +1,7 @@
-"""`python -m raysgd.horovod.install`: builds Horovod for this environment's PyTorch once, and installs it."""
+"""`python -m raysgd.horovod.install` builds Horovod for this environment's PyTorch and installs it.
+
+The built wheel is cached, so a later installation for the same PyTorch does not build it again.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,20 @@ from raysgd.horovod import recipe
 
 _NEEDED = {"cloudpickle": "cloudpickle", "packaging": "packaging", "psutil": "psutil", "yaml": "pyyaml"}
 _TAIL_LINES = 25
-# Program that starts Horovod with a single process, to check that it loads, matches this PyTorch, and starts.
+# A Python program that starts Horovod with one process, to check that it works with this PyTorch.
 _PROBE = "import horovod.torch as hvd; hvd.init(); assert hvd.size() == 1 and hvd.gloo_built(); hvd.shutdown()"
 
 
 class InstallError(Exception):
-    """A requirement is missing, or a step of the installation failed. The message says which, and what to do."""
+    """Horovod cannot be installed: a required package or tool is missing, or a step of the installation failed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status."""
+    """Run `python -m raysgd.horovod.install`, and return its exit status.
+
+    Args:
+        arguments: The command-line arguments. Default: those of this process.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m raysgd.horovod.install",
         description=f"Builds Horovod {recipe.VERSION} for the PyTorch of this environment and installs it. "
@@ -46,10 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def install(*, force: bool = False) -> None:
-    """Build Horovod unless it is in the cache. Install it unless it is already installed.
+    """Install Horovod into this environment, unless the right version is installed already and starts.
+
+    If the cache has no wheel for this environment, Horovod is built first.
 
     Args:
-        force: True to always build and install Horovod.
+        force: True to build and install Horovod in any case.
 
     Raises:
         InstallError: A requirement is missing, or a step of the installation failed.
@@ -72,7 +81,11 @@ def install(*, force: bool = False) -> None:
 
 
 def find_target() -> recipe.Target:
-    """Return this environment's Python, platform and PyTorch."""
+    """Return the Python version, platform and PyTorch version of this environment, for which Horovod is built.
+
+    Raises:
+        InstallError: PyTorch or a package that the build needs is not installed.
+    """
     missing = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
     if importlib.util.find_spec("torch") is None:
         missing.insert(0, "torch")
@@ -85,7 +98,7 @@ def find_target() -> recipe.Target:
 
 
 def installed_version() -> str | None:
-    """Return the version of the installed Horovod, or None."""
+    """Return the version of the installed Horovod, or None if Horovod is not installed."""
     try:
         return importlib.metadata.version("horovod")
     except importlib.metadata.PackageNotFoundError:
@@ -93,7 +106,7 @@ def installed_version() -> str | None:
 
 
 def probe() -> str | None:
-    """Start Horovod in a separate process to test it. Return None on success, else the process's last output."""
+    """Test in a separate process whether Horovod starts. Return None if it does, else the end of what it printed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
     if os.path.exists("/sys/class/net/lo"):
         environment["HOROVOD_GLOO_IFACE"] = "lo"
@@ -102,7 +115,18 @@ def probe() -> str | None:
 
 
 def build(target: recipe.Target, folder: Path) -> Path:
-    """Fetch, patch and build Horovod's source. Move the wheel into `folder`, which is in the cache; return its path."""
+    """Download Horovod's source, patch it, build a wheel, and copy the wheel to the cache.
+
+    Args:
+        target: The environment to build for.
+        folder: The wheel's folder in the cache.
+
+    Returns:
+        The path of the wheel in the cache.
+
+    Raises:
+        InstallError: A build tool is missing, or the download, a patch or the build failed.
+    """
     cmake = _find_tools()
     with tempfile.TemporaryDirectory(prefix="raysgd-horovod-") as scratch:
         source = fetch(Path(scratch))
@@ -123,7 +147,7 @@ def build(target: recipe.Target, folder: Path) -> Path:
 
 
 def fetch(scratch: Path) -> Path:
-    """Fetch the source package with pip, unpack it, and return the source folder."""
+    """Download Horovod's source package with pip into `scratch`, unpack it there, and return the source folder."""
     say(f"fetching the source package of Horovod {recipe.VERSION}")
     requirements = scratch / "requirements.txt"
     requirements.write_text(recipe.REQUIREMENT + "\n", encoding="utf-8")
@@ -139,7 +163,11 @@ def fetch(scratch: Path) -> Path:
 
 
 def mend_all(source: Path) -> None:
-    """Apply all patches to the files under `source`."""
+    """Apply all patches to Horovod's source files in the folder `source`.
+
+    Raises:
+        InstallError: A file is missing, or does not contain the text that a patch replaces.
+    """
     for mend in recipe.MENDS:
         path = source / mend.path
         try:
@@ -149,7 +177,10 @@ def mend_all(source: Path) -> None:
 
 
 def keep(wheel: Path, folder: Path) -> Path:
-    """Move the wheel into the cache folder atomically, so that concurrent builds do not interfere."""
+    """Copy the wheel to its folder in the cache, and return the path there.
+
+    The complete wheel appears in one step. Other processes, which may build the same wheel, never see half a file.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     copy = folder / f"{wheel.name}.{os.getpid()}"
     shutil.copyfile(wheel, copy)
@@ -159,12 +190,16 @@ def keep(wheel: Path, folder: Path) -> Path:
 
 
 def say(text: str) -> None:
-    """Print a progress message for the user."""
+    """Print a message about the progress of the installation."""
     print(f"horovod: {text}", flush=True)
 
 
 def _find_tools() -> str:
-    """Return the path of the CMake to use, after checking that all other build tools are available."""
+    """Check that this machine has all build tools, and return the path of the CMake to use.
+
+    Raises:
+        InstallError: A build tool is missing.
+    """
     candidates = [os.environ.get("HOROVOD_CMAKE"), str(Path(sys.executable).parent / "cmake"), shutil.which("cmake")]
     versions = {path: _answer(path) for path in candidates if path and shutil.which(path)}
     missing = recipe.missing_tools(lambda name: shutil.which(name) is not None, versions)

@@ -1,4 +1,7 @@
-"""The recipe for building Horovod: its source, patches and options, and the wheel's name in the cache. No I/O."""
+"""Defines how Horovod is built: the source package, patches, build options, and the wheel's folder in the cache.
+
+The functions only compute values. `install.py` reads and writes the files.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 VERSION = "0.28.1"
-# Hash of the source package that the patches below are written for. pip rejects any other package.
+# Hash of the source package that the patches below are written for. pip refuses a download with another hash.
 _SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 REQUIREMENT = f"horovod=={VERSION} --hash=sha256:{_SHA256}"
 MIN_CMAKE, TOO_NEW_CMAKE = (3, 13), (4, 0)
@@ -16,10 +19,10 @@ MIN_CMAKE, TOO_NEW_CMAKE = (3, 13), (4, 0)
 
 @dataclass(frozen=True)
 class Mend:
-    """One patch to the source.
+    """One patch to Horovod's source code.
 
     Attributes:
-        path: The file in the source package.
+        path: Path of the file to patch, relative to the source folder.
         old: The text to replace. It must occur exactly once.
         new: The text that replaces `old`.
         reason: Why the patch is needed.
@@ -31,10 +34,10 @@ class Mend:
     reason: str
 
     def applied_to(self, text: str) -> str:
-        """Return `text` with the patch applied.
+        """Return the contents of the file, `text`, with the patch applied.
 
         Raises:
-            ValueError: The old text does not occur exactly once, so the patch is for a different source.
+            ValueError: `text` does not contain `old` exactly once, so the patch was written for another source.
         """
         num_places = text.count(self.old)
         if num_places != 1:
@@ -117,19 +120,19 @@ _DEFAULTS = {
     "HOROVOD_WITHOUT_TENSORFLOW": "1",
     "HOROVOD_WITHOUT_MXNET": "1",
 }
-# Environment variables that control how Horovod is built. Other variables that start with HOROVOD_ affect only running
-# processes, so they are not part of the cache key.
+# Matches the environment variables that control how Horovod is built. Other variables that start with HOROVOD_ only
+# affect processes that run Horovod. A cached wheel can be used whatever their values are.
 _OPTIONS = re.compile(r"HOROVOD_(WITH|WITHOUT|GPU|CUDA|NCCL|ROCM|BUILD|CPU|ALLOW|DEBUG)(_|$)")
 
 
 @dataclass(frozen=True)
 class Target:
-    """The Python, platform and PyTorch that Horovod is built for.
+    """The environment that Horovod is built for.
 
     Attributes:
-        python: Python tag, such as "cp311".
-        platform: Platform, such as "linux-x86_64".
-        torch: PyTorch version, including its local part.
+        python: Tag of the Python version, such as "cp311".
+        platform: Operating system and processor, such as "linux-x86_64".
+        torch: PyTorch version, including the part after "+", such as "2.5.1+cu124".
         has_cuda: True if this PyTorch was built with CUDA.
     """
 
@@ -140,7 +143,14 @@ class Target:
 
 
 def options(target: Target, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return Horovod's build options: only PyTorch and Gloo, unless environment variables say otherwise."""
+    """Return the environment variables that select which parts of Horovod are built.
+
+    By default, only the support for PyTorch and Gloo is built. Build options in `environment` override this.
+
+    Args:
+        target: The environment to build for.
+        environment: The current environment variables.
+    """
     given = {name: value for name, value in environment.items() if _OPTIONS.match(name)}
     defaults = dict(_DEFAULTS) if target.has_cuda else {**_DEFAULTS, "HOROVOD_WITHOUT_CUDA": "1"}
     wanted = {name: value for name, value in defaults.items() if _opposite(name) not in given}
@@ -155,14 +165,14 @@ def _opposite(name: str) -> str:
 def build_environment(
     target: Target, environment: Mapping[str, str], cmake: str, folder_of_python: str, num_jobs: int
 ) -> dict[str, str]:
-    """Return the environment variables for the build.
+    """Return the environment variables for the process that builds Horovod.
 
     Args:
-        target: System and PyTorch to build for.
+        target: The environment to build for.
         environment: The current environment variables.
-        cmake: The CMake command to use.
-        folder_of_python: Folder to put first on the PATH, so that scripts find this Python environment.
-        num_jobs: Number of parallel compiler processes, unless MAKEFLAGS is set.
+        cmake: Path of the CMake to use.
+        folder_of_python: Folder of the Python executable. It is put first on the PATH, so that build scripts use it.
+        num_jobs: Number of parallel compiler processes. Ignored if the environment variable MAKEFLAGS is set.
     """
     return {
         **environment,
@@ -175,27 +185,30 @@ def build_environment(
 
 
 def local_version(target: Target, environment: Mapping[str, str]) -> str:
-    """Return the local part of the wheel's version, a hash of everything that affects the build."""
+    """Return the part of the wheel's version after "+", which is a hash of everything that affects the build."""
     text = repr((VERSION, MENDS, target, options(target, environment)))
     return f"raysgd.{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 
 
 def cache_key(target: Target, environment: Mapping[str, str]) -> str:
-    """Return the name of the wheel's folder in the cache."""
+    """Return the name of the folder in the cache that holds the wheel for this target and these build options."""
     return f"{VERSION}-{target.python}-{target.platform}-torch-{target.torch}-{local_version(target, environment)}"
 
 
 def cache_folder(environment: Mapping[str, str], home: str) -> str:
-    """Return the cache folder: `RAYSGD_CACHE` if set, else a folder in the user's cache folder."""
+    """Return the path of raysgd's cache folder, which the environment variable `RAYSGD_CACHE` may set.
+
+    By default, it is the folder `raysgd` in the user's cache folder.
+    """
     return environment.get("RAYSGD_CACHE") or f"{environment.get('XDG_CACHE_HOME') or f'{home}/.cache'}/raysgd"
 
 
 def missing_tools(has_command: Callable[[str], bool], cmake_versions: Mapping[str, str]) -> list[str]:
-    """Return a message for each tool that the build needs but this machine lacks, with advice.
+    """Return a message for each tool that the build needs and this machine lacks. It says how to install the tool.
 
     Args:
-        has_command: Returns True if a command exists.
-        cmake_versions: Output of `--version` for each CMake found.
+        has_command: Function that returns True if this machine has a command with the given name.
+        cmake_versions: For the path of each CMake on this machine, what it prints with `--version`.
     """
     missing = []
     if not any(has_command(name) for name in ("c++", "g++", "clang++")):
@@ -210,7 +223,11 @@ def missing_tools(has_command: Callable[[str], bool], cmake_versions: Mapping[st
 
 
 def usable_cmake(cmake_versions: Mapping[str, str]) -> str | None:
-    """Return the path of the first CMake with a suitable version, or None."""
+    """Return the path of the first CMake that can build Horovod (3.13 or later, before 4), or None.
+
+    Args:
+        cmake_versions: For the path of each CMake on this machine, what it prints with `--version`.
+    """
     for path, text in cmake_versions.items():
         found = re.search(r"version (\d+)\.(\d+)", text)
         if found and MIN_CMAKE <= (int(found[1]), int(found[2])) < TOO_NEW_CMAKE:

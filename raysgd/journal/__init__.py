@@ -1,23 +1,23 @@
-"""The journal of a run: a record of each step's samples, loss and gradient norm.
+"""The journal of a run: a record of the samples, the loss and the gradient norm of each step.
 
-`fit` writes the journal to `journal/` in the run's folder. It is plain data, and small: 16 bytes per step, and one line
-for each leg. A leg is a part of an epoch that one group of workers ran. The journal does not list samples, because a
-seed and the epoch number determine their order. The leg's line records where in that order the leg starts and how its
-samples are sharded over the workers.
+`fit` writes the journal to the folder `journal` in the run's folder. It is plain data, and small: 16 bytes per batch of
+a worker, and one line for each leg. A leg is a part of an epoch that one group of workers has run. The journal does not
+list samples, because their order follows from a seed and the number of the epoch. The line of a leg says where in that
+order the leg starts, and how its samples are divided over the workers.
 
 `journal.jsonl` has one JSON object per line:
 
-- `run`: a program starts or resumes the run, with its config and options;
-- `leg`: a group of workers starts to train at a step. This line invalidates earlier lines about later steps;
-- `checkpoint`: a file was saved after a step.
+- `run`: a program starts or resumes the run. The line has the program's config and options.
+- `leg`: a group of workers starts to train at a step. Earlier lines about later steps are then no longer valid.
+- `checkpoint`: a checkpoint file was saved after a step.
 
 `steps.bin` has one record per batch of a worker. All fields are little-endian floating-point numbers:
 
 - loss (8 bytes): the mean over all samples of the step that ends with this batch;
 - norm (4 bytes): the norm of the step's gradients, or -1 if nothing computed it;
-- weight (4 bytes): the weight of the mean, such as the number of samples. 0 if no step ends with this batch, -1 if no
-  loss counted in the step.
+- weight (4 bytes): the weight of the mean, such as the number of samples. 0 if no step ends with this batch, and -1 if
+  the step has no loss.
 
-This package writes and reads the journal, independently of any framework. `raysgd.replay` finds the samples and repeats
-steps. Runs without a folder import neither package.
+This package writes and reads the journal. `raysgd.replay` finds the samples of a step and repeats steps. Runs without a
+folder import neither package.
 """

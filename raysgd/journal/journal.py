@@ -1,4 +1,4 @@
-"""Writes and reads the two files of a journal. Reading is safe: it executes no code from the files."""
+"""Writes and reads the two files of a journal, the record of a run's steps. Reading runs no code from the files."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step of a run.
+    """What the journal holds about one step of a run.
 
     Attributes:
-        step: Number of the step: the number of its last batch on each worker, counted from 1 over all epochs.
-        loss: Mean loss over all samples; NaN if the step reported no loss.
-        norm: Norm of the gradients before clipping; None if nothing computed it.
-        weight: Weight of the mean, such as the number of samples; -1 if no loss counted.
+        step: Number of the step. A step has the number of its last batch on each worker, counted from 1 over all
+            epochs.
+        loss: Mean loss over all samples of the step, or NaN if the step has no loss.
+        norm: Norm of the gradients before clipping, or None if nothing has computed it.
+        weight: Weight of the mean loss, such as the number of samples, or -1 if the step has no loss.
     """
 
     step: int
@@ -41,13 +42,13 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Leg:
-    """A leg: a part of an epoch that one group of workers ran.
+    """A leg: a part of an epoch that one group of workers has run.
 
     Attributes:
         after: Number of the step after which the leg starts.
-        entry: The leg's line in the journal.
-        run: The journal line of the program that ran the leg.
-        until: Number of the leg's last step.
+        entry: The line of the journal that describes the leg.
+        run: The line of the journal that describes the program that has run the leg.
+        until: Number of the last step of the leg.
     """
 
     after: int
@@ -57,16 +58,16 @@ class Leg:
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch, from 1."""
+        """Number of the epoch to which the leg belongs, from 1."""
         return int(self.entry["pass"]) + 1
 
 
 class JournalWriter:
-    """Writes a journal. When a run goes back to an earlier step, new records replace the later ones.
+    """Writes the journal of a run. When the run goes back to an earlier step, records of later steps are replaced.
 
     Args:
-        folder: The run's folder.
-        header: The journal line that describes this program, without `kind` and `format`.
+        folder: The folder of the run.
+        header: The line of the journal that describes this program, without `kind` and `format`.
     """
 
     def __init__(self, folder: Path, header: Line) -> None:
@@ -74,7 +75,10 @@ class JournalWriter:
         self._has_begun = False
 
     def begin_leg(self, entry: Line) -> None:
-        """Record that a worker group starts to train at a step, and remove earlier records of later steps.
+        """Record that a group of workers starts to train at a step, and remove earlier records of later steps.
+
+        Args:
+            entry: The line for the journal without `kind`. Its entry "step" is the step after which the group starts.
 
         Raises:
             OSError: A file cannot be written.
@@ -83,7 +87,7 @@ class JournalWriter:
         self._folder.mkdir(parents=True, exist_ok=True)
         lines, steps = self._folder / LINES_FILE, self._folder / STEPS_FILE
         if not self._has_begun:
-            if after == 0:  # a run that starts at step 0 replaces the previous run in this folder
+            if after == 0:  # a run that starts at step 0 replaces the journal of an earlier run in this folder
                 lines.unlink(missing_ok=True)
             self._append({"kind": RUN, "format": FORMAT, **self._header})
             self._has_begun = True
@@ -94,18 +98,24 @@ class JournalWriter:
         self._append({"kind": LEG, **entry})
 
     def write_steps(self, records: Sequence[StepRecord]) -> None:
-        """Write step records, given in any order.
+        """Write the records of some steps, in any order.
 
         Raises:
             OSError: The file cannot be written.
         """
         with (self._folder / STEPS_FILE).open("r+b") as file:
             for each in records:
-                file.seek((each.step - 1) * _STEP.size)  # seeking fills gaps with zeros: weight 0 means no step
+                # Writing beyond the end of the file fills the gap with zeros. A weight of 0 means that there is no
+                # step.
+                file.seek((each.step - 1) * _STEP.size)
                 file.write(_STEP.pack(each.loss, NO_NORM if each.norm is None else each.norm, each.weight))
 
     def note_checkpoint(self, location: str, step: int) -> None:
-        """Record that a checkpoint was saved after a step. Do nothing if no worker group has started to train yet.
+        """Record that a checkpoint was saved after a step. Do nothing if no worker has started to train yet.
+
+        Args:
+            location: Path or URI of the checkpoint. A path is relative to the folder of the run.
+            step: Number of the step.
 
         Raises:
             OSError: The file cannot be written.
@@ -119,16 +129,17 @@ class JournalWriter:
 
 
 class Journal:
-    """The journal of a run, read from disk.
+    """The journal of a run, read from the files in the folder of the run.
 
     Args:
-        folder: The run's folder.
+        folder: The folder of the run.
 
     Attributes:
-        folder: The run's folder.
-        legs: The parts of epochs that one worker group ran, in step order, without parts that were repeated later.
-        checkpoints: Locations of checkpoints by the step after which they were saved.
-        steps: Loss, norm and weight of each batch, as a structured array.
+        folder: The folder of the run.
+        legs: The legs of the run, in the order of steps. A leg is a part of an epoch that one group of workers has run.
+            Steps that were repeated later are left out.
+        checkpoints: Paths or URIs of checkpoints, by the step after which they were saved.
+        steps: Loss, norm and weight for each batch of a worker, as a structured array.
 
     Raises:
         FileNotFoundError: The folder has no journal.
@@ -165,19 +176,19 @@ class Journal:
 
     @property
     def last_step(self) -> int:
-        """Number of the last step; 0 if the journal has no steps."""
+        """Number of the last step, or 0 if the journal has no steps."""
         taken = np.flatnonzero(self.steps["weight"])
         return int(taken[-1]) + 1 if len(taken) else 0
 
     def step(self, number: int) -> StepRecord | None:
-        """Return the record of a step; None if the journal has no step with this number."""
+        """Return the record of a step, or None if the journal has no step with this number."""
         if not 1 <= number <= len(self.steps) or not self.steps["weight"][number - 1]:
             return None
         loss, norm, weight = self.steps[number - 1].tolist()
         return StepRecord(number, loss, None if norm == NO_NORM else norm, weight)
 
     def numbers(self) -> list[int]:
-        """Return the numbers of all steps, in order."""
+        """Return the numbers of all steps in the journal, in ascending order."""
         return [int(place) + 1 for place in np.flatnonzero(self.steps["weight"])]
 
     def check_step(self, number: int) -> StepRecord:
@@ -200,11 +211,14 @@ class Journal:
         )
 
     def leg_of(self, number: int) -> Leg:
-        """Return the leg of a step: the part of an epoch, run by one worker group, that contains the step."""
+        """Return the leg that contains a step. A leg is a part of an epoch that one group of workers has run."""
         return next(each for each in reversed(self.legs) if each.after < number)
 
     def begin_of(self, number: int) -> int:
-        """Return the number of the last batch before a step. With gradient accumulation, a step has several batches."""
+        """Return the number of the last batch before the batches of a step.
+
+        With gradient accumulation, a step has several batches.
+        """
         leg = self.leg_of(number)
         taken = np.flatnonzero(self.steps["weight"][leg.after : number - 1])
         return leg.after + (int(taken[-1]) + 1 if len(taken) else 0)

@@ -1,4 +1,4 @@
-"""Finds jumps: steps at which the loss left its usual range. Depends only on the losses.
+"""Finds jumps in the loss of a run: steps at which the loss has left its usual range.
 
 A step jumps if its loss is not finite, or too far above the median of the last 20 steps. The distance is measured
 between logarithms, or between the losses if one is negative. The median follows the loss, so a quickly falling loss
@@ -30,9 +30,9 @@ FEWEST = 20
 _NEAR, _FEWEST_NEAR = 20, 5
 _TIMES_FARTHEST = 3.0
 _TIMES_USUAL = 10.0
-_OUTLIERS_OF = 100  # the range ignores one outlier, plus one outlier per 100 steps
-_LEAST = 0.1  # an increase by at most 10 % is no jump, however steady the loss was before
-_MOST = math.log(1000)  # an increase by over 1,000 times is a jump, however noisy the loss was before
+_OUTLIERS_OF = 100  # the usual range ignores one outlier, and one more outlier per 100 steps
+_LEAST = 0.1  # an increase of the loss by at most 10 % is no jump, even if the loss was steady before
+_MOST = math.log(1000)  # an increase of the loss by a factor of over 1,000 is a jump, even if the loss was noisy before
 _TOGETHER = 5
 _NEW_RANGE = 100
 _LEAST_LOSS = 1e-12
@@ -45,9 +45,10 @@ class Jump:
     Attributes:
         first: Index of the jump's first step.
         last: Index of the jump's last step.
-        highest: The highest loss; NaN or infinity if a loss was not finite.
-        usual: Median of the losses before the jump; NaN if there were too few losses.
-        limit: The highest loss that would have been in the range; NaN if there were too few losses before.
+        highest: The highest loss in these steps, or NaN or infinity if a loss was not finite.
+        usual: Median of the losses before the jump, or NaN if there were too few losses before.
+        limit: The highest loss that would still have been in the usual range, or NaN if there were too few losses
+            before.
     """
 
     first: int
@@ -58,7 +59,7 @@ class Jump:
 
 
 class _Range:
-    """Stores recent losses and computes from them the usual range for the next loss."""
+    """The usual range of the loss, which is computed from recent losses."""
 
     def __init__(self) -> None:
         self._begin()
@@ -93,7 +94,7 @@ class _Range:
 
     @property
     def limit(self) -> float:
-        """The highest loss that does not count as a jump; NaN if too few losses are known."""
+        """The highest next loss that is no jump, or NaN if too few losses are known."""
         if not self._is_known:
             return math.nan
         farthest = self._sorted[-2 - len(self._sorted) // _OUTLIERS_OF]
@@ -133,7 +134,10 @@ def find_jumps(losses: Sequence[float]) -> list[Jump]:
 
 
 def _scale_of(losses: Sequence[float]) -> tuple[_Function, _Function]:
-    """Return the functions that convert losses to and from a logarithmic scale; `float` twice if a loss is negative."""
+    """Return a function that converts a loss to a logarithmic scale, and a function that converts it back.
+
+    If a loss is negative, both functions leave losses unchanged.
+    """
     if any(math.isfinite(loss) and loss < 0 for loss in losses):
         return float, float
     return (lambda loss: math.log(max(loss, _LEAST_LOSS))), math.exp

@@ -1,4 +1,4 @@
-"""Fetches the reports of all workers during training, merges them step by step, and writes the journal."""
+"""Writes the journal of a run in the driver: fetches what the workers record about each step, and merges it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NOT_OPTIONS = {
 
 @dataclass
 class _OpenStep:
-    """The reports of one step that have arrived from workers so far, keyed by each worker's recorder name."""
+    """The reports about one step that have arrived from workers so far, by the name of each worker's recorder."""
 
     attempt: Attempt
     parts: dict[str, StepReport] = field(default_factory=dict)
@@ -50,35 +50,36 @@ class _OpenStep:
 
 
 def _sum(numbers: Iterable[float]) -> float:
-    """Return the correctly rounded sum, which does not depend on how samples are sharded over workers."""
+    """Return the correctly rounded sum, which does not depend on the order of the numbers."""
     values = list(numbers)
     return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 
 
 class StepBook:
-    """Merges the workers' reports into step records, without any I/O.
+    """Merges the reports of all workers about each step into one record of the step.
 
-    After a failure, workers retry a call in a new attempt that repeats some steps. Its reports replace earlier
-    attempts' reports of the repeated steps.
+    After a failure, workers run a training call again in a new attempt, which repeats some steps. The reports of the
+    new attempt then replace those of earlier attempts about the same steps.
     """
 
     def __init__(self) -> None:
         self._newest: Attempt = (0, 0)
-        # For each attempt, the step after which it starts and its number of workers.
+        # For each attempt: the step after which the attempt starts, and its number of workers.
         self._began: dict[Attempt, tuple[int, int]] = {}
         self._open: dict[int, _OpenStep] = {}
         self.last_step = 0
 
     def add(self, name: str, report: Report) -> Mapping[str, Any] | StepRecord | None:
-        """Add a report.
+        """Add a report of a worker.
 
         Args:
-            name: Name of the recorder, the object in one worker that made the report.
-            report: The start of a leg (a part of an epoch that one worker group runs), or a worker's part of a step.
+            name: Name of the recorder, the object in the worker that has made the report.
+            report: A report about a step, or about the start of a leg (a part of an epoch that one group of workers
+                runs).
 
         Returns:
-            The journal entry of a new leg, the record of a step from the reports so far, or None for an outdated or
-            repeated report.
+            The line for the journal if a new leg starts, or the record of the step from all reports so far. None if the
+            report is outdated or was added before.
         """
         if isinstance(report, LegReport):
             return self._begin(report)
@@ -99,7 +100,7 @@ class StepBook:
         before, self._newest = self._newest, report.attempt
         self._began[report.attempt] = after, int(report.entry["num_workers"])
         self._began = {attempt: begin for attempt, begin in self._began.items() if begin[0] <= after}
-        # Survivors may still send missing reports of the previous attempt. No worker sends those of older attempts.
+        # Workers that survived a failure may still send reports of the previous attempt, but none of older attempts.
         self._open = {step: each for step, each in self._open.items() if step <= after and each.attempt >= before}
         self.last_step = after
         return report.entry
@@ -109,15 +110,17 @@ class StepBook:
 
 
 class JournalKeeper:
-    """Writes the journal of one run. If a file cannot be written, the journal ends with a warning; the run continues.
+    """Writes the journal of one run while the run trains.
+
+    If a file cannot be written, the journal ends there with a warning, and the run continues.
 
     Args:
-        folder: Function that returns the run's folder.
-        controller: The controller of the workers.
-        header: Function that returns the journal line of this program, from `header_of`.
+        folder: Function that returns the folder of the run.
+        controller: Controller of the workers.
+        header: Function that returns the line of the journal that describes this program, as `header_of` does.
 
     Attributes:
-        recorder: The callback to install in the workers.
+        recorder: The worker callback that records the steps in each worker.
     """
 
     def __init__(
@@ -131,11 +134,14 @@ class JournalKeeper:
 
     @property
     def folder(self) -> str:
-        """The run's folder."""
+        """The folder of the run."""
         return str(self._folder())
 
     def __call__(self, progress: CallProgress) -> None:
-        """Fetch new step reports from the workers, at most once a second and at the end of a training call."""
+        """Fetch new reports about steps from the workers, once a second and at the end of a training call.
+
+        This object is registered as a listener, which receives the progress of calls several times a second.
+        """
         if progress.kind == "train" and (progress.is_done or time.monotonic() > self._fetched_at + _FETCH_EVERY_S):
             self.fetch()
 
@@ -149,7 +155,7 @@ class JournalKeeper:
         for each in asked:
             try:
                 found.append(each.result(1.0))
-            except Exception as error:  # the next fetch asks again for these reports, unless the worker is lost
+            except Exception as error:  # only log the error, because these reports are asked for again in a second
                 logger.debug("no news of the steps: %s", error)
         self._fetched_at = time.monotonic()
         try:
@@ -161,7 +167,9 @@ class JournalKeeper:
     def _write(self, found: list[tuple[str, list[tuple[int, Report]]]]) -> None:
         """Write reports to the journal.
 
-        Ranks report at different times, so write the start of each attempt before its steps.
+        Args:
+            found: For each worker, the name of its recorder and its numbered reports. The reports are sorted, so that
+                the start of an attempt is written before its steps.
         """
         records = dict[int, StepRecord]()
         reports = [(name, report) for name, each in found for _, report in each]
@@ -187,11 +195,17 @@ class JournalKeeper:
 
     @property
     def last_step(self) -> int:
-        """Number of the last step whose losses the driver has."""
+        """Number of the last step about which the driver has a report."""
         return self._book.last_step
 
     def note_checkpoint(self, location: str, step: int | None) -> None:
-        """Record that a checkpoint was saved after step `step`, or after the last reported step if `step` is None."""
+        """Write to the journal that a checkpoint was saved.
+
+        Args:
+            location: Path or URI of the checkpoint.
+            step: Number of the step after which the state was saved. None for the last step about which the driver has
+                a report.
+        """
         if self._writer is None or self._is_off:
             return
         at = self._relative(location)
@@ -201,7 +215,7 @@ class JournalKeeper:
             logger.warning("the journal does not say that %s was saved: %s", at, error)
 
     def _relative(self, location: str) -> str:
-        """Make a path inside the run's folder relative to the folder, so that the folder can be moved."""
+        """Make a path in the folder of the run relative to this folder, so that the user can move the folder."""
         try:
             return str(Path(location).expanduser().absolute().relative_to(self._folder()))
         except ValueError:
@@ -209,7 +223,13 @@ class JournalKeeper:
 
 
 def header_of(settings: Any) -> dict[str, Any]:
-    """Return the journal line that describes a program: operator, config and options, as plain data without secrets."""
+    """Return the line of the journal that describes the program: its operator class, config and options.
+
+    The line is plain data without secrets.
+
+    Args:
+        settings: The settings of the trainer.
+    """
     operator_cls, given = settings.training_operator_cls, dict(settings.config)
     shown = masked(given)
     kept = {str(name) for name, value in given.items() if _is_plain(value) and shown.get(name) == value}
@@ -230,7 +250,7 @@ def header_of(settings: Any) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if a value survives a round trip through JSON unchanged."""
+    """Return True if a value can be written as JSON and read again without a change."""
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, dict):

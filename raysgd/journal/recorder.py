@@ -1,4 +1,7 @@
-"""Records each step's loss in the workers, without waiting for the device, until the driver fetches it."""
+"""Records the loss and the gradient norm of each step in every worker, for the journal of the run.
+
+The values stay in the worker until the driver fetches them. Recording does not wait for the GPU.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,18 @@ _MOST_WAITING = 100_000
 TRAIN_LOSS = "train_loss"
 _WEIGHT_OF_TRAIN_LOSS = weight_of(TRAIN_LOSS)
 Attempt = tuple[int, int]
-"""Numbers of the training call and of the attempt to run it. Equal on all ranks; later attempts compare greater."""
+"""The number of a training call, and the number of the attempt to run this call. A later attempt is greater.
+
+All ranks have the same numbers.
+"""
 
 
 class LegReport(NamedTuple):
-    """Report that a worker starts a leg: it starts a new epoch, or continues an epoch in a new worker group.
+    """Report that a worker starts a leg: it starts an epoch, or continues an epoch in a new group of workers.
 
     Attributes:
-        attempt: The attempt at a training call that the leg belongs to.
-        entry: The leg's journal entry, as plain data.
+        attempt: The attempt at a training call in which the leg starts.
+        entry: The line for the journal that describes the leg, as plain data.
     """
 
     attempt: Attempt
@@ -31,14 +37,14 @@ class LegReport(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """One worker's part of a step.
+    """Report of one worker about a step.
 
     Attributes:
         attempt: The attempt at a training call in which the step was taken.
         step: Number of the step.
-        total: Weighted sum of the losses of the worker's batches.
+        total: Weighted sum of the losses of this worker's batches in the step.
         weight: Sum of the weights.
-        norm: Norm of the gradients over all workers; None if nothing computed it.
+        norm: Norm of the gradients, which are averaged over all workers. None if nothing has computed the norm.
     """
 
     attempt: Attempt
@@ -49,7 +55,7 @@ class StepReport(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """Values of one step, which may still be on a device: each batch's loss and weight, and the gradient norms."""
+    """The values of one step, which may still be on a GPU: loss and weight of each batch, and the gradient norms."""
 
     attempt: Attempt
     step: int
@@ -61,7 +67,10 @@ Report = LegReport | StepReport
 
 
 class StepRecorder(WorkerCallback):
-    """Records the losses and gradient norms of a worker's steps. Keeps numbered reports until the driver has them."""
+    """Worker callback that records the losses and gradient norms of this worker's steps.
+
+    Each report has a number, and is kept until the driver has it.
+    """
 
     def on_begin(self, operator: Any) -> None:
         self.name = uuid.uuid4().hex
@@ -77,11 +86,11 @@ class StepRecorder(WorkerCallback):
     def _on_leg(self, operator: Any, leg: Mapping[str, Any]) -> None:
         call, number = leg["attempt"]
         self._attempt, self._is_off = (call, number), leg["obstacle"] is not None
-        self._begin_step()  # an interrupted step is repeated
+        self._begin_step()  # discard the values of an interrupted step, which is repeated
         self._report(LegReport(self._attempt, leg))
 
     def _on_norm(self, norm: Any) -> None:
-        if norm is not None and not hasattr(norm, "full_tensor"):  # reading a sharded tensor would run a collective
+        if norm is not None and not hasattr(norm, "full_tensor"):  # reading a sharded tensor would need all ranks
             self._norms.append(_kept(norm))
 
     def _on_batch(self, operator: Any, metrics: Any, is_boundary: bool) -> None:
@@ -98,13 +107,13 @@ class StepRecorder(WorkerCallback):
         self._reports.append((self._num_reports, report))
 
     def reports(self, after: int, to_floats: ToFloats) -> list[tuple[int, Report]]:
-        """Return the reports with numbers above `after`, and discard all other reports.
+        """Return the reports that the driver does not have yet, and discard all earlier reports.
 
-        Runs in a second thread, and may wait for a device.
+        A second thread of the worker calls this method, because reading values may wait for the GPU.
 
         Args:
             after: Number of the last report that the driver has.
-            to_floats: Reads a list of one-element tensors.
+            to_floats: Function that converts a list of one-element tensors to floats.
         """
         while self._reports and self._reports[0][0] <= after:
             self._reports.popleft()
@@ -115,11 +124,11 @@ class StepRecorder(WorkerCallback):
 
 
 def reports_after(replica: Any, received: Mapping[str, int]) -> tuple[str, list[tuple[int, Report]]]:
-    """Return the name of a worker's recorder, and the reports that the driver does not have yet.
+    """Return the name of the recorder in a worker, and those of its reports that the driver does not have yet.
 
     Args:
-        replica: The worker's replica.
-        received: Number of the last report that the driver has, by recorder name.
+        replica: The object in the worker that holds the training operator.
+        received: For each recorder, the number of the last report that the driver has.
     """
     internals = replica.operator._raysgd
     found: StepRecorder | None = internals.callbacks.of_kind(StepRecorder)
@@ -129,7 +138,7 @@ def reports_after(replica: Any, received: Mapping[str, int]) -> tuple[str, list[
 
 
 def _loss_of(metrics: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the loss of a batch and the loss's weight. If no metric is a loss, return NaN and 0."""
+    """Return the loss of a batch and its weight in the mean loss. If no metric is a loss, return NaN and 0."""
     name = TRAIN_LOSS if TRAIN_LOSS in metrics else _name_of_loss(metrics)
     if name is None:
         return math.nan, 0
@@ -146,12 +155,15 @@ def _name_of_loss(metrics: Mapping[str, Any]) -> str | None:
 
 
 def _kept(value: Any) -> Any:
-    """Return a number unchanged, but copy a tensor on a device, because user code may change the tensor in place."""
+    """Return a number, or a copy of a tensor on a GPU, because the user's code may change the tensor in place.
+
+    Return NaN for any other value.
+    """
     try:
         if not hasattr(value, "detach"):
             return float(value)
         return value.item() if getattr(value, "is_cpu", False) else value.detach().reshape(()).clone()
-    except (TypeError, ValueError, RuntimeError):  # not a single number
+    except (TypeError, ValueError, RuntimeError):  # the value is not a single number
         return math.nan
 
 
@@ -163,7 +175,7 @@ def _values_of(waiting: _Waiting) -> Iterator[Any]:
 
 
 def _read(values: Sequence[Any], to_floats: ToFloats) -> list[float]:
-    """Convert numbers and tensors to floats. Read all tensors together."""
+    """Convert numbers and tensors to floats. All tensors are read from the GPU together."""
     tensors = [value for value in values if hasattr(value, "detach")]
     read = iter(to_floats(tensors) if tensors else ())
     return [next(read) if hasattr(value, "detach") else float(value) for value in values]
@@ -172,7 +184,7 @@ def _read(values: Sequence[Any], to_floats: ToFloats) -> list[float]:
 def _as_report(waiting: _Waiting, numbers: Iterator[float]) -> StepReport:
     batches = [(next(numbers), next(numbers)) for _ in waiting.batches]
     norms = [next(numbers) for _ in waiting.norms]
-    # Skip padding, whose loss is meaningless.
+    # Leave out padding batches, whose samples do not count. Their weight is 0.
     counted = [(loss * weight, weight) for loss, weight in batches if weight > 0]
     total, weight = math.fsum(each for each, _ in counted), math.fsum(each for _, each in counted)
     return StepReport(waiting.attempt, waiting.step, total, weight, max(norms, key=_by_size) if norms else None)

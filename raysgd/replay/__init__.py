@@ -1,9 +1,11 @@
-"""Tools to investigate a run: the samples of a step, the jumps of the loss, and a replay of the training.
+"""Functions to investigate a past run.
 
-`why` and `find_jumps` read the run's journal (see `raysgd.journal`). `replay` repeats a part of the run in one process,
-up to a given step, and compares each loss with the journal. `bisect` finds the first step at which two runs differ.
+`why` shows the samples and the loss of a step, and `find_jumps` finds steps at which the loss has jumped. Both read the
+journal of the run (see `raysgd.journal`). `replay` repeats a part of the run in one process, up to a given step, and
+compares each loss with the journal. `bisect` finds the first step at which two runs differ.
 
-A run's folder may come from an untrusted source. Nothing in it is executed or unpickled: you name the program to run.
+The folder of a run may come from someone else. Nothing in the folder is executed or unpickled. Only the program that
+you name is run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`bisect`: finds the first step at which two runs differ, and what differs."""
+"""`bisect`: finds the first step at which two runs differ, and what differs there."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class Difference:
     """The first difference between two runs.
 
     Attributes:
-        step: The first step that differs; None if all steps are equal.
-        what: "samples", "loss", "norm", or "weights" (after the step).
-        parameter: Name of the first parameter that differs after the step. None if the runs were not replayed, or the
-            replays have equal weights.
-        left: If the replays of both runs are equal, "A" or "B": the run that differs from its own replay. Otherwise
+        step: The first step that differs, or None if all steps are equal.
+        what: What differs: "samples", "loss", "norm", or "weights" (the weights after the step).
+        parameter: Name of the first parameter that differs after the step. None if the runs were not replayed, or if
+            the replays have equal weights.
+        left: If the replays of both runs are equal, the run that differs from its own replay: "A" or "B". Otherwise,
             None.
-        values: The losses or norms of run A and run B.
+        values: The losses or norms of the step in run A and in run B.
         num_steps: Number of steps that were compared.
-        equal_at: The last step after which checkpoints of both runs have the same weights; None if no pair of
-            checkpoints has.
-        different_at: The first step after which checkpoints of both runs have different weights; None if no pair of
-            checkpoints has.
+        equal_at: The last step after which both runs have saved a checkpoint with the same weights. None if there is no
+            such step.
+        different_at: The first step after which both runs have saved a checkpoint, but with different weights. None if
+            there is no such step.
         was_replayed: True if the steps were replayed.
     """
 
@@ -52,7 +52,7 @@ class Difference:
     was_replayed: bool = False
 
     def __str__(self) -> str:
-        """Return a description of the difference."""
+        """Return a description of the difference as text."""
         lines = []
         if self.step is None:
             lines.append(f"no difference in {self.num_steps} steps")
@@ -89,14 +89,14 @@ def bisect(
 ) -> Difference:
     """Find the first step at which two runs differ.
 
-    The journals show the first step at which samples, loss or norm differ. With a program, both runs are replayed from
-    the last checkpoint that is equal in both, and their weights are compared after each step.
+    The journals of the runs show the first step at which samples, loss or gradient norm differ. With a program, both
+    runs are replayed from the last checkpoint that is equal in both, and their weights are compared after each step.
 
     Args:
-        run_a: The first run's folder or history.
-        run_b: The second run's folder or history.
+        run_a: The folder or the history of the first run.
+        run_b: The folder or the history of the second run.
         program: The operator class of the runs, or its location, such as "train.py:MyOperator". Default: compare only
-            the files.
+            the files, and replay nothing.
         program_b: The operator class of the second run, or its location, if it differs from `program`.
         config: Config entries that are missing from the journals.
 
@@ -132,9 +132,10 @@ def _first_in_journals(first: Journal, second: Journal, common: list[int]) -> Di
 
 
 def _differing(one: StepRecord, other: StepRecord) -> str | None:
-    """Return which field of two step records differs. Compare losses only if both mean losses have the same weight.
+    """Return what differs between the records of a step in two runs, "loss" or "norm", or None if nothing does.
 
-    If a worker was lost before it reported its part of a step, the mean loss has a lower weight.
+    Losses are compared only if both mean losses have the same weight. The weight is lower if a worker was lost before
+    it had reported its part of the step.
     """
     if one.weight == other.weight and not _is_same(one.loss, other.loss):
         return LOSS
@@ -147,9 +148,16 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _compared_checkpoints(first: Journal, second: Journal, until: int) -> tuple[int | None, int | None]:
-    """Return the last step at which both runs' checkpoints have equal weights, and the first at which they differ.
+    """Compare the weights in checkpoints that both runs have saved after the same step.
 
-    A step is None if no checkpoints were saved at it, or none match the description.
+    Args:
+        first: Journal of the first run.
+        second: Journal of the second run.
+        until: The last step to compare.
+
+    Returns:
+        The last step after which the weights are equal, and the first step after which they differ. None if there is no
+        such step.
     """
     equal_at = different_at = None
     for step in sorted({*first.checkpoints} & {*second.checkpoints}):
@@ -164,7 +172,10 @@ def _compared_checkpoints(first: Journal, second: Journal, until: int) -> tuple[
 
 
 def _weights_at(journal: Journal, step: int) -> Any:
-    """Return the model weights in a checkpoint; None if its file was deleted or is in cloud storage."""
+    """Return the weights in the checkpoint that a run saved after a step.
+
+    Return None if the file was deleted, or if it is in remote storage.
+    """
     path = journal.folder / journal.checkpoints[step]
     return checkpoint_file.read(path)["models"] if "://" not in journal.checkpoints[step] and path.is_file() else None
 
@@ -184,13 +195,13 @@ def _digest(tensor: torch.Tensor) -> bytes:
 
 
 class _WeightsOfSteps(WorkerCallback):
-    """Records a digest of each parameter and buffer after each step."""
+    """Worker callback that records a hash of each parameter and buffer after each step."""
 
     def __init__(self) -> None:
         self.after: dict[int, dict[str, bytes]] = {}
 
     def __deepcopy__(self, memo: Any) -> _WeightsOfSteps:
-        return self  # the replay runs in this process
+        return self  # no copy: the replay runs in this process, which reads `after` later
 
     def on_step_end(self, operator: Any, step: int, metrics: Any) -> None:
         self.after[step] = _digests([model.state_dict() for model in models_of(operator)])
@@ -220,7 +231,7 @@ def _by_replays(
     if len(left) != 1:
         return found
     seen = replayed["AB".index(left[0])].first_different
-    # The loss of a step is computed with the weights from the previous step.
+    # A step computes its loss with the weights that the previous step has left. So these weights differ first.
     if found.what == LOSS and seen == found.step:
         earlier = [number for number in first.numbers() if number < found.step]
         return Difference(earlier[-1], WEIGHTS, left=left[0]) if earlier else Difference(found.step, LOSS, left=left[0])

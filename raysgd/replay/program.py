@@ -1,6 +1,6 @@
-"""Runs the user's operator class in a one-process trainer that splits global batches as the original run did.
+"""Creates trainers in this process that repeat the steps of a past run with the user's operator class.
 
-Only the user decides which code runs. The run's folder provides plain data: the config and the options.
+Only the user decides which code runs. The folder of the run provides plain data: the config and the options.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _OPTIONS = ("seed", "add_dist_sampler", "scheduler_step_freq", "use_fp16", "prec
 
 
 def load_class(program: str | type[TrainingOperator]) -> type[TrainingOperator]:
-    """Return an operator class, importing it if necessary.
+    """Return the operator class that the user names, and import it if necessary.
 
     Args:
-        program: The class, or its location: `train.py:MyOperator` or `package.module:MyOperator`.
+        program: The class, or its location, such as `train.py:MyOperator` or `package.module:MyOperator`.
 
     Raises:
         ValueError: The class was not found, or is not a `TrainingOperator`.
@@ -62,7 +62,7 @@ def _module(place: str, program: str) -> Any:
     if not path.is_file():
         raise ValueError(f"`--program {program}`: there is no file `{place}`.")
     folder = str(path.resolve().parent)
-    if folder not in sys.path:  # as Python does for a script, so that the file can import modules next to it
+    if folder not in sys.path:  # as Python does for a script, so that the file can import modules in the same folder
         sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None, "the file is there"
@@ -73,7 +73,7 @@ def _module(place: str, program: str) -> Any:
 
 
 class _Trainer(TorchTrainer):
-    """A one-process trainer that splits global batches exactly as the run's workers did."""
+    """A trainer in this process that splits global batches exactly as the workers of the past run did."""
 
     _batch_options: BatchOptions
 
@@ -82,11 +82,11 @@ class _Trainer(TorchTrainer):
 
 
 class Program:
-    """The user's operator class and config for a run, from which trainers that repeat its steps are created.
+    """The user's operator class and config, from which trainers are created that repeat the steps of a past run.
 
     Args:
         operator: The operator class, or its location, such as "train.py:MyOperator".
-        config: Entries to add to the config in the journal, which omits objects and secrets.
+        config: Entries to add to the config in the journal, in which objects and secrets are missing.
     """
 
     def __init__(self, operator: str | type[TrainingOperator], config: Mapping[str, Any] | None = None) -> None:
@@ -95,12 +95,12 @@ class Program:
 
     @contextmanager
     def trainer(self, journal: Journal, leg: Leg, **others: Any) -> Iterator[TorchTrainer]:
-        """Return a context manager for a one-process trainer that can repeat the steps of a part of an epoch.
+        """Inside the block, provide a trainer in this process that can repeat the steps of a part of an epoch.
 
         Args:
-            journal: The run's journal.
-            leg: The leg (the part of an epoch that one worker group ran) whose batch options the trainer uses.
-            others: Further arguments of the trainer.
+            journal: The journal of the run.
+            leg: The part of an epoch, which one group of workers has run. The trainer uses the options of that group.
+            **others: Further arguments of the trainer.
 
         Raises:
             ValueError: A single process cannot repeat the steps of this run.
@@ -122,11 +122,11 @@ class Program:
             yield trainer
 
     def config_of(self, leg: Leg) -> dict[str, Any]:
-        """Return the run's config: the journal's entries, updated with the user's.
+        """Return the config of the run: the entries in the journal, and those that the user has passed.
 
         Raises:
-            ValueError: The journal omits a config entry, such as an object or a secret, and the user did not pass this
-                entry.
+            ValueError: An entry of the config is missing in the journal, because it is an object or a secret, and the
+                user has not passed it.
         """
         config = {**leg.run["config"], **self._config}
         missing = [name for name in leg.run["config_left_out"] if name not in config]
@@ -139,7 +139,10 @@ class Program:
 
 
 def batch_options_for(leg: Leg) -> BatchOptions:
-    """Return the batch options with which one process computes the same steps as the group of workers that ran `leg`.
+    """Return the batch options with which one process computes the same steps as the workers of a past run.
+
+    Args:
+        leg: The part of an epoch that these workers have run.
 
     Raises:
         ValueError: One process cannot compute the same steps.
@@ -149,7 +152,7 @@ def batch_options_for(leg: Leg) -> BatchOptions:
     batch_options = BatchOptions(**options["batch_options"])
     if batch_options.is_global or num_workers == 1:
         return replace(batch_options, num_shards=batch_options.num_shards if batch_options.deterministic else 1)
-    # Each worker had its own batch. The single process treats these batches as the shards of one global batch.
+    # Each worker had a batch of its own. The single process treats these batches as the shards of one global batch.
     window = options["step_options"]["accumulate_grad_batches"]
     if window > 1:
         raise ValueError(

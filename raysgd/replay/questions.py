@@ -1,4 +1,4 @@
-"""`why` and `find_jumps`: what a run's journal shows about a step, and about the loss of the whole run."""
+"""`why` and `find_jumps`: what the journal of a run shows about one step, and about the loss of the whole run."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _MOST_SAMPLES = 20
 
 @dataclass(frozen=True)
 class Why:
-    """The result of `why`: what the run's journal shows about one step.
+    """The result of `why`: what the journal of the run shows about one step.
 
     Attributes:
-        record: The step's loss and norm.
-        around: The records of the step and its neighbors, in step order.
-        epoch: Number of the step's epoch, from 1.
+        record: The loss and the gradient norm of the step.
+        around: The records of the step and of nearby steps, in the order of steps.
+        epoch: Number of the epoch in which the step was taken, from 1.
         num_workers: Number of workers that took the step.
-        samples: The samples of each rank: dataset indices, or `StreamRow(shard, row)` for a stream. None if they are
-            unknown.
-        obstacle: Why the samples are unknown; None if they are known.
-        losses: The individual loss of each sample, highest first; None without `recompute=True`.
-        checkpoint: The checkpoint whose weights were used to compute `losses`; None if these were the initial weights
-            from `setup`.
+        samples: The samples that each rank trained on: dataset indices, or `StreamRow(shard, row)` for a stream. None
+            if they are unknown.
+        obstacle: Reason why the samples are unknown, or None if they are known.
+        losses: The loss of each sample by itself, highest first. None without `recompute=True`.
+        checkpoint: The checkpoint with whose weights `losses` was computed. None if it was computed with the initial
+            weights from `setup`.
     """
 
     record: StepRecord
@@ -48,7 +48,7 @@ class Why:
     checkpoint: str | None = None
 
     def __str__(self) -> str:
-        """Return the answer as text with tables."""
+        """Return everything about the step as text with tables."""
         workers = "1 worker" if self.num_workers == 1 else f"{self.num_workers} workers"
         lines = [f"step {self.record.step}, in epoch {self.epoch}, on {workers}", ""]
         lines += _table(
@@ -81,18 +81,18 @@ class Why:
 
 @dataclass(frozen=True)
 class JumpsFound:
-    """The steps at which a run's loss left its usual range.
+    """The steps at which the loss of a run has left its usual range.
 
     Attributes:
-        jumps: The jumps. A jump's `first` and `last` are step numbers.
-        num_steps: Number of steps with a loss.
+        jumps: The jumps. `first` and `last` of each jump are numbers of steps.
+        num_steps: Number of steps of the run that have a loss.
     """
 
     jumps: tuple[Jump, ...]
     num_steps: int
 
     def __str__(self) -> str:
-        """Return a table of the jumps."""
+        """Return a table of the jumps as text."""
         if not self.jumps:
             return f"no jumps in {self.num_steps} steps"
         rows = [
@@ -120,13 +120,13 @@ def why(
     """Look up a step of a run: its loss, the losses of neighboring steps, and the samples of each rank.
 
     Args:
-        run: The run's folder or history.
+        run: The folder or the history of the run.
         step: Number of the step, from 1, as in `metrics.steps.csv` and `global_step`.
-        program: The operator class of the run, or its location, such as "train.py:MyOperator". Required for the rows of
-            a stream, for the order of your own sampler, and with `recompute`. Its `setup` runs in this process.
-        recompute: True to compute the individual loss of each sample, in evaluation mode, with the weights of the
+        program: The operator class of the run, or its location, such as "train.py:MyOperator". Needed if the data was a
+            stream or your own sampler, and with `recompute`. The `setup` of the class runs in this process.
+        recompute: Whether to compute the loss of each sample by itself, in evaluation mode, with the weights of the
             nearest checkpoint before the step.
-        config: Config entries that are missing from the journal: objects and secrets.
+        config: Entries of the config that are missing in the journal: objects and secrets.
 
     Raises:
         FileNotFoundError: The run has no journal.
@@ -157,10 +157,10 @@ def why(
 
 
 def find_jumps(run: str | os.PathLike[str] | History) -> JumpsFound:
-    """Find the steps at which a run's loss left its usual range. `docs/replay.md` defines the range.
+    """Find the steps at which the loss of a run has left its usual range. `docs/replay.md` defines this range.
 
     Args:
-        run: The run's folder or history.
+        run: The folder or the history of the run.
 
     Raises:
         FileNotFoundError: The run has no journal.

@@ -1,4 +1,4 @@
-"""`replay`: repeats a part of a run in one process, and compares each step with the run's journal."""
+"""`replay`: repeats a part of a past run in one process, and compares each step with the journal of the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from raysgd.torch.objects import rng
 from raysgd.torch.torch_trainer import TorchTrainer
 
 TOLERANCE = 1e-3
-"""Largest relative difference of a loss that rounding can explain in a run without `deterministic=True`."""
+"""Largest relative difference between two losses that rounding can explain, without `deterministic=True`."""
 _SAME_DATA = ("kind", "order", "seed", "num_samples", "batch_size", "drop_last", "stream")
 
 
@@ -34,13 +34,13 @@ class Replayed:
     Attributes:
         step: The last step that was replayed.
         begin: The step after which the replay started.
-        checkpoint: The checkpoint from which the replay started; None if it started at the run's beginning.
-        is_exact: True if each loss and norm is bitwise equal to the value in the journal.
-        difference: Largest relative difference between a loss and its value in the journal.
-        first_different: The first step whose loss or norm is not bitwise equal; None if all are equal.
-        tolerance: Largest relative difference that rounding can explain; 0 with `deterministic=True`.
-        incomplete: Steps that were not compared, because a worker was lost before it reported its part of the step's
-            loss to the journal.
+        checkpoint: The checkpoint from which the replay started, or None if it started at the beginning of the run.
+        is_exact: True if the loss and the gradient norm of each step are bitwise equal to those in the journal.
+        difference: Largest relative difference between the loss of a step and the loss in the journal.
+        first_different: The first step whose loss or norm is not bitwise equal, or None if all are equal.
+        tolerance: Largest relative difference that rounding can explain. 0 with `deterministic=True`.
+        incomplete: Steps that were not compared, because a worker of the run was lost before it had reported its part
+            of the loss.
         state: The training state after the last step, as `trainer.state_dict()` returns it.
     """
 
@@ -56,11 +56,11 @@ class Replayed:
 
     @property
     def is_same(self) -> bool:
-        """True if the replay matches the run, exactly or within the tolerance."""
+        """True if the losses of the replay equal those of the run, exactly or within the tolerance."""
         return self.is_exact or self.difference <= self.tolerance
 
     def __str__(self) -> str:
-        """Return a description of the result."""
+        """Return a description of the result as text."""
         begin = f"from {self.checkpoint}" if self.checkpoint else "from the beginning of the run"
         lines = [f"replayed steps {self.begin + 1} to {self.step}, {begin}"]
         if self.is_exact:
@@ -81,11 +81,14 @@ class Replayed:
 
 
 class _ReachedStep(BaseException):
-    """Ends a replay at its last step. A `BaseException`, so that `except Exception` in user code cannot catch it."""
+    """Raised to end a replay after its last step.
+
+    It is a `BaseException`, which `except Exception` in the user's code does not catch.
+    """
 
 
 class _StopAfter(Callback):
-    """Ends the replay after a given step, and stores the training state at that point."""
+    """Callback that ends the replay after a given step, and stores the training state after this step."""
 
     _pauses = True
 
@@ -104,17 +107,17 @@ class _StopAfter(Callback):
 
 
 class _Debugging(WorkerCallback):
-    """Stops in the debugger before `train_batch` is called for a given step."""
+    """Worker callback that stops in the debugger before `train_batch` is called for a given step."""
 
     def __init__(self, begin: int, step: int, load: Callable[[], Any]) -> None:
         self._steps, self._load = range(begin, step), load
         self._wrapped: Any = None
 
     def __deepcopy__(self, memo: Any) -> _Debugging:
-        return self  # the replay runs in this process, which has the debugger
+        return self  # no copy: the replay and the debugger run in this process
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return WorkerCallback, ()  # other processes have no debugger
+        return WorkerCallback, ()  # in another process, do nothing, because the debugger cannot run there
 
     def on_begin(self, operator: Any) -> None:
         if self._wrapped is operator:
@@ -134,7 +137,14 @@ class _Debugging(WorkerCallback):
 
 
 def _stop(operator: Any, batch: Any, batch_info: dict[str, Any], global_batch: Any) -> None:
-    """Stop in the debugger, with the arguments as local variables. `batch` is the first batch of the step."""
+    """Stop in the debugger. The user can inspect the arguments of this function there.
+
+    Args:
+        operator: The training operator.
+        batch: The first batch of the step.
+        batch_info: The second argument of `train_batch`.
+        global_batch: One batch with the samples of all ranks in the step.
+    """
     debugger = pdb.Pdb(stdin=sys.stdin, stdout=sys.stdout)
     debugger.set_trace(sys._getframe())
     pass  # You can inspect `operator`, `batch`, `batch_info` and `global_batch` here.
@@ -153,20 +163,21 @@ def replay(
     """Repeat a part of a run in this process, from the nearest checkpoint before a step up to that step.
 
     Args:
-        run: The run's folder or history.
+        run: The folder or the history of the run.
         step: Number of the last step to replay, from 1.
         program: The operator class of the run, or its location, such as "train.py:MyOperator".
-        config: Config entries that are missing from the journal: objects and secrets.
-        debug: True to stop in `pdb` before `train_batch` of the step.
-        worker_callbacks: Worker callbacks to run around each step of the replay.
-        begin: Use the newest checkpoint at or before this step. Default: the newest one before `step`.
+        config: Entries of the config that are missing in the journal: objects and secrets.
+        debug: Whether to stop in the debugger `pdb` before `train_batch` of the step.
+        worker_callbacks: Worker callbacks that are called around each step of the replay.
+        begin: Start from the newest checkpoint that was saved at or before this step. Default: the newest one from
+            before `step`.
 
     Returns:
         The comparison with the journal, and the training state after the step.
 
     Raises:
         FileNotFoundError: The run has no journal.
-        ValueError: The run has no step with this number, or one process cannot repeat the run's steps. The message
+        ValueError: The run has no step with this number, or one process cannot repeat the steps of the run. The message
             gives the reason.
     """
     journal = journal_of(run)
@@ -202,7 +213,12 @@ def _train(
 
 
 def _check_legs(journal: Journal, legs: list[Leg], checkpoint: tuple[int, str] | None) -> None:
-    """Check that one process can repeat the steps of `legs`, the parts of epochs that one worker group each ran.
+    """Check that one process can repeat the steps of some parts of epochs.
+
+    Args:
+        journal: The journal of the run.
+        legs: The parts of epochs to repeat, each of which one group of workers has run.
+        checkpoint: Step and location of the checkpoint from which to start, or None to start at the beginning.
 
     Raises:
         ValueError: One process cannot repeat some steps. The message gives the reason.
@@ -234,7 +250,15 @@ def _compared(
     checkpoint: tuple[int, str] | None,
     state: Mapping[str, Any],
 ) -> Replayed:
-    """Compare the replayed steps with the run's journal.
+    """Compare the losses and norms of the replayed steps with those in the journal of the run.
+
+    Args:
+        journal: The journal of the run.
+        replayed: The journal of the replay.
+        begin: The step after which the replay started.
+        step: The last step of the replay.
+        checkpoint: Step and location of the checkpoint from which the replay started, or None.
+        state: The training state after the last step of the replay.
 
     Raises:
         ValueError: The replay trained on different data, or did not take one of the steps.

@@ -1,4 +1,4 @@
-"""Computes the individual loss of each sample of a step, with the weights of a checkpoint."""
+"""Computes the loss of each sample of a step by itself, with the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from raysgd.torch.training_operator import TrainingOperator
 
 @dataclass(frozen=True)
 class SampleLoss:
-    """The loss of one sample.
+    """The loss of one sample by itself.
 
     Attributes:
-        sample: Index in the dataset, or row of a stream.
+        sample: The sample: an index in the dataset, or the `StreamRow` of a stream.
         rank: The rank that trained on the sample.
-        loss: The sample's loss.
+        loss: The loss of the sample.
     """
 
     sample: Any
@@ -36,12 +36,14 @@ class SampleLoss:
 
 
 def nearest_checkpoint(journal: Journal, step: int, *, may_be_at: bool = False) -> tuple[int, str] | None:
-    """Return the step and location of the newest checkpoint from before a step; None if no such file exists.
+    """Return the newest checkpoint from before a step: the step after which it was saved, and its path or URI.
+
+    Return None if there is no such checkpoint.
 
     Args:
-        journal: The run's journal.
+        journal: The journal of the run.
         step: Number of the step.
-        may_be_at: True to also accept a checkpoint that was saved right after the step.
+        may_be_at: Whether to also accept a checkpoint that was saved right after the step.
     """
     for at in sorted(journal.checkpoints, reverse=True):
         place = journal.checkpoints[at]
@@ -52,17 +54,22 @@ def nearest_checkpoint(journal: Journal, step: int, *, may_be_at: bool = False) 
 
 
 def data_of(trainer: TorchTrainer) -> Any:
-    """Return the registered training data of a one-process trainer."""
+    """Return the training data that the operator has registered, of a trainer that trains in this process."""
     operator: TrainingOperator = trainer.get_local_operator()
     return operator._raysgd.data.train
 
 
 def recomputed(journal: Journal, step: int, program: Program) -> tuple[list[SampleLoss], StepSamples, str | None]:
-    """Compute the individual loss of each sample of a step.
+    """Compute the loss of each sample of a step by itself.
+
+    Args:
+        journal: The journal of the run.
+        step: Number of the step.
+        program: The operator class and the config of the run.
 
     Returns:
-        The losses, highest first; the samples by rank; and the location of the checkpoint whose weights were used, or
-        None for the initial weights.
+        The losses, highest first; the samples of each rank; and the path or URI of the checkpoint whose weights were
+        used, or None for the initial weights.
 
     Raises:
         ValueError: The samples cannot be determined, or the loss of a single sample cannot be computed.
@@ -79,12 +86,12 @@ def recomputed(journal: Journal, step: int, program: Program) -> tuple[list[Samp
             for rank, batches in enumerate(one_by_one(data, samples))
             for sample, loss in _losses(operator, batches)
         ]
-    losses.sort(key=lambda each: (each.loss == each.loss, -each.loss))  # NaN first
+    losses.sort(key=lambda each: (each.loss == each.loss, -each.loss))  # NaN comes first
     return losses, samples, None if checkpoint is None else checkpoint[1]
 
 
 def one_by_one(data: Any, samples: StepSamples) -> Iterator[list[tuple[Any, Callable[[], Any]]]]:
-    """Yield, for each rank, its samples, each with a function that builds a batch of only this sample."""
+    """Yield for each rank a list of its samples, each with a function that makes a batch of only this sample."""
     for rank, own in enumerate(samples.by_rank):
         if isinstance(data, ShardedLoader):
             yield [(sample, partial(batch_of, data, [sample])) for sample in own]
@@ -94,7 +101,7 @@ def one_by_one(data: Any, samples: StepSamples) -> Iterator[list[tuple[Any, Call
 
 
 def batch_of(data: ShardedLoader, indices: list[Any]) -> Any:
-    """Return a batch of dataset samples, built as the loader would build it."""
+    """Return a batch of the samples with these indices in the dataset, as the data loader would make it."""
     dataset, collate = data.loader.dataset, data.loader.collate_fn
     whole = getattr(dataset, "__getitems__", None)
     return collate(whole(indices) if whole else [dataset[index] for index in indices])
@@ -115,7 +122,7 @@ def _collated(data: StreamData, rows: list[Any]) -> Any:
 def _losses(operator: TrainingOperator, samples: list[tuple[Any, Callable[[], Any]]]) -> Iterator[tuple[Any, float]]:
     internals = operator._raysgd
     for model in internals.registered.models:
-        model.eval()  # layers such as batch normalization cannot train on a single sample
+        model.eval()  # in training mode, layers such as batch normalization cannot process a single sample
     with torch.no_grad():
         for sample, make in samples:
             loss = internals.evaluate(make())[3]["val_loss"]

@@ -1,4 +1,7 @@
-"""Finds which samples each rank had in a step, from the journal and, where necessary, from the program's data."""
+"""Finds which samples each rank trained on in a step, from the journal of the run.
+
+For streams and the user's own samplers, the data that the program registers is needed too.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +28,17 @@ from raysgd.torch.data.sampling import ShardedLoader
 
 
 class NeedsProgramError(ValueError):
-    """Raised if the journal cannot determine the samples.
+    """Raised if the samples of a step cannot be found from the journal alone.
 
-    They depend on the user's own sampler, or on a stream's files.
+    They also depend on the user's own sampler, or on the files of a stream.
     """
 
 
 class StreamRow(NamedTuple):
-    """A row of a stream.
+    """The place of a row in a stream.
 
     Attributes:
-        shard: Name of the shard, such as the path of a file.
+        shard: Name of the shard that has the row, such as the path of a file.
         row: Number of the row in the shard, from 0.
     """
 
@@ -48,11 +51,12 @@ class StreamRow(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSamples:
-    """The samples of a step.
+    """The samples that each rank trained on in one step.
 
     Attributes:
-        by_rank: The samples of each rank, in training order: dataset indices, or `StreamRow` for a stream.
-        rows: The content of the stream rows of each rank; empty for a dataset.
+        by_rank: The samples of each rank, in the order of training: indices in the dataset, or a `StreamRow` for each
+            row of a stream.
+        rows: For a stream, the rows of each rank themselves. Empty for a dataset.
     """
 
     by_rank: tuple[tuple[Any, ...], ...]
@@ -60,22 +64,22 @@ class StepSamples:
 
 
 def samples_of(journal: Journal, step: int, data: Any = None) -> StepSamples:
-    """Return the samples of a step.
+    """Return the samples that each rank trained on in a step.
 
     Args:
-        journal: The run's journal.
+        journal: The journal of the run.
         step: Number of the step.
-        data: The training data that the program registered; None without a program.
+        data: The training data that the user's program registers, or None if there is no program.
 
     Raises:
-        NeedsProgramError: The samples cannot be determined without `data`.
-        ValueError: The samples cannot be determined, or `data` differs from the run's data.
+        NeedsProgramError: The samples cannot be found without `data`.
+        ValueError: The samples cannot be found, or `data` is not the data of the run.
     """
     leg, begin = journal.leg_of(step), journal.begin_of(step)
     layout = leg.entry["data"]
     if leg.entry["is_of_call"] and data is not None:
         raise ValueError("the run trained on the `dataset` of `fit`, and the program registers other data.")
-    batches = range(begin - leg.after, step - leg.after)  # the step's global batches, counted from the leg's start
+    batches = range(begin - leg.after, step - leg.after)  # numbers of the step's batches, from the start of the leg
     if layout["kind"] == "loader":
         return _of_loader(leg, batches, _order_of(layout, data))
     if layout["kind"] == "stream":
@@ -89,10 +93,10 @@ def samples_of(journal: Journal, step: int, data: Any = None) -> StepSamples:
 
 
 def range_of(journal: Journal, step: int) -> tuple[Any, ...]:
-    """Return a tuple that identifies a step's samples: the data, the pass over it, and the range within that pass.
+    """Return a tuple that identifies the samples of a step: the data, the pass over it, and the range in the pass.
 
-    Steps with equal tuples have the same samples of the same dataset. Comparing tuples avoids generating the shuffled
-    order, which is slow.
+    Two steps with equal tuples have the same samples. Comparing the tuples is faster than generating the shuffled order
+    to compare the samples themselves.
     """
     leg, begin = journal.leg_of(step), journal.begin_of(step)
     entry, layout = leg.entry, leg.entry["data"]
@@ -124,7 +128,12 @@ def _order_of(layout: Mapping[str, Any], data: Any) -> SampleOrder:
 
 
 def plan_of(leg: Leg, indices: Indices) -> PassPlan:
-    """Return the plan by which the worker group of `leg` sharded the rest of the pass over the data."""
+    """Return the plan by which a group of workers has divided the rest of a pass over the data.
+
+    Args:
+        leg: The part of the epoch that the group has run.
+        indices: The indices of all samples, in the order of the pass.
+    """
     entry, layout = leg.entry, leg.entry["data"]
     size, num_workers = layout["batch_size"], entry["num_workers"]
     bounds = indices.bounds if isinstance(indices, JoinedBatches) else None
@@ -151,7 +160,7 @@ def _plain(indices: Any) -> list[Any]:
 
 
 class _NamedRows(BatchMaker):
-    """Builds batches as lists of rows, each with its `StreamRow`."""
+    """Makes batches that are lists of rows, each with its `StreamRow`."""
 
     def _batch(self, wanted: Sequence[LaneSlice]) -> Any:
         steps = self._pass.last_steps
@@ -164,7 +173,7 @@ def _of_stream(leg: Leg, batches: range, data: StreamData) -> StepSamples:
     data.check_position(position)
     of_pass, num_workers = data.open_pass(entry["pass"], layout["seed"]), entry["num_workers"]
     num_skipped, begin = batches.start, _begin_of(entry, layout)
-    if of_pass.is_known:  # the streams' lengths are known, so a row count determines the position
+    if of_pass.is_known:  # the lengths of all shards are known, so the number of rows is enough to find the position
         begin, num_skipped = StreamPosition(entry["consumed"] + batches.start * data.batch_size), 0
     by_rank: list[list[Any]] = [[] for _ in range(num_workers)]
     for number, rows in enumerate(_global_batches(of_pass, begin, data.batch_size)):
@@ -185,7 +194,10 @@ def _begin_of(entry: Mapping[str, Any], layout: Mapping[str, Any]) -> StreamPosi
 
 
 def _global_batches(of_pass: StreamPass, begin: StreamPosition, size: int) -> Iterator[list[Any]]:
-    """Yield the rows of each global batch. The order of rows does not depend on the number of workers."""
+    """Yield the rows of each global batch, the samples of all workers in one step.
+
+    The order of the rows does not depend on the number of workers.
+    """
     watched, shares = range(of_pass.num_lanes), Division(size, 1)
     reader = GlobalReader(of_pass, shares, 0, begin, watched, lambda: _NamedRows(of_pass, watched, list))
     return (batch.batch for batch in reader)

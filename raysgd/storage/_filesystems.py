@@ -1,4 +1,4 @@
-"""Finds the file system for a URI, from PyArrow or fsspec."""
+"""Finds the PyArrow or fsspec file system for the URI of a folder or file in remote storage."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _IN_BUCKETS = ("s3", "gs", "gcs", *_AZURE)
 _NAMED = ", ".join(f"`{scheme}`" for scheme in sorted({*_NATIVE, *_AZURE}))
 _WHOLE_AT_CLOSE = {"s3", "gcs", "abfs"}
 _IS_FOLDER = {"hdi_isfolder": "true"}  # metadata by which Azure recognizes a blob as an empty folder
-_RETRIES_OF_GCS = "retry_limit_seconds"  # URI option; by default, Google's client retries for up to 15 minutes
-_TRIES_OF_S3 = 3  # attempts per request before raysgd retries the whole operation
-_SILENCE_S = 3.0  # seconds without an answer after which S3's client abandons a request
+# Option in a URI that limits for how long Google's client retries. By default, it retries for up to 15 minutes.
+_RETRIES_OF_GCS = "retry_limit_seconds"
+_TRIES_OF_S3 = 3  # number of attempts of one request to S3, before raysgd repeats the whole operation
+_SILENCE_S = 3.0  # seconds without an answer after which the client of S3 gives up a request
 _SWITCHES = {"true": True, "false": False}
 _PURPOSE = "storage other than a local disk"
 
@@ -29,7 +30,7 @@ def is_whole_at_close(filesystem: Any) -> bool:
 
 
 def make_folder(filesystem: Any, path: str) -> None:
-    """Create a folder and its parents."""
+    """Create a folder and its parents in a file system."""
     filesystem.create_dir(path, recursive=True)
     azure = getattr(getattr(filesystem, "handler", None), "fs", None) if _kind(filesystem) == "abfs" else None
     if azure is not None and not azure.exists(path):
@@ -37,7 +38,7 @@ def make_folder(filesystem: Any, path: str) -> None:
 
 
 def lists_folders(filesystem: Any) -> bool:
-    """Return True if the file system can list a single level, including subfolders."""
+    """Return True if the file system can list the files and subfolders of a folder without those in the subfolders."""
     return _kind(filesystem) not in ("gcs", "abfs")
 
 
@@ -47,11 +48,15 @@ def _kind(filesystem: Any) -> str:
 
 
 def check(argument: str, uri: str) -> None:
-    """Check that a file system exists for a URI, without connecting to it.
+    """Check that there is a file system for a URI, without connecting to the store.
+
+    Args:
+        argument: Name of the user's argument, for error messages.
+        uri: The URI.
 
     Raises:
         ValueError: The scheme is unknown, the bucket is missing, or an Azure URI has a key or options.
-        ModuleNotFoundError: A package is missing.
+        ModuleNotFoundError: A package is not installed.
     """
     require("pyarrow.fs", "storage", _PURPOSE)
     scheme = scheme_of(uri)
@@ -87,10 +92,12 @@ def _check_known(argument: str, uri: str) -> None:
 
 @functools.lru_cache(maxsize=32)
 def opened(uri: str, limit_s: float = 60.0) -> tuple[Any, str]:
-    """Return the `pyarrow.fs.FileSystem` for a URI and the path in it. Results are cached to reuse connections.
+    """Return the `pyarrow.fs.FileSystem` for a URI, and the path in this file system.
+
+    Results are cached, so that connections are used again.
 
     Args:
-        uri: URI of a folder or file in the store.
+        uri: URI of a folder or file in a remote store.
         limit_s: Seconds after which an operation should fail if the store does not answer. Ignored if the file system
             has no such setting.
 
@@ -111,14 +118,20 @@ def _native(uri: str, limit_s: float) -> tuple[Any, str]:
 
 
 def _encoded(store: str) -> str:
-    """Encode the store part of a URI as PyArrow expects it: lower-case scheme, percent-encoded credentials."""
+    """Convert the part of a URI before the path to the form that PyArrow expects.
+
+    The scheme becomes lower case, and the credentials are percent-encoded.
+    """
     scheme, _, rest = store.partition("://")
     user, at, bucket = rest.rpartition("@")
     return f"{scheme.lower()}://{quote(unquote(user), safe=':')}{at}{bucket}"
 
 
 def _limited_s3(filesystem: Any, store: str, query: str, limit_s: float) -> Any:
-    """Return an equivalent S3 file system with fewer retries. By default, PyArrow retries for up to 100 s."""
+    """Return an S3 file system with the same options that retries less often.
+
+    By default, PyArrow retries for up to 100 s.
+    """
     fs = require("pyarrow.fs", "storage", _PURPOSE)
     options: dict[str, Any] = {"region": filesystem.region, **dict(parse_qsl(query.removeprefix("?")))}
     user, _, key = store.partition("://")[2].rpartition("@")[0].partition(":")
@@ -132,7 +145,7 @@ def _limited_s3(filesystem: Any, store: str, query: str, limit_s: float) -> Any:
 
 
 def _of_fsspec(uri: str) -> tuple[Any, str]:
-    options = {"use_listings_cache": False} if scheme_of(uri) in _AZURE else {}  # other processes may write there, too
+    options = {"use_listings_cache": False} if scheme_of(uri) in _AZURE else {}  # other processes write there too
     filesystem, path = require("fsspec.core", "storage", _PURPOSE).url_to_fs(uri, **options)
     return wrapped(filesystem), path.rstrip("/")
 

@@ -1,4 +1,4 @@
-"""Folders on disk. A folder is committed by renaming it."""
+"""`LocalFolder`: a `Folder` on a disk of this machine. Committing a folder renames it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ADVICE = "Check that the disk is mounted and that you may write there, or use a
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LocalFolder(Folder):
-    """A folder on a local disk. The methods are documented in `Folder`.
+    """A folder on a disk of this machine. `Folder` documents the methods.
 
     Attributes:
         local_path: Absolute path of the folder.
@@ -73,7 +73,10 @@ class LocalFolder(Folder):
             return sorted(entry.name for entry in self._entries() if not _is_hidden(entry.name))
 
     def delete(self) -> None:
-        """Delete the folder. Rename it first, so that no process sees a partially deleted folder."""
+        """Delete the folder and its content.
+
+        The folder is first renamed, so that no other process sees a folder with only a part of its content.
+        """
         doomed = self._local_path.with_name(f"{_STAGED}{self.name}.deleted-{secrets.token_hex(4)}")
         with _telling(f"delete `{self}`"), contextlib.suppress(FileNotFoundError):
             os.rename(self._local_path, doomed)
@@ -158,7 +161,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _rename_to_new(source: Path, target: Path) -> None:
-    """Rename a folder. Do not replace an existing folder.
+    """Rename a folder, but do not replace an existing one.
 
     Raises:
         FileExistsError: `target` exists.
@@ -171,9 +174,10 @@ def _rename_to_new(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def _telling(doing: str) -> Iterator[None]:
-    """Convert disk errors in the block to a `StorageError`.
+    """Inside the block, convert errors of the operating system to a `StorageError`.
 
-    `doing` describes the operation, such as "write `a.txt`".
+    Args:
+        doing: Description of the operation for the error message, such as "write `a.txt`".
     """
     try:
         yield

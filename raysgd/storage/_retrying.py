@@ -1,4 +1,4 @@
-"""Retries store operations that fail with temporary errors."""
+"""Retries operations on remote storage that fail temporarily."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ _LASTING_NUMBERS = {
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return True if a failure may be temporary, judging by the exception's class because stores' messages differ.
+    """Return True if an error may be temporary, so that trying again may help.
+
+    The class of the exception decides, because each store has its own messages.
 
     >>> may_pass(ConnectionResetError()), may_pass(PermissionError())
     (True, False)
@@ -67,21 +69,21 @@ def retried(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
 ) -> T:
-    """Call `attempt` and return its result. Retry with backoff while failures may be temporary.
+    """Perform an operation and return its result. If it fails temporarily, try again, with pauses that become longer.
 
     Args:
-        attempt: Performs the operation.
+        attempt: Function that performs the operation once.
         doing: Description of the operation for the log, such as "read `s3://bucket/file`".
-        total_s: Seconds from the start of the first attempt after which no further attempt starts.
-        clock: Returns the time in seconds.
-        sleep: Sleeps for a number of seconds.
+        total_s: Seconds after the start of the first attempt when no further attempt is started.
+        clock: Function that returns the time in seconds.
+        sleep: Function that sleeps for a number of seconds.
 
     Raises:
         Exception: The error of the last attempt.
     """
     deadline, longest_s = clock() + total_s, _FIRST_PAUSE_S
     while True:
-        pause_s = longest_s * random.uniform(0.75, 1.0)  # jitter, so that many workers do not retry at the same time
+        pause_s = longest_s * random.uniform(0.75, 1.0)  # random, so that not all workers try again at the same time
         try:
             return attempt()
         except Exception as error:  # stores may raise any exception
@@ -93,7 +95,9 @@ def retried(
 
 
 def limit_s() -> float:
-    """Return how long failed operations are retried, in seconds: `RAYSGD_STORAGE_TIMEOUT_S`, or the default.
+    """Return for how many seconds failed operations on remote storage are retried.
+
+    This is the environment variable `RAYSGD_STORAGE_TIMEOUT_S`, or the default.
 
     Raises:
         ValueError: The variable is not a number of seconds.
@@ -115,12 +119,13 @@ def in_short(error: BaseException) -> str:
 
 
 def storage_error(doing: str, error: BaseException, advice: str) -> StorageError:
-    """Create the error that users see. Its message says what failed, why, and what to do.
+    """Return the `StorageError` that users get. Its message says what failed, why, and what to do.
 
     Args:
-        doing: Description of the failed operation, such as "read `s3://bucket/file`".
+        doing: Description of the operation that failed, such as "read `s3://bucket/file`".
         error: The original error.
-        advice: What the user can do. Ignored if the disk or the quota is full, for which there is specific advice.
+        advice: What the user can do. Ignored if the disk or the quota is full, because there is special advice for
+            that.
     """
     told = StorageError(f"could not {doing}: {in_short(error)}. {_ADVICE.get(_number(error), advice)}")
     told.errno = _number(error)
@@ -128,7 +133,10 @@ def storage_error(doing: str, error: BaseException, advice: str) -> StorageError
 
 
 def cause_of(error: BaseException) -> BaseException | None:
-    """Return the store's error, for use as the cause of a `StorageError`. Return None if it reveals a secret."""
+    """Return the original error of a store as the cause of a `StorageError`.
+
+    Return None if the text of the error contains a secret, so that no traceback shows the secret.
+    """
     return None if has_secret(str(error)) else error
 
 

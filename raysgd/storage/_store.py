@@ -1,11 +1,11 @@
-"""Folders in a store. Temporary failures are retried, and errors say what to do.
+"""`StoreFolder`: a `Folder` in a store, such as S3. Operations that fail temporarily are retried.
 
-To commit a folder `name`, a marker file `.complete-name` is written next to it after all files. A single listing
-therefore shows which folders are committed, and a folder contains only the user's files and hidden lists of checksums.
-Files are staged in their final location, because stores cannot rename, only copy.
+To commit a folder `name`, a marker file `.complete-name` is written beside the folder after all files. Listing the
+parent folder once is thus enough to see which folders are committed. Files are written to their final location before
+the commit, because stores cannot rename, only copy.
 
-A list of checksums is a file `.raysgd-sums-*` in a staged folder. Each upload writes one, with the XXH128 checksum of
-each uploaded file. It omits files whose names start with a dot, because these are metadata that may be replaced later.
+Each upload into a staging folder also writes a file `.raysgd-sums-*` with the XXH128 checksum of each uploaded file.
+Files whose names start with a dot are not in this list, because they are metadata that may be replaced later.
 """
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StoreFolder(Folder):
-    """A folder in a store. The methods are documented in `Folder`. Some private methods use `path` as a file's path.
+    """A folder in a store, such as S3. `Folder` documents the methods.
+
+    Some private methods use an object of this class for a file in the store, whose path is then `path`.
 
     Attributes:
-        root: The URI that was passed to `open_folder`.
-        given: A file system that the user created. None to use the file system of `root`.
-        base: The path in `given` that was passed to `open_folder`.
-        patience_s: How long failed operations are retried, in seconds.
-        inside: The folder's path relative to `root`.
+        root: The URI that the user passed to `open_folder`.
+        given: A file system that the user created, or None to use the file system for the URI `root`.
+        base: If `given` is set, the path in it that the user passed to `open_folder`.
+        patience_s: For how many seconds operations that fail are retried.
+        inside: Path of the folder relative to `root`.
         is_staged: True for a staging folder. Its files must not change after they were uploaded.
     """
 
@@ -73,7 +75,7 @@ class StoreFolder(Folder):
 
     @property
     def _opened(self) -> tuple[Any, str]:
-        """The file system, and the path of `root` in it."""
+        """The file system of the store, and the path of `root` in this file system."""
         if self.given is not None:
             return self.given, self.base
         return self._ask(f"open `{self}`", partial(_filesystems.opened, self.root, self.patience_s))
@@ -114,7 +116,7 @@ class StoreFolder(Folder):
         above, _, name = self.path.rpartition("/")
         if above:
             self._delete(self.filesystem.delete_file, f"{above}/{_MARKER}{name}")
-        if self.exists():  # check first, because not every store raises `FileNotFoundError` for a missing folder
+        if self.exists():  # check first: not every store raises `FileNotFoundError` when a missing folder is deleted
             self._delete(self.filesystem.delete_dir, self.path)
 
     def upload(self, source: Path, without: Collection[str] = ()) -> None:
@@ -124,14 +126,15 @@ class StoreFolder(Folder):
         self._list(_transfers.on_threads(lambda name: self._upload_file(source / name, name), sent))
 
     def _upload_file(self, source: Path, name: str) -> str:
-        """Upload a file and return its checksum."""
+        """Upload a local file under this name, and return its checksum."""
         with open(source, "rb") as file:
             return (self / name)._send(file)
 
     def _list(self, sums: Mapping[str, str]) -> None:
-        """In a staging folder, write a list of the checksums of uploaded files.
+        """If this is a staging folder, write a file that lists the checksums of files that were just uploaded.
 
-        Omit files that may be replaced later.
+        Args:
+            sums: Checksums by the name of the file. Files that may be replaced later are left out.
         """
         lasting = {name: checksum for name, checksum in sums.items() if not _base(name).startswith(".")}
         if self.is_staged and lasting:
@@ -147,9 +150,13 @@ class StoreFolder(Folder):
         _transfers.on_threads(lambda name: self._fetch_to(name, target / name, sums.get(name, ())), files)
 
     def _listed_sums(self, lists: list[str]) -> dict[str, set[str]]:
-        """Read files that list the checksums of uploaded files.
+        """Read the checksums of uploaded files from the files that list them.
 
-        Return the checksums of each file. A file that was uploaded repeatedly has several.
+        Args:
+            lists: Paths of the files that list checksums.
+
+        Returns:
+            The checksums by the path of the file. A file that was uploaded several times has several checksums.
         """
         found: dict[str, set[str]] = {}
         for path, content in _transfers.on_threads(self.read, lists).items():
@@ -182,7 +189,10 @@ class StoreFolder(Folder):
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a local temporary file, and upload it at the end of the block, so that the upload can be retried."""
+        """Open a file for writing.
+
+        This is a local temporary file, which is uploaded at the end of the block, so that the upload can be retried.
+        """
         with tempfile.TemporaryFile(prefix="raysgd-") as file:
             yield file
             self._list({name: (self / name)._send(file)})
@@ -217,12 +227,12 @@ class StoreFolder(Folder):
     # ------------------------------------------------------------------------------------------------ questions
 
     def _ask(self, doing: str, attempt: Callable[[], T], reads: bool = False) -> T:
-        """Perform a store operation with retries. Convert errors to a `StorageError` that describes the operation.
+        """Perform an operation on the store. Retry temporary failures, and convert errors to a `StorageError`.
 
         Args:
-            doing: Description of the operation, such as "read `s3://bucket/file`".
-            attempt: Performs the operation.
-            reads: Whether to let a `FileNotFoundError` through unchanged.
+            doing: Description of the operation for messages, such as "read `s3://bucket/file`".
+            attempt: Function that performs the operation once.
+            reads: Whether to raise a `FileNotFoundError` unchanged.
         """
         try:
             return retried(attempt, doing, self.patience_s)
@@ -236,17 +246,20 @@ class StoreFolder(Folder):
             raise storage_error(doing, error, advice) from cause_of(error)
 
     def _is_a(self, kind: str) -> bool:
-        """Return True if the path exists and has the type `kind`, "File" or "Directory"."""
+        """Return True if `path` exists in the store and is of the given kind, "File" or "Directory"."""
         [info] = self._ask(f"look at `{self}`", partial(self.filesystem.get_file_info, [self.path]))
         return bool(info.type == getattr(_fs().FileType, kind))
 
     def _send(self, file: IO[bytes]) -> str:
-        """Upload a file, under a temporary name if the store shows unfinished files. Return its checksum."""
+        """Upload a file and return its checksum.
+
+        If unfinished files are visible in the store, upload it under a temporary name first.
+        """
         filesystem, checksum = self.filesystem, _transfers.new_checksum()
 
         def content() -> Iterator[bytes]:
             nonlocal checksum
-            checksum = _transfers.new_checksum()  # start over, because each attempt reads the file from its beginning
+            checksum = _transfers.new_checksum()  # a new checksum for each attempt, which reads the file from the start
             for piece in _transfers.pieces(file):
                 checksum.update(piece)
                 yield piece
@@ -256,7 +269,11 @@ class StoreFolder(Folder):
         return str(checksum.hexdigest())
 
     def _fetch(self, target: IO[bytes], checksums: Collection[str] = ()) -> None:
-        """Download a file. If `checksums` is not empty, check that the file has one of these checksums.
+        """Download this file.
+
+        Args:
+            target: Local file to write the content to.
+            checksums: Valid checksums of the file. Empty to not check the content.
 
         Raises:
             FileNotFoundError: The file does not exist.
@@ -268,7 +285,10 @@ class StoreFolder(Folder):
             raise self._missing() from cause_of(error)
 
     def _everything(self) -> dict[str, bool]:
-        """List the folder recursively. Return relative paths, each with True for a file and False for a folder.
+        """List everything in the folder and its subfolders.
+
+        Returns:
+            True for a file and False for a folder, by the path relative to this folder.
 
         Raises:
             FileNotFoundError: The folder does not exist.
@@ -286,7 +306,11 @@ class StoreFolder(Folder):
         return found
 
     def _children(self) -> dict[str, bool]:
-        """List the folder's direct children, each with True for a file. Return {} if the folder does not exist."""
+        """List the files and folders directly in this folder.
+
+        Returns:
+            True for a file and False for a folder, by name. Empty if this folder does not exist.
+        """
         if _filesystems.lists_folders(self.filesystem):
             return {name: is_file for name, is_file in self._listed(recursive=False) if lies_inside(name)}
         inside = [each for each in self._listed(recursive=True) if lies_inside(each[0])]
@@ -303,21 +327,26 @@ class StoreFolder(Folder):
         return [(_from(top, path), is_file) for path, is_file in found if path != top]
 
     def _missing(self) -> FileNotFoundError:
-        """Create the error for a file or folder that does not exist."""
+        """Return the error to raise if this file or folder does not exist."""
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
 
     def _delete(self, delete: Callable[[str], object], path: str) -> None:
-        """Delete a file or folder if it exists."""
+        """Delete a file or folder if it exists.
+
+        Args:
+            delete: Function that deletes it.
+            path: Path in the file system.
+        """
         self._ask(f"delete `{self}`", partial(_unless_missing, delete, path))
 
 
 def _from(top: str, path: str) -> str:
-    """Return a path relative to the folder `top`. For a path outside, return a path that `lies_inside` rejects."""
+    """Return a path relative to the folder `top`. For a path outside this folder, return one that begins with `..`."""
     return path.removeprefix(f"{top}/") if not top or path.startswith(f"{top}/") else f"../{path}"
 
 
 def _joined(*parts: str) -> str:
-    """Join the non-empty parts of a path."""
+    """Join those parts of a path that are not empty."""
     return "/".join(part for part in parts if part)
 
 
@@ -339,7 +368,7 @@ def _base(name: str) -> str:
 
 
 def _listed_in(content: bytes) -> dict[str, str]:
-    """Parse the content of a `.raysgd-sums-*` file, which lists files and their checksums.
+    """Return the checksums by file name from the content of a `.raysgd-sums-*` file.
 
     Raises:
         ValueError: `content` is not a list of checksums.

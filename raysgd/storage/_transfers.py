@@ -1,4 +1,4 @@
-"""Copies files and directory trees on this machine, and transfers files to and from stores."""
+"""Copies files and folders on this machine, and transfers files to and from stores."""
 
 from __future__ import annotations
 
@@ -14,25 +14,30 @@ from typing import IO, Any, TypeVar
 from raysgd.core.files import flush_to_disk
 from raysgd.exceptions import OnFailure
 
-TEMPORARY = ".raysgd-"  # must match `raysgd.core.files`, which also removes old files with this prefix
+# Prefix of temporary files. `raysgd.core.files` uses the same prefix, and removes old files that have it.
+TEMPORARY = ".raysgd-"
 _PIECE_BYTES = 8 * 2**20
 _NUM_THREADS = 8
-_AWAITED_PIECES = 10  # number of pieces between flushes: as much as eight parts, which PyArrow uploads concurrently
+# Number of pieces between two flushes. They hold as many bytes as the eight parts that PyArrow uploads at the same
+# time.
+_AWAITED_PIECES = 10
 
 T = TypeVar("T")
 
 Pieces = Callable[[], Iterator[Any]]
-"""Function that returns an iterator over a file's content, in pieces. It is called for each attempt."""
+"""Function that returns an iterator over the content of a file in pieces. It is called for each attempt to send it."""
 
 # ---------------------------------------------------------------------------------------------------- on this machine
 
 
 def tree_of(root: Path) -> tuple[list[str], list[str]]:
-    """Return all files and all empty folders in a folder, as relative paths with slashes. Follow symbolic links.
+    """Return all files, and all empty folders, in a folder and its subfolders. Symbolic links are followed.
+
+    The results are relative paths with slashes.
 
     Raises:
-        OSError: The folder does not exist, it contains an entry that is neither a file nor a folder, or a symbolic link
-            creates a cycle.
+        OSError: The folder does not exist, it contains something that is neither a file nor a folder, or a symbolic
+            link leads to a folder above it.
     """
     files: list[str] = []
     empty: list[str] = []
@@ -59,7 +64,13 @@ def tree_of(root: Path) -> tuple[list[str], list[str]]:
 
 
 def copy_tree(source: Path, target: Path, without: Collection[str] = ()) -> None:
-    """Copy a folder's content, except the files in `without`, into another folder. Each file is copied atomically."""
+    """Copy the content of a folder into another folder. Each file is copied atomically.
+
+    Args:
+        source: The folder to copy from.
+        target: The folder to copy into. It is created if necessary.
+        without: Relative paths of files that are not copied.
+    """
     files, empty = tree_of(source)
     target.mkdir(parents=True, exist_ok=True)
     for name in empty:
@@ -70,7 +81,7 @@ def copy_tree(source: Path, target: Path, without: Collection[str] = ()) -> None
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file atomically."""
+    """Copy a file with its permissions. No process can see an incomplete copy."""
     with placing(target) as file:
         shutil.copyfile(source, file.name)
         shutil.copymode(source, file.name)
@@ -78,9 +89,9 @@ def copy_file(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def placing(target: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file for writing, and rename it to `target` at the end of the block.
+    """Open a temporary file for writing. At the end of the block, it is renamed to `target`.
 
-    The file is not flushed to the disk.
+    Flushing the file to the disk is left to the operating system.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.parent / f"{TEMPORARY}{secrets.token_hex(8)}.tmp"
@@ -91,7 +102,7 @@ def placing(target: Path) -> Iterator[IO[bytes]]:
 
 
 def sync_tree(root: Path) -> None:
-    """Flush all files and folders in a folder to the disk."""
+    """Flush a folder and everything in it to the disk."""
     for folder, _, names in os.walk(root):
         for name in names:
             flush_to_disk(os.path.join(folder, name))
@@ -102,7 +113,7 @@ def sync_tree(root: Path) -> None:
 
 
 def pieces(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield a file's content in pieces, from its beginning."""
+    """Yield the whole content of a file in pieces, from its beginning."""
     file.seek(0)
     while piece := file.read(_PIECE_BYTES):
         yield piece
@@ -111,8 +122,13 @@ def pieces(file: IO[bytes]) -> Iterator[bytes]:
 def send(fs: Any, content: Pieces, path: str) -> None:
     """Send a file to a store in which files become visible when they are closed.
 
-    If Ctrl-C interrupted the transfer, closing the stream would create a file from the pieces sent so far. Therefore, a
-    separate thread, which Ctrl-C does not interrupt, sends the whole file.
+    A separate thread, which Ctrl-C does not interrupt, sends the whole file. Otherwise, closing the file after Ctrl-C
+    would make an incomplete file visible.
+
+    Args:
+        fs: File system of the store.
+        content: Function that returns the content of the file in pieces.
+        path: Path of the file in `fs`.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="raysgd-storage") as pool:
         pool.submit(_send, fs, content, path).result()
@@ -123,18 +139,25 @@ def _send(fs: Any, content: Pieces, path: str) -> None:
         for number, piece in enumerate(content(), start=1):
             stream.write(piece)
             if number % _AWAITED_PIECES == 0:
-                stream.flush()  # otherwise, if the store hangs, all parts pile up in memory and time out one by one
+                # Wait for the store. If it hangs, the pieces would otherwise pile up in memory and fail one by one.
+                stream.flush()
 
 
 def send_and_rename(fs: Any, content: Pieces, path: str) -> None:
-    """Send a file under a temporary name and rename it, for stores in which unfinished files are visible."""
+    """Send a file to a store in which unfinished files are visible: send it under a temporary name, then rename it.
+
+    Args:
+        fs: File system of the store.
+        content: Function that returns the content of the file in pieces.
+        path: Path of the file in `fs`.
+    """
     folder = path[: path.rfind("/") + 1]
     if folder.strip("/"):
         fs.create_dir(folder.rstrip("/"), recursive=True)
     temporary = f"{folder}{TEMPORARY}{secrets.token_hex(8)}.tmp"
 
     def delete() -> None:
-        with contextlib.suppress(Exception):  # the store may raise any exception, but the first error matters more
+        with contextlib.suppress(Exception):  # any error here must not hide the error that made the transfer fail
             fs.delete_file(temporary)
 
     with OnFailure(delete):
@@ -146,13 +169,13 @@ def fetch(fs: Any, path: str, target: IO[bytes], checksums: Collection[str] = ()
     """Fetch a file from a store.
 
     Args:
-        fs: The store's file system.
+        fs: File system of the store.
         path: Path of the file in `fs`.
         target: Local file to write the content to.
-        checksums: The file's valid checksums, of which it must have one. Empty to skip this check.
+        checksums: Valid checksums, one of which the content must have. Empty to not check the content.
 
     Raises:
-        OSError: The content's size differs from the size that the store reports, or its checksum is wrong.
+        OSError: The content has another size than the store reports, or a wrong checksum.
     """
     target.seek(0)
     target.truncate()
@@ -169,14 +192,16 @@ def fetch(fs: Any, path: str, target: IO[bytes], checksums: Collection[str] = ()
 
 
 def new_checksum() -> Any:
-    """Return a new XXH128 hash object."""
+    """Return a new object that computes an XXH128 checksum."""
     import xxhash
 
     return xxhash.xxh3_128()
 
 
 def on_threads(work: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
-    """Call `work` for all names in parallel threads. Return the results by name. After a failure, start no more calls.
+    """Call a function for each name, in parallel threads. Return the results by name.
+
+    After a failure, no further calls are started.
 
     Raises:
         Exception: The error of the first failed call.

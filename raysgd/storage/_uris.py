@@ -1,7 +1,7 @@
-"""Parses locations given as strings: paths on disk, and URIs of stores.
+"""Parses the paths on disk and the URIs of stores that users pass.
 
-The path in a store's URI is taken literally, as in the stores' command-line tools: `%20` is three characters. Only
-`file://` URIs are percent-decoded.
+The path in the URI of a store is taken literally, as the command-line tools of stores do: `%20` is three characters.
+Only `file://` URIs are percent-decoded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ LOCAL_SCHEMES = ("file", "local")
 
 
 def checked_text(name: str, location: Any) -> str:
-    """Return a location as a string. `pathlib` turns `s3://a` into `s3:/a`; restore the slash.
+    """Return a path or URI as a string.
+
+    If the user has passed a URI as a `pathlib.Path`, which changes `s3://a` to `s3:/a`, restore the missing slash.
+
+    Args:
+        name: Name of the user's argument, for error messages.
+        location: The path or URI.
 
     Raises:
         TypeError: `location` is neither a string nor a path.
@@ -45,12 +51,16 @@ def scheme_of(text: str) -> str | None:
 
 
 def is_local(text: str) -> bool:
-    """Return True if a location is on a local disk."""
+    """Return True if a path or URI is that of a file or folder on this machine."""
     return scheme_of(text) in (None, *LOCAL_SCHEMES)
 
 
 def local_path_of(name: str, text: str) -> Path:
-    """Return the absolute path for a local path or a `file://` URI.
+    """Return the absolute path for a path on disk or a `file://` URI.
+
+    Args:
+        name: Name of the user's argument, for error messages.
+        text: The path or URI.
 
     Raises:
         ValueError: The URI names another machine.
@@ -67,7 +77,7 @@ def local_path_of(name: str, text: str) -> Path:
 
 
 def divided(uri: str) -> tuple[str, str, str]:
-    """Split a URI into the store, the path in the store, and the query.
+    """Split the URI of a store into the store, the path in the store, and the query.
 
     >>> divided("s3://bucket/a/b?region=eu-north-1")
     ('s3://bucket', 'a/b', '?region=eu-north-1')
@@ -81,7 +91,7 @@ def divided(uri: str) -> tuple[str, str, str]:
 
 
 def child_of(uri: str, name: str) -> str:
-    """Append a name to the path of a URI.
+    """Append a name to the path in a URI.
 
     >>> child_of("s3://bucket/a?region=eu-north-1", "b")
     's3://bucket/a/b?region=eu-north-1'

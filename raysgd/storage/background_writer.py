@@ -1,4 +1,4 @@
-"""Writes files in a background thread, so that training does not wait for the disk."""
+"""Writes checkpoint files in a background thread, so that training does not wait for the disk or the store."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from raysgd.storage import files
 logger = logging.getLogger(__name__)
 
 Write = Callable[[str, Any], object]
-"""Function that writes an object, such as a state dict, to a path."""
+"""Function that takes a path and an object, such as a state dict, and writes the object to a file at this path."""
 
 
 class SubmittedWrite:
-    """A write that was submitted to a `BackgroundWriter`.
+    """A file that was submitted to a `BackgroundWriter`.
 
     Attributes:
-        is_done: True once the write has finished or failed.
-        seconds: Duration of the write in seconds.
+        is_done: True when the file is complete or could not be written.
+        seconds: How long writing the file took.
     """
 
     def __init__(self, writer: BackgroundWriter) -> None:
@@ -37,7 +37,7 @@ class SubmittedWrite:
         """Wait until the file is complete.
 
         Raises:
-            BaseException: The write failed. No later call raises this error again.
+            BaseException: The file could not be written. No later call raises this error again.
         """
         self._writer._await(self)
 
@@ -45,10 +45,13 @@ class SubmittedWrite:
 class BackgroundWriter:
     """Writes checkpoint files in a background thread, one after the other, in the order of `submit`.
 
-    The thread runs only while writes are queued. It is not a daemon thread, so a program finishes its writes before it
-    exits. A failed write is logged at once, and the next call to `submit`, `write`, `wait` or `close` raises the error.
-    After several failures, each of these calls raises one error, oldest first. A `WorkersLostError`, for a state that
-    was lost with its worker, is different: only `wait` and `close` raise it, and not after a later successful write.
+    The thread runs only while files are waiting to be written. It is not a daemon thread, so a program finishes its
+    files before it exits.
+
+    If a file cannot be written, this is logged at once, and the next call to `submit`, `write`, `wait` or `close`
+    raises the error. After several failures, each of these calls raises one error, the oldest first. A
+    `WorkersLostError` means that the state was lost with its worker. Only `wait` and `close` raise it, and only if no
+    later file was written successfully.
     """
 
     def __init__(self) -> None:
@@ -59,13 +62,17 @@ class BackgroundWriter:
         self._is_closed = False
 
     def submit(self, path: str | os.PathLike[str], produce: Callable[[], Any], write: Write) -> SubmittedWrite:
-        """Queue a write: in the background thread, call `produce` and write its result to `path`.
+        """Let the background thread write a file, after all files that were submitted before.
 
-        A relative `path` is resolved against the current working directory now. `write` must write the file atomically.
+        Args:
+            path: Path of the file. A relative path is made absolute immediately.
+            produce: Function that returns the object to write. The background thread calls it.
+            write: Function that takes the path and this object, and writes the file atomically.
 
         Raises:
             ValueError: The writer is closed.
-            BaseException: An earlier write failed. Nothing was queued; call `submit` again to queue this write.
+            BaseException: An earlier file could not be written. This file was not submitted. To submit it, call
+                `submit` again.
         """
         with self._changed:
             if self._is_closed:
@@ -80,10 +87,15 @@ class BackgroundWriter:
             return submitted
 
     def write(self, path: str | os.PathLike[str], state: Any, write: Write) -> None:
-        """Write `state` to `path` in this thread, after all submitted writes.
+        """Write a file in the current thread, after all files that were submitted before.
+
+        Args:
+            path: Path of the file.
+            state: The object to write.
+            write: Function that takes the path and the object, and writes the file.
 
         Raises:
-            BaseException: The error of this write or an earlier write.
+            BaseException: This file or an earlier file could not be written.
         """
         self._drain()
         with self._changed:
@@ -92,10 +104,10 @@ class BackgroundWriter:
         self._make_up()
 
     def wait(self) -> None:
-        """Block until all submitted writes have finished.
+        """Wait until all submitted files are written.
 
         Raises:
-            BaseException: The original error of a failed write.
+            BaseException: The original error of a file that could not be written.
         """
         self._drain()
         with self._changed:
@@ -118,30 +130,39 @@ class BackgroundWriter:
             thread.join()
 
     def close(self) -> None:
-        """Finish all writes and accept no more. If several writes failed, each call raises one error.
+        """Wait until all submitted files are written, and accept no more files.
+
+        If several files could not be written, each call to `close` raises one of the errors.
 
         Raises:
-            BaseException: The original error of a failed write.
+            BaseException: The original error of a file that could not be written.
         """
         with self._changed:
             self._is_closed = True
         self.wait()
 
     def _raise_failure(self, passing: type[BaseException] | tuple[()] = ()) -> None:
-        """If a write has failed, raise the oldest failure, skipping failures that are instances of `passing`."""
+        """If files could not be written, raise the oldest of the errors that were not raised yet.
+
+        Args:
+            passing: Errors of this class are not raised.
+        """
         failure = next((each for each in self._failures if not isinstance(each, passing)), None)
         if failure is not None:
             self._failures.remove(failure)
             raise failure
 
     def _make_up(self) -> None:
-        """Discard the errors of states that were lost with a worker, because a newer state was written."""
+        """Discard the errors about states that were lost with a worker, because a newer state was written."""
         with self._changed:
             kept = [failure for failure in self._failures if not isinstance(failure, WorkersLostError)]
             self._failures = collections.deque(kept)
 
     def _work(self) -> None:
-        """Run the queued writes until the queue is empty."""
+        """Write the submitted files, one after the other, until none is left.
+
+        The background thread runs this method.
+        """
         while True:
             with self._changed:
                 if not self._jobs:
@@ -151,7 +172,7 @@ class BackgroundWriter:
                 submitted, path, produce, write = self._jobs.popleft()
             began = time.perf_counter()
             failure = self._failure_of(path, produce, write)
-            del produce, write  # these functions may hold references to large objects
+            del produce, write  # free the functions now, because they may refer to large objects
             if failure is None:
                 self._make_up()
             with self._changed:
@@ -163,10 +184,10 @@ class BackgroundWriter:
             del failure, submitted
 
     def _failure_of(self, path: str, produce: Callable[[], Any], write: Write) -> BaseException | None:
-        """Write a file. Return the error, or None if the write succeeded."""
+        """Write a submitted file. Return the error, or None if the file was written."""
         try:
             write(path, produce())
-        except BaseException as error:  # a later call raises this error
+        except BaseException as error:  # only log the error here, because a later call raises it
             logger.error("could not write checkpoint %s: %r", files.shown(path), error)
             _forget_variables(error)
             return error
@@ -175,7 +196,10 @@ class BackgroundWriter:
 
 
 def _forget_variables(error: BaseException | None) -> None:
-    """Clear the local variables in the tracebacks of an error and its causes, which may hold the whole state."""
+    """Clear the local variables in the traceback of an error and of its causes.
+
+    These variables may keep the whole training state in memory.
+    """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -1,4 +1,7 @@
-"""Reads and writes single files on disk or in a store, for the trainers' `save` and `load`. Used in the driver."""
+"""Reads and writes single files on disk or in a store, for `save` and `load` of trainers in the driver.
+
+A location is the path or the URI of a file.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,16 @@ from raysgd.storage.opening import open_folder
 
 
 def check_location(name: str, location: Any) -> None:
-    """Check that a location is the path or URI of a file, without connecting to a store.
+    """Check that a value is the path or URI of a file, without connecting to a store.
+
+    Args:
+        name: Name of the user's argument, for error messages.
+        location: The value that the user has passed.
 
     Raises:
         TypeError: `location` is neither a string nor a path.
         ValueError: `location` is empty, or a URI with an unknown scheme or without a file name.
-        ModuleNotFoundError: A package that the URI's store needs is missing.
+        ModuleNotFoundError: Access to this URI needs a package that is not installed.
     """
     text = _uris.checked_text(name, location)
     if _uris.is_local(text):
@@ -34,15 +41,15 @@ def check_location(name: str, location: Any) -> None:
 
 @contextlib.contextmanager
 def saving(location: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Open a temporary file for writing and reading. At the end of the block, it atomically becomes `location`.
+    """Open a temporary file for writing and reading. At the end of the block, it replaces the file at `location`.
 
-    If the block raises an exception, `location` is unchanged.
+    If the block raises an exception, the file at `location` is unchanged.
 
     Args:
-        location: A path or a URI.
+        location: Path or URI of the file.
 
     Raises:
-        OSError: The file could not be written. A `StorageError` if `location` is the URI of a store.
+        OSError: The file could not be written. For a URI of a store, this is a `StorageError`.
     """
     text = _uris.checked_text("path", location)
     if _uris.is_local(text):
@@ -56,9 +63,10 @@ def saving(location: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def local_copy(location: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield the path of a local file with the content at `location`.
+    """Yield the path of a local file that has the content of the file at `location`.
 
-    For a local path, this is the file itself. For a file in a store, it is a temporary copy that exists in the block.
+    For a path on disk, this is the file itself. For a file in a store, it is a temporary copy, which exists only in the
+    block.
 
     Raises:
         FileNotFoundError: The store has no such file. The existence of local files is not checked.
@@ -79,18 +87,21 @@ def local_copy(location: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def is_uri(location: Any) -> bool:
-    """Return True for a URI, including `file://` URIs and URIs whose slashes `pathlib` has collapsed."""
+    """Return True for a URI, also for a `file://` URI, and for a `pathlib.Path` that was made of a URI."""
     return isinstance(location, str | os.PathLike) and _uris.scheme_of(str(location)) is not None
 
 
 def absolute(location: str | os.PathLike[str]) -> str:
-    """Make a path absolute, so that it stays valid if the program changes its working directory. Return URIs as is."""
+    """Make a path absolute, so that it stays valid if the program changes its working directory.
+
+    Return a URI unchanged.
+    """
     text = _uris.checked_text("path", location)
     return text if _uris.scheme_of(text) is not None else os.path.join(os.getcwd(), text)
 
 
 def shown(location: str | os.PathLike[str]) -> str:
-    """Return a location as a string without keys and passwords."""
+    """Return a path or URI as a string without keys and passwords."""
     return masked(_uris.checked_text("path", location))
 
 
@@ -120,7 +131,11 @@ def _folder_and_name(uri: str, argument: str = "path") -> tuple[Folder, str]:
 
 
 def in_folder_of(location: str | os.PathLike[str], name: str) -> str:
-    """Return the location of the file `name` in the same folder as the file at `location`.
+    """Return the path or URI of another file in the same folder as a file.
+
+    Args:
+        location: Path or URI of the file.
+        name: Name of the other file.
 
     Examples:
         >>> in_folder_of("s3://bucket/run/last.pt?region=eu", "a.json"), in_folder_of("last.pt", "a.json")
@@ -132,7 +147,7 @@ def in_folder_of(location: str | os.PathLike[str], name: str) -> str:
 
 
 def beside(location: str | os.PathLike[str], ending: str) -> str:
-    """Return a location whose file name is extended by `ending`. The query of a URI stays at the end.
+    """Append an ending to the name of a file in a path or URI. The query of a URI stays at the end.
 
     Examples:
         >>> beside("s3://bucket/last.pt?region=eu", ".json"), beside("runs/last.pt", ".json")

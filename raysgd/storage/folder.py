@@ -12,9 +12,9 @@ from typing import IO, Any
 class Folder(ABC):
     """A folder on disk or in a store such as S3. Create it with `open_folder`.
 
-    A folder can be pickled, and connects to its store on first use. Names of files and folders are relative to the
+    A `Folder` can be pickled, and connects to its store on first use. Names of files and subfolders are relative to the
     folder, and may contain slashes. If a file or folder is missing, methods raise `FileNotFoundError`. For all other
-    failures, they raise `StorageError`, an `OSError`.
+    failures, they raise `StorageError`, a subclass of `OSError`.
 
     Examples:
         >>> import tempfile
@@ -38,12 +38,12 @@ class Folder(ABC):
     @property
     @abstractmethod
     def path(self) -> str:
-        """Path of the folder in `filesystem`."""
+        """Path of the folder in its PyArrow file system, which is the attribute `filesystem`."""
 
     @property
     @abstractmethod
     def filesystem(self) -> Any:
-        """The `pyarrow.fs.FileSystem` of the folder."""
+        """The `pyarrow.fs.FileSystem` in which the folder is."""
 
     @property
     @abstractmethod
@@ -53,7 +53,7 @@ class Folder(ABC):
     @property
     @abstractmethod
     def is_in_memory(self) -> bool:
-        """True if the folder is in this process's memory, so that no other process can see it."""
+        """True if the folder is in the memory of this process, so that no other process can see it."""
 
     @property
     @abstractmethod
@@ -66,16 +66,19 @@ class Folder(ABC):
 
     @property
     def name(self) -> str:
-        """Last component of the path."""
+        """Name of the folder: the last component of its path."""
         return PurePosixPath(self.path).name
 
     @abstractmethod
     def __truediv__(self, name: str) -> Folder:
-        """Return the subfolder `name`, which need not exist."""
+        """Return the subfolder with this name. The subfolder need not exist."""
 
     @abstractmethod
     def without_retries(self) -> Folder:
-        """Return the same folder without retries, for use after a store has just failed for a long time."""
+        """Return the same folder, but do not retry operations that fail.
+
+        Use this after a store has just failed for a long time.
+        """
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Folder) and self.uri == other.uri
@@ -90,7 +93,7 @@ class Folder(ABC):
 
     @abstractmethod
     def make(self) -> None:
-        """Create the folder and its parents. Writing into the folder also creates it."""
+        """Create the folder and its parents. This is not necessary before writing a file, which also creates them."""
 
     @abstractmethod
     def exists(self) -> bool:
@@ -98,22 +101,23 @@ class Folder(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Return the sorted names of the folder's files and subfolders. Return [] if the folder does not exist.
+        """Return the sorted names of the files and subfolders in this folder.
 
-        In a store, this includes uncommitted folders; see `committed`.
+        In a store, this includes subfolders that were not committed (see `committed`). Return an empty list if this
+        folder does not exist.
         """
 
     @abstractmethod
     def delete(self) -> None:
-        """Delete the folder and its content. A committed folder first disappears from `committed()`."""
+        """Delete the folder and its content. If it is a committed folder, first remove it from `committed()`."""
 
     @abstractmethod
     def upload(self, source: Path, without: Collection[str] = ()) -> None:
         """Copy the content of a local folder into this folder. Each file is written atomically.
 
         Args:
-            source: The local folder whose content to copy.
-            without: Relative paths of files to exclude.
+            source: The local folder.
+            without: Relative paths of files that are not copied.
 
         Raises:
             FileNotFoundError: `source` does not exist.
@@ -121,7 +125,7 @@ class Folder(ABC):
 
     @abstractmethod
     def download(self, target: Path) -> None:
-        """Copy the folder's content into a local folder, which is created if necessary.
+        """Copy the content of this folder into a local folder, which is created if necessary.
 
         Raises:
             FileNotFoundError: This folder does not exist.
@@ -134,51 +138,54 @@ class Folder(ABC):
         """Return True if the folder has a file with this name."""
 
     def read(self, name: str) -> bytes:
-        """Return a file's content as bytes."""
+        """Return the content of the file with this name as bytes."""
         with self.reading(name) as file:
             return file.read()
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file atomically."""
+        """Write a file with this name and content. Other processes never see an incomplete file."""
         with self.writing(name) as file:
             file.write(data)
 
     @abstractmethod
     def fetch(self, name: str, target: Path) -> None:
-        """Copy a file to the local path `target`, atomically."""
+        """Copy the file with this name to the local path `target`. Other processes never see an incomplete copy."""
 
     @abstractmethod
     def reading(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """Open a file for reading. A file in a store is downloaded first."""
+        """Open the file with this name for reading. A file in a store is downloaded first."""
 
     @abstractmethod
     def writing(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """Open a file for writing and reading. The file appears under its name if the block raises no exception."""
+        """Open a new file for writing and reading. It appears under its name at the end of the block.
+
+        If the block raises an exception, no file appears.
+        """
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Delete a file if it exists."""
+        """Delete the file with this name if it exists."""
 
     # ------------------------------------------------------------------------------------------------ commits
 
     @abstractmethod
     def staged(self, name: str) -> Folder:
-        """Return the staging folder for `name`, to which you write files before you call `commit(name)`.
+        """Return the staging folder for the subfolder `name`. Write files there before you call `commit(name)`.
 
-        `commit` turns it into the folder `name`. Use each name only once. In a store, do not replace files after you
-        have written them, because `download` verifies their checksums. Only files whose names start with a dot may be
-        replaced.
+        `commit` turns the staging folder into the folder `name`. Use each name only once. In a store, do not replace
+        files after you have written them, because `download` checks their checksums. Only files whose names start with
+        a dot may be replaced.
         """
 
     @abstractmethod
     def commit(self, name: str) -> Folder:
-        """Atomically turn the staging folder into the folder `name`, and return it. Only one process may call this.
+        """Atomically turn the staging folder into the subfolder `name`, and return this subfolder.
 
-        A second call does nothing.
+        Only one process may call this method for a name. A second call does nothing.
 
         Raises:
-            FileNotFoundError: Nothing was staged.
-            StorageError: A folder with this name already exists. Raised on disk only.
+            FileNotFoundError: There is no staging folder for this name.
+            StorageError: On disk, a subfolder with this name already exists.
         """
 
     @abstractmethod
@@ -191,14 +198,14 @@ class Folder(ABC):
 
     @abstractmethod
     def discard_staged(self, prefix: str) -> None:
-        """Delete uncommitted folders whose names start with `prefix`, including incomplete output of killed processes.
+        """Delete staging folders whose names start with `prefix`, such as those that killed processes have left.
 
-        Call this while no process writes there, for example before resuming a run.
+        Call this method while no process writes there, for example before you resume a run.
         """
 
 
 def check_name(name: str) -> str:
-    """Return the name after checking that it cannot lead out of a folder.
+    """Check that a name is that of a file or folder inside a folder, and return the name.
 
     Raises:
         ValueError: The name is empty, absolute, or leads out of the folder.
@@ -218,10 +225,10 @@ def lies_inside(name: str) -> bool:
 
 
 def check_single(name: str) -> str:
-    """Return the name after checking that it is a direct child of a folder.
+    """Check that a name is that of a file or folder directly in a folder, and return the name.
 
     Raises:
-        ValueError: The name contains slashes, or does not lie inside the folder.
+        ValueError: The name contains slashes, or leads out of the folder.
     """
     if "/" in name:
         raise ValueError(f"`name={name!r}`: need the name of a folder directly in this one, without slashes.")

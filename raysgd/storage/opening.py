@@ -1,4 +1,4 @@
-"""Creates a `Folder` from a path or URI, and optionally a file system."""
+"""`open_folder` and `make_new`: return a `Folder` for a path or URI, or create a new folder."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from raysgd.storage.folder import Folder
 
 
 def open_folder(path: str | os.PathLike[str], filesystem: Any = None, *, argument: str = "path") -> Folder:
-    """Return a folder, without connecting to a store. The folder need not exist.
+    """Return the `Folder` for a path or URI, without connecting to a store. The folder need not exist.
 
     Args:
         path: A path on disk (`~` is your home folder), or a URI such as `s3://bucket/results`, `gs://...`,
             `abfs://...`, `file://...`, or a URI of any other file system that fsspec knows.
-        filesystem: A PyArrow or fsspec file system. `path` is then a path in it, such as `bucket/results`.
+        filesystem: A PyArrow or fsspec file system. `path` is then a path in this file system, such as
+            `bucket/results`.
         argument: Name of the `path` argument in error messages.
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: `path` is empty, or its scheme is unknown.
-        ModuleNotFoundError: A package that the file system needs is missing.
+        ModuleNotFoundError: The file system needs a package that is not installed.
     """
     text = _uris.checked_text(argument, path)
     if filesystem is not None:
@@ -45,12 +46,12 @@ def open_folder(path: str | os.PathLike[str], filesystem: Any = None, *, argumen
 
 
 def make_new(parent: Folder, name: str) -> Folder:
-    """Create a new folder with a unique name, safely even if other programs do so at the same time.
+    """Create a new folder with a unique name, even if other programs do the same at the same time.
 
     Args:
         parent: Folder in which to create the new folder.
-        name: Name of the new folder. On disk, a number is appended if the name is taken. In a store, random characters
-            are always appended, because two programs could otherwise create the same folder.
+        name: Name of the new folder. On disk, a number is appended if there is a folder of this name. In a store,
+            random characters are always appended, because two programs could otherwise create the same folder.
 
     Raises:
         StorageError: The folder could not be created.
@@ -69,7 +70,13 @@ def make_new(parent: Folder, name: str) -> Folder:
 
 
 def _in(filesystem: Any, text: str, argument: str) -> Folder:
-    """Return a folder in a file system that the user created."""
+    """Return a folder in a file system that the user has created.
+
+    Args:
+        filesystem: The file system.
+        text: Path of the folder in the file system.
+        argument: Name of the user's argument for the path, for error messages.
+    """
     if _uris.scheme_of(text) is not None:
         raise ValueError(
             f"`{argument}={masked(text)!r}`: with `filesystem=`, pass a path inside it, such as 'bucket/results', "

@@ -1,6 +1,6 @@
-"""Streams of files. Each file is a shard. Files are given by name, pattern or folder, on disk or in a store.
+"""Streams that read their rows from files, on disk or in a store. Each file is a shard of the stream.
 
-Supported formats are JSON lines, tar files in WebDataset's layout, and tables that PyArrow reads.
+Supported formats are JSON lines, tar files in the layout of WebDataset, and tables that PyArrow reads.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class StreamFile(NamedTuple):
     """A file of a stream.
 
     Attributes:
-        folder: Folder that contains the file.
-        name: Name of the file in the folder.
+        folder: The folder that contains the file.
+        name: Name of the file in this folder.
     """
 
     folder: Folder
@@ -49,19 +49,20 @@ class StreamFile(NamedTuple):
 
     @property
     def shard(self) -> str:
-        """Name of the file's shard: its location, without credentials."""
+        """Name of the shard that this file is: the path or URI of the file, without credentials."""
         return str(self.folder / self.name)
 
     @property
     def path(self) -> str:
-        """Path of the file in the folder's file system."""
+        """Path of the file in the file system of its folder."""
         return f"{self.folder.path}/{self.name}"
 
     def version(self, has_digest: bool) -> str:
-        """Return a string that changes if the file changes, or "" if it cannot be determined.
+        """Return a string that changes if the content of the file changes, or an empty string if this is unknown.
 
-        With `has_digest`, the string consists of the size and a digest of the first and last bytes. Otherwise, it is
-        the size for a local file, and "" for a file in a store.
+        Args:
+            has_digest: Whether the string consists of the size and a hash of the first and last bytes. If False, it is
+                the size of a local file, and empty for a file in a store.
         """
         try:
             if not has_digest:
@@ -72,15 +73,15 @@ class StreamFile(NamedTuple):
                 content.seek(max(0, size - _NUM_BYTES))
                 return f"{size} {blake2b(begin + content.read(_NUM_BYTES), digest_size=8).hexdigest()}"
         except (FileNotFoundError, IsADirectoryError, PermissionError):
-            return ""  # the error will be raised when the file is read
+            return ""  # reading the rows of the file will raise the error again
 
 
 class FileStream(Stream):
-    """Reads rows from files. Each file is a shard. Files are ordered as in `paths`, and by name within each path.
+    """Base class of streams that read files. Each file is a shard. Files are ordered as in `paths`, and then by name.
 
     Args:
-        paths: One or several of the following: a file, a folder whose files with a supported ending are read, or a path
-            with a pattern as its last component, such as `"s3://bucket/data/part-*.parquet"`.
+        paths: One or several of the following: a file, a folder of which all files with a supported ending are read, or
+            a path with a pattern as its last component, such as `"s3://bucket/data/part-*.parquet"`.
 
     Raises:
         TypeError: `paths` contains an object that is not a path.
@@ -97,7 +98,7 @@ class FileStream(Stream):
 
     @cached_property
     def files(self) -> list[StreamFile]:
-        """The stream's files. The paths are resolved to files on first access only.
+        """The files of the stream. They are looked for in `paths` on first access.
 
         Raises:
             FileNotFoundError: No file was found for one of the paths.
@@ -106,7 +107,7 @@ class FileStream(Stream):
 
     @cached_property
     def versions(self) -> list[str]:
-        """`StreamFile.version` of each file. Up to 64 evenly spaced files have a digest."""
+        """The version of each file, as `StreamFile.version` returns it. Up to 64 evenly spaced files have a hash."""
         chosen = {file.shard for file in self.files[:: -(-len(self.files) // _NUM_DIGESTS)]}
         found = on_threads(lambda name: self._by_shard[name].version(name in chosen), self._by_shard)
         return [found[file.shard] for file in self.files]
@@ -122,9 +123,13 @@ class FileStream(Stream):
 
     @abstractmethod
     def _rows(self, file: StreamFile, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
-        """Yield a file's rows from row `start` on.
+        """Yield the rows of a file from row number `start` on.
 
-        The caller ignores a row for which `is_needed(row number)` is False, so any value may be yielded in its place.
+        Args:
+            file: The file.
+            start: Number of the first row to yield, from 0.
+            is_needed: Function that takes a row number and returns True if the row is needed. In place of a row that is
+                not needed, any value may be yielded.
         """
 
     @cached_property
@@ -134,7 +139,7 @@ class FileStream(Stream):
     def _found(self, path: str) -> list[StreamFile]:
         parent, name = _divided(path)
         is_pattern = any(each in name for each in "*?[")
-        # A folder may have the ending of a file: Spark writes folders `x.parquet/`.
+        # A folder may have the ending of a file. Spark, for example, writes folders with names such as `x.parquet`.
         if not is_pattern and name.endswith(self.endings) and not os.path.isdir(path):
             return [StreamFile(open_folder(parent, argument="paths"), name)]
         if not is_pattern and is_local(path) and os.path.isfile(path):
@@ -151,7 +156,7 @@ class FileStream(Stream):
 
 
 def _divided(path: str) -> tuple[str, str]:
-    """Split a path into its parent and its last component. The latter is empty if the path ends with a slash."""
+    """Split a path or URI into its parent and its last component, which is empty if the path ends with a slash."""
     if is_local(path):
         parent, slash, name = path.rpartition("/")
         return parent or slash or ".", name
@@ -161,7 +166,7 @@ def _divided(path: str) -> tuple[str, str]:
 
 
 class _Lines(FileStream):
-    """Yields the non-empty lines of text files, as bytes."""
+    """Stream whose rows are the lines of text files, as bytes. Empty lines are left out."""
 
     endings = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 
@@ -174,7 +179,7 @@ class _Lines(FileStream):
 class JSONLinesStream(_Lines):
     """Reads JSON lines. Each non-empty line, parsed with `json.loads`, is a row. Files may be gzip-compressed.
 
-    Arguments and errors are the same as for `FileStream`. To resume at a row, the stream reads the row's file from its
+    Arguments and errors are the same as for `FileStream`. To continue at a row, the file with this row is read from its
     beginning.
     """
 
@@ -182,11 +187,11 @@ class JSONLinesStream(_Lines):
         return map(json.loads, super().open_some(shard, start, is_needed))
 
     def _pipeline(self) -> Pipeline:
-        """Return a pipeline that reads lines and parses them in a separate step.
+        """Return a pipeline that reads lines, and parses each line in a `map` step.
 
-        A line that cannot be parsed can then be skipped without affecting the lines after it.
+        If a line cannot be parsed, this step fails, and the row can be skipped without affecting later lines.
         """
-        if type(self) is not JSONLinesStream:  # a subclass may produce its rows differently
+        if type(self) is not JSONLinesStream:  # a subclass may make its rows in another way
             return super()._pipeline()
         return Pipeline(_Lines(self._paths), (RowStep(json.loads, is_filter=False, is_seeded=False),))
 
@@ -194,9 +199,9 @@ class JSONLinesStream(_Lines):
 class TarStream(FileStream):
     """Reads tar files. Consecutive members whose names are equal up to the first dot form a row, a dict of bytes.
 
-    `a/0.jpg` and `a/0.cls` become `{"__key__": "a/0", "jpg": b"...", "cls": b"..."}`. Decode rows with `map`. Tar files
-    may be compressed. To resume at a row of an uncompressed file, the rows before it are skipped without reading their
-    content. Arguments and errors are the same as for `FileStream`.
+    For example, `a/0.jpg` and `a/0.cls` become `{"__key__": "a/0", "jpg": b"...", "cls": b"..."}`. Decode the bytes
+    with `map`. Tar files may be compressed. To continue at a row of an uncompressed file, earlier rows are skipped
+    without reading their content. Arguments and errors are the same as for `FileStream`.
     """
 
     endings = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
@@ -210,18 +215,20 @@ class TarStream(FileStream):
 
 def _members(tar: Any) -> Iterator[tarfile.TarInfo]:
     while (member := tar.next()) is not None:
-        tar.members.clear()  # otherwise `tar` would keep every member in memory
+        tar.members.clear()  # otherwise, `tar` would keep information about every member in memory
         if member.isreg():
             yield member
-    # `tarfile` stops silently at anything that it cannot read, so a truncated file would look like a shorter file.
-    # Check for the end-of-archive block.
+    # `tarfile` stops without an error at anything that it cannot read. Check for the block that marks the end of the
+    # archive, because a truncated file would otherwise look like a shorter file.
     tar.fileobj.seek(tar.offset)
     if tar.fileobj.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
         raise tarfile.ReadError("the file is truncated or damaged: its end marker is missing")
 
 
 def _key_and_field(name: str) -> tuple[str, str]:
-    """Split a path at the first dot of its last component.
+    """Split the name of a tar member into the key of its row and the name of the field in the row.
+
+    The name is split at the first dot of its last component.
 
     >>> _key_and_field("a.b/0.seg.png")
     ('a.b/0', 'seg.png')
@@ -247,14 +254,16 @@ _BYTES_AT_ONCE = 2**20
 
 
 class TableStream(FileStream):
-    """Reads tables. Each row is a dict from column names to values. Fixed-size lists become NumPy arrays.
+    """Base class of streams that read tables. Each row is a dict from column names to values.
+
+    Lists of a fixed size become NumPy arrays.
 
     Args:
         paths: The same as for `FileStream`.
         columns: Names of the columns to read. Default: all columns.
 
     Raises:
-        ModuleNotFoundError: PyArrow is missing.
+        ModuleNotFoundError: PyArrow is not installed.
     """
 
     def __init__(self, paths: Paths, columns: Sequence[str] | None = None) -> None:
@@ -270,10 +279,10 @@ class TableStream(FileStream):
 
 
 class ParquetStream(TableStream):
-    """Reads Parquet files. To resume at a row, whole row groups are skipped.
+    """Reads Parquet files. To continue at a row, whole row groups before it are skipped.
 
-    If there are fewer files than lanes, each row group is a shard of known length. Otherwise, each file is a shard. Its
-    length is not determined in advance, because that would require opening every file.
+    If there are fewer than 64 files (the number of lanes), each row group is a shard of known length. Otherwise, each
+    file is a shard. The lengths of the files are then unknown, because finding them would require opening every file.
 
     Examples:
         >>> import tempfile, pyarrow as pa
@@ -307,7 +316,7 @@ class ParquetStream(TableStream):
 
     @cached_property
     def _row_groups(self) -> list[list[int]]:
-        """The lengths of each file's row groups."""
+        """For each file, the number of rows in each of its row groups."""
         return [self._lengths_of(file) for file in self.files]
 
     def _lengths_of(self, file: StreamFile) -> list[int]:
@@ -318,7 +327,10 @@ class ParquetStream(TableStream):
             raise StreamError(f"{file.shard!r} cannot be read: {type(error).__name__}: {error}") from error
 
     def _table(self, content: Any) -> Any:
-        """Open a Parquet file and check that all requested columns exist. `a.b` is the column `b` inside `a`."""
+        """Open a Parquet file, and check that it has all columns that the user asked for.
+
+        `a.b` is the column `b` inside the column `a`.
+        """
         table = require("pyarrow.parquet", "storage", "`ParquetStream`").ParquetFile(content)
         paths = [f"{table.metadata.schema.column(number).path}." for number in range(table.metadata.num_columns)]
         missing = [name for name in self._columns or () if not any(path.startswith(f"{name}.") for path in paths)]
@@ -364,7 +376,9 @@ def _lengths(table: Any) -> list[int]:
 
 
 def _num_at_once(num_bytes: int, num_rows: int) -> int:
-    """Return how many rows of a table to convert at a time: about 1 MiB, because each of many lanes buffers as many.
+    """Return how many rows of a table to convert at a time: as many as take about 1 MiB.
+
+    A worker reads many files at the same time, and buffers as many rows of each.
 
     Args:
         num_bytes: Size of the table in bytes.
@@ -374,7 +388,7 @@ def _num_at_once(num_bytes: int, num_rows: int) -> int:
 
 
 def _rows_from(batches: Iterable[Any], start: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of record batches from row `start` on.
+    """Yield the rows of Arrow record batches from row number `start` on.
 
     Raises:
         ValueError: The batches have fewer than `start` rows.
@@ -395,12 +409,15 @@ def _rows_of_batch(batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def _values(column: Any) -> Any:
-    """Convert a column to a sequence with one value per row. A value's type must not depend on neighboring rows."""
+    """Convert a column to a sequence with one value per row.
+
+    The type of a value must not depend on which other rows are converted at the same time.
+    """
     types = require("pyarrow.types", "storage", "`TableStream`")
     if not types.is_fixed_size_list(column.type) or not types.is_primitive(column.type.value_type):
         return column.to_pylist()
     if not column.null_count and not column.flatten().null_count:
-        values = np.array(column.flatten().to_numpy(zero_copy_only=False))  # a writable copy
+        values = np.array(column.flatten().to_numpy(zero_copy_only=False))  # copied, so that users may change the rows
         return values.reshape(len(column), column.type.list_size)
     if len(column) == 1:
         return column.to_pylist()

@@ -1,10 +1,12 @@
-"""Reads one worker's part of each global batch in a pass, from any position and in a group of any size.
+"""Reads one worker's part of each global batch of a stream, from any position and with any number of workers.
 
-A lane is one of the fixed row sequences through a stream's shards. To deal means to decide how many rows each lane
-contributes to a global batch. All ranks deal independently and must get the same result. If shard lengths are unknown,
-or a filter drops rows, only a rank that reads a lane knows where the lane ends. Therefore, each lane is watched by one
-rank, which looks ahead in it. After each global batch, all ranks all-reduce how many rows they found in their watched
-lanes. The ranks also share the lanes' positions, so that no position is lost if a rank dies.
+A lane is one of a fixed number of row sequences through the shards of a stream. For each global batch, the ranks decide
+how many rows each lane contributes (they deal the rows). Every rank decides by itself, and all must decide the same.
+
+If the lengths of shards are unknown, or a filter drops rows, only a rank that reads a lane knows where the lane ends.
+Therefore, each lane has one rank that watches it: this rank looks ahead in the lane. After each global batch, the ranks
+exchange how many rows they have found in the lanes that they watch. They also exchange the positions in these lanes, so
+that no position is lost if a rank dies.
 """
 
 from __future__ import annotations
@@ -22,52 +24,58 @@ from raysgd.streams.loaders import BatchLoader, BatchOrder, MadeBatches
 
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 StartSum: TypeAlias = Callable[[Numbers], Callable[[], Numbers]]
-"""Function that starts an all-reduce sum, and returns a function that waits for the result and returns it."""
-_NUM_SHOWN = 2  # number of padding rows; two, because batch normalization raises an error for a single row
+"""Function that starts to sum numbers over all ranks.
+
+It returns a function that waits for the sums and returns them.
+"""
+_NUM_SHOWN = 2  # number of rows in a padding batch: two, because batch normalization raises an error for a single row
 
 
 def alone(numbers: Numbers) -> Callable[[], Numbers]:
-    """Stand in for an all-reduce if there is only one rank: return the rank's numbers unchanged."""
+    """Replace the function that sums numbers over ranks if there is only one rank: leave the numbers unchanged."""
     return lambda: numbers
 
 
 class LaneEnds:
-    """Tracks how many rows were dealt from each lane, and where lanes end.
+    """Decides how many rows each lane contributes to a global batch (deals the rows), and finds out where lanes end.
 
-    If shard lengths are unknown, each rank looks ahead in the lanes that it watches and shares what it sees. A rank may
-    receive this information several global batches later.
+    If the lengths of shards are unknown, each rank looks ahead in the lanes that it watches, and sends the other ranks
+    what it has found. They may receive this several global batches later.
 
     Args:
         of_pass: The pass over the stream.
-        begin: Position at which reading starts.
+        begin: Position in the pass at which reading starts.
         watched: The lanes that this rank watches.
-        start_sum: Starts an all-reduce sum.
+        start_sum: Function that starts to sum numbers over all ranks.
 
     Attributes:
-        counts: Number of dealt rows per lane. Counted from the start of the pass if lengths are known, otherwise from
-            `begin`.
+        counts: Number of rows that global batches have taken from each lane. Counted from the start of the pass if the
+            lengths of lanes are known, and otherwise from `begin`.
     """
 
     def __init__(self, of_pass: StreamPass, begin: StreamPosition, watched: range, start_sum: StartSum) -> None:
         num_lanes, self._is_known = of_pass.num_lanes, of_pass.is_known
         self._watched, self._start_sum = watched, start_sum
         self._num_rows, self._turn = begin.num_rows, begin.turn
-        self.counts, self._seen_to = [0] * num_lanes, [0] * num_lanes  # number of dealt and of seen rows per lane
+        self.counts, self._seen_to = [0] * num_lanes, [0] * num_lanes  # for each lane: rows dealt, and rows seen so far
         if self._is_known:
             self.counts, self._turn = of_pass.dealt(begin.num_rows)
             self._seen_to = of_pass.lengths
-        self._is_dry = [self._is_known] * num_lanes  # True for a lane without rows beyond those that were seen
+        self._is_dry = [self._is_known] * num_lanes  # for each lane: True if it has no more rows than those seen
         self._known_at: Sequence[int] = self.counts
         self._known = begin.lanes or (LanePosition(),) * num_lanes
         self._told: deque[tuple[Sequence[int], int, Callable[[], Numbers]]] = deque()
 
     @property
     def num_left(self) -> int | None:
-        """Number of rows left in the pass. None if the number is unknown but at least 1."""
+        """Number of rows left in the pass. None if it is only known that there is at least one."""
         return sum(self._seen_to) - sum(self.counts) if all(self._is_dry) else None
 
     def num_seen(self, num_rows: int) -> int:
-        """Return how many rows to look ahead per lane to find `num_rows` rows in total, or 0 if lengths are known."""
+        """Return how many rows to look ahead in each lane to find `num_rows` rows in total.
+
+        Return 0 if the lengths of lanes are known, so that there is no need to look ahead.
+        """
         if self._is_known:
             return 0
         num_live = sum(not dry or seen > count for dry, seen, count in zip(*self._state, strict=True))
@@ -78,12 +86,15 @@ class LaneEnds:
         return self._is_dry, self._seen_to, self.counts
 
     def see(self, counts: Sequence[int], num_rows: int, found: Sequence[tuple[int, LanePosition]]) -> None:
-        """Share how many rows this rank found left in its watched lanes. All ranks must call this at the same point.
+        """Send the other ranks how many rows are left in the lanes that this rank watches.
+
+        All ranks must call this method after the same global batch.
 
         Args:
-            counts: Number of rows dealt from each lane up to this point.
-            num_rows: Number of rows that this rank looked ahead in each watched lane.
-            found: For each watched lane, the number of rows left, up to `num_rows`, and the lane's position.
+            counts: Number of rows that global batches have taken from each lane so far.
+            num_rows: Number of rows by which this rank has looked ahead in each lane that it watches.
+            found: For each lane that this rank watches, the number of rows that are left, at most `num_rows`, and the
+                position in the lane.
         """
         numbers = np.zeros((len(self.counts), 1 + len(LanePosition._fields)), np.int64)
         for lane, (num_left, position) in zip(self._watched, found, strict=True):
@@ -91,7 +102,7 @@ class LaneEnds:
         self._told.append((counts, num_rows, self._start_sum(numbers)))
 
     def hear(self) -> None:
-        """Wait for the results of all pending calls to `see`, and process the results."""
+        """Receive from the other ranks what all calls to `see` so far have sent."""
         while self._told:
             counts, num_rows, wait = self._told.popleft()
             num_left, *lanes = wait().T.tolist()
@@ -102,20 +113,21 @@ class LaneEnds:
                 self._known_at, self._known = counts, tuple(LanePosition(*each) for each in zip(*lanes, strict=True))
 
     def deal(self, num_rows: int, look: Callable[[int], None]) -> DealtRows:
-        """Decide which lanes provide the next `num_rows` rows, or fewer rows at the end of the pass.
+        """Decide how many rows each lane contributes to the next global batch.
 
         Args:
-            num_rows: Number of rows in the global batch.
-            look: Looks ahead in each watched lane by a given number of rows and calls `see`. Called if a lane must
-                provide more rows than any rank has seen in the lane.
+            num_rows: Number of rows in the global batch. It has fewer rows at the end of the pass.
+            look: Function that looks ahead by a given number of rows in each lane that this rank watches, and calls
+                `see`. It is called if a lane must contribute more rows than the ranks have seen in it.
         """
         self.hear()
         while True:
             left = [seen - count if dry else ENDLESS for dry, seen, count in zip(*self._state, strict=True)]
             dealt = deal(num_rows, left, self._turn)
             after = [count + more for count, more in zip(self.counts, dealt.counts, strict=True)]
-            # Accept the deal only if each lane's end is known or more of its rows were seen. Otherwise, a lane may end
-            # within or right after the dealt rows. All ranks have the same information and decide the same.
+            # Accept these numbers only if, for each lane, the end is known or rows after those that it contributes were
+            # seen. Otherwise, the lane may end before or right after these rows. All ranks know the same here, so they
+            # decide the same.
             if all(dry or count < seen for dry, seen, count in zip(self._is_dry, self._seen_to, after, strict=True)):
                 break
             look(2 * max(dealt.counts) + 1)
@@ -125,12 +137,18 @@ class LaneEnds:
         return dealt
 
     def position(self) -> StreamPosition:
-        """Return the position after the rows dealt so far, computed from the lane positions that `hear` received."""
+        """Return the position in the pass after the last global batch.
+
+        It is computed from the positions in lanes that the ranks have exchanged.
+        """
         return StreamPosition(self._num_rows, self._turn, None if self._is_known else tuple(self._lanes))
 
     @property
     def places(self) -> Sequence[Place]:
-        """For each lane, the number of rows dealt so far if lengths are known, otherwise the lane's position."""
+        """For each lane, the place after the last global batch.
+
+        This is the number of rows taken from the lane if the lengths of lanes are known, and otherwise a position.
+        """
         return self.counts if self._is_known else self._lanes
 
     @property
@@ -140,7 +158,7 @@ class LaneEnds:
 
 
 class Shares(Protocol):
-    """Splits global batches among workers, like `raysgd.core.arrays.division.Division`."""
+    """Interface of objects that split global batches among workers, such as `raysgd.core.arrays.division.Division`."""
 
     @property
     def world_size(self) -> int:
@@ -151,10 +169,14 @@ class Shares(Protocol):
         """Number of rows in a full global batch."""
 
     def parts(self, num_samples: int, rank: int) -> Sequence[tuple[int, int, int]]:
-        """Return a worker's batches in a global batch of `num_samples` rows.
+        """Return the batches of one worker in a global batch.
 
-        Each batch is `(start, stop, total)`. `start` and `stop` limit the worker's rows within the global batch.
-        `total` is the number of rows that all workers process at the same time as this batch.
+        Each batch is a tuple `(start, stop, total)`. The worker gets the rows from `start` to `stop` of the global
+        batch. `total` is the number of rows that all workers process at the same time as this batch.
+
+        Args:
+            num_samples: Number of rows in the global batch.
+            rank: Rank of the worker.
         """
 
 
@@ -162,15 +184,15 @@ class StreamBatch(NamedTuple):
     """A batch of one worker: the worker's whole part of a global batch, or a micro-batch of that part.
 
     Attributes:
-        start: Index of the first row in the global batch.
-        batch: The collated batch. If the worker has no rows in the global batch, this is padding, made of repeated rows
-            that do not count; or None without padding.
-        num_rows: Number of rows that count, which excludes padding.
-        num_global: Number of rows that all workers process at the same time.
-        is_first: True for the worker's first batch of the global batch.
-        is_last: True for the worker's last batch of the global batch.
-        ends_pass: True if the global batch is known to be the pass's last.
-        after: Position after the global batch.
+        start: Index of the batch's first row in the global batch.
+        batch: The collated batch. If the worker has no rows in the global batch, this is padding (repeated rows that do
+            not count), or None if padding is not wanted.
+        num_rows: Number of rows that count. 0 for padding.
+        num_global: Number of rows that all workers process at the same time as this batch.
+        is_first: True if this is the worker's first batch in the global batch.
+        is_last: True if this is the worker's last batch in the global batch.
+        ends_pass: True if it is known that the global batch is the last of the pass.
+        after: Position in the pass after the global batch.
     """
 
     start: int
@@ -184,7 +206,7 @@ class StreamBatch(NamedTuple):
 
 
 class _GlobalBatch(NamedTuple):
-    """A global batch that was dealt and requested from the loader, but not yielded yet."""
+    """A global batch whose rows were requested from the loader, but which was not yielded yet."""
 
     parts: Sequence[tuple[int, int, int]]
     counts: Sequence[int]
@@ -194,17 +216,17 @@ class _GlobalBatch(NamedTuple):
 
 
 class GlobalReader:
-    """Yields the batches of one worker.
+    """Yields the batches of one worker in a pass over a stream.
 
     Args:
         of_pass: The pass over the stream.
         shares: Splits global batches among workers.
-        rank: The worker's rank in this split.
-        begin: Position at which to start.
-        watched: The lanes that the worker watches.
-        open_loading: Returns a `BatchLoader`. Called when the first batch is needed.
-        start_sum: Starts an all-reduce sum. Used only if lengths are unknown.
-        pad: Whether a worker without rows in a global batch gets padding. True in training.
+        rank: Rank of the worker.
+        begin: Position in the pass at which to start.
+        watched: The lanes in which the worker looks ahead, to find out where they end.
+        open_loading: Function that returns a `BatchLoader`. It is called when the first batch is needed.
+        start_sum: Function that starts to sum numbers over all ranks. Only used if the lengths of lanes are unknown.
+        pad: Whether a worker without rows in a global batch gets padding, which is necessary in training.
     """
 
     _loading: BatchLoader
@@ -244,9 +266,9 @@ class GlobalReader:
                 if not self._ordered:
                     return
                 whole, made = self._ordered.popleft(), self._next_made()
-                if whole.num_seen:  # start the all-reduce now, so that it runs while the worker trains
+                if whole.num_seen:  # start the communication now, so that it runs while the worker trains
                     self._ends.see(whole.counts, whole.num_seen, made.found)
-                if whole.ends_pass and self._stream.skips:  # the final position must count all skipped rows
+                if whole.ends_pass and self._stream.skips:  # wait, so that the last position counts all skipped rows
                     self._ends.hear()
                     whole = whole._replace(after=self._ends.position())
                 yield from self._batches(whole, made)
@@ -255,12 +277,15 @@ class GlobalReader:
     def _rows_ahead(self) -> int:
         """Number of rows to look ahead after a global batch.
 
-        It covers the batches dealt until the next result arrives.
+        They are enough for the global batches that are requested before the other ranks' next numbers arrive.
         """
         return self._shares.global_size * (1 + self._loading.num_ahead + self._stream.drop_last)
 
     def _deal(self) -> None:
-        """Decide how many rows each lane adds to the next global batch, and request them, unless the pass has ended."""
+        """Decide how many rows each lane contributes to the next global batch, and request this worker's rows.
+
+        If the pass has ended, request nothing.
+        """
         stream, most, places = self._stream, self._shares.global_size, self._ends.places
         wanted = most if stream.limit is None else min(most, stream.limit - self._num_rows)
         dealt = self._ends.deal(wanted, self._look)
@@ -277,7 +302,7 @@ class GlobalReader:
         self._ordered.append(_GlobalBatch(parts, counts, num_seen, self._is_over, after))
 
     def _ends_here(self) -> bool:
-        """Return True if the most recently dealt global batch is known to be the pass's last."""
+        """Return True if it is known that the most recently requested global batch is the last of the pass."""
         stream, num_left = self._stream, self._ends.num_left
         if stream.limit is not None:
             of_limit = stream.limit - self._num_rows
@@ -285,7 +310,11 @@ class GlobalReader:
         return num_left is not None and num_left < (self._shares.global_size if stream.drop_last else 1)
 
     def _wanted(self, dealt: DealtRows, start: int, stop: int, num_global: int) -> list[LaneSlice]:
-        """Return the rows of a batch as lane slices. If the worker has never had rows, return some rows for padding."""
+        """Return which rows of each lane this worker reads for a batch.
+
+        A worker without rows in the batch reads none, and repeats its last batch as padding. If it has never had rows,
+        it reads some rows for padding.
+        """
         if start == stop:
             if self._has_rows or not self._pad:
                 return []
@@ -305,7 +334,11 @@ class GlobalReader:
         return self._made.popleft() if self._made else self._receive()
 
     def _look(self, num_rows: int) -> None:
-        """Look ahead in each watched lane, beyond all dealt rows, and share how many rows are left."""
+        """Look ahead in each lane that this worker watches, and send the other ranks how many rows are left.
+
+        Args:
+            num_rows: Number of rows to look ahead, after the rows of all global batches so far.
+        """
         counts, places = self._ends.counts, self._ends.places
         while self._num_orders:
             self._made.append(self._receive())

@@ -1,4 +1,4 @@
-"""Streams from iterables, generator functions, and streaming datasets of Hugging Face's `datasets`."""
+"""Streams that read rows from iterables, generator functions, and streaming datasets of Hugging Face's `datasets`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from raysgd.streams.stream import Shard, Stream, from_row
 _NOTE_EVERY = 256
 _NUM_STATES = 4
 _ROWS_AT_ONCE = 32
-_FORMATS = (None, "torch")  # formats in which converting a batch gives the same rows as converting one row at a time
+_FORMATS = (None, "torch")  # formats in which converting many rows at once gives the same as converting each row
 
 
 class IterableStream(Stream):
-    """Reads rows from an iterable. It must yield the same rows in every iteration and every process.
+    """Reads rows from an iterable, which must yield the same rows in every iteration and in every process.
 
-    To resume at a row, the iterable is read from its beginning.
+    To continue at a row, the iterable is read from its beginning.
 
     Args:
         rows: An iterable that can be iterated over several times, or a function without arguments that returns an
             iterable, such as a generator function.
-        num_rows: Number of rows. Default: `len(rows)` if available, otherwise unknown.
+        num_rows: Number of rows. Default: `len(rows)` if `rows` has a length, and otherwise unknown.
 
     Raises:
         TypeError: `rows` is neither an iterable nor a function, or is an iterator, which can be used only once.
@@ -82,18 +82,19 @@ _IN_SHARDS = (
     ),
     *("SelectColumns", "ShuffledDataSources", "ShuffledDataSourcesArrow", "VerticallyConcatenatedMultiSources"),
 )
-# Names of the classes in `datasets` that process each shard separately. Other classes, such as those for `take` and
-# `skip`, count rows across all shards.
+# Names of those classes in `datasets` that process each shard separately, without common parts of the names. Other
+# classes, such as those for `take` and `skip`, count rows across all shards.
 
 
 class HuggingFaceStream(Stream):
     """Reads a `datasets.IterableDataset`. Each shard of the dataset is a shard of the stream.
 
-    A dataset whose operations count rows across shards, such as `take` and `skip`, is a single shard. Use
-    `Stream.shuffle` instead of the dataset's own `shuffle`, which does not mix rows of different shards.
+    If the dataset has operations that count rows across shards, such as `take` and `skip`, the whole dataset is one
+    shard. Use `Stream.shuffle` instead of the `shuffle` method of the dataset, which does not mix rows of different
+    shards.
 
-    To resume in the middle of a shard, the shard is read from its beginning. If the process has already read rows near
-    that position, for example before another worker was lost, it resumes from the dataset's `state_dict` instead.
+    To continue in the middle of a shard, the shard is read from its beginning. If this process has read rows near that
+    position before, for example before another worker was lost, it continues from a `state_dict` of the dataset.
 
     Args:
         dataset: The result of `load_dataset(..., streaming=True)` or `dataset.to_iterable_dataset(num_shards=...)`.
@@ -127,7 +128,13 @@ class HuggingFaceStream(Stream):
         return from_row(self._rows(part, at, states.append), start, at)
 
     def _rows(self, part: Any, at: int, note: Callable[[tuple[int, Any]], None]) -> Iterator[Any]:
-        """Yield the rows from row `at` on. Periodically record the dataset's state and the number of the next row."""
+        """Yield the rows of a part of the dataset. From time to time, record the state of the dataset.
+
+        Args:
+            part: The part of the dataset, which has been moved to row `at`.
+            at: Number of the first row to yield.
+            note: Function that records the number of the next row and the state of the dataset there.
+        """
         for block in self._blocks(part):
             at, before = at + len(block), at
             if at // _NOTE_EVERY > before // _NOTE_EVERY:
@@ -140,9 +147,9 @@ class HuggingFaceStream(Stream):
         return (self._formatted(table) for table in part.iter(_ROWS_AT_ONCE))
 
     def _formatted(self, table: Any) -> list[Any]:
-        """Convert a table to the rows that the dataset would yield. This is much faster than row-by-row conversion."""
+        """Convert a table to the rows that the dataset would yield, which is faster than converting each row."""
         assert self._formatter is not None, "there are tables"
-        if any(map(_has_nulls, table.columns)):  # row by row, because a null changes the type of its whole column
+        if any(map(_has_nulls, table.columns)):  # convert each row, because a null changes the type of its whole column
             return [self._formatter.format_row(table.slice(number, 1)) for number in range(len(table))]
         columns = self._formatter.format_batch(table)
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
@@ -153,10 +160,13 @@ class HuggingFaceStream(Stream):
 
     @cached_property
     def _formatter(self) -> Any:
-        """The object of `datasets` that converts tables to rows. None if the dataset has no tables of plain values."""
+        """The object of the library `datasets` that converts tables to rows.
+
+        None if the dataset does not consist of tables with plain values.
+        """
         try:
             form, tables = self._dataset._formatting, self._dataset._ex_iterable.iter_arrow
-        except AttributeError:  # these private attributes are missing in other versions of the library
+        except AttributeError:  # other versions of the library do not have these private attributes
             return None
         kind, features = None if form is None else form.format_type, self._dataset.features
         is_quick = tables is not None and kind in _FORMATS and features

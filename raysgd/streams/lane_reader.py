@@ -1,8 +1,8 @@
 """Reads, filters and shuffles the rows of lanes in one process, from any position.
 
-A lane is one of the fixed row sequences through the stream's shards; see `raysgd.streams.lanes`. A `StreamPass` defines
-the lanes, computes positions in them, and opens a reader for each lane. Lanes that share a shard share one reading of
-it.
+A lane is one of a fixed number of row sequences through the shards of a stream (see `raysgd.streams.lanes`). A
+`StreamPass` defines the lanes, computes positions in them, and opens a reader for each lane. If several lanes take rows
+from the same shard, the process reads this shard once for all of them.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from raysgd.streams.stream import DROPPED, Pipeline, RowSteps, Shard, Stream, to
 logger = logging.getLogger(__name__)
 
 Numbered: TypeAlias = tuple[int, Any]
-"""A row's number in its shard, and the row."""
+"""The number of a row in its shard, and the row."""
 
 _NUM_KEPT = 256
 _MOST_TRIES = 4  # number of consecutive unreadable rows after which the rest of a shard is skipped
 _MOST_READINGS = 4
-_MOST_SKIPPED = 256  # number of rows to read at a time while skipping
+_MOST_SKIPPED = 256  # number of rows that are read at a time in order to skip them
 
 
 def numbered_rows(
     open_shard: Callable[[str, int], Iterator[Any]], shard: Shard, start: int, skips: bool = False
 ) -> Iterator[Numbered]:
-    """Yield a shard's rows from row `start` on with their numbers. Yield `DROPPED` in place of a skipped row.
+    """Yield the rows of a shard, each with its number in the shard. In place of a skipped row, yield `DROPPED`.
 
     Args:
-        open_shard: Opens a shard at a row, like `Stream.open`.
+        open_shard: Function that opens a shard at a row, such as `Stream.open`.
         shard: The shard to read.
-        start: Number of the first row.
-        skips: Whether to skip unreadable rows. After several consecutive unreadable rows, the rest of the shard is
+        start: Number of the first row to yield.
+        skips: Whether to skip rows that cannot be read. After several such rows in a row, the rest of the shard is
             skipped.
 
     Raises:
@@ -54,7 +54,7 @@ def numbered_rows(
             for row in rows:
                 number, num_tries = number + 1, 0
                 if number == said:
-                    number += sum(1 for _ in rows)  # count excess rows; there are none unless the shard has changed
+                    number += sum(1 for _ in rows)  # count more rows than expected, if the shard has changed
                     if number > said:
                         break
                 yield number - 1, row
@@ -80,15 +80,15 @@ def numbered_rows(
 
 
 class OpenShards:
-    """Opens shards for the lanes that one process reads. Lanes that share a shard also share its reader.
+    """Opens shards for the lanes that one process reads. Lanes that take rows from the same shard read it together.
 
     Args:
         stream: Source of the rows.
         shards: The shards of `stream`.
-        lanes: Defines the parts of each lane. A part is the rows that a lane reads from one shard.
+        lanes: The lanes of the pass. The rows that a lane takes from one shard are a part of the lane.
         expected: The lanes that this process will read.
-        block: Number of rows that a lane reads at a time.
-        skips: Whether to skip unreadable rows.
+        block: Number of rows that are read from a lane at a time.
+        skips: Whether to skip rows that cannot be read.
     """
 
     def __init__(
@@ -102,10 +102,15 @@ class OpenShards:
     ) -> None:
         self._stream, self._shards, self._skips = stream, shards, skips
         self._lanes, self._expected, self._block = lanes, expected, block
-        self._readings: dict[int, list[_Reading]] = {}  # readings of each shared shard, most recently used last
+        # For each shard that several lanes read: its open readings, with the most recently used reading last.
+        self._readings: dict[int, list[_Reading]] = {}
 
     def rows(self, part: LanePart, start: int) -> Iterator[Numbered]:
-        """Return a lane part's rows with their row numbers, from the shard's row `start` on.
+        """Return the rows that a lane takes from one shard, each with its number in the shard.
+
+        Args:
+            part: The part of the lane, which says which rows of the shard these are.
+            start: Leave out rows of the shard before this number.
 
         Raises:
             StreamError: The shard cannot be read, or its number of rows differs from `Shard.num_rows`.
@@ -123,7 +128,10 @@ class OpenShards:
                 reading = self._reading(part, at)
 
     def _reading(self, part: LanePart, at: int) -> _Reading:
-        """Return a reading that has buffered row `at` or will reach it soon. Otherwise, reopen the shard."""
+        """Return a reading of the shard that has row `at` in its buffer or will reach this row soon.
+
+        If there is none, open the shard again.
+        """
         readings = self._readings.setdefault(part.shard, [])
         found = next((each for each in reversed(readings) if each.has(part.first, at)), None)
         if found is None:
@@ -137,14 +145,14 @@ class OpenShards:
     def _new(self, part: LanePart, at: int) -> _Reading:
         ends = [parts[-1] for parts in map(self._lanes.all_parts.__getitem__, self._expected)]
         readers = {each.first for each in ends if each.shard == part.shard}
-        # Start some rows earlier than requested, because the other lanes of this shard may be behind: lanes read whole
-        # blocks and take turns.
+        # Start some rows before the one that is needed now. The other lanes of this shard may still need earlier rows,
+        # because the lanes take turns and each reads many rows at a time.
         start = max(0, (at // part.step - self._block) * part.step)
         num_kept = 2 * self._block + _NUM_KEPT
         reading = _Reading(part.step, start, readers, num_kept)
 
         def open_shard(name: str, number: int) -> Iterator[Any]:
-            if self._skips:  # `open_some` may not read all rows, but all workers must find the same rows unreadable
+            if self._skips:  # read all rows (not `open_some`), so that all workers find the same rows unreadable
                 return self._stream.open(name, number)
             return self._stream.open_some(name, number, reading.is_needed)
 
@@ -153,16 +161,18 @@ class OpenShards:
 
 
 class _Reading:
-    """One sequential reading of a shard that several lanes share. Rows are buffered until their lanes need them.
+    """Reads a shard from a row on, for several lanes that take rows from this shard.
+
+    Rows are kept in a buffer until their lanes need them.
 
     Args:
-        step: Distance between consecutive rows of a lane.
-        start: Row number at which the reading begins.
-        readers: The lanes for which to buffer rows, identified by their first row in the shard.
-        num_kept: Maximum number of buffered rows per lane.
+        step: Number of lanes that share the shard. Each of them takes every row that is this far from its last one.
+        start: Number of the row at which reading begins.
+        readers: The lanes for which rows are kept. A lane is identified by the number of its first row in the shard.
+        num_kept: Maximum number of rows to keep for each lane.
 
     Attributes:
-        source: The shard's rows from row `start` on.
+        source: The rows of the shard from row `start` on.
     """
 
     source: Iterator[Numbered]
@@ -173,18 +183,28 @@ class _Reading:
         self._next = start
 
     def is_needed(self, number: int) -> bool:
-        """Return True if the row belongs to a lane for which rows are buffered."""
+        """Return True if the row with this number belongs to a lane for which rows are kept."""
         return number % self._step in self._waiting
 
     def has(self, first: int, at: int) -> bool:
-        """Return True if this reading has buffered row `at` of the lane, or will reach it soon."""
+        """Return True if a row is in the buffer of this object, or if reading will reach the row soon.
+
+        Args:
+            first: Number of the first row of the lane in the shard, which identifies the lane.
+            at: Number of the row.
+        """
         waiting = self._waiting.get(first)
         if waiting and waiting[0][0] <= at <= waiting[-1][0]:
             return True
         return self._next <= at <= self._next + self._num_kept * self._step
 
     def row(self, first: int, at: int) -> Numbered | None:
-        """Return row `at` of the shard for the lane whose first row is `first`. Return None at the end of the shard."""
+        """Return a row of the shard for a lane. Return None at the end of the shard.
+
+        Args:
+            first: Number of the first row of the lane in the shard, which identifies the lane.
+            at: Number of the row.
+        """
         waiting = self._waiting.setdefault(first, deque())
         while waiting and waiting[0][0] < at:
             waiting.popleft()
@@ -205,30 +225,31 @@ class _Reading:
             return
         waiting.append(row)
         if len(waiting) > self._num_kept:
-            del self._waiting[first]  # the lane is too far behind, so stop buffering rows for it
+            del self._waiting[first]  # keep no more rows for this lane, because it is too far behind
 
 
 LaneRow: TypeAlias = tuple[int, int, Any]
-"""Index of the row's part in the lane, the row's number in the shard, and the row."""
+"""A row of a lane: the index of the lane's part to which it belongs, its number in the shard, and the row itself."""
 
 
 class LaneReader:
-    """Reads one lane, row by row.
+    """Reads the rows of one lane.
 
-    Rows are shuffled in blocks of consecutive rows. A block's content and order depend only on its first row, so
-    rereading a block gives the same rows in the same order. Without shuffling, blocks have arbitrary sizes.
+    To shuffle, blocks of consecutive rows are read and shuffled. The rows of a block and their order depend only on its
+    first row. Reading a block again thus gives the same rows in the same order. Without shuffling, blocks may have any
+    size.
 
     Args:
-        parts: The parts of the lane.
-        names: The shard name of each part.
-        open_part: Opens a part at a row of its shard.
-        steps: The stream's `map` and `filter` steps up to the last filter.
+        parts: The parts of the lane: the rows that it takes from each of its shards.
+        names: For each part, the name of its shard.
+        open_part: Function that opens a part at a row of its shard.
+        steps: The `map` and `filter` steps of the stream up to the last filter.
         block: Number of rows that are shuffled together. 1 to leave the order unchanged.
-        position: Position at which to start.
+        position: Position in the lane at which to start.
         skips: Whether to skip rows for which a step fails.
 
     Attributes:
-        names: The shard name of each part.
+        names: For each part, the name of its shard.
     """
 
     def __init__(
@@ -246,25 +267,26 @@ class LaneReader:
         self._steps, self._block, self._skips = steps, block, skips
         self._left_out = position.left_out
         self._waiting: deque[LaneRow] = deque()
-        self._blocks: deque[tuple[LanePosition, int]] = deque()  # start and length of each block with buffered rows
-        self._num_taken = 0  # number of rows already taken from the first of these blocks
+        # Start and length of each block of which rows are still waiting.
+        self._blocks: deque[tuple[LanePosition, int]] = deque()
+        self._num_taken = 0  # number of rows that were already taken from the first of these blocks
         self._next_block = position._replace(skip=0)
         self._counted = self._from(self._next_block)
         self.skip(position.skip)
 
     @property
     def position(self) -> LanePosition:
-        """Position of the next row."""
+        """Position of the next row in the lane."""
         return self._blocks[0][0]._replace(skip=self._num_taken) if self._blocks else self._next_block
 
     def peek(self, num_rows: int) -> int:
-        """Buffer up to `num_rows` rows and return how many were left in the lane, at most `num_rows`."""
+        """Return how many rows are left in the lane, at most `num_rows`. To find out, read and keep these rows."""
         while (num_wanted := num_rows - len(self._waiting)) > 0 and self._read_block(num_wanted):
             pass
         return min(len(self._waiting), num_rows)
 
     def read(self, num_rows: int) -> list[LaneRow]:
-        """Return the next `num_rows` rows, or fewer at the end of the lane."""
+        """Return the next `num_rows` rows of the lane, or fewer rows at its end."""
         num_rows = self.peek(num_rows)
         self._num_taken += num_rows
         while self._blocks and self._num_taken >= self._blocks[0][1]:
@@ -272,12 +294,18 @@ class LaneReader:
         return [self._waiting.popleft() for _ in range(num_rows)]
 
     def skip(self, num_rows: int) -> None:
-        """Skip the next `num_rows` rows."""
+        """Skip the next `num_rows` rows of the lane."""
         while num_rows and (num_passed := len(self.read(min(num_rows, _MOST_SKIPPED)))):
             num_rows -= num_passed
 
     def _read_block(self, num_wanted: int) -> bool:
-        """Read and buffer the next block. Return False at the end of the lane."""
+        """Read the next block of rows, shuffle it if the stream is shuffled, and keep its rows for `read`.
+
+        Return False at the end of the lane.
+
+        Args:
+            num_wanted: Number of rows to read if the stream is not shuffled.
+        """
         num_rows = num_wanted if self._block == 1 else self._block
         found, begin = list(islice(self._counted, num_rows)), self._next_block
         part, after = (found[-1][0], found[-1][1] + 1) if len(found) == num_rows else (len(self._parts), 0)
@@ -293,7 +321,7 @@ class LaneReader:
         return True
 
     def _from(self, position: LanePosition) -> Iterator[LaneRow]:
-        """Yield the rows from `position` on that pass the filters, in reading order."""
+        """Yield the rows of the lane from a position on that no filter drops, in the order of reading."""
         start, has_steps = position.row, bool(self._steps.steps)
         for number in range(position.part, len(self._parts)):
             for at, row in self._open_part(self._parts[number], start):
@@ -317,18 +345,19 @@ class LaneReader:
 Place: TypeAlias = int | LanePosition
 """A place in a lane.
 
-It is the number of rows used from the lane so far if shard lengths are known, and a `LanePosition` otherwise.
+If the lengths of shards are known, this is the number of rows used from the lane so far. Otherwise, it is a
+`LanePosition`.
 """
 
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """A position in a pass, after a global batch. It is valid for any number of workers.
+    """The position in a pass after a global batch. It is valid for any number of workers.
 
     Attributes:
-        num_rows: Number of rows in all global batches so far.
-        turn: The next turn. Lanes take turns in a fixed order, so it determines which lane provides the next row.
-        lanes: The position in each lane, or None if the positions can be computed from `num_rows`.
+        num_rows: Number of rows in all global batches of the pass so far.
+        turn: Number of the lane's turn that comes next. The lanes contribute rows in a fixed order of turns.
+        lanes: The position in each lane, or None if these positions can be computed from `num_rows`.
     """
 
     num_rows: int = 0
@@ -337,7 +366,7 @@ class StreamPosition:
 
     @property
     def left_out(self) -> int:
-        """Number of rows that were skipped because of errors."""
+        """Number of rows of the pass so far that were skipped because of errors."""
         return sum(lane.left_out for lane in self.lanes or ())
 
 
@@ -346,10 +375,10 @@ class StreamPass:
     """One pass over a stream.
 
     Attributes:
-        stream: The stream, including its steps and its options for shuffling.
-        shards: The stream's shards.
+        stream: The stream, with its steps and its options for shuffling.
+        shards: The shards of the stream.
         pass_index: Index of the pass, from 0.
-        seed: Seed for shuffling, unless `Stream.shuffle` was called with a seed.
+        seed: Seed for shuffling, unless the user has passed a seed to `Stream.shuffle`.
         num_lanes: Number of lanes.
     """
 
@@ -361,46 +390,56 @@ class StreamPass:
 
     @property
     def block(self) -> int:
-        """Number of consecutive rows in a lane that are shuffled together; 1 if the stream is not shuffled."""
+        """Number of consecutive rows of a lane that are shuffled together. 1 if the stream is not shuffled."""
         return 1 if self.stream.buffer == 1 else max(2, -(-self.stream.buffer // self.num_lanes))
 
     @property
     def is_known(self) -> bool:
-        """True if each lane's number of rows is known in advance."""
+        """True if the number of rows in each lane is known without reading the rows."""
         return self.stream.keeps_rows and total(self.shards) is not None
 
     @cached_property
     def lanes(self) -> Lanes:
-        """The lanes and their parts, in shuffled order if the stream is shuffled."""
+        """The lanes of this pass. If the stream is shuffled, the shards are assigned to lanes in a random order."""
         order, turns = list(range(len(self.shards))), list(range(self.num_lanes))
         if self.stream.buffer == 1:
             return Lanes(order, self.num_lanes)
         chance = random.Random(digest(self._seed))
         chance.shuffle(order)
-        chance.shuffle(turns)  # otherwise, small batches would take rows from the same lanes in each pass
+        # Without a random order of turns, small batches would combine rows of the same lanes in every pass.
+        chance.shuffle(turns)
         return Lanes(order, self.num_lanes, turns)
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Number of rows in each lane. Requires known shard lengths."""
+        """Number of rows in each lane. Can only be used if `is_known`."""
         return self.lanes.lengths(self._of_shards)
 
     def dealt(self, num_rows: int) -> DealtRows:
-        """Return how many of the first `num_rows` rows come from each lane. Requires known shard lengths."""
+        """Return how many of the first `num_rows` rows of the pass each lane contributes.
+
+        Can only be used if `is_known`.
+        """
         return deal(num_rows, self.lengths, turn=0)
 
     def position(self, lane: int, place: Place) -> LanePosition:
-        """Convert a place in a lane, which is a number of rows or already a position, to a position."""
+        """Convert a place in a lane, which is a number of rows or a position, to a position."""
         if isinstance(place, LanePosition):
             return place
         return self.lanes.position(lane, place, self._of_shards, self.block)
 
     def open_shards(self, expected: Collection[int]) -> OpenShards:
-        """Return an `OpenShards` for the given lanes. Shards are opened on first use."""
+        """Return an object that opens shards on first use, for the lanes that this process is expected to read."""
         return OpenShards(self.stream.source, self.shards, self.lanes, expected, self.block, self.stream.skips)
 
     def reader(self, lane: int, opened: OpenShards, position: LanePosition) -> LaneReader:
-        """Return a reader for a lane that starts at `position`."""
+        """Return a reader for one lane.
+
+        Args:
+            lane: Index of the lane.
+            opened: Opens the shards for this process.
+            position: Position in the lane at which to start.
+        """
         parts = self.lanes.all_parts[lane]
         names = [self.shards[part.shard].name for part in parts]
         steps = RowSteps(self.stream.steps[: self.stream.num_to_count], self._seed)
@@ -408,7 +447,11 @@ class StreamPass:
 
     @property
     def last_steps(self) -> RowSteps:
-        """The `map` steps after the last filter, which run only on rows that the worker uses."""
+        """The `map` steps after the last filter.
+
+        They run only for rows on which this worker trains. Earlier steps also run for other rows, because they decide
+        which rows remain.
+        """
         first = self.stream.num_to_count
         return RowSteps(self.stream.steps[first:], self._seed, first)
 

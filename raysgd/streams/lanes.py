@@ -1,11 +1,11 @@
-"""Lanes: a fixed number of row sequences through a stream's shards, independent of the number of workers.
+"""Lanes: a fixed number of row sequences into which the rows of a stream are divided.
 
-Shards are assigned to lanes in rounds, one shard per lane. In the last round, if there are fewer shards than lanes,
-neighboring lanes share a shard, and each reads every k-th row. All lanes therefore have about the same number of rows,
-however many shards there are.
+The lanes do not depend on the number of workers. Shards are assigned to lanes in rounds, one shard per lane and round.
+If fewer shards than lanes are left for the last round, neighboring lanes share a shard, and each takes every k-th row.
+All lanes therefore have about the same number of rows, however many shards there are.
 
-The rows of a global batch are dealt from the lanes in turn, one row per lane. The lane with turn 0 provides the first
-row. This module computes with row counts only, not with data.
+A global batch takes its rows from the lanes in turn, one row per lane (the rows are dealt). The lane with turn 0
+contributes the first row. This module only computes with numbers of rows, and reads no data.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ NUM_LANES = 64
 
 
 class LanePart(NamedTuple):
-    """The rows that a lane reads from one shard.
+    """The rows that a lane takes from one shard.
 
     Attributes:
         shard: Index of the shard.
-        first: The lane's first row in the shard.
-        step: Distance between consecutive rows of the lane.
+        first: Number of the first row that the lane takes.
+        step: Distance between two rows that the lane takes. 1 if the lane has the whole shard.
     """
 
     shard: int
@@ -33,11 +33,11 @@ class LanePart(NamedTuple):
     step: int = 1
 
     def num_rows(self, of_shard: int) -> int:
-        """Return how many rows belong to the lane if the shard has `of_shard` rows."""
+        """Return how many rows the lane takes if the shard has `of_shard` rows."""
         return max(0, -(-(of_shard - self.first) // self.step))
 
     def next_row(self, row: int) -> int:
-        """Return the number of the lane's first row at or after `row`."""
+        """Return the number of the first row at or after `row` that the lane takes."""
         return max(self.first, row + (self.first - row) % self.step)
 
 
@@ -45,10 +45,11 @@ class LanePosition(NamedTuple):
     """A position in a lane.
 
     Attributes:
-        part: Index of the current part of the lane.
-        row: Row number in the part's shard at which to start reading.
-        skip: Number of rows to skip from that row on, counted after filters and in shuffled order.
-        left_out: Number of rows of the lane before `row` that were skipped because of errors.
+        part: Index of the lane's part, the rows of one shard, in which the position is.
+        row: Number of the row in that shard at which reading starts.
+        skip: Number of rows to skip from there on. Rows that a filter drops are not counted, and rows are counted in
+            shuffled order.
+        left_out: Number of rows of the lane before `row` that were left out because of errors.
     """
 
     part: int = 0
@@ -59,13 +60,13 @@ class LanePosition(NamedTuple):
 
 @dataclass(frozen=True)
 class Lanes:
-    """The assignment of shards to lanes in one pass.
+    """The assignment of the shards of a stream to lanes in one pass.
 
     Attributes:
         order: Indices of the shards, in the order of the pass.
         num_lanes: Number of lanes.
-        turns: Turn of each lane. Lanes that share a shard take its rows in the order of their turns. Default: the turns
-            in which rows are dealt, which preserves the order of rows.
+        turns: The turn of each lane. Lanes that share a shard take its rows in the order of their turns. Default: the
+            turns in which global batches take rows from lanes, so that the rows of the shard stay in order.
 
     Examples:
         >>> lanes = Lanes(order=[0, 1, 2, 3, 4, 5], num_lanes=4)
@@ -80,7 +81,7 @@ class Lanes:
     turns: Sequence[int] | None = None
 
     def parts(self, lane: int) -> list[LanePart]:
-        """Return the parts of a lane, in reading order."""
+        """Return the parts of a lane, the rows that it takes from each of its shards, in the order of reading."""
         num_whole, num_left = divmod(len(self.order), self.num_lanes)
         whole = [LanePart(self.order[turn * self.num_lanes + lane]) for turn in range(num_whole)]
         if not num_left:
@@ -92,29 +93,33 @@ class Lanes:
 
     @cached_property
     def _turns(self) -> list[int]:
-        """The turn of each lane. The first row of a shared shard goes to the lane whose turn comes first."""
+        """The turn of each lane. Of lanes that share a shard, the one whose turn comes first takes the first row."""
         if self.turns is not None:
             return list(self.turns)
         return [turn for _, turn in sorted(zip(spread_order(self.num_lanes), range(self.num_lanes), strict=True))]
 
     @cached_property
     def all_parts(self) -> list[list[LanePart]]:
-        """The parts of all lanes, by lane."""
+        """For each lane, its parts, as `parts` returns them."""
         return [self.parts(lane) for lane in range(self.num_lanes)]
 
     def lengths(self, of_shards: Sequence[int]) -> list[int]:
-        """Return the number of rows of each lane."""
+        """Return the number of rows in each lane.
+
+        Args:
+            of_shards: Number of rows in each shard.
+        """
         return [sum(part.num_rows(of_shards[part.shard]) for part in parts) for parts in self.all_parts]
 
     def position(self, lane: int, count: int, of_shards: Sequence[int], block: int) -> LanePosition:
-        """Return a lane's position after `count` rows. Requires that all shard lengths are known.
+        """Return the position in a lane after `count` rows.
 
         Args:
             lane: Index of the lane.
-            count: Number of rows used from the lane.
-            of_shards: Lengths of the shards.
-            block: Number of rows that are shuffled together. A position consists of the start of a block and a number
-                of rows to skip.
+            count: Number of rows that were used from the lane.
+            of_shards: Number of rows in each shard, which must be known.
+            block: Number of rows that are shuffled together. A position consists of the start of such a block and the
+                number of rows in it to skip.
         """
         skip = count % block
         left = count - skip
@@ -128,9 +133,15 @@ class Lanes:
 
 
 def lanes_of(rank: int, world_size: int, num_lanes: int) -> range:
-    """Return the lanes that a worker watches, to detect where they end. Each lane is watched by exactly one worker.
+    """Return the lanes in which a worker looks ahead, to find out where they end (the lanes that it watches).
 
-    The worker trains on rows from these lanes and from a few other lanes.
+    Exactly one worker watches each lane. A worker trains on rows of the lanes that it watches, and on rows of a few
+    other lanes.
+
+    Args:
+        rank: Rank of the worker.
+        world_size: Number of workers.
+        num_lanes: Number of lanes.
 
     Raises:
         ValueError: There are more workers than lanes.
@@ -142,9 +153,10 @@ def lanes_of(rank: int, world_size: int, num_lanes: int) -> range:
 
 
 def spread_order(num_lanes: int) -> list[int]:
-    """Return the lanes in the order of their turns. Lanes with consecutive turns have distant indices.
+    """Return the indices of lanes in the order in which they contribute rows to global batches (their turns).
 
-    Consecutive rows therefore come from lanes spread over the whole range, so workers mostly read their own lanes.
+    Lanes with consecutive turns have distant indices. A global batch with few rows then takes them from lanes of all
+    workers, so that each worker mostly reads the lanes that it watches.
 
     >>> spread_order(8)
     [0, 4, 2, 6, 1, 5, 3, 7]
@@ -153,7 +165,7 @@ def spread_order(num_lanes: int) -> list[int]:
 
 
 def _binary_digits(number: int, end: int) -> Iterator[int]:
-    """Yield the binary digits of a number below `end`, least significant digit first."""
+    """Yield the binary digits of a number below `end`, with the least significant digit first."""
     while end > 1:
         yield number % 2
         number, end = number // 2, (end + 1) // 2
@@ -164,11 +176,11 @@ ENDLESS = 2**62
 
 
 class DealtRows(NamedTuple):
-    """The rows of a global batch.
+    """How many rows a global batch takes from each lane.
 
     Attributes:
         counts: Number of rows from each lane.
-        turn: The turn at which the next global batch starts.
+        turn: Number of the turn with which the next global batch starts.
     """
 
     counts: list[int]
@@ -176,17 +188,19 @@ class DealtRows(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Total number of rows from all lanes."""
+        """Number of rows from all lanes together."""
         return sum(self.counts)
 
 
 def deal(num_rows: int, left: Sequence[int], turn: int) -> DealtRows:
-    """Deal rows from the lanes in turn, one by one. Skip lanes that have no rows left.
+    """Compute how many rows a global batch takes from each lane.
+
+    The lanes contribute one row each, in turn. Lanes without rows are left out.
 
     Args:
-        num_rows: Number of rows to deal. Fewer are dealt only if all lanes run dry.
+        num_rows: Number of rows in the global batch. It has fewer rows only if no lane has any left.
         left: Number of rows left in each lane.
-        turn: The turn at which to start.
+        turn: Number of the turn with which to start.
 
     >>> deal(5, left=[9, 9, 1, 9], turn=0)
     DealtRows(counts=[2, 1, 1, 1], turn=1)
@@ -199,7 +213,8 @@ def deal(num_rows: int, left: Sequence[int], turn: int) -> DealtRows:
         live = [(place, lane) for place, lane in enumerate(order) if counts[lane] < left[lane]]
         if not live:
             break
-        # Deal as many whole rounds as possible until a lane runs dry. Deal a partial round last.
+        # In each pass of this loop, deal as many whole rounds as possible until a lane has no rows left. In the end,
+        # deal a part of a round.
         rounds = min(num_rows // len(live), *(left[lane] - counts[lane] for _, lane in live))
         dealt = live if rounds else live[:num_rows]
         for _, lane in dealt:
@@ -215,12 +230,12 @@ def _order(num_lanes: int) -> list[int]:
 
 
 class LaneSlice(NamedTuple):
-    """Consecutive rows of one lane in a global batch.
+    """Some consecutive rows of one lane in a global batch.
 
     Attributes:
         lane: Index of the lane.
-        start: First row, counted from the lane's first row in this global batch.
-        stop: End of the rows (exclusive).
+        start: Number of the first row, counted from the first row that the global batch takes from this lane.
+        stop: Number after that of the last row.
     """
 
     lane: int
@@ -229,7 +244,14 @@ class LaneSlice(NamedTuple):
 
 
 def slices(counts: Sequence[int], start: int, stop: int) -> list[LaneSlice]:
-    """Return the rows `start` to `stop` of a global batch as lane slices. Rows in a global batch are sorted by lane.
+    """Return from which lanes the rows `start` to `stop` of a global batch come.
+
+    In a global batch, the rows are sorted by lane.
+
+    Args:
+        counts: Number of rows that the global batch takes from each lane.
+        start: Index of the first row in the global batch.
+        stop: Index after that of the last row.
 
     >>> slices([2, 0, 3, 1], start=1, stop=4)
     [LaneSlice(lane=0, start=1, stop=2), LaneSlice(lane=2, start=0, stop=2)]

@@ -1,7 +1,8 @@
-"""Builds one worker's batches: on demand in the worker, or ahead of time in loader processes.
+"""Makes the batches of one worker from the rows of a stream, in the worker itself or in loader processes.
 
-Each loader process reads some of the worker's lanes. It is forked, so the stream does not need to be picklable. It
-holds no state that must be saved: after a failure, prefetched batches are rebuilt.
+A loader process makes batches before the worker needs them. It reads some of the lanes (row sequences of the stream)
+that the worker reads. It is forked, so the stream need not be picklable. No state of a loader process must be saved:
+after a failure, the batches that were made in advance are made again.
 """
 
 from __future__ import annotations
@@ -32,26 +33,27 @@ _MOST_BEHIND = 4096
 
 
 class Collate(Protocol):
-    """Combines rows into batches."""
+    """Interface of objects that combine rows into batches."""
 
     def __call__(self, rows: list[Any]) -> Any:
-        """Combine rows into a batch."""
+        """Combine rows into one batch."""
 
     def join(self, batches: list[Any]) -> Any:
-        """Concatenate batches into one batch."""
+        """Concatenate several batches into one batch."""
 
     def begin_process(self) -> None:
-        """Prepare a loader process. Called first in each process."""
+        """Prepare a loader process. This is called first in each loader process."""
 
 
 class BatchOrder(NamedTuple):
-    """A request for the worker's batches of one global batch.
+    """A request to make the batches that one worker gets of a global batch.
 
     Attributes:
-        batches: The rows of each of the worker's batches, as slices of lanes. Empty for a batch without rows.
+        batches: For each batch of the worker, from which lanes its rows come. Empty for a batch without rows.
         counts: Number of rows that the global batch takes from each lane.
-        places: Position of each lane before the global batch.
-        num_seen: Number of rows to look ahead in each watched lane after the global batch; 0 to not look ahead.
+        places: For each lane, the place at which the rows of the global batch start.
+        num_seen: Number of rows to look ahead after the global batch in each lane that the worker watches. 0 to not
+            look ahead.
     """
 
     batches: Sequence[Sequence[LaneSlice]]
@@ -64,8 +66,9 @@ class MadeBatches(NamedTuple):
     """The answer to a `BatchOrder`.
 
     Attributes:
-        batches: The ordered batches; None in place of a batch without rows.
-        found: For each watched lane, its position and the number of rows left in it, counted up to `num_seen`.
+        batches: The batches, with None in place of a batch without rows.
+        found: For each lane that the worker watches, the number of rows that are left after the global batch, at most
+            `num_seen`, and the position there.
     """
 
     batches: list[Any]
@@ -73,16 +76,16 @@ class MadeBatches(NamedTuple):
 
 
 class BatchMaker:
-    """Reads lanes and builds batches on demand. Opens each lane at the first request for one of its rows.
+    """Reads lanes and makes batches when they are needed. A lane is opened when its first row is needed.
 
     Args:
         of_pass: The pass over the stream.
-        watched: The lanes whose ends this worker detects. The worker also reads rows from neighboring lanes: if its
-            part of a global batch ends inside a lane, two workers read that lane.
-        collate: Combines a list of rows into a batch.
+        watched: The lanes in which this worker looks ahead, to find out where they end. The worker also reads rows of
+            neighboring lanes: if its part of a global batch ends inside a lane, two workers read this lane.
+        collate: Function that combines a list of rows into a batch.
 
     Attributes:
-        num_ahead: Number of global batches to order in advance.
+        num_ahead: Number of global batches that should be requested in advance.
     """
 
     num_ahead = 0
@@ -90,33 +93,34 @@ class BatchMaker:
     def __init__(self, of_pass: StreamPass, watched: range, collate: Callable[[list[Any]], Any]) -> None:
         self.watched = watched
         self._pass, self._collate = of_pass, collate
-        self._places: Sequence[Place] = ()  # positions of the lanes at the start of the current global batch
+        self._places: Sequence[Place] = ()  # for each lane, the place at which the current global batch starts
         near = range(max(0, watched.start - _NUM_NEIGHBORS), min(of_pass.num_lanes, watched.stop + _NUM_NEIGHBORS))
         self._opened = of_pass.open_shards(near)
         self._readers: dict[int, LaneReader] = {}
-        # For each open lane, the number of rows read in the current global batch. Negative if the lane is behind.
+        # For each open lane, the number of rows that were read of the current global batch. Negative if rows of earlier
+        # global batches, which other workers have used, must still be skipped.
         self._passed: dict[int, int] = {}
         self._orders: deque[BatchOrder] = deque()
 
     def order(self, order: BatchOrder) -> None:
-        """Queue an order. Orders are answered first in, first out."""
+        """Request batches. Requests are answered in the order in which they were made."""
         self._orders.append(order)
 
     def receive(self) -> MadeBatches:
-        """Return the answer to the oldest unanswered order."""
+        """Return the answer to the oldest request that was not answered yet."""
         return self.make(self._orders.popleft())
 
     def end_loading(self) -> None:
-        """Do nothing: open shards are closed when they are garbage-collected."""
+        """Do nothing, because open shards are closed when they are garbage-collected."""
 
     def make(self, order: BatchOrder) -> MadeBatches:
-        """Build the batches of an order."""
+        """Make the requested batches, and look ahead in lanes if this was requested."""
         self._places = order.places
         batches = [self._batch(wanted) if wanted else None for wanted in order.batches]
         for lane in list(self._readers):
             self._passed[lane] -= order.counts[lane]
             if self._passed[lane] < -_MOST_BEHIND and lane not in self.watched:
-                del self._readers[lane], self._passed[lane]  # reopening the lane is cheaper than catching up
+                del self._readers[lane], self._passed[lane]  # opening the lane again is faster than skipping rows
         found = [self._peek(lane, order.num_seen) for lane in self.watched] if order.num_seen else []
         return MadeBatches(batches, found)
 
@@ -128,8 +132,14 @@ class BatchMaker:
         return collated(self._collate, rows, places)
 
     def rows(self, wanted: Sequence[LaneSlice]) -> Iterator[tuple[str, int, Any]]:
-        """Yield each row's shard, number and content. The pipeline steps after the last filter are not applied yet."""
-        for lane, start, stop in wanted:  # slices of the same lane are in row order
+        """Yield for each row the name of its shard, its number in the shard, and the row itself.
+
+        Steps of the stream after the last filter were not applied to the rows yet.
+
+        Args:
+            wanted: From which lanes the rows come.
+        """
+        for lane, start, stop in wanted:  # slices of the same lane are in the order of rows
             reader = self._reader(lane)
             reader.skip(start - self._passed[lane])
             self._passed[lane] = stop
@@ -137,7 +147,12 @@ class BatchMaker:
                 yield reader.names[part], number, row
 
     def _peek(self, lane: int, num_rows: int) -> tuple[int, LanePosition]:
-        """Return the number of rows left in a lane, up to `num_rows`, and the lane's position after a global batch."""
+        """Return how many rows are left in a lane after the current global batch, and the position there.
+
+        Args:
+            lane: Index of the lane.
+            num_rows: Count at most this many rows.
+        """
         reader = self._reader(lane)
         reader.skip(-self._passed[lane])
         self._passed[lane] = 0
@@ -153,14 +168,19 @@ class BatchMaker:
 
 
 def collated(collate: Callable[[list[Any]], Any], rows: list[Any], places: Sequence[str]) -> Any:
-    """Combine rows into a batch. `places` describes the origin of each row for error messages.
+    """Combine rows into a batch.
+
+    Args:
+        collate: Function that combines a list of rows into a batch.
+        rows: The rows.
+        places: For each row, a description of where it comes from, for the error message.
 
     Raises:
-        StreamError: `collate` failed. The message names the first row whose structure differs from the first row's.
+        StreamError: `collate` failed. The message names the first row that has another structure than row 0.
     """
     try:
         return collate(rows)
-    except Exception as error:  # user or framework code may raise anything
+    except Exception as error:  # the function may be the user's, and raise any exception
         first, forms = dict(_forms(rows[0])), [dict(_forms(row)) for row in rows]
         odd = next((number for number, each in enumerate(forms) if each != first), None)
         where = f"{places[0]}, to {places[-1]}"
@@ -173,7 +193,7 @@ def collated(collate: Callable[[list[Any]], Any], rows: list[Any], places: Seque
 
 
 def _forms(row: Any, field: str = "row") -> Iterator[tuple[str, str]]:
-    """Yield the name of each field of a row, recursively, and a description of its value's type and shape."""
+    """Yield for each field of a row, also in nested containers, its name and a description of its type and shape."""
     named = row.items() if isinstance(row, Mapping) else enumerate(row) if isinstance(row, tuple | list) else ()
     of_array = f" of shape {tuple(row.shape)} and type {row.dtype}" if hasattr(row, "shape") else ""
     of_several = f" of {len(row)}" if isinstance(row, Mapping | tuple | list) else ""
@@ -183,13 +203,15 @@ def _forms(row: Any, field: str = "row") -> Iterator[tuple[str, str]]:
 
 
 class LoaderProcesses:
-    """Several processes that build parts of each batch in parallel. Has the same interface as `BatchMaker`.
+    """Makes batches in several loader processes, each of which makes a part of each batch.
+
+    The interface is the same as that of `BatchMaker`.
 
     Args:
-        makers: One batch maker for each process, in lane order.
-        join: Combines the parts of a batch into one batch. Parts without rows are left out.
-        num_ahead: Number of global batches to build in advance.
-        begin: Called first in each process.
+        makers: For each process, the object that makes its parts of batches, in the order of lanes.
+        join: Function that combines the parts of a batch into one batch. Parts without rows are left out.
+        num_ahead: Number of global batches that should be requested in advance.
+        begin: Function that is called first in each process.
     """
 
     def __init__(
@@ -226,14 +248,15 @@ class LoaderProcesses:
 
 
 class _LoaderProcess:
-    """The worker's handle on one loader process."""
+    """Represents one loader process in the worker."""
 
     def __init__(self, maker: BatchMaker, begin: Callable[[], None]) -> None:
         context = multiprocessing.get_context("fork")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(maker, theirs, begin), name="raysgd-loader", daemon=True)
         self._process.start()
-        theirs.close()  # only the loader process may hold this end, so that the worker notices when that process ends
+        # Only the loader process may keep this end of the pipe open, so that the worker notices when that process ends.
+        theirs.close()
 
     def send(self, order: BatchOrder) -> None:
         try:
@@ -257,14 +280,20 @@ class _LoaderProcess:
         return StreamError(f"a loader process {how}. If it ran out of memory, use fewer, or a smaller `prefetch`.")
 
     def kill(self) -> None:
-        self._process.kill()  # killed, because the process may be busy for a long time, and has no state to save
+        self._process.kill()  # do not wait: the process may be busy for a long time, and has no state to save
         self._process.join()
         self._process.close()
         self._connection.close()
 
 
 def _serve(maker: BatchMaker, connection: Connection[Any, BatchOrder], begin: Callable[[], None]) -> None:
-    """Answer orders until the process is killed. A thread sends the answers, so building continues meanwhile."""
+    """Make the requested batches until this loader process is killed. A second thread sends them to the worker.
+
+    Args:
+        maker: Makes the batches.
+        connection: Connection to the worker.
+        begin: Function to call first.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent()
@@ -292,8 +321,11 @@ def _send(connection: Connection[Any, BatchOrder], answers: SimpleQueue[Any]) ->
 
 
 def end_with_parent() -> None:
-    """Exit this process once its parent has exited. Does nothing on systems without `os.pidfd_open`, unlike Linux."""
-    gc.freeze()  # garbage inherited from the parent may refer to threads that do not exist here
+    """Start a thread that ends this process when the parent process has ended.
+
+    Do nothing on systems without `os.pidfd_open`, such as macOS.
+    """
+    gc.freeze()  # do not collect garbage of the parent process, which may refer to threads that do not exist here
     try:
         handle = os.pidfd_open(os.getppid())  # type: ignore[attr-defined, unused-ignore]
     except (AttributeError, OSError):
@@ -310,10 +342,12 @@ def end_with_parent() -> None:
 
 
 class ArrayCollate:
-    """Stacks the corresponding values of all rows. Rows may be nested tuples, lists and dicts.
+    """Combines rows into a batch by stacking the corresponding values of all rows as NumPy arrays.
+
+    Rows may be nested tuples, lists and dicts.
 
     Args:
-        as_array: Converts a list of values to an array.
+        as_array: Function that converts a list of values to an array.
     """
 
     def __init__(self, as_array: Callable[[Any], Any] = np.asarray) -> None:
@@ -323,15 +357,20 @@ class ArrayCollate:
         return _built(rows, self._as_array)
 
     def join(self, batches: list[Any]) -> Any:
-        """Concatenate batches into one batch."""
+        """Concatenate several batches into one batch."""
         return batches[0] if len(batches) == 1 else _built(batches, np.concatenate)
 
     def begin_process(self) -> None:
-        """Do nothing: NumPy needs no preparation."""
+        """Do nothing, because NumPy needs no preparation in a new process."""
 
 
 def _built(parts: list[Any], leaf: Callable[[Any], Any]) -> Any:
-    """Return a structure like that of each part, whose leaves combine the corresponding leaves of all parts."""
+    """Combine the corresponding values of several rows or batches, which have the same nested structure.
+
+    Args:
+        parts: The rows or batches.
+        leaf: Function that combines a list of corresponding values.
+    """
     first = parts[0]
     if isinstance(first, Mapping):
         return {name: _built([part[name] for part in parts], leaf) for name in first}

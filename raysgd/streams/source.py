@@ -1,4 +1,4 @@
-"""A stream as one worker's data source: the shards, the worker's batches in each pass, and the saved positions."""
+"""A stream as the source of a worker's batches: opens passes over the stream, and saves and restores positions."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from raysgd.streams.loaders import BatchLoader, BatchMaker, Collate, LoaderProce
 from raysgd.streams.stream import DROPPED, Pipeline, RowSteps, Shard, Stream, check_shards
 
 Divide: TypeAlias = Callable[[int, int], Shares]
-"""Returns an object that splits global batches over workers. Takes the global batch size and the number of workers."""
+"""Function that returns an object that splits global batches. It takes their size and the number of workers."""
 _NUM_POSITIONS = 64
 _WHEN_TRAINED = 2
 
 
 @dataclass(frozen=True)
 class StreamData:
-    """A stream that all workers read together.
+    """A stream that an operator has registered, or that the user has passed to a call. All workers read it together.
 
     Attributes:
-        loader: The stream.
-        shards: The stream's shards.
-        divide: Splits global batches over the workers.
-        is_training: True for training, where a worker without rows in a global batch gets repeated rows as padding.
+        loader: The stream, with its batch size and other options.
+        shards: The shards of the stream.
+        divide: Function that returns an object that splits global batches among workers.
+        is_training: True if the stream is used for training. A worker without rows in a global batch then gets repeated
+            rows as padding.
     """
 
     loader: Pipeline
@@ -42,13 +43,13 @@ class StreamData:
 
     @property
     def batch_size(self) -> int:
-        """Number of rows in a global batch."""
+        """Number of rows in a global batch, which all workers use together in a step."""
         assert self.loader.batch_size is not None, "checked when the stream was registered"
         return self.loader.batch_size
 
     @property
     def num_rows(self) -> int | None:
-        """Number of rows in the global batches of a pass; None if it is unknown."""
+        """Number of rows in all global batches of a pass, or None if it is unknown."""
         num_rows = self.loader.num_rows(self.shards)
         if num_rows is None or not self.loader.drop_last:
             return num_rows
@@ -56,18 +57,21 @@ class StreamData:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the names, lengths and versions of the shards."""
+        """Hash of the names, lengths and versions of the shards."""
         text = "\n".join(f"{shard.name}\t{shard.num_rows}\t{shard.version}" for shard in self.shards)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
     def signature(self) -> str:
-        """Description of the shards and the batch size. It must be identical on all ranks."""
+        """Description of the shards and the batch size, which must be the same on all ranks."""
         return f"{len(self.shards)} shards {self.digest} in global batches of {self.batch_size}"
 
     @cached_property
     def origin(self) -> dict[str, Any]:
-        """The shards, and the settings that determine the row order, as plain data. Saved positions depend on them."""
+        """What determines the rows of the stream and their order, as plain data.
+
+        A saved position is only valid for a stream with the same value.
+        """
         loader = self.loader
         return {
             "buffer and seed of `shuffle`": [loader.buffer, loader.seed],
@@ -78,10 +82,10 @@ class StreamData:
         }
 
     def check_position(self, position: Mapping[str, Any]) -> None:
-        """Check that a saved position is valid for this stream. A position between two passes fits every stream.
+        """Check that a saved position is valid for this stream. A position between two passes is valid for any stream.
 
         Raises:
-            ValueError: The shards or the row order have changed, or the position is damaged.
+            ValueError: The shards or the order of rows have changed, or the position is damaged.
         """
         if not position["is_mid_pass"]:
             return
@@ -103,17 +107,17 @@ class StreamData:
             raise ValueError("The state does not fit, nothing was loaded: its position in the stream is damaged.")
 
     def open_pass(self, pass_index: int, seed: int) -> StreamPass:
-        """Return a pass over the stream."""
+        """Return a pass over the stream, with this index and this seed for shuffling."""
         return StreamPass(self.loader, self.shards, pass_index, seed)
 
 
 def stream_data(stream: Stream, name: str, divide: Divide, world_size: int) -> StreamData:
-    """Check a registered stream and read its list of shards.
+    """Check a stream that an operator has registered, and read its list of shards.
 
     Args:
         stream: The stream.
-        name: "train" or "validation": what the stream was registered for.
-        divide: Splits global batches over the workers.
+        name: What the stream is for, "train" or "validation".
+        divide: Function that returns an object that splits global batches among workers.
         world_size: Number of workers.
 
     Raises:
@@ -134,7 +138,11 @@ def stream_data(stream: Stream, name: str, divide: Divide, world_size: int) -> S
 
 
 def check_batched(stream: Stream, what: str) -> Pipeline:
-    """Return the stream, after checking that it has a batch size.
+    """Check that a stream has a batch size, and return the stream.
+
+    Args:
+        stream: The stream.
+        what: Description of the stream, for the error message.
 
     Raises:
         ValueError: The stream has no batch size.
@@ -148,12 +156,12 @@ def check_batched(stream: Stream, what: str) -> Pipeline:
 
 
 def check_stream_of_call(stream: Stream, name: str, obstacle: str | None) -> None:
-    """Check a stream that was passed as an argument of a trainer's method.
+    """Check a stream that the user has passed to a method of a trainer.
 
     Args:
         stream: The stream.
-        name: Name of the argument.
-        obstacle: Why the trainer cannot use streams; None if it can.
+        name: Name of the user's argument.
+        obstacle: Reason why the trainer cannot use streams, or None if it can.
 
     Raises:
         ValueError: The trainer cannot use streams, or the stream has no batch size.
@@ -179,7 +187,7 @@ logger = logging.getLogger(__name__)
 
 
 class StreamGroup(Protocol):
-    """The workers that read a stream together."""
+    """Interface of objects that describe the group of workers that read a stream together."""
 
     @property
     def rank(self) -> int:
@@ -190,21 +198,25 @@ class StreamGroup(Protocol):
         """Number of workers."""
 
     def adding(self) -> StartSum:
-        """Return a function that starts an all-reduce. Raise an error if the workers cannot communicate."""
+        """Return a function that starts to sum numbers over all ranks.
+
+        Raise an error if the workers cannot communicate.
+        """
 
 
 class StreamSource:
-    """Opens passes over a stream.
+    """Opens passes over a stream in one worker, and remembers positions in the current pass.
 
     Args:
         data: The stream.
-        ranks: The workers that read the stream together.
-        seed: Seed for the row order of every pass. It must be identical on all ranks.
+        ranks: The group of workers that read the stream together.
+        seed: Seed for the order of rows in every pass. It must be the same on all ranks.
         collate: Combines a list of rows into a batch.
-        item: Builds the yielded items. Called with the batch, its gradient weight, its number of rows without padding,
-            the number of rows across all ranks, whether it is the first batch of a global step, whether it is the last
-            batch of the step, the seeds of its logical shard, and whether the pass ends with it.
-        no_batch: Yielded in place of a batch without rows.
+        item: Function that makes the items that a pass yields. Its arguments are the batch, the weight of its
+            gradients, its number of rows without padding, the number of rows on all ranks, whether it is the first
+            batch of a step of all ranks, whether it is the last batch of such a step, the random seeds for its part of
+            the global batch, and whether it is the last batch of the pass.
+        no_batch: The batch to use in place of a batch without rows.
 
     Attributes:
         left_out: Number of rows of the pass that were left out because they could not be read.
@@ -232,13 +244,13 @@ class StreamSource:
 
     @property
     def most_batches(self) -> int:
-        """Number of batches that a rank processes one after another in a global step."""
+        """Number of batches that a rank processes one after the other in a step of all ranks."""
         shares: Any = self._shares
         return int(shares.num_batches(self.data.batch_size))
 
     @property
     def num_shards(self) -> int:
-        """Number of logical shards of a global batch; 0 if global batches are split by rank."""
+        """Number of shards into which each global batch is split with `deterministic=True`. Otherwise 0."""
         return getattr(self._shares, "num_shards", 0)
 
     @property
@@ -246,13 +258,21 @@ class StreamSource:
         return self.data.divide(self.data.batch_size, self._ranks.world_size)
 
     def join(self, ranks: StreamGroup) -> None:
-        """Join a group of workers. If lane lengths are unknown, ranks all-reduce how many rows they find."""
+        """Read the stream together with a new group of workers from now on.
+
+        If it is unknown how many rows the lanes of the stream have, the workers exchange how many rows they find.
+        """
         self._ranks = ranks
         is_needed = ranks.world_size > 1 and not self.data.open_pass(0, self.seed).is_known
         self._start_sum = ranks.adding() if is_needed else alone
 
     def open(self, pass_index: int, consumed: int) -> Iterator[Any]:
-        """Start a pass after `consumed` rows."""
+        """Return an iterator over the items of a pass.
+
+        Args:
+            pass_index: Index of the pass.
+            consumed: Number of rows at the start of the pass to leave out, because they were used already.
+        """
         data, of_pass = self.data, self.data.open_pass(pass_index, self.seed)
         self._opened_at, self._end = consumed, data.num_rows
         if not consumed:
@@ -300,20 +320,20 @@ class StreamSource:
             logger.warning("epoch %d was to continue after %d rows, and has none left", pass_index + 1, consumed)
 
     def _own_items(self, of_pass: StreamPass) -> Iterator[Any]:
-        """Yield the items of an evaluation of unknown length. Each rank reads only the lanes that it watches."""
+        """Yield the items of an evaluation on a stream of unknown length. Each rank reads some lanes by itself."""
         size, watched = -(-self.data.batch_size // self._ranks.world_size), self._watched(of_pass)
         loading, shares = partial(self._loading, of_pass, watched), self.data.divide(size, 1)
         for batch in GlobalReader(of_pass, shares, 0, StreamPosition(), watched, loading, pad=False):
             yield self._item(batch.batch, 1.0, batch.num_rows, batch.num_rows)
 
     def _seeds(self, pass_index: int, consumed: int, batch: StreamBatch) -> tuple[int, int]:
-        """Return two random seeds: one for a logical shard, based on its first row, and one to set after the step."""
+        """Return two random seeds: one for this batch, depending on its first row, and one to set after the step."""
         places = (consumed + batch.start, consumed)
         own, of_step = (seed_of(self.seed, pass_index, at, _WHEN_TRAINED) for at in places)
         return own, of_step
 
     def _note(self, batch: StreamBatch) -> None:
-        """Store the position after a global batch, so that a later pass can continue after that batch."""
+        """Remember the position after a global batch, so that the pass can continue there after a failure."""
         num_rows = batch.after.num_rows
         self._positions[num_rows], self.left_out = batch.after, batch.after.left_out
         if len(self._positions) > _NUM_POSITIONS:
@@ -324,31 +344,41 @@ class StreamSource:
                 logger.warning("%d rows could not be read and were left out of this pass", self.left_out)
 
     def layout(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """Return plain data from which `raysgd.journal` can later determine which rows a step used."""
+        """Return plain data for the journal of a run, from which `raysgd.replay` can find the rows of each step.
+
+        Args:
+            consumed: Number of rows of the pass that were used so far.
+            is_mid_pass: Whether the position is inside a pass.
+        """
         return {"kind": "stream", "batch_size": self.data.batch_size, **self.state(consumed, is_mid_pass)}
 
     @property
     def num_samples(self) -> int | None:
-        """Number of rows in the pass, across all ranks; None if it is unknown."""
+        """Number of rows in the pass, on all ranks together, or None if it is unknown."""
         return self._end
 
     def num_steps(self) -> int | None:
-        """Return the number of steps in the pass, counted from where it was opened; None if it is unknown."""
+        """Return the number of steps in the pass from where it was opened to its end, or None if it is unknown."""
         return None if self._end is None else -(-(self._end - self._opened_at) // self.data.batch_size)
 
     def consumed_after(self, num_steps: int) -> int:
-        """Return how many rows of the pass all ranks have used, `num_steps` steps after it was opened."""
+        """Return how many rows of the pass all ranks together have used, `num_steps` steps after it was opened."""
         rows = self._opened_at + num_steps * self.data.batch_size
         return rows if self._end is None else min(rows, self._end)
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """Return the fields to save with a position, except for its number of rows."""
+        """Return the entries of a position that only this source knows. They are saved with the number of used rows.
+
+        Args:
+            consumed: Number of rows of the pass that were used so far.
+            is_mid_pass: Whether the position is inside a pass.
+        """
         position = self._positions.get(consumed, StreamPosition(consumed))
         lanes = None if position.lanes is None else [list(lane) for lane in position.lanes]
         return {"seed": self.seed, "stream": self.data.origin, "turn": position.turn, "lanes": lanes}
 
     def load_state(self, position: Mapping[str, Any]) -> bool:
-        """Restore a saved position. Always return True, because a stream's pass can continue from any position.
+        """Restore a saved position. Always return True, because a pass over a stream can continue from any position.
 
         Raises:
             ValueError: The position is in the middle of a pass over a different stream, or it is damaged.
@@ -372,15 +402,17 @@ def _only(parts: list[Any]) -> Any:
 
 
 class BatchesInOrder:
-    """Iterates over all rows of a stream in order, in batches, for prediction. Ignores `drop_last` so no row is lost.
+    """Iterates over all rows of a stream in their order, in batches, for predictions.
+
+    The option `drop_last` of the stream is ignored, so that each row gets a prediction.
 
     Args:
         stream: The stream.
-        size: Returns the batch size, given the stream's batch size or None.
-        collate: Combines a list of rows into a batch, unless the stream has its own function.
+        size: Function that takes the batch size of the stream, or None, and returns the batch size to use.
+        collate: Function that combines a list of rows into a batch. Not used if the stream has a function of its own.
 
     Attributes:
-        num_batches: Number of batches; None if it is unknown.
+        num_batches: Number of batches, or None if it is unknown.
 
     Raises:
         ValueError: The stream is shuffled.
@@ -400,7 +432,7 @@ class BatchesInOrder:
         self.num_batches = None if num_rows is None else -(-num_rows // self._size)
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the batches."""
+        """Return an iterator over the batches."""
         rows = islice(self._rows(), self._stream.limit)
         while own := list(islice(rows, self._size)):
             yield self._collate(own)

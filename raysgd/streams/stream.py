@@ -1,4 +1,4 @@
-"""`Stream`: data without random access, as rows in named shards, and the steps applied to the rows."""
+"""`Stream`: data without random access, which consists of rows in named shards, and steps that change the rows."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Shard(NamedTuple):
 
     Attributes:
         name: Unique name of the shard.
-        num_rows: Number of rows in the shard, or None if it is unknown before reading.
-        version: String that changes with the rows, such as a checksum. A position saved with another version is
-            rejected.
+        num_rows: Number of rows in the shard, or None if it is only known after reading the shard.
+        version: String that changes when the rows change, such as a checksum. If the version has changed, training does
+            not continue from a saved position.
     """
 
     name: str
@@ -34,9 +34,10 @@ class Shard(NamedTuple):
 
 
 class Stream(ABC):
-    """Base class of streams: rows in shards. Subclasses implement `shards` and `open`.
+    """Base class of streams, which consist of rows in shards. Subclasses implement `shards` and `open`.
 
-    Both methods must give the same result in every process and every run, because a position in a stream counts rows.
+    Both methods must give the same results in every process and every run, because positions in a stream are numbers
+    of rows.
 
     Examples:
         >>> class Numbers(Stream):
@@ -52,7 +53,7 @@ class Stream(ABC):
 
     @abstractmethod
     def shards(self) -> Sequence[Shard]:
-        """Return all shards in reading order."""
+        """Return all shards of the stream, in the order in which they are read."""
 
     @abstractmethod
     def open(self, shard: str, start: int) -> Iterator[Any]:
@@ -63,22 +64,23 @@ class Stream(ABC):
         """
 
     def open_some(self, shard: str, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
-        """Return a shard's rows, like `open`. Rows that this process does not need may be replaced with any value.
+        """Return the rows of a shard as `open` does, but with any values in place of rows that are not needed.
 
-        This method is called for shards that several workers share. Override it if skipping a row is cheaper than
+        This method is called for shards that several workers share. Override it if skipping a row is faster than
         reading it.
 
         Args:
             shard: Name of the shard.
-            start: Number of the first row.
-            is_needed: Takes a row number and returns True if the row is needed. Call it right before producing the row.
+            start: Number of the first row to return, from 0.
+            is_needed: Function that takes the number of a row and returns True if this process needs the row. Call it
+                right before you read the row.
         """
         return self.open(shard, start)
 
     def map(self, function: Callable[..., Any], *, seeded: bool = False) -> Pipeline:
         """Replace each row with `function(row)`.
 
-        If the function draws random numbers, use `seeded`. Otherwise, a row that is reread, for example after a
+        If the function draws random numbers, use `seeded`. Otherwise, a row that is read again, for example after a
         failure, may be transformed differently.
 
         Args:
@@ -100,12 +102,13 @@ class Stream(ABC):
         return self._with_step("filter", function, seeded)
 
     def shuffle(self, buffer: int, seed: int | None = None) -> Pipeline:
-        """Shuffle the stream differently in each epoch: the order of the shards, and rows within a buffer.
+        """Shuffle the shards of the stream, and rows within a buffer. The order is different in each epoch.
 
-        The result does not depend on where in the chain you call this method.
+        The result does not depend on where in the chain of method calls you call this method.
 
         Args:
-            buffer: Number of rows that all workers together buffer for shuffling. Each lane buffers at least two rows.
+            buffer: Number of rows that all workers together keep in memory for shuffling. At least two rows are kept
+                for each of the 64 row sequences (lanes) into which a stream is divided.
             seed: Seed of the order. Default: the trainer's seed.
 
         Raises:
@@ -120,7 +123,7 @@ class Stream(ABC):
         return replace(rows, buffer=buffer, seed=seed)
 
     def take(self, num_rows: int) -> Pipeline:
-        """Limit each epoch to the first `num_rows` rows over all workers.
+        """Limit each epoch to the first `num_rows` rows, over all workers together.
 
         Raises:
             ValueError: `num_rows` is not a positive integer.
@@ -139,14 +142,15 @@ class Stream(ABC):
         prefetch: int = 2,
         on_error: str = "raise",
     ) -> Pipeline:
-        """Group the rows into global batches. This must be the last call in a chain.
+        """Group the rows into global batches. This must be the last method that you call in a chain.
 
         Args:
-            size: Number of rows in a global batch, over all workers. It does not depend on the number of workers.
+            size: Number of rows in a global batch, which all workers use together in a step. It does not depend on the
+                number of workers.
             drop_last: Whether to drop the last global batch if it is incomplete.
-            collate: Function that collates a list of rows into a batch. Default: the framework's standard function.
-                With several loader processes, the worker itself calls it. A batch is weighted by its number of rows
-                unless the operator returns another weight.
+            collate: Function that combines a list of rows into a batch. Default: the standard function of the
+                framework. With several loader processes, your function runs in the worker itself. A batch is weighted
+                by its number of rows unless the operator returns another weight.
             num_workers: Number of loader processes per worker. With 0, the worker loads each batch when it needs it.
             prefetch: Number of global batches that the loader processes load in advance.
             on_error: What to do if a row cannot be read or a function fails for it: "raise", or "skip" the row.
@@ -184,7 +188,11 @@ class Stream(ABC):
         return replace(rows, steps=(*rows.steps, RowStep(function, is_filter, is_seeded)))
 
     def _of_rows(self, name: str) -> Pipeline:
-        """Return the stream for the method `name`, which adds a row step. Reject a stream that is already batched."""
+        """Return the stream to which a method such as `map` adds a step, after checking that it has no batches yet.
+
+        Args:
+            name: Name of the method, for the error message.
+        """
         rows = self._pipeline()
         if rows.batch_size is not None:
             raise ValueError(f"`{name}` after `batch`: `{name}` works on rows, so call it before `batch`.")
@@ -205,17 +213,17 @@ class Stream(ABC):
         return num_rows
 
     def __bool__(self) -> bool:
-        return True  # by default, Python would call `__len__`, which raises if the length is unknown
+        return True  # by default, Python would call `__len__`, which raises an error if the length is unknown
 
 
 def total(shards: Sequence[Shard]) -> int | None:
-    """Return the total number of rows, or None if the length of any shard is unknown."""
+    """Return the number of rows in all shards together, or None if the length of any shard is unknown."""
     lengths = [shard.num_rows for shard in shards]
     return None if None in lengths else sum(length or 0 for length in lengths)
 
 
 def check_shards(stream: Stream) -> list[Shard]:
-    """Return a stream's shards after validating them.
+    """Check the shards of a stream and return them.
 
     Raises:
         TypeError: `shards()` returned an object that is not a `Shard`.
@@ -240,7 +248,12 @@ RowT = TypeVar("RowT")
 
 
 def from_row(rows: Iterator[RowT], start: int, at: int = 0) -> Iterator[RowT]:
-    """Advance an iterator over a shard's rows to row `start` and return it. `at` is the number of its next row.
+    """Advance an iterator over the rows of a shard to a row, and return the iterator.
+
+    Args:
+        rows: The iterator.
+        start: Number of the row in the shard.
+        at: Number of the row that the iterator would return next.
 
     Raises:
         ValueError: The shard has fewer than `start` rows.
@@ -254,11 +267,11 @@ def from_row(rows: Iterator[RowT], start: int, at: int = 0) -> Iterator[RowT]:
 _NUM_WARNINGS = itertools.count()
 
 DROPPED = object()
-"""Placeholder for a row that a filter dropped or that was skipped because of an error."""
+"""Placeholder for a row that a filter has dropped, or that was skipped because of an error."""
 
 
 def warn_of_row(error: StreamError) -> None:
-    """Log a warning about a skipped row. After a few warnings in this process, log no more."""
+    """Log a warning about a row that is skipped. After ten such warnings in this process, log no more."""
     number = next(_NUM_WARNINGS)
     if number < _MOST_WARNINGS:
         more = "; further skipped rows are counted, but not logged" if number == _MOST_WARNINGS - 1 else ""
@@ -266,10 +279,10 @@ def warn_of_row(error: StreamError) -> None:
 
 
 class RowStep(NamedTuple):
-    """A function to call with each row.
+    """A step of a stream: a function that is called with each row.
 
     Attributes:
-        function: The function that the user passed to `map` or `filter`.
+        function: The function that the user has passed to `map` or `filter`.
         is_filter: True if the function's result decides whether to keep the row. Otherwise, it replaces the row.
         is_seeded: True if the function also takes a random number generator.
     """
@@ -281,11 +294,11 @@ class RowStep(NamedTuple):
 
 @dataclass(frozen=True)
 class RowSteps:
-    """Applies a sequence of steps to rows.
+    """Applies some steps of a stream to rows.
 
     Attributes:
-        steps: The steps, in order.
-        seed: Seed for random numbers in this pass.
+        steps: The steps, in the order in which they are applied.
+        seed: Seed of the random numbers in this pass over the stream.
         first: Index of `steps[0]` among all steps of the stream.
     """
 
@@ -297,9 +310,9 @@ class RowSteps:
         """Apply all steps to a row. Return the result, or `DROPPED` if a filter drops the row.
 
         Args:
-            row: The row to process.
-            shard: Name of the row's shard.
-            number: The row's number in the shard.
+            row: The row.
+            shard: Name of the shard with this row.
+            number: Number of the row in the shard.
 
         Raises:
             StreamError: A step failed.
@@ -326,17 +339,17 @@ class RowSteps:
 
 @dataclass(frozen=True)
 class Pipeline(Stream):
-    """A stream with steps and batching options. The methods of `Stream` return it.
+    """A stream with steps, and with options for shuffling and batches. Methods such as `Stream.map` return it.
 
     Attributes:
-        source: Source of the rows.
-        steps: Functions and filters, in order.
-        buffer: Number of rows that all workers together buffer for shuffling; 1 if the stream is not shuffled.
-        seed: Seed of the order, or None for the trainer's seed.
+        source: The stream that reads the rows.
+        steps: The functions of `map` and `filter`, in the order in which they are applied.
+        buffer: Number of rows that all workers together keep in memory for shuffling. 1 if the stream is not shuffled.
+        seed: Seed of the random order, or None for the trainer's seed.
         limit: Maximum number of rows per epoch, or None for no limit.
         batch_size: Number of rows in a global batch, or None before `batch`.
         drop_last: Whether to drop the last global batch if it is incomplete.
-        collate: Function that collates a list of rows into a batch, or None for the framework's standard function.
+        collate: Function that combines a list of rows into a batch, or None for the standard function of the framework.
         num_workers: Number of loader processes per worker.
         prefetch: Number of global batches that the loader processes load in advance.
         skips: Whether to skip rows that cannot be read or for which a step fails.
@@ -358,7 +371,12 @@ class Pipeline(Stream):
         return self.source.shards()
 
     def open(self, shard: str, start: int) -> Iterator[Any]:
-        """Return a shard's rows after all steps, from row `start` of the source on, without shuffling."""
+        """Return the rows of a shard after all steps, without shuffling.
+
+        Args:
+            shard: Name of the shard.
+            start: Number of the first row in the shard. Rows are counted before filters.
+        """
         steps = RowSteps(self.steps, seed=f"{self.seed or 0}/0")
         for number, row in enumerate(self.source.open(shard, start), start):
             prepared = steps(row, shard, number)
@@ -367,7 +385,10 @@ class Pipeline(Stream):
 
     @property
     def num_to_count(self) -> int:
-        """Number of leading steps that decide which rows remain: up to the last filter, or all steps with `skips`."""
+        """Number of steps, from the first one on, that decide which rows remain.
+
+        These are the steps up to the last filter. If rows for which a step fails are skipped, these are all steps.
+        """
         return (
             len(self.steps)
             if self.skips
@@ -376,11 +397,15 @@ class Pipeline(Stream):
 
     @property
     def keeps_rows(self) -> bool:
-        """True if every row of the source remains, because nothing filters or skips rows."""
+        """True if every row of the source remains, because there is no filter and no row is skipped after an error."""
         return not self.skips and not self.num_to_count
 
     def num_rows(self, shards: Sequence[Shard]) -> int | None:
-        """Return the number of rows in a pass over these shards, or None if it is unknown."""
+        """Return the number of rows in a pass over the stream, or None if it is unknown.
+
+        Args:
+            shards: The shards of the stream.
+        """
         of_shards = total(shards) if self.keeps_rows else None
         return of_shards if of_shards is None or self.limit is None else min(of_shards, self.limit)
 

@@ -1,12 +1,11 @@
-"""Real faults for testing how your training handles failures.
+"""Causes real faults, so that you can test how your training handles failures.
 
-Each function arms a fault in the real processes of a running trainer: a SIGKILL, a SIGSTOP, a pause or a failing write.
-Nothing is simulated, and none of this code runs unless you call one of these functions.
+Each function causes a fault in the processes of a running trainer: a SIGKILL, a SIGSTOP, a pause or a failing write.
+The fault happens at once, or when the process reaches a given point, such as a training step. Until then the fault is
+"armed". `docs/recipes/test-with-faults.md` has examples.
 
-See `docs/recipes/test-with-faults.md`.
-
-A fault is armed in the process that has the given rank when you call the function. The fault stays in that process,
-even if the process's rank changes. Another process that later takes over the rank is not affected.
+A fault is armed in the process that has the given rank at the time of the call. The fault stays in that process even
+if the rank of the process changes. A process that takes over the rank later is not affected.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Make writes of checkpoint files fail."""
+"""Makes writes of checkpoint files fail, to test what a program does when the disk is full."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from raysgd.testing.targets import controller_of
 
 @contextlib.contextmanager
 def fail_save(trainer: Any, error: OSError | None = None, after_bytes: int = 0) -> Iterator[None]:
-    """Inside the block, make the writes of `trainer.save` fail as if the disk were full.
+    """Inside the ``with`` block, make `trainer.save` fail while it writes a file, as if the disk were full.
 
-    Background writes (`blocking=False`) that start inside the block fail too; the block waits for them before it exits.
+    A save in the background (`blocking=False`) that starts inside the block fails too. At the end of the block, the
+    program waits until such saves have ended.
 
     Args:
         trainer: A running trainer.
-        error: The error to raise. Default: "no space left on device".
-        after_bytes: Number of bytes of each file to write before raising the error.
+        error: The exception that a write raises. Default: an `OSError` with "No space left on device".
+        after_bytes: Number of bytes of each file that are still written before the exception is raised.
 
     Raises:
         ValueError: `after_bytes` is negative or not an integer, or `error` is not an `OSError`.
@@ -62,7 +63,7 @@ def fail_save(trainer: Any, error: OSError | None = None, after_bytes: int = 0) 
 
 
 class _FullFile:
-    """Wraps a file. Raises `failure` once `num_left` bytes have been written."""
+    """A file whose `write` raises `failure` when more than `num_left` bytes are written in total."""
 
     def __init__(self, file: Any, num_left: int, failure: OSError) -> None:
         self._file, self._num_left, self._failure = file, num_left, failure

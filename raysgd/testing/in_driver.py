@@ -1,4 +1,4 @@
-"""Faults that are triggered in the driver, when it calls a certain method of the trainer or starts workers."""
+"""Arms faults that happen when the driver calls a certain method of the trainer, or starts workers."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from raysgd.core.engine.shared.types import GroupReport, World
 
 _undo: weakref.WeakKeyDictionary[Any, dict[str, Callable[[], None]]] = weakref.WeakKeyDictionary()
-"""The functions that disarm faults, by trainer and trigger point: a method name, or "setup"."""
+"""For each trainer, the functions that disarm its faults, by trigger point: the name of a method, or "setup"."""
 
 
 def disarm_all(trainer: Any) -> None:
-    """Disarm all of this trainer's faults that would be triggered in the driver."""
+    """Disarm all of this trainer's faults that `arm_call` and `arm_setup` have armed and that have not happened yet."""
     for undo in list(_undo.get(trainer, {}).values()):
         undo()
 
 
 def _disarm(trainer: Any, name: str) -> None:
-    """Disarm a trainer's fault at a trigger point. Called before another fault is armed there."""
+    """Disarm a trainer's fault at a trigger point, if one is armed, before another fault is armed there."""
     undo = _undo.get(trainer, {}).get(name)
     if undo is not None:
         undo()
 
 
 def arm_call(trainer: Any, name: str, act: Callable[[], None]) -> None:
-    """Call `act` before the next call to this trainer's method `name`."""
+    """Arm a fault: call `act` immediately before the next call to the trainer's method `name`."""
     _disarm(trainer, name)
     original = getattr(trainer, name)
 
@@ -54,9 +54,9 @@ def arm_call(trainer: Any, name: str, act: Callable[[], None]) -> None:
 
 
 def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
-    """Arm a fault that kills these ranks while the next worker group is set up.
+    """Arm a fault that kills the workers with these ranks while the trainer sets up its next worker group.
 
-    Groups that are too small to have these ranks do not trigger the fault.
+    A worker group that is too small to have all of these ranks does not trigger the fault.
     """
     _disarm(trainer, "setup")
     lifecycle = controller_of(trainer)
@@ -91,7 +91,12 @@ def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class _DyingMaker:
-    """Creates a worker's replica with `make_replica`. On the given ranks, kills the worker's process instead."""
+    """Creates the replica of a worker, the object that runs the user's code, or kills the worker's process.
+
+    Attributes:
+        make_replica: Function that creates the replica.
+        ranks: The ranks whose processes are killed.
+    """
 
     make_replica: Callable[[World], Any]
     ranks: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Remove nodes from a test cluster."""
+"""Removes nodes from a local Ray cluster, to test what happens when machines fail."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from raysgd.testing.targets import check_ranks, group_of
 
 
 def remove_node(cluster: Any, node: Any = None, *, trainer: Any = None, rank: int | None = None) -> Any:
-    """Kill all processes of a node in a local test cluster, without a graceful shutdown.
+    """Kill all processes of one node of a local test cluster, without a graceful shutdown.
 
-    Pass either `node`, or `trainer` and `rank`.
+    Name the node with `node`, or with both `trainer` and `rank`.
 
     Args:
         cluster: The `ray.cluster_utils.Cluster` that contains the node.
-        node: The node to remove: a result of `cluster.add_node`.
-        trainer: A running trainer with a worker on the node to remove.
-        rank: The rank of this worker.
+        node: The node to remove, as `cluster.add_node` returned it.
+        trainer: A running trainer that has a worker on the node to remove.
+        rank: The rank of the worker on the node to remove.
 
     Returns:
         The removed node.

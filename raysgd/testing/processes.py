@@ -1,4 +1,4 @@
-"""Kill, freeze and slow down worker processes."""
+"""Kills, freezes and slows down the worker processes of a trainer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from raysgd.testing.targets import check_ranks, controller_of, group_of
 from raysgd.testing.traps import Trap, arm, disarm_everywhere, send_itself
 
 IN_WORKERS = ("validate", "snapshot", "continue")
-"""Values of `at` for faults that are triggered in a worker, besides `step:N`. `kill_worker` describes them."""
+"""Values of the argument `at` for faults that happen when the worker reaches a certain point, besides `step:N`.
+`kill_worker` describes each value."""
 
 IN_DRIVER = ("save", "load", "state_dict", "get_model", "setup")
-"""Values of `at` for faults that are triggered in the driver. `kill_worker` describes them."""
+"""Values of the argument `at` for faults that happen when the driver calls a method of the trainer or starts workers.
+`kill_worker` describes each value."""
 
 _STEP = re.compile(r"step:(\d+)")
 _GONE_S = 30.0
@@ -32,15 +34,15 @@ def kill_worker(trainer: Any, rank: int | Sequence[int], at: str = "now") -> Non
     Args:
         trainer: A running trainer with workers outside the driver.
         rank: The rank, or several ranks to kill together.
-        at: When to kill the process. Except with "now", this function returns when the fault is armed.
+        at: When to kill the process. Unless `at` is "now", this function returns before the process is killed.
 
             * "now": immediately. This function returns when Ray has noticed that the process is gone.
             * "step:N": when the process starts training step N, where 0 is its next step.
             * "validate": when the process starts to validate.
-            * "snapshot": when the process copies its state for a snapshot. This happens after a call and, with
-              `snapshot_every_n_steps`, also during a call.
+            * "snapshot": when the process copies its training state for a snapshot. This happens after a call to the
+              trainer, such as `train`, and with `snapshot_every_n_steps` also during the call.
             * "continue": when the process joins a new worker group after another rank was lost.
-            * "setup": when the worker with this rank is set up, the next time all workers start.
+            * "setup": when the worker with this rank is set up the next time that all workers start.
             * "save", "load", "state_dict", "get_model": when the driver calls this method of the trainer.
 
     Raises:
@@ -54,13 +56,14 @@ def kill_worker(trainer: Any, rank: int | Sequence[int], at: str = "now") -> Non
 def hang_rank(trainer: Any, rank: int | Sequence[int], at: str = "now") -> None:
     """Stop the process of one or more ranks with SIGSTOP, as if its machine had frozen. The process never continues.
 
-    The next call to the trainer notices the missing heartbeats after `heartbeat_s` seconds and kills the process.
+    During the next call to the trainer, such as `train`, the stopped process does not send heartbeats. After
+    `heartbeat_s` seconds without a heartbeat, the trainer kills the process.
 
     Args:
         trainer: A running trainer with workers outside the driver.
-        rank: The rank, or several ranks.
+        rank: The rank, or several ranks to stop together.
         at: When to stop the process. The values are the same as for `kill_worker`, except that "setup" is not allowed.
-            With "now", this function returns immediately, shortly before the signal arrives.
+            With "now", this function sends the signal and returns without waiting for the process to stop.
 
     Raises:
         ValueError: There is no such rank, `at` is invalid, or the rank is the driver itself.
@@ -72,12 +75,12 @@ def hang_rank(trainer: Any, rank: int | Sequence[int], at: str = "now") -> None:
 
 @contextlib.contextmanager
 def slow_rank(trainer: Any, rank: int | Sequence[int], seconds: float) -> Iterator[None]:
-    """Pause one or more ranks before each training step inside the block.
+    """Inside the ``with`` block, make the processes of one or more ranks sleep before each training step.
 
     Args:
         trainer: A running trainer.
-        rank: The rank, or several ranks. The driver's rank is allowed.
-        seconds: Length of each pause.
+        rank: The rank, or several ranks. With `use_local=True`, this includes the rank of the driver.
+        seconds: Number of seconds to sleep before each step.
 
     Raises:
         ValueError: The rank does not exist, or `seconds` is not a positive number.
@@ -96,7 +99,7 @@ def slow_rank(trainer: Any, rank: int | Sequence[int], seconds: float) -> Iterat
 
 
 def disarm(trainer: Any) -> None:
-    """Disarm this trainer's faults that have not happened yet.
+    """Disarm all faults of a trainer that are armed but have not happened yet.
 
     Raises:
         TypeError: `trainer` is not a trainer.
@@ -121,10 +124,10 @@ def _end_with(number: signal.Signals, trainer: Any, rank: int | Sequence[int], a
 
 
 def _check_moment(at: str, allow_setup: bool) -> int | None:
-    """Validate the argument `at`. Return N for `step:N`, and None for other trigger points.
+    """Check the argument `at`, which says when a fault happens. Return N if `at` is "step:N", else None.
 
     Raises:
-        ValueError: The trigger point does not exist, or is "setup" and `allow_setup` is False.
+        ValueError: `at` has no allowed value. "setup" is allowed only if `allow_setup` is True.
     """
     names = [name for name in (*IN_WORKERS, *IN_DRIVER) if allow_setup or name != "setup"]
     if at == "now" or at in names:
@@ -144,13 +147,14 @@ def _signal_now(trainer: Any, ranks: Sequence[int], number: int) -> None:
     import ray
 
     _, deaf = ray.wait(list(calls.values()), num_returns=len(calls), timeout=_ANSWER_S)
-    for rank in [rank for rank, call in calls.items() if call in deaf]:  # such as processes stopped by SIGSTOP
+    # A process that SIGSTOP has stopped cannot run `_send_to_self`, so Ray kills it.
+    for rank in [rank for rank, call in calls.items() if call in deaf]:
         group.kill_rank(rank)
     ray.wait(list(calls.values()), num_returns=len(calls), timeout=_GONE_S)
 
 
 def _signal_soon(trainer: Any, ranks: Sequence[int], number: int) -> None:
-    """Send a signal to these ranks without waiting for its effect. Skip ranks that no longer exist."""
+    """Send a signal to the workers with these ranks, without waiting for its effect. Skip ranks that are gone."""
     group = group_of(trainer)
     for rank in ranks:
         if rank in group.remote_ranks:

@@ -1,4 +1,4 @@
-"""Find and validate the workers in which a fault is armed."""
+"""Finds the workers in which a fault is to be armed, and checks that this is possible."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ if TYPE_CHECKING:
 
 
 def check_ranks(trainer: Any, rank: int | Sequence[int], may_be_driver: bool) -> list[int]:
-    """Check that faults can be armed in these ranks, and return the ranks sorted.
+    """Check that faults can be armed in the workers with these ranks, and return the ranks in ascending order.
+
+    Args:
+        trainer: A running trainer.
+        rank: The rank, or several ranks.
+        may_be_driver: True if the fault may be armed in the driver's own process.
 
     Raises:
         ValueError: The trainer has no such rank, or the rank is the driver and `may_be_driver` is False.
+        RuntimeError: The trainer was shut down, or its workers are being replaced.
     """
     group = group_of(trainer)
     ranks: list[Any] = list(rank) if isinstance(rank, list | tuple | range | set | frozenset) else [rank]
@@ -31,7 +37,7 @@ def check_ranks(trainer: Any, rank: int | Sequence[int], may_be_driver: bool) ->
 
 
 def controller_of(trainer: Any) -> Any:
-    """Return the trainer's controller.
+    """Return the trainer's controller, the object in the driver that runs calls on the workers and retries them.
 
     Raises:
         TypeError: `trainer` is not a trainer.
@@ -42,7 +48,7 @@ def controller_of(trainer: Any) -> Any:
 
 
 def group_of(trainer: Any) -> WorkerGroup:
-    """Return the current worker group.
+    """Return the trainer's current worker group, which knows the worker process of each rank.
 
     Raises:
         RuntimeError: The trainer was shut down, or its workers are being replaced.

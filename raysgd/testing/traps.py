@@ -1,4 +1,4 @@
-"""Faults that are triggered in a worker, when it reaches a trigger point such as a training step."""
+"""Arms faults that happen when a worker reaches a trigger point, such as a training step."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def send_itself(number: int) -> None:
 
 @dataclass
 class Trap:
-    """Causes a fault when a process reaches a trigger point, such as its next training step.
+    """Causes a fault in a worker process when the process reaches a trigger point, such as its next training step.
 
     Attributes:
         act: Function that causes the fault.
         place: The trigger point: "step", "validate", "snapshot" or "continue".
-        num_before: Number of times that the process reaches the trigger point before the trap acts.
-        once: Whether to act only once.
-        key: Id of the trap, which is unique across processes.
-        is_armed: False if the trap no longer acts.
+        num_before: How many more times the process reaches the trigger point without a fault.
+        once: True to cause the fault only once. False to cause it each time.
+        key: Identifier of the trap, which is unique across processes.
+        is_armed: True if the trap still causes a fault.
     """
 
     act: Callable[[], None]
@@ -46,7 +46,10 @@ class Trap:
     is_armed: bool = True
 
     def spring(self) -> None:
-        """React to the trigger point. If the trap is armed, call `act`, except for the first `num_before` times."""
+        """Cause the fault if the trap is armed. Called each time that the process reaches the trigger point.
+
+        The first `num_before` calls do not cause the fault.
+        """
         if not self.is_armed:
             return
         if self.num_before > 0:
@@ -56,7 +59,7 @@ class Trap:
         self.act()
 
     def before(self, owner: Any, name: str) -> None:
-        """Spring the trap before each call to the method `name` of `owner`."""
+        """Wrap the method `name` of `owner` so that each call to the method first calls `spring`."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -67,11 +70,12 @@ class Trap:
         setattr(owner, name, trapped)
 
     def before_each_step(self, hosted: Any) -> None:
-        """Spring the trap before the user's loop gets each batch.
+        """Wrap the streams of batches so that `spring` is called before the user's training loop gets each batch.
 
-        Keras's `fit` draws its batches itself, so with Keras the trap springs before gradients are all-reduced.
+        Keras's `fit` reads batches on its own schedule. With Keras, `spring` is called before each all-reduce of
+        gradients instead.
         """
-        streams: list[Any] = []  # at most one: the current call's stream of batches
+        streams: list[Any] = []  # holds one stream, the batches of the current call, once that call has created it
 
         def watched(stream: Any) -> Any:
             if stream not in streams:
@@ -85,13 +89,18 @@ class Trap:
         hosted.loop.stream = lambda *args, **options: watched(original(*args, **options))
 
 
-_traps: list[Trap] = []  # all traps that were set in this process
+_traps: list[Trap] = []  # all traps that were set in this process, including those that are no longer armed
 
 
 def _set(replica: Any, trap: Trap) -> str | None:
-    """Set the trap in this worker, even while the worker is training.
+    """Set a trap in this worker process. The worker may be training at the same time.
 
-    Return None, or a message if the worker's replica does not have the trigger point.
+    Args:
+        replica: The object that runs the user's code in this worker.
+        trap: The trap to set.
+
+    Returns:
+        None, or an explanation if this type of replica never reaches the trap's trigger point.
     """
     needed = {"step": "_hosted", "validate": "operator", "snapshot": "capture", "continue": "regroup"}
     if not hasattr(replica, needed[trap.place]):
@@ -116,10 +125,10 @@ def _unset(replica: Any, key: str | None) -> None:
 
 
 def arm(trainer: Any, ranks: Sequence[int], trap: Trap) -> None:
-    """Set the trap in the workers with these ranks, and wait for their confirmation.
+    """Set a trap in the workers with these ranks, and wait until each worker confirms this.
 
     Raises:
-        ValueError: The trainer's workers never reach the trigger point.
+        ValueError: The workers of this type of trainer never reach the trap's trigger point.
         RuntimeError: A worker has died or does not answer. The trap is not set in any worker.
     """
     with OnFailure(functools.partial(disarm_everywhere, trainer, trap.key)):
@@ -135,7 +144,10 @@ def arm(trainer: Any, ranks: Sequence[int], trap: Trap) -> None:
 
 
 def disarm_everywhere(trainer: Any, key: str | None) -> None:
-    """Disarm the trap with this key in all workers. With `key=None`, disarm all traps."""
+    """Disarm the trap with this key in all workers of a trainer. With `key=None`, disarm all traps in the workers.
+
+    Do nothing if the trainer was shut down or has no workers at present.
+    """
     with contextlib.suppress(TrainerShutdownError):
         controller = controller_of(trainer)
         controller.check_active()

@@ -29,7 +29,7 @@ _ONLY_ON_FIRST = {"ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogg
 
 
 class CreatorOperator(TrainingOperator):
-    """Trains one compiled model. `make_operator` creates subclasses."""
+    """Trains a compiled model with Keras's `fit`. `make_operator` creates a subclass for two creator functions."""
 
     _model_creator: Callable[[dict[str, Any]], Any]
     _data_creator: Callable[[dict[str, Any]], Any]
@@ -37,7 +37,10 @@ class CreatorOperator(TrainingOperator):
     _begun: Collection[int] = ()  # ids of the callbacks that this process has used in the current `fit`
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Call the creators and register their results. Further calls do nothing."""
+        """Call the user's creator functions and register the model and datasets that they return.
+
+        If `setup` has been called before, do nothing.
+        """
         if self._has_created:
             return
         self._has_created = True
@@ -52,7 +55,7 @@ class CreatorOperator(TrainingOperator):
         self.register_data(train_dataset=train_dataset, validation_dataset=test_dataset, sharding="global")
 
     def _keep_optimizers(self) -> None:
-        """Register the model's current optimizers. The optimizers change when the user compiles the model again."""
+        """Register the model's current optimizers again, because a user's later `compile` call replaces them."""
         record = self._raysgd.registered
         self._raysgd.registered = replace(record, optimizers=registration.optimizers_in(self.model))
 
@@ -78,7 +81,7 @@ class CreatorOperator(TrainingOperator):
         num_steps: int | None = None,
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
-        """Run Keras's `fit` once, with the options in `fit_config`. Return its last epoch's metrics.
+        """Run Keras's `fit` once, with the options in `fit_config`. Return the metrics of the last epoch.
 
         Each value is returned twice, under Keras's name and with the prefix `train_`: `loss` and `train_loss`.
         """
@@ -87,7 +90,7 @@ class CreatorOperator(TrainingOperator):
             options["steps_per_epoch"] = num_steps
         options["verbose"] = self._verbosity(options)
         options["callbacks"] = self._callbacks(options)
-        options.setdefault("shuffle", False)  # datasets shuffle themselves, and Keras warns about its default
+        options.setdefault("shuffle", False)  # Keras warns about its default, True, which has no effect on a dataset
         with self._raysgd.context.synchronizer.merging_metrics():
             logs = self._fit_together(options) if self._steps_with_others else self._fit_alone(options)
         return self.results_of(logs)
@@ -102,13 +105,13 @@ class CreatorOperator(TrainingOperator):
             options["validation_data"] = options["validation_data"].make()
         stream = self._raysgd.fit
         stream.go_to_next_pass()
-        # `fit` creates an iterator that it does not use, which would advance the order of a shuffled dataset. The
-        # dataset that `counted` returns prevents that.
+        # Keras's `fit` creates one iterator too many. On a shuffled dataset, that iterator would count as a pass and
+        # change the order of the next pass. It has no effect on the dataset that `counted` returns.
         history = self.model.fit(stream.passes.counted(0), **options)
         return {} if history is None else {name: _last(values) for name, values in history.history.items()}
 
     def _fit_together(self, options: dict[str, Any]) -> Mapping[str, Any]:
-        """Run a `fit` together with other ranks, from the start or from where it was interrupted."""
+        """Run Keras's `fit` together with other ranks. If a `fit` was interrupted, continue that `fit`."""
         synchronizer, stream, model = self._raysgd.context.synchronizer, self._raysgd.fit, self.model
         synchronizer.watch_model(model)  # in every call, because the user may have compiled the model again
         self._keep_optimizers()
@@ -122,13 +125,13 @@ class CreatorOperator(TrainingOperator):
             model.stop_training = False
         with synchronizer.fitting(stream.before_exchange):
             self._fit_rest(options, is_resumed)
-        if is_resumed:  # `EarlyStopping` may restore different weights on ranks that joined late
+        if is_resumed:  # on a rank that joined late, `EarlyStopping` may restore other weights than on rank 0
             global_metrics.share_first(synchronizer.group, model.weights)
         assert stream.place is not None
         return stream.place.logs
 
     def _fit_rest(self, options: dict[str, Any], is_resumed: bool) -> None:
-        """Finish an interrupted epoch, if there was an interruption, and then train the remaining epochs."""
+        """Train the remaining epochs of a `fit`. If an epoch was interrupted, finish that epoch first."""
         num_epochs, stream, model = options.get("epochs", 1), self._raysgd.fit, self.model
         assert stream.place is not None
         if stream.place.is_over:
@@ -184,7 +187,7 @@ class CreatorOperator(TrainingOperator):
             model.fit(self._part(stream.data()), **{**options, **changed})
 
     def _begin_writers(self, callbacks: Sequence[Any], epoch: int | None) -> None:
-        """Start the callbacks that only rank 0 runs, after this rank became rank 0 in the middle of a `fit`.
+        """Start the callbacks that only rank 0 runs. Called if this worker became rank 0 in the middle of a `fit`.
 
         Args:
             callbacks: The callbacks to start.
@@ -192,15 +195,17 @@ class CreatorOperator(TrainingOperator):
         """
         for callback in callbacks:
             if "BackupAndRestore" in registration.class_names(callback):
-                continue  # starting this callback would overwrite the model with its last backup
+                continue  # its `on_train_begin` would overwrite the model with the last backup
             if "CSVLogger" in registration.class_names(callback):
-                callback.append = True  # continue the file of the previous rank 0
+                callback.append = True  # append to the CSV file that the previous rank 0 has written
             callback.on_train_begin()
             if epoch is not None:
                 callback.on_epoch_begin(epoch)
 
     def _end_epoch(self, own: Sequence[Any], callbacks: Any, data: Mapping[str, Any]) -> None:
-        """Do what Keras does after an epoch's last step: validate and call the callbacks.
+        """Validate and call the callbacks, as Keras does after the last step of an epoch.
+
+        Called if an epoch was interrupted after its last step, so that only this work was left.
 
         Args:
             own: The user's callbacks.
@@ -224,9 +229,9 @@ class CreatorOperator(TrainingOperator):
         callbacks.on_epoch_end(epoch, logs)
 
     def _stoppers(self, callbacks: Sequence[Any]) -> list[Any]:
-        """Return a callback that stops all ranks at the same step.
+        """Return a list with a callback that stops all ranks at the same step if one rank's callback stops training.
 
-        Return an empty list if none of the user's callbacks acts on steps.
+        Return an empty list if none of the user's callbacks has a method that Keras calls in each step.
         """
         group = self._raysgd.context.synchronizer.group
 
@@ -238,7 +243,7 @@ class CreatorOperator(TrainingOperator):
         return [stopper(self.model, is_anyone)] if is_needed else []
 
     def _validation_options(self, options: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-        """Return this rank's validation options for `fit`, and True if all ranks split the same batches."""
+        """Return this rank's validation options for `fit`, and True if raysgd shards the validation data."""
         data = options.get("validation_data")
         if data is None:
             return {}, False
@@ -250,7 +255,10 @@ class CreatorOperator(TrainingOperator):
         return {"validation_data": part, "validation_freq": frequency}, is_divided(dataset)
 
     def _agree(self) -> None:
-        """Copy rank 0's learning rate, best metric values and stop flag to all ranks, because new ranks lack them."""
+        """Copy rank 0's learning rate, `stop_training` flag and best metric values of `ModelCheckpoint` to all ranks.
+
+        Workers that joined in the middle of the `fit` have missed the changes of earlier epochs.
+        """
         synchronizer, model = self._raysgd.context.synchronizer, self.model
         [rate] = learning_rates.read([model.optimizer])
         keepers = self._keepers()
@@ -267,7 +275,7 @@ class CreatorOperator(TrainingOperator):
     def validate(
         self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None, num_steps: int | None = None
     ) -> dict[str, Any]:
-        """Run Keras's `evaluate` once, with the options in `evaluate_config`. Every sample counts once."""
+        """Run Keras's `evaluate` once, with the options in `evaluate_config`. The ranks split the samples."""
         dataset = self.validation_dataset
         if dataset is None:
             raise NoDataError("`validate` needs a test dataset, but `data_creator` returned None instead.")
@@ -285,7 +293,10 @@ class CreatorOperator(TrainingOperator):
 
     @property
     def _steps_with_others(self) -> bool:
-        """True if other ranks exist or may join later, or if steps must be counted for snapshots."""
+        """True if raysgd controls the steps of Keras's `fit`.
+
+        This is the case if other ranks exist or may join later, or if snapshots are taken in the middle of an epoch.
+        """
         return self._raysgd.context.synchronizer.watches
 
     def _part(self, dataset: Any) -> Any:
@@ -299,7 +310,7 @@ class CreatorOperator(TrainingOperator):
         return lockstep_dataset(pieces, connections.votes())
 
     def warm_up(self) -> None:
-        """Train on a batch of zeros, so that one-time work such as tracing is done before the worker joins a group."""
+        """Train on a batch of zeros, to do one-time work such as tracing before the worker joins a group."""
         part = self._part(self.train_dataset)
         self._raysgd.context.synchronizer.watch_model(self.model)
         self.model.fit(datasets.zeros_like(part), verbose=0, shuffle=False)
@@ -352,12 +363,12 @@ def make_operator(
 
 
 def _listed(options: Mapping[str, Any]) -> list[Any]:
-    """Return the callbacks in `fit` options as a list."""
+    """Return the callbacks in the options of Keras's `fit`, which may be one callback or several, as a list."""
     given = options.get("callbacks") or []
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def _last(values: Any) -> Any:
-    """Return the last epoch's value from a metric's history, as a Python number if it is a scalar."""
+    """Return the last value in the list of a metric's values by epoch, as a Python number if it is a scalar."""
     value = values[-1] if isinstance(values, list | tuple) and values else values
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value

@@ -59,14 +59,17 @@ def check_state(state: Any) -> None:
 
 
 class FitStream:
-    """Stands in for a batch stream while Keras's `fit` draws the batches. It tracks the position and resumes from it.
+    """Takes the place of a batch stream while Keras's `fit` draws the batches, and tracks the position in the `fit`.
+
+    After an interruption, the next `fit` resumes from this position.
 
     Args:
         passes: The training dataset and the number of passes over it.
         exchanges: Counts the gradient all-reduces.
 
     Attributes:
-        place: The position in the current `fit`, as of the last epoch boundary or resume. None between two calls.
+        place: The position in the current `fit` when its last epoch ended, or when it was last resumed. None between
+            two calls.
         at_boundary: If set, called before each step.
     """
 
@@ -76,19 +79,19 @@ class FitStream:
     def __init__(self, passes: Passes, exchanges: ExchangeRecord) -> None:
         self.passes = passes
         self.place: FitPlace | None = None
-        self.logs: Mapping[str, float] = {}  # reported by the most recently finished `fit`
-        self.measures = False  # True once the model's metrics hold the current epoch's values
-        self.has_begun = False  # True if `on_train_begin` of this process's callbacks was called
+        self.logs: Mapping[str, float] = {}  # metrics that the most recently finished `fit` reported
+        self.measures = False  # True if the model's metrics contain values of the current epoch
+        self.has_begun = False  # True if the callbacks' `on_train_begin` was called in this process
         self.steps_per_execution = 1
         self.at_boundary: Callable[[], None] | None = None
         self._exchanges = exchanges
         self._num_steps_before = 0
-        self._num_exchanges_before: int | None = None  # all-reduces before the current epoch; None between epochs
+        self._num_exchanges_before: int | None = None  # `num_completed` at the epoch's start; None between epochs
         self._num_passes_elsewhere: int | None = None
 
     @property
     def num_steps_completed(self) -> int:
-        """Number of steps completed in this process."""
+        """Number of steps of Keras's `fit` that this process has completed."""
         return self._num_steps_before + self._num_steps_here
 
     num_steps_taken = num_steps_completed
@@ -100,15 +103,15 @@ class FitStream:
 
     @property
     def is_whole(self) -> bool:
-        """True between two steps.
+        """True between two steps, when all gradient all-reduces of a step have finished.
 
-        With `steps_per_execution`, which runs several steps in one graph, true only between runs.
+        With `steps_per_execution`, which runs several steps in one graph call, this is True only between graph calls.
         """
         return self._num_exchanges % (self._exchanges.num_per_step * self.steps_per_execution) == 0
 
     @property
     def _num_exchanges(self) -> int:
-        """Number of all-reduces in the current epoch."""
+        """Number of gradient all-reduces that were completed in the current epoch."""
         before = self._num_exchanges_before
         return 0 if before is None else self._exchanges.num_completed - before
 
@@ -117,7 +120,7 @@ class FitStream:
         return self._num_exchanges // self._exchanges.num_per_step
 
     def state(self) -> dict[str, Any]:
-        """Return the current position as a dict. Another rank or a later process can resume from it."""
+        """Return the current position in the `fit` as a dict, from which any rank or a later process can resume."""
         if self.place is None:
             restored = self._num_passes_elsewhere
             return {"num_passes": self.passes.num_begun if restored is None else restored, "logs": dict(self.logs)}
@@ -134,26 +137,26 @@ class FitStream:
         return iter(())
 
     def settle(self) -> None:
-        """Record that Keras's `fit` has finished, although the ranks' final collectives may still fail."""
+        """Record that Keras's `fit` has finished. If the call fails later, the `fit` will not be repeated."""
         self._close()
         if self.place is not None:
             self.place = replace(self.place, is_over=True)
 
     def end(self) -> None:
-        """Discard the position when a training call ends, so that the next call starts a new `fit`."""
+        """Discard the position in the `fit` when a training call ends. The next call then starts a new `fit`."""
         self._close()
         self.has_begun = False
         if self.place is not None:
             self.logs, self.place = self.place.logs, None
 
     def break_off(self) -> None:
-        """After an interrupted step, store the position before that step, which will be repeated."""
+        """After a step was interrupted, store the position before that step. The step will be repeated from there."""
         if self.place is not None:
             self.place = self._present_place()
         self._close()
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Set the position from another rank's state or a snapshot. The next `begin_fit` resumes there."""
+        """Load a position in the `fit` from another rank's state or from a snapshot. The next `fit` resumes there."""
         self._close()
         self.measures = False
         self.place, self.logs = (FitPlace(**state) if "epoch" in state else None), state["logs"]
@@ -164,7 +167,7 @@ class FitStream:
         self._num_steps_before, self._num_exchanges_before = self.num_steps_completed, None
 
     def begin_fit(self, first_epoch: int) -> bool:
-        """Prepare for a `fit`. Return True if it resumes an interrupted `fit`."""
+        """Prepare for a call to Keras's `fit`. Return True if the call must resume an interrupted `fit`."""
         if self.place is None:
             self.go_to_next_pass()
             self.place = FitPlace(first_epoch, num_passes=self.passes.num_begun)
@@ -173,19 +176,19 @@ class FitStream:
         return True
 
     def go_to_next_pass(self) -> None:
-        """If a state was restored, move the dataset to the pass in which the next `fit` must start."""
+        """If a state was loaded, move the shuffled dataset to the pass in which the next `fit` must start."""
         if self._num_passes_elsewhere is not None:
             self.passes.go_to(self._num_passes_elsewhere)
         self._num_passes_elsewhere = None
 
     def data(self) -> Any:
-        """Return the part of the unsharded training dataset that the current pass has not used yet."""
+        """Return the unsharded training dataset without the batches that the current pass has already used."""
         assert self.place is not None
         self.passes.go_to(self.place.num_passes)
         return self.passes.counted(self.place.num_batches)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Record that Keras starts an epoch."""
+        """Record in the position that Keras starts an epoch."""
         assert self.place is not None
         if not self.place.num_batches:
             self.place = replace(self.place, num_passes=self.passes.num_begun)
@@ -194,7 +197,12 @@ class FitStream:
         self.measures = True
 
     def end_epoch(self, logs: Mapping[str, Any], steps_per_epoch: int | None) -> None:
-        """Record that Keras has finished the epoch."""
+        """Record in the position that Keras has finished the current epoch.
+
+        Args:
+            logs: The metrics that Keras reports for the epoch.
+            steps_per_epoch: The `steps_per_epoch` of `fit`. If it is None, an epoch is one pass over the dataset.
+        """
         place = self._present_place()
         self._close()
         length = int(self.passes.dataset.cardinality())
@@ -230,10 +238,10 @@ def _plain(value: Any) -> Any:
 def tracker(
     stream: FitStream, model: Any, steps_per_epoch: int | None, agree: Callable[[], None], rates: learning_rates.Rates
 ) -> Any:
-    """Return a callback that notifies `stream` of epochs and calls `agree` after each epoch. Put it last.
+    """Return a Keras callback that tells `stream` when epochs start and end, and calls `agree` after each epoch.
 
-    If a `fit` is resumed, the callback also sets the learning rate to `rates`. The user's callbacks on a new worker
-    have missed earlier epochs and may have changed the rate.
+    It must be the last callback. If a `fit` is resumed, the callback also sets the learning rate to `rates`, because
+    the user's callbacks on a new worker have missed earlier epochs and may have set another learning rate.
     """
 
     def keep_rate(logs: Any = None) -> None:
@@ -256,7 +264,7 @@ def tracker(
 def callbacks_of_part(model: Any, callbacks: Sequence[Any], num_steps_before: int, **params: Any) -> Any:
     """Return a Keras callback list for one part of an interrupted `fit`.
 
-    The list hides the interruption from the callbacks.
+    The list passes step numbers to the callbacks that continue from the earlier parts, as if there were one `fit`.
 
     Args:
         model: The model to train.
@@ -277,7 +285,7 @@ def callbacks_of_part(model: Any, callbacks: Sequence[Any], num_steps_before: in
 
 
 def merger(model: Any, merge: Callable[[], None], evaluating: Callable[[], AbstractContextManager[None]]) -> Any:
-    """Return a callback that calls `merge` once at the end of each epoch. It must be the first callback.
+    """Return a Keras callback that calls `merge` once at the end of each epoch. It must be the first callback.
 
     `merge` merges the ranks' statistics, such as BatchNorm's. It must run before the epoch's validation, for which this
     callback enters `evaluating`, and before the user's callbacks, which may run evaluations themselves.
@@ -307,7 +315,7 @@ def merger(model: Any, merge: Callable[[], None], evaluating: Callable[[], Abstr
 
 
 def stopper(model: Any, is_anyone: Callable[[bool], bool]) -> Any:
-    """Return a callback that stops all ranks after a step if any rank has set `model.stop_training`.
+    """Return a Keras callback that stops all ranks after the same step if any rank has set `model.stop_training`.
 
     It must be the last callback.
     """
@@ -331,7 +339,7 @@ def acts_on_steps(model: Any, callback: Any) -> bool:
 def one_part(
     model: Any, callbacks: Sequence[Any], measures: bool, silenced: Sequence[str], is_last: bool
 ) -> Iterator[None]:
-    """Run the block's `fit` as one part of an interrupted `fit`.
+    """Inside the block, make Keras's `fit` act as one part of a `fit` that was interrupted.
 
     Args:
         model: The model to train.
@@ -342,7 +350,7 @@ def one_part(
     """
 
     def nothing() -> None:
-        vars(model).pop("reset_metrics", None)  # skip one reset only; the next epoch resets the metrics
+        vars(model).pop("reset_metrics", None)  # skip only the first reset; later epochs reset the metrics as usual
 
     if measures:
         object.__setattr__(model, "reset_metrics", nothing)

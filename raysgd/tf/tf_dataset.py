@@ -1,4 +1,4 @@
-"""`TFMLDataset`: sharded data frames as `tf.data`."""
+"""`TFMLDataset`: sharded data frames, with a `tf.data.Dataset` for each shard."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _structured(parts: Sequence[Any]) -> Any:
 
 
 def _spec(name: Any, shape: Any, kind: Any) -> Any:
-    """Return a column's `TensorSpec`."""
+    """Return the `TensorSpec` of a data frame's column, with an unknown number of rows."""
     import tensorflow as tf
 
     of_row = () if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
@@ -82,7 +82,7 @@ def _spec(name: Any, shape: Any, kind: Any) -> Any:
 
 
 def _values(frame: Any, name: Any, spec: Any) -> Any:
-    """Return a frame's column as an array with the spec's shape and dtype."""
+    """Return a data frame's column as an array with the spec's shape and dtype."""
     values = frame[name].to_numpy()
     if values.dtype == object and spec.dtype.name != "string":
         values = np.stack([np.asarray(value) for value in values]) if len(values) else np.zeros(0)

@@ -20,7 +20,7 @@ from raysgd.trainer.worker.runner import ClassRunner
 
 
 class TFRunner(ClassRunner):
-    """Runs a user's TensorFlow operator in a worker. The driver calls its methods remotely."""
+    """Runs a user's TensorFlow operator in a worker. The driver calls the methods of this class remotely."""
 
     _hosted: TFHostedOperator
 
@@ -29,14 +29,17 @@ class TFRunner(ClassRunner):
 
     @property
     def operator(self) -> TrainingOperator:
-        """The user's operator."""
+        """The user's operator in this worker."""
         return self._hosted.operator
 
     def validate(self, request: EpochRequest, share: Any = None) -> EpochAnswer:
-        """Run the operator's `validate` once.
+        """Run the operator's `validate` once, on the registered validation dataset or on data of the call.
 
-        If the user passed data to the call and Keras's `evaluate` draws the batches, that data temporarily replaces the
-        registered validation dataset.
+        For operators that call Keras's `evaluate`, data of the call temporarily replaces the registered dataset.
+
+        Args:
+            request: What to evaluate.
+            share: This worker's part of the data that the user passed to `trainer.validate(dataset=...)`.
         """
         if request.shard_key is None:
             self._hosted.feed.align_validation()
@@ -53,14 +56,17 @@ class TFRunner(ClassRunner):
             internals.data = registered
 
     def former_optimizer(self, weights: Sequence[Any]) -> list[Any] | None:
-        """Convert optimizer weights from a RaySGD checkpoint. Return None if they do not match the optimizer."""
+        """Return values for the optimizer's variables from the optimizer weights in a checkpoint of `ray.util.sgd`.
+
+        Return None if the weights do not match the optimizer.
+        """
         optimizers = self.operator._optimizers
         return former_optimizer.arranged(optimizers[0], weights) if len(optimizers) == 1 else None
 
     def architecture(self) -> list[str]:
-        """Return the registered models' configurations, without weights, as JSON."""
+        """Return the registered models as JSON, without weights."""
         return [serializing.model_to_json(model) for model in self.operator._models]
 
     def input_spec(self) -> Any:
-        """Return the training dataset's element spec."""
+        """Return the element spec of the training dataset: the shapes and dtypes of its batches."""
         return self.operator.train_dataset.element_spec

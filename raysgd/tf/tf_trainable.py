@@ -9,7 +9,7 @@ from raysgd.trainer.driver import tune_trial
 
 
 class TFTrainable(tune_trial.trainer_trainable("`TFTrainable`")):  # type: ignore[misc]
-    """In each step of a trial, runs Keras's `fit` once and then one evaluation.
+    """A Ray Tune trial that runs Keras's `fit` once and then one evaluation in each of its steps.
 
     The trial's config must have the keys `model_creator`, `data_creator`, `num_replicas` and `use_gpu`. Optional keys
     are `num_cpus_per_worker` (default: 1) and `trainer_config`, the trainer's config.
@@ -40,14 +40,14 @@ class TFTrainable(tune_trial.trainer_trainable("`TFTrainable`")):  # type: ignor
         return True
 
     def step(self) -> dict[str, Any]:
-        """Train, evaluate, and return the results of both."""
+        """Run one step of the trial: train, evaluate, and return the results of both."""
         trained: dict[str, Any] = self._trainer.train()
         validated: dict[str, Any] = self._trainer.validate()
         return {**trained, **validated}
 
 
 def _resources(tune_config: dict[str, Any]) -> dict[str, Any]:
-    """Return the trainer's arguments for the workers' resources."""
+    """Return the arguments of `TFTrainer` that set the workers' resources, from the trial's config."""
     return {
         "num_replicas": tune_config["num_replicas"],
         "num_cpus_per_worker": tune_config.get("num_cpus_per_worker", 1),

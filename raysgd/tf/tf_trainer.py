@@ -111,7 +111,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
     Raises:
         ValueError, TypeError: An argument is invalid. Nothing was started.
         ImportError: TensorFlow is not installed.
-        ReservationTimeoutError: The cluster did not provide the resources in time. A `TimeoutError`.
+        ReservationTimeoutError: The cluster did not provide the resources in time. This is also a `TimeoutError`.
         WorkerError: The user's `setup` failed. The error is also an instance of the class that `setup` raised.
 
     Examples:
@@ -194,7 +194,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
             return super().__new__(cls) if detached is None else start(cls, detached, args, kwargs)
 
     def _settings_to_send(self, settings: TFSettings) -> TFSettings:
-        """Return the settings in the form in which they are sent to workers: with `validation_data` serialized."""
+        """Return the settings to send to the workers, in which the `validation_data` of `fit_config` is serialized."""
         tensorflow = sys.modules.get("tensorflow")
         options = settings.config.get("fit_config") or {}
         data = options.get("validation_data")
@@ -226,7 +226,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
             arguments.check_calls_of_fit(self._settings.config, epochs)
 
     def _reset_creators(self, model_creator: Any, data_creator: Any, config: Mapping[str, Any]) -> None:
-        """Set up the operators again with new creator functions and a new config, like `reset_config`."""
+        """Create the operators in all workers again, like `reset_config`, but with new creator functions and config."""
         operator_cls = arguments.resolve_operator(None, model_creator, data_creator)
         config = self._checked_config(config)
         self._begin_again(replace(self._settings, training_operator_cls=operator_cls, config=config))
@@ -251,7 +251,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
         check_equal({rank: answer.weight_sums for rank, answer in enumerate(answers)}, _REASONS)
 
     def _merged(self, answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
-        if self._trains_with_fit and reduce_results:  # workers have merged the metrics, so they are equal on all ranks
+        if self._trains_with_fit and reduce_results:  # the workers have merged the metrics already
             return merged(answers[:1], reduce_results=False)[0]
         return super()._merged(answers, reduce_results)
 
@@ -321,7 +321,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
         Raises:
             ValueError: The operator's own state contains an object that cannot be stored without pickling. Or
                 `checkpoint` is not the location of a file, or has one of Keras's suffixes.
-            OSError: The file could not be written. A `StorageError` for a URI. The training state is unaffected.
+            OSError: The file could not be written. For a URI, this is a `StorageError`. The training is unaffected.
         """
         files.check_location("checkpoint", checkpoint)
         arguments.refuse_keras_file(checkpoint)
@@ -349,9 +349,9 @@ class TFTrainer(ClassTrainer[OperatorT]):
 
         Raises:
             FileNotFoundError: The file does not exist.
-            StorageError: The store could not be reached. An `OSError`.
+            StorageError: The store could not be reached. This is also an `OSError`.
             CheckpointCorruptedError: The file is truncated or was modified.
-            ValueError, KeyError: The file does not match the operator. The workers are unchanged.
+            ValueError, KeyError: The file does not match the operator. The workers' state is unchanged.
         """
         files.check_location("checkpoint", checkpoint)
         with files.local_copy(checkpoint) as path:
@@ -385,13 +385,13 @@ class TFTrainer(ClassTrainer[OperatorT]):
     def _load(self, state: dict[str, Any], rank_states: tuple[Any, ...]) -> None:
         check_parts(state, self._facts.counts)
         whole = {"operator": None, RESUME: {}, **state}
-        # A file from a group of the same size has the state of every rank, so the workers are restored exactly.
+        # If the file was saved with the same number of workers, it has the state of every rank of this trainer.
         is_complete = len(rank_states) == self.num_workers
         load_into_all(self._controller, TFRunner.restore, whole, rank_states, is_complete)
 
 
 def _content_of(snapshot: Snapshot) -> Content:
-    """Return a file's content, as views of the snapshot, and the function that writes it."""
+    """Return a checkpoint file's content, as views of a snapshot's arrays, and the function that writes the file."""
     return {**snapshot.shared_state, _RANKS: list(snapshot.rank_states)}, checkpoint_file.write
 
 
@@ -402,7 +402,7 @@ def _checked_content_of(snapshot: Snapshot) -> Content:
 
 
 def _variables_for_workers() -> dict[str, str]:
-    """Return the environment variables to set in workers before TensorFlow is imported: Keras version and log level."""
+    """Return the environment variables to set in workers before they import TensorFlow: Keras version and log level."""
     return {**keras_of_driver(), "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
 
 

@@ -26,7 +26,7 @@ from raysgd.tf.objects.datasets import Sharding, check_dataset, zeros
 from raysgd.tf.operator.internals import OperatorContext, RegisteredData, RegisteredObjects, TFInternals
 from raysgd.tf.parallel.global_metrics import check_aggregation
 from raysgd.trainer.messages.epochs import bind_batch_info
-from raysgd.trainer.worker.operator import NUM_STEPS as NUM_STEPS  # for imports from here
+from raysgd.trainer.worker.operator import NUM_STEPS as NUM_STEPS  # programs import the name from this module
 from raysgd.trainer.worker.operator import BaseOperator, ReadOnlyView, RegisteredParts, made_by_hand, required, rung
 from raysgd.utils import BATCH_WEIGHT, NUM_SAMPLES
 
@@ -128,10 +128,10 @@ class TrainingOperator(BaseOperator):
         return summary
 
     def _count_left_out(self) -> int:
-        """Add to `global_step` the steps since the last call to this method in which only other workers had samples.
+        """Add to `global_step` the steps in which only other workers had samples and that were not added yet.
 
         Returns:
-            How many steps were added.
+            The number of added steps.
         """
         internals = self._raysgd
         number, internals.num_left_out = internals.num_left_out, 0
@@ -158,7 +158,11 @@ class TrainingOperator(BaseOperator):
         return {**metrics, NUM_SAMPLES: internals.num_samples(batch)}
 
     def train_step(self, batch: Any) -> dict[str, Any]:
-        """Compute the loss's gradients and call `optimizer_step`. Return metrics as tensors. Runs as a graph."""
+        """Compute the gradients of a batch's loss and call `optimizer_step`. Runs as a graph.
+
+        Returns:
+            The batch's metrics, as tensors.
+        """
         import tensorflow as tf
 
         model, optimizer = required(self, "model"), required(self, "optimizer")
@@ -172,7 +176,7 @@ class TrainingOperator(BaseOperator):
         return {"train_loss": loss, **_as_metric(weight)}
 
     def forward(self, features: Any, target: Any, sample_weight: Any = None, training: bool = False) -> tuple[Any, ...]:
-        """Return the model's output and the loss, a mean over samples. Used in training and validation.
+        """Return the model's output and the loss of a batch, a mean over samples. Called in training and validation.
 
         If the loss is a mean over other units, such as tokens, return the number of units as a third value. Gradients
         and metrics are then averaged over all workers with this weight.
@@ -187,7 +191,7 @@ class TrainingOperator(BaseOperator):
         return output, loss
 
     def optimizer_step(self, gradients: Sequence[Any]) -> None:
-        """Apply the gradients. The optimizer first averages them across all workers, weighted by samples."""
+        """Apply the gradients with `self.optimizer`, which first averages them over all workers by samples."""
         optimizer = required(self, "optimizer")
         self._raysgd.context.synchronizer.require_watched(optimizer)
         variables = required(self, "model").trainable_variables
@@ -216,7 +220,7 @@ class TrainingOperator(BaseOperator):
 
     @rung
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch. Return `val_loss` and its weight in the average, `num_samples`.
+        """Evaluate one batch. Return `val_loss`, and `num_samples` as its weight in the average over batches.
 
         For other metrics, pass Keras metrics to `register`.
         """
@@ -228,7 +232,7 @@ class TrainingOperator(BaseOperator):
         return {**metrics, NUM_SAMPLES: internals.num_samples(batch)}
 
     def test_step(self, batch: Any) -> dict[str, Any]:
-        """Evaluate a batch and return metrics as tensors. Runs as a graph."""
+        """Evaluate a batch of validation data and return its metrics as tensors. Runs as a graph."""
         features, target, sample_weight = unpack(batch)
         output, loss, weight = _three(self.forward(features, target, sample_weight, training=False))
         self.update_metrics(target, output, sample_weight)
@@ -348,12 +352,12 @@ class TrainingOperator(BaseOperator):
         return self._raysgd.data.validation_dataset
 
     def warm_up(self) -> None:
-        """Train on batches of zeros, so that one-time work such as tracing is done before the worker joins a group."""
+        """Train on batches of zeros, to do one-time work such as tracing before the worker joins a group."""
         internals = self._raysgd
         step = internals.context.synchronizer.step
         info = {"batch_idx": 0, "global_step": 0, "warm_up": True, **internals.info_of_call(None, 0)}
         internals.train_function = internals.compiled(self.train_step)  # training reuses the compiled step
-        for number in (1, 2):  # on seeing a second batch size, TensorFlow traces the step for arbitrary batch sizes
+        for number in (1, 2):  # with the second batch size, TensorFlow traces the step for all batch sizes
             step.num_samples = number
             batch = zeros(internals.data.train_dataset.element_spec, number)
             bind_batch_info(self.train_batch)(batch, info)
@@ -362,7 +366,7 @@ class TrainingOperator(BaseOperator):
 
 
 def unpack(batch: Any) -> tuple[Any, Any, Any]:
-    """Return a batch's features, target and sample weights, like `fit`. Missing parts are None."""
+    """Split a batch into features, target and sample weights, as Keras's `fit` does. Missing parts are None."""
     if not isinstance(batch, list | tuple):
         return batch, None, None
     features, target, sample_weight = (*batch, None, None)[:3]
@@ -370,7 +374,10 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
 
 
 def _three(returned: Sequence[Any]) -> Sequence[Any]:
-    """Return the results of `forward` as output, loss and weight. The weight is None if `forward` omits it."""
+    """Return what `forward` has returned as a triple of output, loss and weight.
+
+    The weight is None if `forward` has not returned a weight.
+    """
     return returned if len(returned) == 3 else [*returned, None]
 
 

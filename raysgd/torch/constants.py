@@ -1,4 +1,4 @@
-"""Config keys, their values and timeouts of `raysgd.torch`, for import by user code."""
+"""Constants of `raysgd.torch` that user code may import: config keys, their values, and timeouts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _seconds_from_environment(name: str, default: int) -> int:
         ) from None
 
 
-# Timeout of collectives in an NCCL process group.
+# Default timeout, in seconds, of collectives in an NCCL process group.
 NCCL_TIMEOUT_S = _seconds_from_environment("NCCL_TIMEOUT_S", 1800)
-# Longest time that startup waits for Ray to reserve the workers' resources.
+# Longest time, in seconds, that a trainer waits at startup for Ray to reserve the workers' resources.
 SGD_PLACEMENT_GROUP_TIMEOUT_S = _seconds_from_environment("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100)

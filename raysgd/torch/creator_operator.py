@@ -1,4 +1,4 @@
-"""`CreatorOperator`: an operator built from creator functions."""
+"""`CreatorOperator`: an operator whose objects come from creator functions such as `model_creator`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 class CreatorOperator(TrainingOperator):
     """A training operator whose model, optimizer, data, loss and scheduler come from creator functions.
 
-    `TrainingOperator.from_creators` builds it. Subclass the result to override methods.
+    `TrainingOperator.from_creators` returns a subclass of this class. Subclass the returned class to override methods.
     """
 
     _model_creator: Callable[..., Any]
@@ -95,19 +95,19 @@ class CreatorOperator(TrainingOperator):
 
     @property
     def model(self) -> torch.nn.Module:
-        """The model, or the first of several models."""
+        """The model that `model_creator` returned, or the first of several."""
         model: torch.nn.Module = self._raysgd.registered.models[0]
         return model
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer, or the first of several optimizers."""
+        """The optimizer that `optimizer_creator` returned, or the first of several."""
         optimizers = self._raysgd.registered.optimizers
         return optimizers[0] if optimizers else _absent("optimizer")
 
     @property
     def scheduler(self) -> Any:
-        """The scheduler, or the first of several schedulers."""
+        """The scheduler that `scheduler_creator` returned, or the first of several."""
         schedulers = self._raysgd.registered.schedulers
         return schedulers[0] if schedulers else _absent("scheduler")
 
@@ -123,19 +123,19 @@ def _absent(name: str) -> Any:
 
 
 def _is_loss_of_torch(creator: type) -> bool:
-    """Return True if a class derives from one of PyTorch's losses, which take no config."""
+    """Return True if `creator` is a PyTorch loss class or a subclass of one, which is created without the config."""
     return any(base.__module__ == torch.nn.MSELoss.__module__ for base in creator.__mro__)
 
 
 def _one_at_a_time() -> Any:
     from filelock import FileLock
 
-    name = f".raydata-{os.getuid()}.lock"  # one file per user, because other users could not open a shared file
+    name = f".raydata-{os.getuid()}.lock"  # one lock file per user, because a user cannot open another user's file
     return FileLock(os.path.join(tempfile.gettempdir(), name))
 
 
 def _is_multiple(component: Any) -> bool:
-    """Return True if `component` is a container of several objects."""
+    """Return True if a creator function returned a container of several objects instead of a single object."""
     return isinstance(component, Iterable) and isinstance(component, Sized) and len(component) > 1
 
 
@@ -155,7 +155,7 @@ def make_operator(
 
     Args:
         own: Class on which the user called `from_creators`.
-        creators: Creator functions by argument name, such as `model_creator`. Missing ones are None.
+        creators: Creator functions by argument name, such as `model_creator`; None for each that the user omitted.
         serialize_data_creation: True to let only one process on each machine create data at a time.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Alias of `raysgd.tune.torch` for programs that import its names from here."""
+"""Another path for the functions of `raysgd.tune.torch`. Programs for the old library import them from here."""
 
 from __future__ import annotations
 

@@ -45,12 +45,13 @@ from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.epochs import VALIDATES
 from raysgd.utils import NUM_SAMPLES
 
-if not any(find_spec(name) for name in ("lightning", "pytorch_lightning")):  # the project has two names
+# Lightning can be installed under either name.
+if not any(find_spec(name) for name in ("lightning", "pytorch_lightning")):
     require("lightning", extra="lightning", purpose="`LightningOperator`")
 
 logger = logging.getLogger(__name__)
 
-SCHEDULER_STEP_PTL = "ptl"  # `scheduler_step_freq` if `configure_optimizers` defines when schedulers step
+SCHEDULER_STEP_PTL = "ptl"  # value of `scheduler_step_freq` if `configure_optimizers` defines when schedulers step
 
 
 def make_operator(
@@ -59,10 +60,11 @@ def make_operator(
     """Create an operator class that trains a `LightningModule`. Implements `TrainingOperator.from_ptl`.
 
     Args:
-        parent: Class on which `from_ptl` was called. It is subclassed if it is a `LightningOperator`.
-        lightning_module_cls: The user's module class.
-        train_dataloader: Loader for training; None to call the module's hook.
-        val_dataloader: Loader for validation; None to call the module's hook.
+        parent: Class on which the user called `from_ptl`. If it is a `LightningOperator`, the new class inherits from
+            it; otherwise the new class inherits from `LightningOperator`.
+        lightning_module_cls: The user's `LightningModule` class.
+        train_dataloader: Loader for training; None to call the module's `train_dataloader`.
+        val_dataloader: Loader for validation; None to call the module's `val_dataloader`.
     """
     lightning_base(lightning_module_cls)
     for name, given in (("train_dataloader", train_dataloader), ("val_dataloader", val_dataloader)):
@@ -93,11 +95,11 @@ class LightningOperator(TrainingOperator):
     _train_dataloader: Any = None
     _val_dataloader: Any = None
     ddp_args: Mapping[str, Any] = {"find_unused_parameters": True}
-    _freezes_in_batches = True  # a module with several networks may freeze one of them in some batches
+    _freezes_in_batches = True  # freezing is no error: a module with several networks may freeze one in some batches
     warms_up = False  # a warm-up batch would run before `on_train_start`, contrary to what the module's hooks expect
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Create the module and run its setup hooks, in the order of Lightning 2."""
+        """Create the `LightningModule` and run its setup hooks, in the order of Lightning 2."""
         module = self._module = instantiate(self._lightning_module_cls, config, says_so=self.world_rank == 0)
         self._hooks, self._has_started = LightningHooks(module), False
         self._meters: AverageMeterCollection | None = None
@@ -121,7 +123,7 @@ class LightningOperator(TrainingOperator):
         per_node = getattr(self._module, "prepare_data_per_node", True)
         if (self.local_rank if per_node else self.world_rank) == 0:
             self._hooks.call("prepare_data")
-        self._raysgd.sum_over_workers(0.0)  # wait until the data is prepared on all workers
+        self._raysgd.sum_over_workers(0.0)  # wait until `prepare_data` has returned on all workers
 
     def _register_module(self) -> None:
         module, trainer = self._module, self._trainer
@@ -192,7 +194,7 @@ class LightningOperator(TrainingOperator):
             self._has_started = True
             if meters is not before:
                 self._hooks.call("on_train_epoch_start")
-            if trained.flags != flags:  # a hook froze or unfroze parameters, or added a parameter group
+            if trained.flags != flags:  # a hook has frozen or unfrozen parameters, or added a parameter group
                 self.rewrap()
             self._train_on_batches(iterator, info, meters)
             result = self._end_epoch(meters, "training_epoch_end", "on_train_epoch_end")
@@ -201,7 +203,7 @@ class LightningOperator(TrainingOperator):
 
     def _train_on_batches(self, iterator: Iterable[Any], info: dict[str, Any], meters: AverageMeterCollection) -> None:
         leg = self._raysgd.parallel.leg
-        self._parts: list[dict[str, Any]] = []  # metrics so far of the current batch, which may be split into parts
+        self._parts: list[dict[str, Any]] = []  # metrics of each part of the current batch, if the batch is split
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             batch = self._to_device(batch)
             self._values.begin_batch(is_counted=not leg.batch.is_padding)
@@ -223,7 +225,7 @@ class LightningOperator(TrainingOperator):
         else:
             _, output = self._training_step(batch, batch_idx)
         leg = self._raysgd.parallel.leg
-        leg.skip()  # in case the module ran no backward pass
+        leg.skip()  # if the module ran no backward pass, record that it skipped the batch
         if self._scheduler_dicts:
             num_samples = 0 if leg.batch.is_padding else self._raysgd.num_samples(batch)
             numbers = numbers_in(output, self._values.loss_name)
@@ -238,7 +240,8 @@ class LightningOperator(TrainingOperator):
     def _optimize(self, batch: Any, batch_idx: int) -> Any:
         """Call the module's `optimizer_step` with a closure that runs the training step and the backward pass.
 
-        With gradient accumulation, this happens only in a step's last batch. Other batches run only the closure.
+        With gradient accumulation, the module's `optimizer_step` is called only in the last batch before an optimizer
+        step. In the other batches, this method calls the closure directly.
         """
         optimizer = self.optimizers[0] if self.optimizers else None
         where = self._trainer.current_epoch, batch_idx
@@ -278,7 +281,10 @@ class LightningOperator(TrainingOperator):
         return keeps
 
     def _training_step(self, batch: Any, batch_idx: int) -> tuple[torch.Tensor | None, Any]:
-        """Run `training_step`. Return the loss for the backward pass, and the output, detached from the graph."""
+        """Run the module's `training_step`. Return the loss for the backward pass, and the detached output.
+
+        With manual optimization, the loss is None.
+        """
         output, parallel = None, self._raysgd.parallel
 
         def run() -> torch.Tensor | None:
@@ -297,7 +303,7 @@ class LightningOperator(TrainingOperator):
         return loss, detached(output)
 
     def _backward(self, loss: torch.Tensor, optimizer: Any = None, *arguments: Any, **options: Any) -> None:
-        """Compute the gradients of a loss. The module's `manual_backward` calls this, too."""
+        """Compute the gradients of a loss. The module's `manual_backward` also calls this method."""
         if not self._module.automatic_optimization and isinstance(self.model, DistributedDataParallel):
             self._hooks.part_of_package("overrides.distributed").prepare_for_backward(self.model, loss)
         self._hooks.call("on_before_backward", loss)
@@ -315,9 +321,9 @@ class LightningOperator(TrainingOperator):
         self._hooks.call("on_after_backward")
 
     def _step(self, optimizer: Any, closure: Callable[[], Any] | None) -> Any:
-        """Run the closure, complete the gradients, and step the optimizer. Return the closure's loss.
+        """Run the closure, finish averaging the gradients, and step the optimizer. Return the closure's loss.
 
-        Called by the `step` of the `SteppingOptimizer` that the module gets.
+        The module's optimizers are `SteppingOptimizer` wrappers, whose `step` calls this method.
         """
         loss, leg = closure() if closure is not None else None, self._raysgd.parallel.leg
         self._raysgd.gradients.complete(optimizer)
@@ -339,12 +345,12 @@ class LightningOperator(TrainingOperator):
         stops = self._hooks.call("on_train_batch_start", batch, batch_idx, dataloader_idx=0) == -1
         if not (self._raysgd.parallel.synchronizes and self._hooks.overrides("on_train_batch_start")):
             return stops
-        return self._raysgd.sum_over_workers(float(stops))[0] > 0  # stop on all ranks, because others would wait
+        return self._raysgd.sum_over_workers(float(stops))[0] > 0  # if one rank stops, the others would wait for it
 
     def _skip_rest(self, iterator: Iterable[Any]) -> None:
         """Consume the epoch's remaining batches, so that the next epoch starts at the beginning of the data."""
         leg = self._raysgd.parallel.leg
-        leg.end_waiting()  # other ranks must not wait for a backward pass of this rank
+        leg.end_waiting()  # tell the other ranks not to wait for a backward pass of this rank
         if length_of(self._raysgd.data.train_loader) is not None:
             for _ in iterator:
                 leg.end_waiting()
@@ -379,7 +385,7 @@ class LightningOperator(TrainingOperator):
         ]
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Evaluate on all batches.
+        """Evaluate on all batches of `val_iterator`, and run the module's validation hooks.
 
         Returns:
             What the module's hook `validation_epoch_end` returned. Without this hook, the mean and the last value of
@@ -400,7 +406,11 @@ class LightningOperator(TrainingOperator):
             return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch on the unwrapped module, because `DistributedDataParallel` may wait for other workers."""
+        """Run the module's `validation_step` and its hooks on one batch, and return the batch's metrics.
+
+        The step runs on the module without its `DistributedDataParallel` wrapper, because the wrapper's forward pass
+        may wait for workers that have fewer batches.
+        """
         batch_idx = batch_info["batch_idx"]
         self._hooks.call("on_validation_batch_start", batch, batch_idx, dataloader_idx=0)
         with self.timers.record("eval_fwd"), self._raysgd.precision.forward():
@@ -411,7 +421,11 @@ class LightningOperator(TrainingOperator):
         return self._values.metrics_of(output)
 
     def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
-        """Predict one batch with the module's `predict_step`. If it is not overridden, call the module on the input."""
+        """Call the module's `predict_step` on a batch. If the user did not override it, call the module on the input.
+
+        Returns:
+            The predictions for the batch.
+        """
         if not self._hooks.overrides("predict_step"):
             return super().predict_batch(batch, batch_info)
         with self._raysgd.precision.forward():
@@ -424,8 +438,8 @@ class LightningOperator(TrainingOperator):
         Args:
             stage: "train" or "validation". The module can read it from `self.trainer`.
             hook: Name of the hook that needs the steps' outputs at the end of the epoch.
-            meters: Meters that accumulate the epoch's metrics. If this is the same object as in the previous call, the
-                epoch continues after a failure, and the values collected so far are kept.
+            meters: Meters that accumulate the epoch's metrics. If they are the same object as in the previous call to
+                `_epoch`, the epoch continues after a failure, and the values collected so far are kept.
         """
         if meters is not self._meters:
             keeps_outputs = self._hooks.has(hook) or self._hooks.wants(f"on_{stage}_epoch_end", "outputs")
@@ -486,13 +500,13 @@ class LightningOperator(TrainingOperator):
         return self._module
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts of steps and batches, and the entries that the module's `on_save_checkpoint` adds."""
+        """Return the state to save: counts of steps and batches, and entries that `on_save_checkpoint` adds."""
         checkpoint = self._progress.state_dict()
         self._hooks.call("on_save_checkpoint", checkpoint)
         return checkpoint
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load the counts of steps and batches, and pass the state to the module's `on_load_checkpoint`."""
+        """Load what `state_dict` returned, and pass it to the module's `on_load_checkpoint`."""
         if state_dict is not None:
             self._progress.load_state_dict(state_dict)
             self._hooks.call("on_load_checkpoint", state_dict)

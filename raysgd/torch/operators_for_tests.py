@@ -1,4 +1,4 @@
-"""Operators for tests. In each epoch, they call a function that is passed in the config, or report scores from it."""
+"""Operators for users' tests. They call a function from the config in each epoch, or report scores from the config."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Operator = TypeVar("Operator", bound=BaseOperator)
 
 
 def get_test_operator(operator_cls: type[Operator]) -> type[Operator]:
-    """Return an operator class whose epochs call `config["custom_func"](operator, iterator, info)`."""
+    """Return a subclass whose `train_epoch` and `validate` call `config["custom_func"](operator, iterator, info)`."""
 
     class _TestOperator(operator_cls):  # type: ignore[valid-type, misc]
-        resumes_epochs = False  # the user's function may not be resumable
+        resumes_epochs = False  # the user's function may not support continuing in the middle of an epoch
 
         def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any], **kwargs: Any) -> Any:
             function = self.config.get("custom_func")
@@ -28,7 +28,10 @@ def get_test_operator(operator_cls: type[Operator]) -> type[Operator]:
 
 
 def get_test_metrics_operator(operator_cls: type[Operator]) -> type[Operator]:
-    """Return an operator class that reports `config["scores"]` and `config["val_scores"]` under `config["key"]`."""
+    """Return a subclass that reports one of `config["scores"]` or `config["val_scores"]` for each batch.
+
+    The metric's name is `config["key"]`.
+    """
 
     class _TestMetricsOperator(operator_cls):  # type: ignore[valid-type, misc]
         def setup(self, config: dict[str, Any]) -> None:

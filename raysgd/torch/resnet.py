@@ -39,7 +39,7 @@ class BasicBlock(nn.Module):
         self.shortcut = _shortcut(in_planes, self.expansion * planes, stride)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the input and the output of the convolutions."""
+        """Return the activations of the block: the ReLU of the sum of its convolutions and its shortcut."""
         inner = functional.relu(self.bn1(self.conv1(images)))
         return functional.relu(self.bn2(self.conv2(inner)) + self.shortcut(images))
 
@@ -66,7 +66,7 @@ class Bottleneck(nn.Module):
         self.shortcut = _shortcut(in_planes, self.expansion * planes, stride)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the input and the output of the convolutions."""
+        """Return the activations of the block: the ReLU of the sum of its convolutions and its shortcut."""
         inner = functional.relu(self.bn1(self.conv1(images)))
         inner = functional.relu(self.bn2(self.conv2(inner)))
         return functional.relu(self.bn3(self.conv3(inner)) + self.shortcut(images))

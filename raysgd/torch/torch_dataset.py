@@ -1,4 +1,4 @@
-"""`TorchMLDataset`: the shards of a raysgd `MLDataset`, which consists of data frames, as PyTorch datasets."""
+"""`TorchMLDataset`: makes a PyTorch dataset of each shard of an `MLDataset`, a sharded set of data frames."""
 
 from __future__ import annotations
 
@@ -45,13 +45,16 @@ class TorchMLDataset(ShardedFrames):
         shuffle_buffer_size: int = 1,
         seed: int | None = None,
     ) -> IterableDataset[tuple[torch.Tensor, ...]]:
-        """Return the rows of one shard as a dataset. The arguments are passed to `MLDataset.get_repeatable_shard`."""
+        """Return a dataset of the rows of one shard.
+
+        All arguments are passed to `MLDataset.get_repeatable_shard`.
+        """
         frames = self._ds.get_repeatable_shard(shard_index, batch_ms, num_async, shuffle, shuffle_buffer_size, seed)
         return _Rows(frames, self._columns)
 
 
 class _Rows(IterableDataset[tuple[torch.Tensor, ...]]):
-    """Iterates over the rows of data frames, as tuples of tensors."""
+    """Dataset of one shard. It iterates over the rows of the shard's data frames, as tuples of tensors."""
 
     def __init__(self, frames: Any, columns: Sequence[Column]) -> None:
         self._frames = frames
@@ -63,7 +66,7 @@ class _Rows(IterableDataset[tuple[torch.Tensor, ...]]):
 
 
 def _values(frame: Any, name: Any, shape: Any, kind: Any) -> torch.Tensor:
-    """Return the values of a frame's column as a tensor."""
+    """Return a column of a data frame as a tensor with one row per row of the frame."""
     values = frame[name].to_numpy()
     if values.dtype == object:
         values = np.stack([_array(name, value) for value in values])

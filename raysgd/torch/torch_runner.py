@@ -10,7 +10,8 @@ import torch
 from raysgd.core.engine.shared.types import World
 from raysgd.core.state.state_codec import EncodedState, lend
 from raysgd.exceptions import NotRegisteredError
-from raysgd.torch.checkpoints import divided_folder
+from raysgd.torch.checkpoints import checkpoint_file, divided_folder
+from raysgd.torch.checkpoints.checkpoint_file import StateInFile
 from raysgd.torch.checkpoints.divided_folder import WrittenPart
 from raysgd.torch.hosting.hosted import TorchHostedOperator
 from raysgd.torch.objects.moving import packed
@@ -30,24 +31,47 @@ class TorchRunner(ClassRunner):
 
     @property
     def operator(self) -> TrainingOperator:
-        """The user's operator."""
+        """The user's `TrainingOperator` in this worker."""
         return self._hosted.operator
 
     def write_part(self, folder: str) -> WrittenPart:
-        """Write this rank's shards of models and optimizers into a checkpoint folder. All ranks must call this."""
+        """Write this rank's shards of the models and optimizers into a checkpoint folder.
+
+        All ranks must call this method with the same folder.
+        """
         state = self._hosted.state
         return divided_folder.write_part(folder, state.read_divided(), state.own(), self._hosted.world.rank)
 
+    def restore_from_file(self, reference: StateInFile, own_state: Any) -> bool | None:
+        """Restore a checkpoint that the driver has verified. Its tensors are mapped from the file.
+
+        Args:
+            reference: Reference to the file.
+            own_state: This rank's random states; None to leave the current random states unchanged.
+
+        Returns:
+            None if this process does not see the file, so that nothing has changed. False if another process wrote to
+            the file meanwhile, so that the replica may hold parts of both contents. Otherwise True.
+        """
+        with checkpoint_file.mapped_again(reference) as (state, is_unchanged):
+            if state is None:
+                return None
+            self.restore(state, own_state)
+            return is_unchanged()
+
     def remade_tensors(self) -> EncodedState:
-        """Return a dict for each module: the frozen parameters that states omit because `setup` recreates them."""
+        """Return the frozen parameters that snapshots and checkpoints omit because `setup` recreates them.
+
+        The result has one dict, of parameters by name, for each module.
+        """
         tensors = self._hosted.state.remade_tensors()
         return lend([{name: each.cpu() for name, each in part.items()} for part in tensors])
 
     def models(self, copied: bool) -> list[torch.nn.Module | None]:
-        """Return the models without wrappers.
+        """Return the models without wrappers such as `DistributedDataParallel`.
 
         Args:
-            copied: True to return picklable copies on the CPU. If models are sharded, all ranks must call this
+            copied: True to return picklable copies on the CPU. If models are sharded, all ranks must call this method
                 together, and only rank 0 gets the copies. False to return the models themselves.
         """
         parallel, models = self._hosted.parallel, self._hosted.state.registered.original_models
@@ -57,7 +81,7 @@ class TorchRunner(ClassRunner):
         return [each if each is None else packed(each) for each in copies]
 
     def update_schedulers(self, metric: Any) -> None:
-        """Step every registered scheduler with `metric`."""
+        """Call `step(metric)` of every scheduler that the operator registered."""
         schedulers = self._hosted.internals.registered.schedulers
         if not schedulers:
             raise NotRegisteredError("`update_scheduler` was called, but `setup` registered no scheduler.")
@@ -65,7 +89,11 @@ class TorchRunner(ClassRunner):
             scheduler.step(metric)
 
     def step_plateaus(self, values: Mapping[str, float]) -> None:
-        """Step the `ReduceLROnPlateau` schedulers that are due after this epoch, if their metrics are in `values`."""
+        """Step the `ReduceLROnPlateau` schedulers that are due after the last epoch and whose metrics are in `values`.
+
+        Args:
+            values: Metrics of the epoch and its validation, by name.
+        """
         for metric, step in self.operator._plateaus(self.epochs_done):
             if metric in values:
                 step(values[metric])

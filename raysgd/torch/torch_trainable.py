@@ -1,4 +1,4 @@
-"""Runs a `TorchTrainer` as a trial of Ray Tune."""
+"""`BaseTorchTrainable`: a trial of Ray Tune that creates a `TorchTrainer` and runs it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ class BaseTorchTrainable(tune_trial.trainer_trainable("`BaseTorchTrainable`")): 
 
     @property
     def trainer(self) -> TorchTrainer:
-        """The trainer of this trial."""
+        """The `TorchTrainer` that this trial has created."""
         trainer: TorchTrainer = self._trainer
         return trainer
 
     def step(self) -> dict[str, Any]:
-        """Train, then validate. Return the merged results, in which values of the validation take precedence.
+        """Train for one epoch, then validate. Return both results in one dict.
 
-        If a worker dies, the trial fails immediately, so that Tune's `FailureConfig` decides how to continue.
+        If both results have a key, the dict has the value from the validation. If a worker dies, the trial fails
+        immediately, and Tune's `FailureConfig` decides whether to run it again.
         """
         if hasattr(self, "_train"):
             raise DeprecationWarning(
@@ -65,7 +66,7 @@ def make_trainable(
     if args:
         raise TypeError(f"`as_trainable` got {args!r} without names: pass all arguments of the trainer by name.")
     check_step(override_tune_step)
-    # Resolve "auto" here, because a trial's process sees no GPU even if its workers have GPUs.
+    # Resolve "auto" in the user's program, because a trial's process sees no GPU even if its workers have GPUs.
     options = {**options, "use_gpu": arguments.resolve_use_gpu(options.get("use_gpu", "auto"))}
 
     class TorchTrainable(BaseTorchTrainable):
@@ -114,21 +115,24 @@ def check_step(override_tune_step: Any) -> None:
 
 
 def _config_of(options: Mapping[str, Any], tune_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trainer's config, updated with the entries that Tune chose for a trial."""
+    """Return the `config` in the trainer's arguments (`options`), updated with what Tune chose for a trial."""
     return with_entries(options.get("config") or {}, tune_config)
 
 
 def _resources_of(options: Mapping[str, Any], tune_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trainer's arguments that determine its resources. Entries of the trial's config take precedence."""
+    """Return the trainer's arguments that determine which resources it reserves.
+
+    Values in the trial's config replace values in `options`, the arguments that the user passed.
+    """
     found = {name: source[name] for source in (options, tune_config) for name in _RESOURCES if name in source}
     use_gpu = found.get("use_gpu")
     return {**found, "use_gpu": options["use_gpu"] if use_gpu in ("auto", None) else bool(use_gpu)}
 
 
 def _bundles_of(options: Mapping[str, Any], tune_config: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Return the resources for Tune to reserve: one entry for each worker, including spare workers.
+    """Return the resources that Tune reserves for a trial: one dict for each worker, including spare workers.
 
-    The trial's process gets an entry, too, unless it runs a worker itself (`use_local`).
+    The first dict is for the trial's process, unless that process runs a worker itself (`use_local`).
     """
     found = _resources_of(options, tune_config)
     num_gpus = found.get("num_gpus_per_worker", 1) if found["use_gpu"] else 0

@@ -1,7 +1,7 @@
-"""`TorchTrainer`: the driver's handle on the replicas of a `TrainingOperator`.
+"""`TorchTrainer`: the class with which a program trains a `TrainingOperator` on several workers.
 
-The trainer is a front end: it checks arguments, turns calls into requests to the engine, and merges the workers'
-results. The engine handles workers, Ray and failures.
+The trainer checks the arguments of each call, passes the call to the engine (`raysgd.core.engine`), and merges the
+workers' results. The engine starts the workers through Ray, runs calls on them, and recovers from failures.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ class TorchTrainer(ClassTrainer[OperatorT]):
     Args: What is trained
         training_operator_cls: The operator class, not an instance.
         config: Dict passed to the operator. The key `BATCH_SIZE` may hold the total batch size of all workers.
-        seed: Nonnegative integer seed for initial weights, data order and random numbers. Each worker's global random
-            generators get the same seed before `setup`, and a different seed per worker after it.
+        seed: Nonnegative integer seed for initial weights, data order and random numbers. Before `setup`, the global
+            random number generators of all workers get the same seed. After `setup`, each worker gets a different seed.
         add_dist_sampler: True to shard registered loaders of map-style datasets over the workers.
         scheduler_step_freq: When the library steps the learning-rate scheduler: "batch", "epoch", or "manual" for
             never.
         use_tqdm: True to show a progress bar in `train`.
 
     Args: Where it runs
-        num_workers: Number of workers. The group may be smaller for a while after failures.
+        num_workers: Number of workers. After a failure, training may continue with fewer workers for a while.
         num_cpus_per_worker: CPUs to reserve for each worker. Also sets the worker's number of threads.
         use_gpu: True to reserve GPUs for each worker; "auto" to reserve them if the driver sees a GPU.
-        num_gpus_per_worker: Number of GPUs for each worker, with `use_gpu`. With a fraction, workers share a GPU and
-            communicate over gloo.
+        num_gpus_per_worker: Number of GPUs to reserve for each worker if `use_gpu` is True. With a fraction, workers
+            share a GPU and communicate over gloo.
         resources_per_worker: Custom Ray resources for each worker, such as `{"fast_disk": 1}`.
         accelerator_type: Ray's name for the type of GPU that workers need, such as "A100".
         placement_strategy: "PACK" to use as few nodes as possible, "SPREAD" to use as many as possible. None packs
@@ -85,17 +85,18 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             build first with `python -m raysgd.horovod.install`.
         timeout_s: Timeout of a collective in seconds. With NCCL, the default is the environment variable
             NCCL_TIMEOUT_S.
-        use_local: True to run rank 0 in this process. With `num_workers=1`, the trainer does not use Ray, and you can
-            attach a debugger.
-        detached: A name or a `raysgd.Detached`, to let the trainer outlive this program. The constructor then returns a
-            handle with the same methods. See `docs/detached.md`.
+        use_local: True to run the worker with rank 0 in this process. With `num_workers=1`, the trainer does not use
+            Ray, and you can attach a debugger.
+        detached: Name of a trainer that outlives this program, or a `raysgd.Detached` with the name and options. The
+            constructor then returns a handle with the trainer's methods. See `docs/detached.md`.
 
     Args: What a step computes
         strategy: How the workers' models stay in sync. "ddp": `DistributedDataParallel`, or `DistributedOptimizer` with
             Horovod. "fsdp": models and optimizer states are sharded over the workers. "none": the operator synchronizes
             them. None means "ddp".
-        strategy_options: For "fsdp": `min_block_parameters`, `reshard_after_forward`, `mp_policy`, `offload_policy`.
-        wrap_ddp: False is the older form of `strategy="none"`.
+        strategy_options: Dict of options for the strategy "fsdp". Allowed keys: `min_block_parameters`,
+            `reshard_after_forward`, `mp_policy` and `offload_policy`.
+        wrap_ddp: False means `strategy="none"`. Kept for older code.
         use_fp16: True for PyTorch's native mixed precision on GPUs, "apex" for Apex.
         precision: "fp32", "fp16", "bf16" (PyTorch's native mixed precision, on GPUs and CPUs) or "apex". Replaces
             `use_fp16`.
@@ -116,7 +117,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             the backward pass instead of storing their activations.
 
     Args: What follows a failure
-        recovery: A `raysgd.Recovery` with the timeouts, restarts and snapshots for failures.
+        recovery: A `raysgd.Recovery` that defines how to handle failures: timeouts, whether surviving workers continue,
+            and how often to copy the workers' state to restart from (snapshots).
         min_workers: Minimum number of workers. With fewer, training waits for resources.
         spare_workers: Number of extra workers that stand by to replace lost workers. Spares occupy resources.
             Meanwhile, they can validate while the group trains, with `validate(blocking=False)` or
@@ -126,8 +128,9 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         ValueError, TypeError: An argument is invalid; nothing was started.
         ImportError: `backend` or `use_fp16` needs a package that is not installed; nothing was started.
         DeprecationWarning: An argument of an older version was passed.
-        ReservationTimeoutError: The cluster did not grant the resources. A `TimeoutError`.
-        WorkerError: The user's `setup` failed. The error is also an instance of the original exception's class.
+        ReservationTimeoutError: Ray did not reserve the workers' resources in time. This error is a `TimeoutError`.
+        WorkerError: The operator's `setup` raised an exception. The error is also an instance of that exception's
+            class.
 
     Examples:
         >>> from raysgd.operators import ClassificationOperator  # doctest: +SKIP
@@ -254,29 +257,35 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         self._shows_progress = use_tqdm
         arguments.warn_of_unused_gpus(asked)
 
-    if not TYPE_CHECKING:  # type checkers take the signature from `__init__`
+    if not TYPE_CHECKING:  # type checkers should see only `__init__` with its typed arguments
 
-        @wraps(__init__, assigned=())  # keeps the signature of `__init__`
+        @wraps(__init__, assigned=())  # `inspect.signature` then shows the arguments of `__init__`
         def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
-            """Return a trainer or, with `detached`, a handle on a trainer that outlives this program."""
+            """Create a trainer. With `detached`, create a trainer that outlives this program, and return a handle."""
+            # Check here, because Python raises its own TypeError instead of running `__init__` if
+            # `training_operator_cls` is missing.
             if not args and "training_operator_cls" not in kwargs and cls.__init__ is TorchTrainer.__init__:
-                arguments.refuse_other_name(kwargs)  # without the class, Python would not call `__init__`
+                arguments.refuse_other_name(kwargs)
                 arguments.take_creators(kwargs)
             if detached is None:
                 return super().__new__(cls)
             asked = kwargs.get("use_gpu", "auto")
-            kwargs["use_gpu"] = arguments.resolve_use_gpu(asked)  # the detached process sees no GPU
+            # Resolve "auto" in this process, because the process of a detached trainer sees no GPU.
+            kwargs["use_gpu"] = arguments.resolve_use_gpu(asked)
             handle = start(cls, detached, args, kwargs, is_lasting=arguments.outlives_its_process(kwargs))
             arguments.warn_of_unused_gpus(asked)
             return handle
 
     def _divide(self, options: BatchOptions) -> BatchOptions:
-        """Return how to split global batches. A replay overrides this to split them as the original workers did."""
+        """Return the options for splitting a global batch, the batch of one step of all workers, among the workers.
+
+        `raysgd.replay`, which repeats steps of a finished run, overrides this method to split batches as that run did.
+        """
         return options
 
     @property
     def worker_callbacks(self) -> tuple[WorkerCallback, ...]:
-        """The callbacks that run in the workers during the current `fit`."""
+        """The `WorkerCallback` objects that run in the workers during the current call to `fit`."""
         return self._settings.worker_callbacks
 
     @property
@@ -327,7 +336,9 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         epoch_checks.warn_of_nothing(kind, answers, asked.num_steps)
 
     def _after_evaluation(self) -> None:
-        self._controller.snapshots.touch_ranks()  # evaluation may have changed the random states, which `save` writes
+        # Evaluation may have changed the states of the workers' random number generators. `save` must write the new
+        # states, which the newest snapshot lacks.
+        self._controller.snapshots.touch_ranks()
 
     @property
     def _call_data_of(self) -> Callable[[Any, Mapping[str, Any]], CallData | None]:
@@ -337,7 +348,11 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         return call_data.source_to_predict(data, asked)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the training state: epoch, operator, models, optimizers, schedulers, and mixed precision."""
+        """Return a copy of the training state.
+
+        The dict contains the epoch, the state that the operator's `state_dict` returned, and the states of the models,
+        the optimizers, the schedulers and the gradient scaler.
+        """
         state = divided_state.whole(self._snapshot().shared_state, copy=True)
         del state[RESUME]
         return dict(state)
@@ -363,31 +378,33 @@ class TorchTrainer(ClassTrainer[OperatorT]):
 
         Args:
             checkpoint: A path, or the URI of a file in cloud storage, such as `s3://bucket/last.pt`.
-            blocking: False to return at once. The state is copied before the next call can change it, then sent and
-                written in the background. If that fails, the next `save` or `shutdown` raises. If rank 0 is lost before
-                it has sent the state, the file is not written: a message is logged, and `shutdown` raises unless a
-                later `save` has succeeded.
+            blocking: False to return at once. The state is copied before the next call can change it, then sent to the
+                driver and written in the background. If sending or writing fails, the next `save` or `shutdown` raises.
+                If the worker with rank 0 is lost before it has sent the state, the file is not written: a message is
+                logged, and `shutdown` raises unless a later `save` has succeeded.
             weights_only: False to allow arbitrary objects in the operator's own state. Load such a file with
                 `load(..., weights_only=False)`.
             format: "torch" for the whole state, "safetensors" for the model weights only.
             whole: True to gather sharded models in the driver and write one file. Always the case for "safetensors" and
                 URIs.
-            frozen: True to include the frozen parameters that `setup` recreates (`remakes_frozen`).
+            frozen: True to include frozen parameters that the file omits by default, because the operator's
+                `remakes_frozen` says that `setup` recreates them.
 
         Returns:
             The `checkpoint` argument.
 
         Raises:
             ImportError: safetensors is not installed.
-            ValueError: The operator's own state could not be loaded back (the message names the key), or the URI does
-                not name a file.
-            OSError: The file could not be written. For a URI, a `StorageError`. The training state is unaffected.
+            ValueError: The dict that the operator's `state_dict` returned contains an object that `load` would reject
+                (the message names its key), or the URI does not name a file.
+            OSError: The file could not be written. For a URI, the error is a `StorageError`. The training state is
+                unaffected.
         """
         files.check_location("checkpoint", checkpoint)
         checks.refuse_text(blocking=blocking, weights_only=weights_only, whole=whole, frozen=frozen)
         saving.check_format(format)
         if self._facts.is_sharded and format == "torch" and not (whole or files.is_uri(checkpoint)):
-            self._writer.wait()  # an earlier save to the same path may still be running
+            self._writer.wait()  # an earlier call with `blocking=False` may still be writing to the same path
             saving.save_folder(self._controller, checkpoint, weights_only)
             return checkpoint
         content = partial(saving.content_of, weights_only=weights_only, file_format=format)
@@ -428,9 +445,10 @@ class TorchTrainer(ClassTrainer[OperatorT]):
 
         Raises:
             FileNotFoundError: The file does not exist.
-            StorageError: Cloud storage could not be reached. An `OSError`.
+            StorageError: Cloud storage could not be reached. This error is an `OSError`.
             CheckpointCorruptedError: The file is truncated or was modified.
-            ValueError, KeyError: The file does not match the operator. The workers are unchanged.
+            ValueError, KeyError: The file does not match the objects that the operator registered. The workers are
+                unchanged.
         """
         files.check_location("checkpoint", checkpoint)
         checks.refuse_text(weights_only=weights_only)
@@ -458,7 +476,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         return bool(values)
 
     def _schedule(self, function: Callable[..., Any], value: Any) -> None:
-        """Call a function that changes learning rates on all workers, with the same value."""
+        """Call `function`, which steps schedulers, on all workers. Pass the same `value` to each."""
         self._on_all(function, value, changes_state=True, keeps_alike=True)
 
     def get_model(self, to_cpu: bool = False) -> Any:
@@ -486,19 +504,20 @@ class TorchTrainer(ClassTrainer[OperatorT]):
     def as_trainable(
         cls, *args: Any, override_tune_step: Callable[[Any, dict[str, Any]], Any] | None = None, **kwargs: Any
     ) -> type[Any]:
-        """Return a trainable class for `ray.tune`. Each trial's trainer gets `config` updated with the trial's config.
+        """Return a trainable class for `ray.tune`, whose trials each create a trainer.
 
-        These keys of the trial's config replace the trainer's arguments: `num_workers`, `num_cpus_per_worker`,
+        The trainer's config is the `config` argument, updated with the config that Tune chose for the trial. These keys
+        of the trial's config replace the trainer's arguments: `num_workers`, `num_cpus_per_worker`,
         `num_gpus_per_worker`, `use_gpu`, `use_local`, `resources_per_worker` and `accelerator_type`.
 
         Args:
             args: Rejected. Pass all arguments by name.
-            override_tune_step: Function that runs a step, given the trainer and a dict, and returns the step's result.
-                Default: call `train`, then `validate`.
+            override_tune_step: Function that runs one iteration of a trial. It gets the trainer and a dict with
+                `iteration`, and returns the iteration's result. Default: call `train`, then `validate`.
             kwargs: Arguments of the trainer.
 
         Raises:
-            MissingTuneError: Ray Tune is not installed. An `ImportError` and a `RuntimeError`.
+            MissingTuneError: Ray Tune is not installed. This error is both an `ImportError` and a `RuntimeError`.
             ValueError: `override_tune_step` does not take two arguments.
         """
         from raysgd.torch.torch_trainable import make_trainable
@@ -506,7 +525,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         return make_trainable(cls, args, override_tune_step, kwargs)
 
     def restore(self, *args: Any) -> None:
-        """Removed: use `load`.
+        """Raise an error that says to use `load`. Older versions had this method.
 
         Raises:
             DeprecationWarning: Always.

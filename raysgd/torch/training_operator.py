@@ -6,7 +6,7 @@ The methods form a ladder. Each method does one job and calls the methods below 
     validate    -> validate_batch -> prepare_batch, forward
     optimizer_step -> clip_grad_norm, clip_grad_value
 
-Override the lowest method that covers your change. The library does the rest.
+Override the lowest method that covers your change. The library's methods above it call your override.
 """
 
 from __future__ import annotations
@@ -74,12 +74,13 @@ class TrainingOperator(BaseOperator):
 
     Attributes:
         world_size: Number of workers.
-        timers: Timers of the current call. `with self.timers.record("name"):` adds an entry to the `profile=True`
-            results.
-        global_step: Number of global batches that the default `train_epoch` has trained on. A batch counts once the
-            loop asks for the next batch. If a failure interrupts the step, `global_step` goes back.
-        train_loader: The registered train loader, as this worker iterates over it.
-        validation_loader: The registered validation loader, as this worker iterates over it.
+        timers: Timers of the current call to `train` or `validate`. `with self.timers.record("name"):` measures a block
+            of code. With `profile=True`, the call's result contains the measured times.
+        global_step: Number of global batches that the default `train_epoch` has trained on. A global batch is what all
+            workers train on in one step. If a failure interrupts a step, `global_step` goes back to its value before
+            that step.
+        train_loader: The registered train loader. If it is sharded, it yields only this worker's batches.
+        validation_loader: The registered validation loader. If it is sharded, it yields only this worker's batches.
         resumes_epochs: True if an epoch may continue after workers were lost or added, by calling `train_epoch` again
             with the remaining batches. False: restart from the last snapshot after every failure. None (default): True
             unless you override `train_epoch`. An override may set it to True if its only state between batches is
@@ -99,8 +100,9 @@ class TrainingOperator(BaseOperator):
 
     scheduler_metric: str | None = None
     remakes_frozen: bool = False
-    # True: all state is copied before each batch, to undo an interrupted batch. None: decided by what the first batch
-    # of a call does.
+    # Which state a worker copies before each batch, to undo the batch if a failure interrupts it. True: all state.
+    # False: only the models' buffers. None: all state before the first batch of a call, and then what that batch showed
+    # to be necessary.
     _needs_copies: bool | None = False
     train_loader: Any
     validation_loader: Any
@@ -148,8 +150,8 @@ class TrainingOperator(BaseOperator):
         Args:
             iterator: This worker's batches. Train on each batch before you draw the next. Drawing the next batch, or
                 returning, marks the step as done.
-            info: The `info` argument of the caller, with entries that the library adds.
-            num_steps: The `num_steps` argument of the caller.
+            info: The `info` dict passed to `trainer.train`, with entries that the library adds.
+            num_steps: The `num_steps` argument of `trainer.train`.
             epoch_idx: Index of the epoch, from 0.
 
         Returns:
@@ -176,7 +178,11 @@ class TrainingOperator(BaseOperator):
         return summary
 
     def _plateaus(self, epoch: int) -> list[Plateau]:
-        """Return the schedulers that need a metric, possibly of the validation, after this epoch (counted from 1)."""
+        """Return the `ReduceLROnPlateau` schedulers to step after an epoch, with the metrics that they need.
+
+        Args:
+            epoch: Number of epochs completed, including this epoch.
+        """
         return schedulers.plateaus_of(self)
 
     @rung
@@ -188,8 +194,9 @@ class TrainingOperator(BaseOperator):
                 dict or dataclass are passed to the model by keyword; the target is the entry with a name in
                 `batches.TARGET_NAMES`.
             batch_info: A dict with `batch_idx`, `global_step`, `epoch_idx` (from 0), `scheduler_step`, `is_padding` and
-                the entries of `info`. A worker that runs out of samples before the others gets padding batches, which
-                repeat samples with weight 0. `warm_up=True` marks a new worker's warm-up, whose step does not count.
+                the entries of the `info` dict passed to `train_epoch`. A worker that runs out of samples before the
+                others gets padding batches (`is_padding`), which repeat samples with weight 0. A new worker's warm-up
+                batch has `warm_up=True`; its optimizer step does not affect training.
 
         Returns:
             Metrics of the batch: numbers, one-element tensors, or torchmetrics objects. Tensors are read when the
@@ -227,7 +234,8 @@ class TrainingOperator(BaseOperator):
         The criterion computes the loss. Without a criterion, the model's output must contain a `loss`.
 
         An override may return only the loss. If the loss is a mean over other units, such as tokens or boxes, return
-        the number of units as a third value. A final dict of metrics is reported as if by `self.log`.
+        the number of units as a third value. An override may also return a dict of metrics as the last value. These are
+        reported like metrics that are passed to `self.log`.
         """
         model = required(self, "model")
         is_unnamed = len(features) != 1 or isinstance(features[0], torch.Tensor)
@@ -278,10 +286,10 @@ class TrainingOperator(BaseOperator):
         self._raysgd.gradients.apply(self._raysgd.choice.chosen("optimizer_step", optimizer))
 
     def accumulate_grad_batches(self, epoch_idx: int) -> int:
-        """Return the number of batches to accumulate per optimizer step. Called once per call to `train`.
+        """Return the number of batches to accumulate per optimizer step.
 
-        The default is the trainer's argument. Override this method to change the number over time. All workers must
-        return the same number.
+        The library calls this method once in each call to `train`. The default is the trainer's argument with the same
+        name. Override the method to change the number from epoch to epoch. All workers must return the same number.
         """
         return self._raysgd.context.settings.step_options.accumulate_grad_batches
 
@@ -321,7 +329,7 @@ class TrainingOperator(BaseOperator):
         right = accuracy(output, target, comparisons, weight, ignored)
         share, num_labels = known(right, internals.once, says_so=self.world_rank == 0)
         metrics = {"val_loss": counted["val_loss"], "val_accuracy": share, **counted}
-        if right is not None and num_labels is None:  # the model does not predict classes
+        if right is not None and num_labels is None:  # omit the accuracy, because the model does not predict classes
             del metrics["val_accuracy"]
         return {**metrics, **weights_of(metrics, val_accuracy=num_labels), **self.measure_batch(output, target)}
 
@@ -426,7 +434,7 @@ class TrainingOperator(BaseOperator):
                 that belong to no registered module.
             ValueError: `ddp_args` or `apex_args` is not a dict, or `schedulers` was passed without the trainer's
                 `scheduler_step_freq`.
-            TypeError: The keyword is unknown.
+            TypeError: An unknown keyword argument was passed.
         """
         return self._raysgd.register(
             models=models,
@@ -453,9 +461,9 @@ class TrainingOperator(BaseOperator):
     def rewrap(self) -> None:
         """Update the wrappers after you freeze or unfreeze parameters, or add parameter groups, outside of `setup`.
 
-        All workers must call it at the same time, between two batches: at the start of your own `train_epoch`, or
+        All workers must call `rewrap` at the same time, between two batches: at the start of your own `train_epoch`, or
         through `trainer.apply_all_operators` between two calls. Workers that join later get the same changes. Saved
-        files do not record them, so a new trainer that loads a file must freeze and add the same in `setup`.
+        files do not record the changes. If a new trainer loads such a file, its operator's `setup` must make them.
 
         Raises:
             ValueError: The gradients of the trainable parameters cannot be averaged.
@@ -466,27 +474,27 @@ class TrainingOperator(BaseOperator):
     def _configure_ddp(
         self, models: list[torch.nn.Module], device_ids: list[int] | None, ddp_args: dict[str, Any]
     ) -> list[torch.nn.Module]:
-        """Wrap the models for distributed training. Override this to wrap them differently."""
+        """Wrap the models for distributed training. Override this method to wrap them differently."""
         return [self._raysgd.parallel.wrap(model, device_ids, ddp_args) for model in models]
 
     def _configure_apex_amp(
         self, amp: Any, models: list[torch.nn.Module], optimizers: list[Any], apex_args: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Initialize Apex. Override this to initialize it differently."""
+        """Initialize Apex. Override this method to initialize Apex differently."""
         models, optimizers = amp.initialize(models, optimizers, **apex_args)
         return models, optimizers
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context manager for computing the forward pass and loss in the trainer's precision. No-op in fp32.
 
-        The default methods run `forward` in it. Use it in your own `train_batch` or `validate_batch`:
+        The default methods run `forward` in this context manager. In your own `train_batch` or `validate_batch`, write
         `with self.autocast(): loss = ...`.
         """
         return self._raysgd.precision.forward()
 
     @property
     def device(self) -> torch.device:
-        """The device of the models."""
+        """The device to which the library moves models and batches."""
         return self._raysgd.context.device
 
     @property
@@ -506,7 +514,7 @@ class TrainingOperator(BaseOperator):
 
     @property
     def use_fp16_apex(self) -> bool:
-        """True if Apex is used."""
+        """True if the mixed precision of NVIDIA Apex is used."""
         return self._raysgd.fp16 == "apex"
 
     @property
@@ -581,11 +589,11 @@ class TrainingOperator(BaseOperator):
         return make_operator(cls, lightning_module_cls, train_dataloader, val_dataloader)
 
 
-_FOR_TESTS = "raysgd.torch.operators_for_tests"  # programs written for the old library import its names from here
+_FOR_TESTS = "raysgd.torch.operators_for_tests"  # programs for the old library import its functions from this module
 lazy_names(
     __name__,
     {
-        "CreatorOperator": "raysgd.torch.creator_operator",  # imported lazily, because it imports this module
+        "CreatorOperator": "raysgd.torch.creator_operator",  # imported lazily, because that module imports this one
         "get_test_metrics_operator": _FOR_TESTS,
         "get_test_operator": _FOR_TESTS,
     },

@@ -27,7 +27,7 @@ def setup_process_group(
         url: Address from `setup_address`, the same on all ranks.
         world_rank: Rank of this process.
         world_size: Number of ranks.
-        timeout: Timeout of joining and of collectives.
+        timeout: Time limit for all ranks to join, and for each collective later on.
         backend: Backend, such as "gloo" or "nccl".
     """
     import torch.distributed as dist

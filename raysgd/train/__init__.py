@@ -1,4 +1,4 @@
-"""Function-based distributed training: raysgd starts and connects the workers, and your function does the rest.
+"""Function-based distributed training: raysgd starts and connects the workers, and your function does the training.
 
 Guarantees:
 
@@ -99,6 +99,6 @@ lazy_names(
         "TrainingIterator": "raysgd.train.trainer",
         "TrainWorkerGroup": "raysgd.train.trainer",
         "TrainContext": "raysgd.train.session",
-        **dict.fromkeys(filter(str.islower, __all__), "raysgd.train.session"),  # all functions
+        **dict.fromkeys(filter(str.islower, __all__), "raysgd.train.session"),  # all lower-case names are functions
     },
 )

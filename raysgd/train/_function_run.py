@@ -1,7 +1,8 @@
-"""One run of a function on all workers: a sequence of short calls to the controller. Only the controller retries.
+"""One run of a user's training function on all workers.
 
-A call requests the next message of every worker's function. If the group was replaced since the last call, the same
-call also starts the function in the new group, from the run's newest checkpoint.
+The driver makes a sequence of short calls to the workers through the controller, the only object that retries failed
+calls. A call requests the next message of every worker's function. If the worker group was replaced since the last
+call, the same call also starts the function in the new group, from the run's newest checkpoint.
 
 ADR 94 explains why the call that requests the next step also starts the function. ADR 7 explains why workers are
 replaced after a failed run.
@@ -49,25 +50,28 @@ from raysgd.trainer.driver.leaving import Leaving
 logger = logging.getLogger(__name__)
 
 LEAVING_S = 30.0
-"""How long functions may take to save after a signal: the default grace period of Kubernetes and Slurm."""
+"""How many seconds functions may take to save a checkpoint after a signal that the program must end.
+
+This is the default grace period of Kubernetes and Slurm.
+"""
 
 
 class FunctionRun:
-    """One run of a function on all workers.
+    """One run of a user's training function on all workers.
 
     Attributes:
         may_restart: True if restarting the function now would lose no progress.
-        returned: Return values of the functions by rank; None until all functions have finished.
-        is_over: True once the functions have finished, failed or been aborted.
+        returned: Return values of the function by rank; None until it has finished on all workers.
+        is_over: True once the function has finished, failed or been aborted.
 
     Args:
-        controller: Runs the calls and replaces workers that die.
-        hooks: Track the current workers.
-        spec: The function.
-        checkpoints: Receives and writes the checkpoints.
-        budget: Retries that the run may use.
-        decode: Converts data from a worker to the backend's format.
-        data: Shards the data; None for a run without data.
+        controller: Runs the calls to the workers and replaces workers that die.
+        hooks: Object that knows the current workers.
+        spec: The function, and how to run it.
+        checkpoints: Object that receives the checkpoints from the workers and writes them.
+        budget: Number of retries that are left for the run.
+        decode: Function that converts data from a worker to the format of the backend.
+        data: Object that shards the data; None for a run without data.
         max_workers: While the group is smaller, look for resources for more workers whenever a restart would lose no
             progress: at the start and after a checkpoint.
         resize_interval_s: Seconds between two searches for resources.
@@ -98,11 +102,11 @@ class FunctionRun:
         self._max_workers, self._resize_interval_s = max_workers, resize_interval_s
         self._on_wait, self._preemption = on_wait, preemption
         self._leaving = leaving or Leaving()
-        self._know_of_signal = False  # True once functions were told of a signal, so that they may return early
+        self._know_of_signal = False  # True once the workers' functions were told that the program must end
         self._queues = MessageQueues()
-        self._attempt: int | None = None  # number of the group that the function was last started on
+        self._attempt: int | None = None  # `hooks.num_started` when the function was last started
         self._joined_attempt: int | None = None
-        self._num_changes = 0  # number of group changes before the function started
+        self._num_changes = 0  # `hooks.num_changes` when the function was last started
         self._is_muted = False
         self._next_check = float("-inf")
         self._once = Once()
@@ -111,7 +115,7 @@ class FunctionRun:
         self.is_over = False
 
     def start(self) -> None:
-        """Start the function on all workers.
+        """Start the training function on all workers.
 
         Raises:
             WorkersLostError: Workers died more often than the budget allows.
@@ -123,7 +127,7 @@ class FunctionRun:
         """Return the next step of all workers. If the step has a checkpoint, store it.
 
         Raises:
-            StepMismatchError: The workers made different calls.
+            StepMismatchError: The workers' functions did not make the same calls of `report` and `save_checkpoint`.
             WorkerError: A function raised. The error is also an instance of the class that was raised.
             WorkersLostError: Workers were lost, and no retry is left.
             ValueError: A checkpoint lacks the score that ranks it.
@@ -134,7 +138,7 @@ class FunctionRun:
                 self._leave()
             step = check_step(self._next_messages())
             while step.checkpoint_ref is not None and not self._take(step, step.checkpoint_ref):
-                step = check_step(self._next_messages())  # the functions restarted and will reach this step again
+                step = check_step(self._next_messages())  # the restarted functions will save this checkpoint again
             self.may_restart = step.checkpoint_ref is not None
             if step.kind is None and self._know_of_signal:
                 self._leave()
@@ -143,13 +147,13 @@ class FunctionRun:
                 self.returned = list(step.data)
                 self._checkpoints.flush()
                 self._end_those_that_wait()
-                # some workers had not met the other ranks when the functions finished
+                # Some new workers had not yet joined the training when the functions finished on the others.
                 if self._spec.is_elastic and not self._queues.are_all_there:
                     self._controller.kill_group()
         return step
 
     def next_reports(self) -> list[dict[str, Any]] | None:
-        """Return the metrics of all workers at their next report, or None if the functions have finished."""
+        """Wait for the next report of all workers and return their metrics. Return None if the functions have ended."""
         if self.is_over:
             return None
         while (step := self.next_step()).kind is TrainingResultType.CHECKPOINT:
@@ -157,11 +161,11 @@ class FunctionRun:
         return None if step.kind is None else [self.decoded(data) for data in step.data]
 
     def decoded(self, data: Any) -> dict[str, Any]:
-        """Return a decoded copy of a worker's data, such as metrics, in the backend's format."""
+        """Return a decoded copy of data from a worker, such as metrics, in the format of the backend."""
         return self._decode(decode(data, copy=True) if isinstance(data, EncodedState) else data)
 
     def finish(self) -> list[Any]:
-        """Let the functions finish without waiting for reports, and return their results by rank."""
+        """Let the functions run to their end, discard their further reports, and return their results by rank."""
         if not self.is_over:
             self.mute()
         while not self.is_over:
@@ -170,14 +174,21 @@ class FunctionRun:
         return self.returned
 
     def mute(self) -> None:
-        """Discard reports from now on, so that functions do not wait for them to be read. Still receive checkpoints."""
+        """Discard reports from now on, so that the workers' functions do not wait until their reports are read.
+
+        Checkpoints are still received.
+        """
         self._is_muted = True
         with self._aborted_on_error():
             self._call(FunctionReplica.mute)
         self._queues.drop_reports()
 
     def abort(self, error: BaseException | None = None) -> None:
-        """Stop running functions so that another run can start. Kill the workers unless they can be reused."""
+        """Stop the functions so that another run can start on the workers. Kill the workers if they cannot be reused.
+
+        Args:
+            error: The error that ends the run; None if the run is stopped for another reason.
+        """
         if self.is_over:
             return
         self.is_over = True
@@ -189,10 +200,11 @@ class FunctionRun:
             self._controller.kill_group()
 
     def _can_be_kept(self, error: BaseException | None) -> bool:
-        """Return True if the workers can run another function: every rank raised, or there is one rank and it stopped.
+        """Return True if the workers can run another function.
 
-        If only some ranks failed, the other ranks may still be inside a collective operation, and the next operation
-        would receive its data.
+        This is the case if the function has raised an exception on every rank, or if there is only one rank and its
+        function could be stopped. If only some ranks failed, the others may still be inside a collective operation. A
+        collective of the next function could then receive data of the old one.
         """
         size = len(self._members)
         if isinstance(error, WorkerError) and len(error.faults) == size:
@@ -201,7 +213,7 @@ class FunctionRun:
             return False
         try:
             return all(self._controller.run(Call(FunctionReplica.end_function), max_retries=0))
-        except RaySGDError as failed:  # a worker was lost, or the call failed for another reason
+        except RaySGDError as failed:  # the call to end the function failed, for example because a worker was lost
             logger.debug("ending the function failed: %s", failed)
             return False
 
@@ -222,7 +234,7 @@ class FunctionRun:
     # --------------------------------------------------------------------------------------------- ending on a signal
 
     def _leave(self) -> NoReturn:
-        """End the program once the newest checkpoint is stored.
+        """Wait until the newest checkpoint is stored, then end the program, because a signal asked for it.
 
         Raises:
             Preempted: Always.
@@ -236,7 +248,7 @@ class FunctionRun:
         self._leaving.end_program(newest)
 
     def _leave_if_late(self) -> None:
-        """End the program if functions take too long to reach their next checkpoint after a signal."""
+        """If a signal has asked the program to end, end it if the functions take too long to save a checkpoint."""
         if self._leaving.is_due():
             if self._once.is_first("signal"):
                 words = "%s: the run ends at its next checkpoint, or in %g s"
@@ -245,13 +257,16 @@ class FunctionRun:
                 self._leave()
 
     def _watch(self) -> None:
-        """Call `on_wait`, and end the program if functions take too long after a signal. Called while waiting."""
+        """Call the user's `on_wait`, and check whether a signal must end the program. Called while a call waits."""
         if self._on_wait is not None:
             self._on_wait()
         self._leave_if_late()
 
     def _find_preemption(self) -> PreemptionInfo | None:
-        """Return the answer to `get_preemption_info`: all nodes if a signal is ending the program."""
+        """Return what `get_preemption_info` returns in the functions: the nodes that will soon be taken away.
+
+        If a signal is ending the program, all nodes of the workers are returned.
+        """
         if not self._leaving.is_due():
             return self._preemption(None)
         self._know_of_signal = True
@@ -262,8 +277,7 @@ class FunctionRun:
     def _starts(self, worlds: Sequence[World]) -> list[tuple[Any, ...]]:
         """Return each rank's arguments for starting the function, or empty tuples if the function is already running.
 
-        The controller calls this method for each attempt, so this method must not call the controller. The hooks know
-        the current group.
+        The controller calls this method at each attempt of a call, so this method must not call the controller itself.
         """
         hooks = self._hooks
         if self._is_running:
@@ -280,9 +294,10 @@ class FunctionRun:
         parts = [None] if self._data is None else self._data(len(worlds), hooks.workers.workers)
         if is_whole:
             start = spec, shared, parts[0]
-            # for standby workers, which start the function later; if the data is sharded, no shard is left for them
+            # Standby workers start the function with the same arguments. If the data was sharded, there would be no
+            # shard left for them.
             hooks.replicas.start = start
-            starts = [start] * len(worlds)  # the same object for all ranks, so that the engine pickles it once
+            starts = [start] * len(worlds)  # one object for all ranks, so that the engine pickles it only once
         else:
             starts = [(spec, shared, hooks.store(part)) for part in parts]
         self._attempt = hooks.num_started
@@ -290,25 +305,26 @@ class FunctionRun:
 
     @property
     def _is_running(self) -> bool:
-        """True if the function is running on the current workers."""
+        """True if the function was started on the current workers, and not only on workers that were replaced."""
         return self._attempt == self._hooks.num_started
 
     @property
     def _members(self) -> Mapping[Any, int]:
-        """The workers that run the function, in rank order, each with the number of the group change that added it.
+        """The workers that run the function, in rank order, each with a number that says when it joined.
 
-        Changes are counted from the start of the function. Workers from the start have the number 0.
+        The number is 0 if the worker started the function with the first group, and otherwise the number of the group
+        change that added the worker. Changes are counted from the start of the function.
         """
         infos = self._hooks.group.infos if self._is_running else ()
         return {info: max(0, self._hooks.joined.get(info, 0) - self._num_changes) for info in infos}
 
     @property
     def _can_be_joined(self) -> bool:
-        """True if new workers can step in while the function is running."""
+        """True if new workers can join the group while the function is running, without a restart."""
         return self._spec.is_elastic and bool(self._hooks.replicas.start)
 
     def _end_those_that_wait(self) -> None:
-        """Kill the standby workers that are waiting to step in, because their function's run is over."""
+        """Kill the standby workers that are waiting inside the function to replace lost workers. The run is over."""
         if self._spec.is_elastic:
             self._hooks.replicas.start = ()
             self._hooks.group.standby.kill_all()
@@ -323,7 +339,7 @@ class FunctionRun:
         is_small = self._controller.num_workers < self._max_workers
         may_grow = is_small and not self._leaving.is_due() and self._may_grow()
         if may_grow:
-            self._checkpoints.flush()  # a checkpoint in transit would be lost when the workers are replaced
+            self._checkpoints.flush()  # the restart would lose a checkpoint that is still being sent to the driver
         call = Call(
             function,
             args_for or self._starts,
@@ -338,9 +354,9 @@ class FunctionRun:
         return values
 
     def _may_grow(self) -> bool:
-        """Return True if the function may restart on more workers now without losing progress.
+        """Return True if resources may be free for more workers and restarting the function would lose no progress.
 
-        If workers can step in instead, start standby workers and return False.
+        If new workers can join without a restart, start standby workers and return False.
         """
         may_join = self._can_be_joined and self._is_running
         now = time.monotonic()
@@ -357,13 +373,17 @@ class FunctionRun:
     # --------------------------------------------------------------------------------------------------------- messages
 
     def _next_messages(self) -> Sequence[Message | None]:
-        """Return the next message of each reporting rank, after answering the functions' questions to the driver."""
+        """Return the next message of each rank. First answer any questions that the functions ask the driver.
+
+        Ranks that do not report yet have None in place of a message.
+        """
         while True:
             self._leave_if_late()
             self._queues.follow(self._attempt, self._members)
             while not self._queues.has_step:
                 self._queues.extend(self._call(FunctionReplica.next_messages, self._told_to_take))
-                # If a rank's message is still missing, functions have already continued after the checkpoint.
+                # If a rank's message is still missing, other functions have already continued after the checkpoint, so
+                # a restart would lose their progress.
                 self.may_restart = self.may_restart and self._queues.has_step
             messages = self._queues.take_step()
             questions = questions_in(messages)
@@ -376,11 +396,11 @@ class FunctionRun:
             )
 
     def _told_to_take(self, worlds: Sequence[World]) -> list[tuple[Any, ...]]:
-        """Return each worker's arguments for `FunctionReplica.next_messages`."""
+        """Return each rank's arguments for the remote call of `FunctionReplica.next_messages`."""
         starts, queues = self._starts(worlds), self._queues
         queues.follow(self._attempt, self._members)
         index, told = self._checkpoints.next_index, dict[Any, tuple[Any, ...]]()
-        # Ranks with equal arguments share one object, so that the engine pickles it once.
+        # Ranks with equal arguments get the same tuple, so that the engine pickles it only once.
         return [
             told.setdefault(key, (index, *key[:2], *start))
             for rank, start in enumerate(starts)
@@ -388,7 +408,7 @@ class FunctionRun:
         ]
 
     def _take(self, step: FunctionStep, checkpoint_ref: CheckpointRef) -> bool:
-        """Store or receive a step's checkpoint. Return False if it was lost before its workers stored it."""
+        """Let workers store a step's checkpoint, or start to receive it. Return False if the checkpoint was lost."""
         for rank, token in step.refused:
             self._controller.ensure_group().submit_beside(rank, FunctionReplica.refuse, token)
         if not self._store(step.stored):
@@ -398,11 +418,11 @@ class FunctionRun:
         return True
 
     def _store(self, stored: Mapping[int, CheckpointRef]) -> bool:
-        """Let waiting ranks store their checkpoint folders, omitting file names that lower ranks also use.
+        """Let the ranks that wait for it store their checkpoint folders, without files that lower ranks also have.
 
-        Return False if a checkpoint was lost.
+        Return False if a checkpoint was lost because its function was restarted.
         """
-        # otherwise the function might restart on more workers now, which would lose the folders
+        # Do not let the next call restart the function on more workers, because that would lose the folders.
         self.may_restart = False
         taken = taken_names({rank: ref.files or () for rank, ref in stored.items()})
         tokens = {rank: ref.token for rank, ref in stored.items() if ref.token is not None}
@@ -417,7 +437,7 @@ class FunctionRun:
         told = self._told_to_store(tokens, taken)
         if not tokens:
             return True
-        on_wait = self._on_wait or _wait_on  # a signal must not interrupt the storing
+        on_wait = self._on_wait or _wait_on  # not `_watch`, which would end the program while folders are stored
         return all(self._call(FunctionReplica.store, told, may_continue=False, on_wait=on_wait))
 
     def _told_to_store(
@@ -433,7 +453,10 @@ class FunctionRun:
         return told
 
     def _receiver(self, checkpoint_ref: CheckpointRef, source: int) -> Callable[[], dict[str, Any]]:
-        """Return a function that gets a checkpoint's content. If it is not in the message, start its transfer now."""
+        """Return a function that returns a checkpoint's content.
+
+        If the content was not sent with the message, start its transfer from the worker now.
+        """
         if checkpoint_ref.token is None:
             return lambda: self.decoded(checkpoint_ref.data)
         transfer = self._controller.ensure_group().fetch(source, FunctionReplica.fetch, checkpoint_ref.token)
@@ -441,8 +464,9 @@ class FunctionRun:
 
 
 class MessageQueues:
-    """The received messages of each rank, oldest first, until all ranks have reached the same step.
+    """The messages that the driver has received from each rank and not used yet, oldest first.
 
+    Some ranks may be ahead of others. Their messages wait here until all ranks have sent a message for the same step.
     Messages of lost workers are dropped. ADR 94 explains why functions may run ahead of their reports.
     """
 
@@ -458,13 +482,13 @@ class MessageQueues:
         """Set the workers whose messages are queued, in rank order, and drop the messages of all other workers.
 
         Args:
-            attempt: Number of the group that the function was last started on. A new number empties all queues.
-            members: The workers, each with the number of the group change in which it stepped in.
+            attempt: Number of the group on which the function was last started. A new number empties all queues.
+            members: The workers, each with the number of the group change that added it.
         """
         known = dict(zip(self._members, zip(self._queues, self._nums_taken, strict=True), strict=True))
         if attempt != self._attempt:
             known, self._met = {}, set(members)
-        if not self._met.intersection(members):  # all workers that had met each other are lost
+        if not self._met.intersection(members):  # all workers that had reported before are lost
             self._met = set(members)
         self._joined = members
         kept = [known.get(member, (deque(), 0)) for member in members]
@@ -473,7 +497,7 @@ class MessageQueues:
 
     @property
     def has_step(self) -> bool:
-        """True if every reporting rank has a message in its queue."""
+        """True if the messages for the next step are complete: every rank that reports has sent one."""
         for queue in self._queues:
             while queue and isinstance(queue[0], RanksMet):
                 number = queue.popleft().number
@@ -482,16 +506,16 @@ class MessageQueues:
 
     @property
     def _reporting(self) -> list[int]:
-        """The ranks that report. A worker that has stepped in reports once it has met the other ranks."""
+        """The ranks that report. A worker that was added later reports once it has loaded the other ranks' state."""
         return [rank for rank, member in enumerate(self._members) if member in self._met]
 
     @property
     def are_all_there(self) -> bool:
-        """True if all ranks report."""
+        """True if all ranks report, including the workers that were added later."""
         return len(self._reporting) == len(self._members)
 
     def is_needed(self, rank: int) -> bool:
-        """Return True if this rank reports and its queue is empty."""
+        """Return True if the driver must wait for a message of this rank: the rank reports and its queue is empty."""
         return not self._queues[rank] and self._members[rank] in self._met
 
     def num_taken(self, rank: int) -> int:
@@ -513,7 +537,7 @@ class MessageQueues:
         return [queue.popleft() if rank in reporting else None for rank, queue in enumerate(self._queues)]
 
     def drop_reports(self) -> None:
-        """Drop messages that carry only metrics, as muted workers do."""
+        """Drop the queued messages that contain only metrics, because reports are no longer read."""
         self._queues = [deque(message for message in queue if not is_mere_report(message)) for queue in self._queues]
 
 
@@ -526,10 +550,10 @@ class FunctionStep:
         data: Encoded metrics of all reporting workers, or return values of the functions, in rank order.
         checkpoint_ref: The step's checkpoint, if it has one. A checkpoint to send takes precedence over a checkpoint
             that workers store.
-        source: Rank that holds the checkpoint.
+        source: Rank from which the driver gets the checkpoint.
         refused: Ranks whose checkpoint will not be used, each with the checkpoint's token. The functions on these ranks
-            wait until they are notified.
-        stored: Checkpoints that ranks store themselves, by rank.
+            wait until they are told so.
+        stored: By rank, the checkpoints that the workers themselves store.
     """
 
     kind: TrainingResultType | None
@@ -544,7 +568,7 @@ def check_step(messages: Sequence[Message | None]) -> FunctionStep:
     """Combine the messages of all workers into one step. A message is None if its worker does not report yet.
 
     Raises:
-        StepMismatchError: The functions made different calls.
+        StepMismatchError: The workers' functions did not make the same calls of `report` and `save_checkpoint`.
     """
     ended = [message for message in messages if isinstance(message, FunctionEnded)]
     if len(ended) == sum(message is not None for message in messages):
@@ -568,7 +592,10 @@ def check_step(messages: Sequence[Message | None]) -> FunctionStep:
 
 
 def _step_of(found: Mapping[int, FunctionMessage], kind: TrainingResultType) -> FunctionStep:
-    """Combine messages of one type into a step. If several ranks want to send a checkpoint, use the lowest rank's."""
+    """Combine the ranks' messages, which all have the same type, into a step.
+
+    If several ranks want to send a checkpoint, the checkpoint of the lowest rank is used.
+    """
     refs = {rank: m.checkpoint_ref for rank, m in found.items() if m.checkpoint_ref is not None}
     stored = {rank: ref for rank, ref in refs.items() if ref.is_stored}
     sent = {rank: ref for rank, ref in refs.items() if not ref.is_stored}
@@ -579,7 +606,7 @@ def _step_of(found: Mapping[int, FunctionMessage], kind: TrainingResultType) -> 
 
 
 def questions_in(messages: Sequence[Any]) -> Sequence[Question]:
-    """Return the questions of all functions, or an empty list if the messages are not questions.
+    """Return the questions that all ranks' functions ask the driver, or [] if the messages are not questions.
 
     Raises:
         StepMismatchError: Only some functions asked a question, or they asked different questions.
@@ -596,13 +623,13 @@ def questions_in(messages: Sequence[Any]) -> Sequence[Question]:
 
 
 def answer_to(questions: Sequence[Question], preemption: Callable[[], PreemptionInfo | None]) -> bytes:
-    """Return the pickled answer to a question, which is the same for all ranks."""
+    """Return the driver's answer to a question that all ranks have asked, as a pickle. All ranks get this answer."""
     answer: bytes = questions[0].data if questions[0].name == BROADCAST else cloudpickle.dumps(preemption())
     return answer
 
 
 def taken_names(names: Mapping[int, Collection[str]]) -> dict[int, tuple[str, ...]]:
-    """Return for each rank the names that a lower rank also uses.
+    """Return for each rank the file names that a lower rank also uses.
 
     >>> taken_names({2: ["rank_2"], 1: ["model", "rank_1"], 0: ["model", "rank_0"]})
     {0: (), 1: ('model',), 2: ()}
@@ -616,11 +643,11 @@ def taken_names(names: Mapping[int, Collection[str]]) -> dict[int, tuple[str, ..
 
 
 def _wait_on() -> None:
-    """Do nothing. Used as `on_wait` instead of `_watch`, which may end the run after a signal."""
+    """Do nothing while a call waits. Replaces `_watch`, which may end the program after a signal."""
 
 
 def _arrived(transfer: Any) -> Any:
-    """Wait until a worker's checkpoint has been transferred, and return it.
+    """Wait until a worker's checkpoint has been transferred to the driver, and return the checkpoint.
 
     Raises:
         CheckpointLostError: The worker died.

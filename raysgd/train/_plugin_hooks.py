@@ -1,6 +1,6 @@
-"""Hooks for the workers that run a training function: call the plug-in (`Backend`) when a worker group starts and ends.
+"""Hooks that the engine calls when a group of workers for a training function starts, changes and ends.
 
-The hooks also create the user's object in each worker.
+They call the plug-in (`Backend`), which connects the workers, and create the user's object in each worker.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, describe
 
 logger = logging.getLogger(__name__)
 
-_ARRIVAL_S = 30.0  # how long to wait for a checkpoint in transit before its worker is stopped
-_ARRIVAL_AT_CTRL_C_S = 3.0  # how long to wait instead after Ctrl-C; a second Ctrl-C ends the wait
+_ARRIVAL_S = 30.0  # how long to wait for a checkpoint that a worker is sending before the worker is stopped
+_ARRIVAL_AT_CTRL_C_S = 3.0  # how long to wait for the checkpoint after Ctrl-C; a second Ctrl-C ends the wait
 
 
 class PluginHooks(GroupHooks):
@@ -32,16 +32,17 @@ class PluginHooks(GroupHooks):
         num_started: Number of groups that were started.
         num_changes: Number of times that the workers of a running group changed.
         joined: For each worker that joined a running group, the value of `num_changes` after it joined.
-        replicas: Creates the workers' replicas.
+        replicas: Creates the `FunctionReplica` in each worker, which runs the function.
 
     Args:
         backend: The plug-in.
         config: The configuration that selected the plug-in.
         resources: Resources of one worker.
-        await_checkpoint: Waits until no checkpoint is in transit from a worker to the driver, up to the given number
-            of seconds.
-        make_object: Creates the user's object in every worker, as the last step of its start; None for no object.
-        tell_failure: Called with the diagnosis of a failure before the failed call is repeated.
+        await_checkpoint: Function that waits until no worker is sending a checkpoint to the driver, at most the given
+            number of seconds.
+        make_object: Function that creates the user's object in every worker after the worker was started; None for no
+            object.
+        tell_failure: Function to call with the diagnosis of a failure before the failed call is repeated.
     """
 
     def __init__(
@@ -68,22 +69,25 @@ class PluginHooks(GroupHooks):
 
     @property
     def group(self) -> EngineGroup:
-        """The engine's group of the current workers, or of the previous workers if none are running."""
+        """The engine's group of the current workers. If no workers are running, the group of the last workers."""
         assert self._group is not None, "no group was started"
         return self._group
 
     @property
     def workers(self) -> WorkerGroup:
-        """The current workers, in the form that plug-ins and users see."""
+        """The current workers, as the `WorkerGroup` that plug-ins and users see."""
         assert self._workers is not None, "no group was started"
         return self._workers
 
     def store(self, value: Any) -> Any:
-        """Store a value where workers can fetch it, and return the Ray object reference."""
+        """Store a value in Ray's object store, from which workers can fetch it, and return the object reference."""
         return self.group.store(value).reference
 
     def on_start(self, group: EngineGroup) -> GroupReport | None:
-        """Let the plug-in connect the workers. If a worker dies meanwhile, return a report about the lost worker."""
+        """Let the plug-in connect the workers of a new group, and create the user's object in each worker.
+
+        If a worker dies meanwhile, return a report about the lost worker.
+        """
         try:
             workers = WorkerGroup.over(group, self._resources)
             self._backend.on_start(workers, self._config)
@@ -97,7 +101,7 @@ class PluginHooks(GroupHooks):
         return None
 
     def on_change(self, group: EngineGroup) -> None:
-        """Update `workers` after a group changed in place: the ranks of the remaining workers, and the new workers."""
+        """Update the ranks in `workers` after a running group has lost or gained workers. Set up the new workers."""
         known = dict(zip(self._infos, self.workers.workers, strict=True))
         new = [rank for rank, info in enumerate(group.infos) if info not in known]
         self.num_changes += 1
@@ -108,29 +112,29 @@ class PluginHooks(GroupHooks):
             if self._make_object is not None:
                 make_objects(self._make_object, made)
             known |= {group.infos[rank]: worker for rank, worker in zip(new, made, strict=True)}
-        except LostDuringCallError as lost:  # not raised, because the next call fails for the same reason and recovers
+        except LostDuringCallError as lost:  # only logged, because the next call fails, too, and then recovers
             logger.warning("%s, while joining the group; the next call handles the loss", lost)
         self.workers.follow([known.get(info) for info in group.infos])
         self._infos = [info for info in group.infos if info in known]
 
     def on_training_start(self) -> None:
-        """Notify the plug-in that a function is about to start."""
-        hook = getattr(self._backend, "on_training_start", None)  # plug-ins need not derive from our base class
+        """Call the plug-in's `on_training_start` before a function starts."""
+        hook = getattr(self._backend, "on_training_start", None)  # a plug-in need not be a subclass of `Backend`
         if hook is None:
             return
         try:
             hook(self.workers, self._config)
-        except LostDuringCallError as lost:  # not raised, because the next call fails for the same reason and recovers
+        except LostDuringCallError as lost:  # only logged, because the next call fails, too, and then recovers
             logger.warning("%s, in `on_training_start`; the next call handles the loss", lost)
 
     def on_failure(self, diagnosis: Diagnosis) -> None:
-        """Report that the call is repeated, and why."""
+        """Pass on the diagnosis of a failure, after which the engine repeats the failed call."""
         self._tell_failure(diagnosis)
 
     def on_end(self, group: EngineGroup) -> None:
-        """Before the group's workers stop, wait for a checkpoint in transit from a worker, but only once per group.
+        """Before the group's workers are stopped, wait until a checkpoint that a worker is sending has arrived.
 
-        If that worker dies, the wait ends immediately.
+        Later calls for the same group do not wait. If the worker dies, the wait ends immediately.
         """
         self.replicas.start = ()
         if not self._may_wait:
@@ -140,7 +144,7 @@ class PluginHooks(GroupHooks):
         self._await_checkpoint(_ARRIVAL_AT_CTRL_C_S if is_interrupted else _ARRIVAL_S)
 
     def on_stop(self, group: EngineGroup) -> None:
-        """Let the plug-in shut down. If it fails, the workers are stopped anyway."""
+        """Call the plug-in's `on_shutdown`, which disconnects the workers. If it fails, log the error."""
         if group is not self._group:
             return
         with failure_logged(logger.warning, "`on_shutdown` failed; stopping the workers anyway: %s"):

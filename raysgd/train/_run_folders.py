@@ -1,4 +1,7 @@
-"""A trainer's folder and its run folders. Folders on disk are paths; folders in a remote store are `Folder` objects."""
+"""The folder of a `Trainer` and the folders of its runs.
+
+A folder on disk is represented by its path, a folder in a remote store by a `Folder`.
+"""
 
 from __future__ import annotations
 
@@ -59,17 +62,20 @@ def _given(log_dir: str | Path) -> Path | Folder:
 
 
 def as_folder(place: Path | Folder) -> Folder:
-    """Convert the form that users see, a path or a `Folder`, to a `Folder`."""
+    """Convert a path to a `Folder`. Return a `Folder` unchanged."""
     return place if isinstance(place, Folder) else open_folder(place)
 
 
 def as_place(folder: Folder) -> Path | Folder:
-    """Convert a `Folder` to the form that users see: a path if it is on disk."""
+    """Convert a `Folder` on disk to its path, which is what users see. Return any other `Folder` unchanged."""
     return folder.local_path if folder.is_local else folder
 
 
 def make_run_dir(logdir: Path | Folder, number: int) -> tuple[int, Path | Folder]:
-    """Create the next run folder that no other trainer has taken. Return its number and the folder."""
+    """Create a run's folder with the lowest free number that is at least `number`. Return the number and the folder.
+
+    A number is free if no other trainer has created the folder of that number.
+    """
     while not _is_new(run_dir := logdir / f"run_{number:03d}"):
         number += 1
     return number, run_dir
@@ -78,7 +84,7 @@ def make_run_dir(logdir: Path | Folder, number: int) -> tuple[int, Path | Folder
 def _is_new(run_dir: Path | Folder) -> bool:
     """Create a run's folder and return True. Return False if the folder already exists.
 
-    In a remote store this is not atomic, so two programs may both get True.
+    In a remote store, checking and creating are two steps, so two programs at the same time may both get True.
     """
     if isinstance(run_dir, Folder):
         is_there = run_dir.exists()
@@ -93,7 +99,9 @@ def _is_new(run_dir: Path | Folder) -> bool:
 
 @contextmanager
 def local_run_dir(run_dir: Path | Folder) -> Iterator[Path]:
-    """Yield a local folder for the files that callbacks write during a run. At the end, upload it to the store.
+    """Yield a local folder for the files that callbacks write during a run.
+
+    If the run's folder is in a remote store, upload the files at the end of the run.
 
     Raises:
         StorageError: The upload failed. The message names the local folder that still holds the files.
@@ -107,7 +115,7 @@ def local_run_dir(run_dir: Path | Folder) -> Iterator[Path]:
     def save() -> None:
         try:
             _send(local, run_dir)
-        except StorageError as error:  # the error that ended the run is more important, so it is raised instead
+        except StorageError as error:  # only log it, because the error that ended the run is raised
             logger.error("%s", error)
 
     with OnFailure(save):
@@ -116,7 +124,7 @@ def local_run_dir(run_dir: Path | Folder) -> Iterator[Path]:
 
 
 def _send(local: Path, run_dir: Folder) -> None:
-    # the checkpoints are already in the store
+    # Do not upload the checkpoints, which `fetch_checkpoints` has downloaded from the store.
     shutil.rmtree(local / constants.TRAIN_CHECKPOINT_SUBDIR, ignore_errors=True)
     try:
         run_dir.upload(local)
@@ -125,7 +133,7 @@ def _send(local: Path, run_dir: Folder) -> None:
 
 
 def fetch_checkpoints(run_dir: Path | Folder, local: Path) -> None:
-    """Download a run's checkpoints to the folder where callbacks look for them."""
+    """Download a run's checkpoints from a remote store to the local folder in which callbacks look for them."""
     if isinstance(run_dir, Path):
         return
     try:

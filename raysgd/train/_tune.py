@@ -1,4 +1,4 @@
-"""Trainers as trials of Ray Tune, which stores their checkpoints and receives every report of rank 0.
+"""Runs trainers as trials of Ray Tune, which stores their checkpoints and receives every report of rank 0.
 
 A `FunctionTrial` runs a `Trainer`. A `FitTrial` runs a trainer with a `fit()` method, with arguments that Tune may have
 chosen. Users may override the training loop of such a trainer. The loop therefore runs in a thread of the trial and
@@ -46,7 +46,7 @@ def make_trainable(
     strategy: str,
     refuses_more_steps: bool = False,
 ) -> type[Any]:
-    """Return the class for `tune.Tuner` or `tune.run`.
+    """Return a class that `tune.Tuner` or `tune.run` can run: a trial with a `Trainer` and a training function.
 
     Args:
         make_trainer: Creates a trial's trainer, which writes to `logdir`.
@@ -69,7 +69,7 @@ def make_trainable(
 
 
 class FunctionTrial:
-    """A trial that runs a training function with a `Trainer`. Each step returns one report.
+    """A Ray Tune trial that runs a training function with a `Trainer`. Each step of the trial returns one report.
 
     Args:
         make_trainer: Creates the trainer, which writes to `logdir`.
@@ -77,7 +77,8 @@ class FunctionTrial:
         dataset: Dataset whose shards the function's workers receive.
         config: The trial's config, which is passed to the function.
         info: The trial's name, ID and folder.
-        refuses_more_steps: True if a step after the end is an error. False to return the final result again.
+        refuses_more_steps: True if another step after the function has finished is an error. False to return the final
+            result again.
     """
 
     def __init__(
@@ -99,7 +100,9 @@ class FunctionTrial:
         self._has_ended = False
 
     def step(self) -> TrialStepResult:
-        """Return rank 0's next report, with an added flag that is True if Tune does not have the newest checkpoint yet.
+        """Wait for rank 0's next report and return it, with a flag that asks Tune to call `save`.
+
+        The flag is True if the function has saved a checkpoint that Tune does not have yet.
 
         Raises:
             RuntimeError: The function has finished, and `refuses_more_steps` is True.
@@ -119,7 +122,7 @@ class FunctionTrial:
     def _begin(self) -> None:
         self._trainer = self._make_trainer(logdir=self._logdir)
         self._trainer.start()
-        # Tune decides which checkpoints to retain.
+        # Keep no checkpoints in the run's folder, because Tune stores them and decides which to keep.
         strategy = CheckpointStrategy(num_to_keep=0)
         self._iterator = self._trainer.run_iterator(
             self._train_func, self._config, self._dataset, self._begin_from, strategy
@@ -130,7 +133,10 @@ class FunctionTrial:
         return self._trainer.checkpoint_manager.latest_checkpoint_id if self._trainer is not None else 0
 
     def save(self, folder: Path) -> None:
-        """Write the trial's newest checkpoint for Tune, or its starting checkpoint if it has not saved any."""
+        """Write the trial's newest checkpoint into a folder for Tune.
+
+        If the function has not saved a checkpoint, write the checkpoint from which it started.
+        """
         self._num_saved = self._num_taken
         checkpoint = self._trainer.latest_checkpoint if self._trainer is not None else None
         content = checkpoint if checkpoint is not None else self._begin_from or {}
@@ -138,7 +144,7 @@ class FunctionTrial:
         write_checkpoint({**content, TUNE_CHECKPOINT_ID: identity}, folder / TUNE_CHECKPOINT_FILE_NAME)
 
     def load(self, folder: Path) -> None:
-        """Start from a checkpoint that Tune stored."""
+        """End the current run, and let the next step start from a checkpoint that Tune has stored in a folder."""
         self.end()
         content = load_checkpoint(folder / TUNE_CHECKPOINT_FILE_NAME) or {}
         self._first_id = content.pop(TUNE_CHECKPOINT_ID, 0)
@@ -146,7 +152,7 @@ class FunctionTrial:
         self._begin_from = content or None
 
     def end(self) -> None:
-        """Shut down the trainer."""
+        """Shut down the trial's trainer."""
         trainer, self._trainer, self._iterator = self._trainer, None, None
         if trainer is not None:
             trainer.shutdown()
@@ -156,7 +162,7 @@ class FunctionTrial:
 
 
 def trainable_of(trainer: BaseTrainer) -> type[Any]:
-    """Return the class for `BaseTrainer.as_trainable`.
+    """Return the class that `BaseTrainer.as_trainable` returns, of which each trial is an instance.
 
     Raises:
         MissingTuneError: Ray Tune is not installed.
@@ -169,7 +175,8 @@ def trainable_of(trainer: BaseTrainer) -> type[Any]:
             f"`label_selector={trainer.scaling_config.label_selector!r}`: Ray Tune reserves the workers of a trial, "
             "and takes no labels. Use a custom resource in `resources_per_worker`."
         )
-    # Tune calls callbacks, reporters and stop conditions in the driver. They may not be picklable.
+    # Do not send callbacks, reporters and stop conditions to the trials. Tune calls them in the driver, and they may
+    # not be picklable.
     run_config = replace(trainer.run_config, callbacks=None, progress_reporter=None, stop=None)
     given = {name: run_config if name == "run_config" else value for name, value in trainer._arguments.items()}
 
@@ -191,9 +198,9 @@ def trainable_of(trainer: BaseTrainer) -> type[Any]:
 
 
 class TrialRecorder:
-    """Takes the place of the recorder that writes a run's results.
+    """Takes the place of the recorder that writes the results of a `fit()` run, if the run is a Ray Tune trial.
 
-    Instead of writing a report, it passes the report to the trial's thread and waits until Tune requests the next one.
+    It passes each report to the trial's thread and waits until Tune requests the next report.
 
     Args:
         mailbox: Passes messages from the trainer's thread to the trial's thread.
@@ -203,16 +210,19 @@ class TrialRecorder:
         self._mailbox = mailbox
 
     def begin_attempt(self) -> None:
-        """Do nothing at the start of an attempt."""
+        """Called when the run starts or restarts. There is nothing to do."""
 
     def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
-        """Do nothing, because Ray Tune does not use the workers' events."""
+        """Do nothing with the workers' events, because Ray Tune has no use for them."""
 
     def fail(self, error: BaseException) -> None:
-        """Do nothing when an attempt fails."""
+        """Called when an attempt of the run fails. There is nothing to do, because Tune handles the error."""
 
     def record(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> bool:
-        """Pass on a report. Return True if the run must stop because the trial is stopping."""
+        """Pass a report to the trial's thread, and wait until Tune requests the next report.
+
+        Return True if the run must stop because Tune stops the trial.
+        """
         try:
             self._mailbox.offer((dict(metrics), checkpoint))
             self._mailbox.await_request()
@@ -222,7 +232,7 @@ class TrialRecorder:
 
 
 class FitTrial:
-    """A trial that runs a trainer with a `fit()` method. Each step returns one report.
+    """A Ray Tune trial that runs a trainer with a `fit()` method. Each step of the trial returns one report.
 
     Args:
         make_trainer: Creates the trainer, with the trial's config merged into its arguments.
@@ -241,7 +251,7 @@ class FitTrial:
         self._has_ended = False
 
     def step(self) -> TrialStepResult:
-        """Return rank 0's next report."""
+        """Wait for rank 0's next report and return it."""
         if self._has_ended:
             return TrialStepResult(None, is_last=True)
         mailbox = self._mailbox = self._mailbox or self._begun()
@@ -254,7 +264,7 @@ class FitTrial:
         return TrialStepResult(metrics, has_checkpoint=checkpoint is not None and self._keeps_files)
 
     def _begun(self) -> Mailbox:
-        """Start the trainer in a thread and return its mailbox."""
+        """Start the trainer in a thread, and return the mailbox that passes its reports to the trial's thread."""
         trainer = self._make_trainer()
         trainer._check()
         self._folder = self._new_folder(type(trainer).__name__)
@@ -264,7 +274,7 @@ class FitTrial:
         own, info = trainer._facts(self._folder), self._info
         facts = replace(own, name=info.name or own.name, id=info.identity or own.id, workdir=None)
         recorder: Any = TrialRecorder(mailbox)
-        # After each report, Tune decides whether the trial continues, so work ahead of that decision could be wasted.
+        # `num_ahead=0` makes the function wait at each report, because Tune decides there whether the trial continues.
         trainer._job = self._job = FitJob(self._folder, recorder, run_config, facts, begin_from, num_ahead=0)
         self._keeps_files = facts.keeps_files
         mailbox.start()
@@ -284,14 +294,14 @@ class FitTrial:
         self._drop_older()
 
     def _drop_older(self) -> None:
-        """Delete all stored checkpoints except the newest, which a run needs to change its number of workers."""
+        """Delete all checkpoints in the trial's storage except the newest, from which the run may still restart."""
         if self._folder is None:
             return
         for name in self._folder.checkpoint_names()[:-1]:
             (self._folder.trial / name).delete()
 
     def load(self, folder: Path) -> None:
-        """Start from a checkpoint that Tune stored."""
+        """End the current run, and let the next step start from a checkpoint that Tune has stored in a folder."""
         self.end()
         if not any(folder.iterdir()):
             return
@@ -300,7 +310,7 @@ class FitTrial:
         self._begin_from = Checkpoint.from_directory(copy)
 
     def end(self) -> None:
-        """Stop the run at any point."""
+        """Stop the trainer's thread wherever it is, and delete the trial's storage."""
         mailbox, folder = self._mailbox, self._folder
         self._mailbox = self._folder = self._newest = None
         self._has_ended = False
@@ -314,7 +324,7 @@ class FitTrial:
 
 
 def merged_arguments(given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge a trial's config into a trainer's arguments, recursively for dicts."""
+    """Merge a trial's config into the arguments of a trainer. Dicts and scaling configs are merged by entry."""
     refuse_run_config(config)
     return {**given, **{name: _merged(given.get(name), value) for name, value in config.items()}}
 

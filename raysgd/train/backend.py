@@ -44,7 +44,9 @@ _NAMED = {
 
 
 class Backend:
-    """The driver side of a plug-in: connects a trainer's workers and converts their data. Each trainer creates one.
+    """The part of a plug-in that connects a trainer's workers and converts their data.
+
+    Each trainer creates a `Backend` in the driver.
 
     Attributes:
         share_cuda_visible_devices: True if each worker sees the GPUs of all workers on its node.
@@ -53,51 +55,59 @@ class Backend:
     share_cuda_visible_devices: bool = False
 
     def on_start(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
-        """Called in the driver when all workers are running, and again after lost workers have been replaced."""
+        """Called in the driver when all workers have started, and again after lost workers were replaced.
+
+        Override this to connect the workers.
+        """
 
     def on_training_start(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
-        """Called in the driver before a function starts."""
+        """Called in the driver before a training function starts on the workers."""
 
     def on_shutdown(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
         """Called in the driver before workers are shut down cleanly. Exceptions raised here are only logged."""
 
     @staticmethod
     def encode_data(data_dict: dict[str, Any]) -> EncodedData:
-        """Prepare a report or checkpoint for leaving the worker."""
+        """Convert a report or checkpoint to the form in which it is sent to the driver. Called in the worker."""
         return data_dict
 
     @staticmethod
     def decode_data(encoded_data: EncodedData) -> dict[str, Any]:
-        """Revert `encode_data`, in the driver."""
+        """Convert a report or checkpoint back from the form that `encode_data` returned. Called in the driver."""
         decoded: dict[str, Any] = encoded_data
         return decoded
 
     @staticmethod
     def explain(error: Exception) -> Exception:
-        """Return the exception to raise in the worker for the function's exception: itself, or a clearer exception."""
+        """Return the exception to raise in place of an exception that the function has raised. Called in the worker.
+
+        Return the same exception, or one with a clearer message.
+        """
         return error
 
 
 class BackendConfig:
-    """Config with which users select a backend. The base class connects nothing: workers run independently."""
+    """Config with which users select a plug-in. With this base class, the workers run without a connection."""
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """The backend's class."""
+        """The class of the plug-in that this config selects."""
         return Backend
 
     def connection(self, num_gpus_per_worker: float) -> Connection:
-        """Return the connection that the workers join when they start."""
+        """Return the connection to the other workers that each worker joins when it starts."""
         return NoConnection()
 
     def can_regroup(self, num_gpus_per_worker: float) -> bool:
-        """Return True if the survivors of a failure can form another group while a function runs."""
+        """Return True if the remaining workers can form another group after a failure while a function runs."""
         return False
 
 
 @dataclass
 class PlacedConnection(Connection):
-    """Wraps a connection: a single worker joins it too, and environment variables tell each worker its rank.
+    """Wraps a connection so that workers get environment variables with their rank.
+
+    The wrapped connection is joined even if there is only one worker.
 
     Attributes:
         inner: The wrapped connection.
@@ -132,7 +142,7 @@ class PlacedConnection(Connection):
         self.inner.join(rendezvous, world, even_alone=True)
 
     def variables(self, rendezvous: Rendezvous, world: World) -> dict[str, str]:
-        """Return the environment variables, such as `RANK`, to set before the worker joins."""
+        """Return the environment variables, such as `RANK`, to set in a worker before it joins the group."""
         variables = {}
         if self.shares_gpus and world.node_gpu_ids:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(world.node_gpu_ids)
@@ -155,7 +165,10 @@ class PlacedConnection(Connection):
             membership.note_broken(MeshBroken("the group is formed again, because workers were lost"))
 
     def leave_for_another(self) -> None:
-        """Interrupt the connection, wait until the function's pending collectives have failed, and leave the group."""
+        """Leave the group so that this worker can join another group while the function runs.
+
+        First interrupt the connection, and wait until the function's collectives in the group have failed.
+        """
         membership = _membership()
         if membership is not None:
             self.inner.interrupt()
@@ -176,12 +189,15 @@ class PlacedConnection(Connection):
 
 
 def _membership() -> Any:
-    """Return the running function's membership, or None if the function cannot continue in another group."""
+    """Return the `Membership` of the training function that runs in this process.
+
+    Return None if no function runs, or if it was not started with `elastic=True`.
+    """
     return getattr(current_session(), "membership", None)
 
 
 def resolve(backend: str | BackendConfig) -> BackendConfig:
-    """Return the config named `backend`, or `backend` itself if it is a config.
+    """Return a new config of the plug-in with this name, or `backend` itself if it is a config.
 
     Raises:
         ValueError: The name is unknown.
@@ -201,7 +217,7 @@ def resolve(backend: str | BackendConfig) -> BackendConfig:
 
 
 def backend_of(config: BackendConfig) -> Backend:
-    """Create a config's backend. `backend_cls` should be a property, but in some configs it is a method.
+    """Create the plug-in that a config selects. `backend_cls` should be a property, but may also be a method.
 
     Raises:
         TypeError: `backend_cls` does not provide a backend.

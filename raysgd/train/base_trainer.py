@@ -92,7 +92,7 @@ class BaseTrainer(ABC):
     if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
 
         def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
-            """Store the arguments. Trials of Ray Tune change some of them, and `restore` reuses them."""
+            """Create a trainer and remember its arguments, for `restore` and for trials of Ray Tune."""
             if detached is not None:
                 return start(cls, detached, args, kwargs)
             trainer = super().__new__(cls)
@@ -126,7 +126,7 @@ class BaseTrainer(ABC):
     # ---------------------------------------------------------------------------------------------- methods to override
 
     def setup(self) -> None:  # noqa: B027 - it may stay empty
-        """Called before the data is prepared and the loop starts. Does nothing by default."""
+        """Called in `fit` before the datasets are prepared and the loop starts. Does nothing by default."""
 
     def preprocess_datasets(self) -> None:
         """Prepare the datasets: call dataset functions and apply the preprocessor. Call `super` if you override it."""
@@ -134,7 +134,7 @@ class BaseTrainer(ABC):
 
     @abstractmethod
     def training_loop(self) -> None:
-        """Train, and report results with `raysgd.train.report`."""
+        """Override this with your training loop. Report results with `raysgd.train.report`."""
 
     # -------------------------------------------------------------------------------------------------------------- run
 
@@ -145,7 +145,7 @@ class BaseTrainer(ABC):
             The run's metrics, checkpoints and folder.
 
         Raises:
-            ValueError: The configs contradict each other or the trainer. Nothing was started.
+            ValueError: The configs contradict each other, or do not suit the trainer. Nothing was started.
             TrainingFailedError: The run failed more often than `FailureConfig(max_failures=...)` allows. The error is
                 also an instance of your loop's exception. The run's folder contains all earlier reports.
         """
@@ -159,14 +159,17 @@ class BaseTrainer(ABC):
             )
             return Result.from_path(restored.folder.trial.uri)
         trainer = copy.copy(self)
-        if self.resume_from_checkpoint is not None:  # store only its location, because the trainer may be pickled
+        if self.resume_from_checkpoint is not None:  # pickle only its location, when the trainer is sent to a worker
             trainer.resume_from_checkpoint = self.resume_from_checkpoint.by_place()
             trainer._arguments = {**self._arguments, "resume_from_checkpoint": trainer.resume_from_checkpoint}
         trainer._job = trainer._make_job(restored.folder if restored is not None else None)
         return trainer._job.run(trainer._train)
 
     def _make_job(self, folder: TrialFolder | None) -> FitJob:
-        """Create the job of a run. `folder` is the folder of the run to continue; None to create a new folder.
+        """Create the `FitJob` of a call to `fit`.
+
+        Args:
+            folder: The folder of the run to continue; None to create the folder of a new run.
 
         Raises:
             ValueError: The workers cannot write to the storage.
@@ -180,7 +183,7 @@ class BaseTrainer(ABC):
         return FitJob(folder, recorder, self.run_config, self._facts(folder), begin_from)
 
     def _facts(self, folder: TrialFolder) -> TrialFacts:
-        """Return what the function can query about its run, such as the folder."""
+        """Return facts about the run that the training function can query, such as the folder."""
         return TrialFacts(
             folder=folder.trial,
             experiment_name=folder.experiment_name,
@@ -215,11 +218,11 @@ class BaseTrainer(ABC):
 
     @property
     def _name(self) -> str:
-        """Raise an error. Ray's own `Tuner` reads this name from a callable before it starts anything."""
+        """Raise an error. Only Ray's own `Tuner` reads this attribute, before it starts anything."""
         raise TypeError(_NOT_RAYS_TUNER.format(name=type(self).__name__))
 
     def _check(self) -> None:
-        """Check options when a run starts rather than in `__init__`, because a trial of Ray Tune may still set them.
+        """Check the options that a trial of Ray Tune may set after `__init__`. Called when a run starts.
 
         Raises:
             ValueError: An option is missing, or options contradict each other.
@@ -228,7 +231,7 @@ class BaseTrainer(ABC):
         check_is_left_to_function(self.run_config)
 
     def _train(self) -> None:
-        """Run the loop in one worker and process its reports."""
+        """Run `training_loop` in one worker and process its reports."""
         bundle = self.scaling_config.trainer_bundle
         needs = ScalingConfig(num_workers=1, resources_per_worker=bundle, use_gpu=bool(bundle.get("GPU")))
         assert self._job is not None, "`fit` sets it"
@@ -236,7 +239,7 @@ class BaseTrainer(ABC):
 
     @property
     def _trial_config(self) -> dict[str, Any]:
-        """The config that is included in the run's results."""
+        """The config that is written to each report of the run as `config`."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -276,7 +279,7 @@ class BaseTrainer(ABC):
         return trainer
 
     def __repr__(self) -> str:
-        """Return the class and the arguments that were passed, shortened to one line."""
+        """Return a constructor call with the arguments that were passed, shortened to one line."""
         given = {name: _on_one_line(value) for name, value in self._arguments.items() if value is not None}
         for size in range(MAX_REPR_LENGTH, 0, -5):
             parts = [f"{name}={text if len(text) <= size else f'{text[:size]}...'}" for name, text in given.items()]
@@ -286,7 +289,10 @@ class BaseTrainer(ABC):
 
 
 def _on_one_line(value: Any) -> str:
-    """Return an argument as a one-line string: a function's name, or the class of an object with a multi-line repr."""
+    """Return an argument of a trainer as a string for its `repr`.
+
+    This is the name of a function, the class of an object whose `repr` has several lines, or else the `repr`.
+    """
     if isinstance(value, FunctionType):
         return value.__name__
     if isinstance(value, dict) and any("\n" in repr(each) for each in value.values()):
@@ -296,7 +302,7 @@ def _on_one_line(value: Any) -> str:
 
 
 def _run_loop(trainer: BaseTrainer) -> None:
-    """Run a trainer's loop, in a worker."""
+    """Run the `training_loop` of a trainer. Called in the worker."""
     trainer.setup()
     trainer.preprocess_datasets()
     trainer.training_loop()
@@ -318,7 +324,7 @@ def checked_scaling(value: Any) -> ScalingConfig:
 
 
 def changed_scaling(before: ScalingConfig, values: Mapping[str, Any]) -> ScalingConfig:
-    """Return a copy of a config with some values changed.
+    """Return a copy of a `ScalingConfig` with some fields changed.
 
     Raises:
         ValueError: A field does not exist, or its value is invalid.
@@ -347,7 +353,7 @@ def checked_resume(value: Any) -> Checkpoint | None:
 
 
 def checked_metadata(metadata: Any) -> dict[str, Any]:
-    """Return the metadata of checkpoints, converted to JSON and back.
+    """Validate the `metadata` that a user passed to a trainer, and return it converted to JSON and back.
 
     Raises:
         TypeError: `metadata` is not a dict.
@@ -358,7 +364,7 @@ def checked_metadata(metadata: Any) -> dict[str, Any]:
 
 
 def check_allowed(scaling: ScalingConfig, allowed: Sequence[str], trainer_name: str) -> None:
-    """Check that a config sets only fields that the trainer uses.
+    """Check that a `ScalingConfig` sets only fields that a class of trainers uses.
 
     Raises:
         ValueError: The config sets other fields.
@@ -372,14 +378,14 @@ def check_allowed(scaling: ScalingConfig, allowed: Sequence[str], trainer_name: 
 
 
 def own_values(config: ScalingConfig) -> dict[str, Any]:
-    """Return a config's values that differ from the defaults."""
+    """Return the fields of a `ScalingConfig` whose values differ from the defaults, as a dict."""
     default = ScalingConfig()
     names = [each.name for each in fields(config)]
     return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
 
 
 def check_is_left_to_function(run_config: RunConfig) -> None:
-    """Check that `run_config` does not schedule checkpoints, because the function decides when to save them.
+    """Check that a `RunConfig` sets no schedule for checkpoints, because the training function decides when to save.
 
     Raises:
         ValueError: `checkpoint_frequency` or `checkpoint_at_end` is set.
@@ -394,7 +400,7 @@ def check_is_left_to_function(run_config: RunConfig) -> None:
 
 
 def check_is_shared(folder: Folder) -> None:
-    """Check that workers can write to the run's folder.
+    """Check that the workers can write to the folder in which runs are stored.
 
     Raises:
         ValueError: The storage is in this process's memory.

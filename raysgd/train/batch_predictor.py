@@ -47,12 +47,12 @@ class BatchPredictor:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, predictor_cls: type[Predictor], **kwargs: Any) -> BatchPredictor:
-        """Return a predictor for a checkpoint's model; see the class."""
+        """Return a `BatchPredictor` for the model in a checkpoint. The arguments are those of the class."""
         return cls(checkpoint, predictor_cls, **kwargs)
 
     @classmethod
     def from_pandas_udf(cls, pandas_udf: Callable[[Any], Any]) -> BatchPredictor:
-        """Return a predictor that applies a function to data frames."""
+        """Return a `BatchPredictor` that predicts by applying a function to data frames."""
         without_checkpoint: Any = None
         return cls(without_checkpoint, FunctionPredictor, function=pandas_udf)
 
@@ -60,7 +60,10 @@ class BatchPredictor:
         return f"{type(self).__name__}(checkpoint={self._checkpoint!r}, predictor_cls={self._predictor_cls.__name__})"
 
     def get_preprocessor(self) -> Any:
-        """Return the preprocessor for the batches, or None. Defaults to the checkpoint's preprocessor."""
+        """Return the preprocessor for the batches, which is the checkpoint's unless you have set another one.
+
+        Return None if there is no preprocessor.
+        """
         return self._preprocessor
 
     def set_preprocessor(self, preprocessor: Any) -> None:
@@ -82,7 +85,7 @@ class BatchPredictor:
         ray_remote_args: dict[str, Any] | None = None,
         **predict_kwargs: Any,
     ) -> Any:
-        """Return a dataset with the predictions, which are computed when it is read.
+        """Return a dataset with the predictions. They are computed when the dataset is read.
 
         Args:
             data: A Ray Data dataset.
@@ -124,7 +127,7 @@ class BatchPredictor:
         )
 
     def predict_pipelined(self, data: Any, **options: Any) -> NoReturn:
-        """Raise an error: Ray Data no longer has pipelines, and `predict` already limits how much is in memory at once.
+        """Raise an error, because Ray Data has no pipelines anymore. `predict` does not load all data at once either.
 
         Raises:
             NotImplementedError: Always.
@@ -136,19 +139,26 @@ class BatchPredictor:
 
 
 class _Scorer:
-    """Predicts in one Ray Data worker."""
+    """The object that predicts batches in one Ray Data worker."""
 
     def __init__(
         self, checkpoint: Checkpoint, predictor_cls: type[Predictor], kwargs: Mapping[str, Any], preprocessor: Any
     ) -> None:
         self._predictor = predictor_cls.from_checkpoint(checkpoint, **kwargs)
-        self._predictor.set_preprocessor(None)  # `__call__` applies the preprocessor before it selects the columns
+        self._predictor.set_preprocessor(None)  # `__call__` applies the preprocessor itself, before selecting columns
         self._preprocessor = preprocessor
 
     def __call__(
         self, batch: Any, features: Sequence[str] | None, kept: Sequence[str], options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the predictions for a batch by column."""
+        """Return the predictions for a batch, as a dict of columns.
+
+        Args:
+            batch: The batch, as Ray Data passes it.
+            features: Columns that the model receives; None for all.
+            kept: Columns of the batch to add to the predictions.
+            options: Keyword arguments for the predictor's `predict`.
+        """
         if self._preprocessor is not None:
             batch = columns_of(self._preprocessor.transform_batch(batch))
         inputs = {name: batch[name] for name in features} if features is not None else batch

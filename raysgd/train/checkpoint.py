@@ -1,4 +1,4 @@
-"""Receives training functions' checkpoints in the driver, and stores the best of them as files for `Trainer`.
+"""Receives the checkpoints of training functions in the driver. For `Trainer`, also stores the best of them as files.
 
 Checkpoints are received one at a time, in a thread. ADR 94 explains why the worker first copies a checkpoint and the
 driver fetches the copy later.
@@ -42,19 +42,25 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _ARRIVAL_S = 10.0
-"""How long to wait for a checkpoint in transit after a worker was lost. If the worker that sends it died, the wait ends
-immediately. If that worker is frozen, the checkpoint may never arrive."""
+"""How many seconds to wait for a checkpoint that a worker is sending, after a worker was lost. If the worker that sends
+it died, the wait ends immediately. If that worker is frozen, the checkpoint may never arrive."""
 
 
 class CheckpointLostError(Exception):
-    """A checkpoint was lost with the worker that was sending it. The run continues from the previous checkpoint."""
+    """Raised if a checkpoint was lost with the worker that was sending it.
+
+    The run continues from the previous checkpoint.
+    """
 
 
 class CheckpointTaker(ABC):
-    """Receives the checkpoints of a run, one after another, in a thread, so that the functions do not wait.
+    """Receives the checkpoints of a run in the driver.
+
+    They are received one after another in a thread, so that the training functions do not wait.
 
     Attributes:
-        next_index: Number of the next checkpoint that workers store themselves; None if workers store no checkpoints.
+        next_index: Number of the next checkpoint, for workers that store checkpoints themselves; None if workers store
+            no checkpoints.
 
     Args:
         restart_point: The checkpoint that the run starts from; None to start from the beginning.
@@ -71,7 +77,12 @@ class CheckpointTaker(ABC):
 
     @abstractmethod
     def add(self, score: Any, receive: Callable[[], dict[str, Any]] | None) -> None:
-        """Add a checkpoint. `receive` gets it from the worker; None if the workers have stored the checkpoint."""
+        """Add a checkpoint that the training function has saved.
+
+        Args:
+            score: Value that ranks the checkpoint.
+            receive: Function that gets the checkpoint from the worker; None if the workers have stored it themselves.
+        """
 
     @abstractmethod
     def keep_newest(self) -> str | None:
@@ -85,19 +96,19 @@ class CheckpointTaker(ABC):
         """
 
     def begin_attempt(self) -> None:  # noqa: B027 - subclasses need not override it
-        """Prepare for another attempt. Called each time before the function starts on all workers."""
+        """Prepare for an attempt of the run. Called each time before the function starts or restarts on all workers."""
 
     @property
     def restart_point(self) -> Any:
-        """The checkpoint from which a function restarts: the newest, or the checkpoint that the run started from."""
+        """The checkpoint from which the training function restarts: the newest, or that from which the run started."""
         self.flush()
         return self._restart_point
 
     def take_landing(self) -> bool:
         """Return True if a checkpoint has been completely received since the last call to this method.
 
-        Wait for a checkpoint in transit, so that the answer does not depend on the driver's speed. If receiving the
-        checkpoint failed, `flush` raises the error.
+        If a checkpoint is just being received, wait for it. Otherwise, the answer would depend on the driver's speed.
+        If receiving the checkpoint failed, `flush` raises the error.
         """
         if self._coming is not None and self._has_arrived.wait(_ARRIVAL_S):
             wait([self._coming])
@@ -105,17 +116,20 @@ class CheckpointTaker(ABC):
         return self._num_landed > counted
 
     def await_arrival(self, timeout_s: float) -> None:
-        """Wait until no worker is still sending a checkpoint. The checkpoint may be lost, or not written yet."""
+        """Wait until no worker is sending a checkpoint, at most the given number of seconds.
+
+        Afterwards, the checkpoint may be lost, or received but not written yet.
+        """
         if self._coming is not None and not self._has_arrived.wait(timeout_s):
             logger.warning(
                 "checkpoint %s did not arrive within %g s; stopping its worker anyway", self._identity, timeout_s
             )
 
     def flush(self) -> None:
-        """Wait until the checkpoint in transit has been received and written.
+        """Wait until the newest checkpoint has been received and written.
 
         Raises:
-            Exception: Receiving or writing the checkpoint failed. An `OSError` if it could not be written.
+            Exception: Receiving or writing the checkpoint failed. If writing failed, the error is an `OSError`.
         """
         coming, self._coming = self._coming, None
         if coming is not None:
@@ -128,13 +142,13 @@ class CheckpointTaker(ABC):
         keep: Callable[[dict[str, Any]], None],
         lose: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start a thread that receives a checkpoint. Call `flush` first: only one checkpoint may be in transit.
+        """Start a thread that receives a checkpoint. Call `flush` before, because only one such thread may run.
 
         Args:
             identity: Number of the checkpoint.
-            receive: Returns the checkpoint. Raises `CheckpointLostError` if it was lost.
-            keep: Called in the thread with the received checkpoint.
-            lose: Called in the thread if `receive` raises.
+            receive: Function that returns the checkpoint, or raises `CheckpointLostError` if it was lost.
+            keep: Function to call in the thread with the received checkpoint.
+            lose: Function to call in the thread if `receive` raises.
         """
         self._identity = identity
         self._has_arrived.clear()
@@ -184,7 +198,7 @@ class CheckpointStrategy:
     def __post_init__(self) -> None:
         if self.checkpoint_score_attribute is None:
             raise ValueError("`checkpoint_score_attribute=None`: need the name of a value in the checkpoints.")
-        # validates the values
+        # Create a `CheckpointConfig` only because it validates the values.
         CheckpointConfig(self.num_to_keep, self.checkpoint_score_attribute, self.checkpoint_score_order)
 
 
@@ -206,7 +220,9 @@ def checked_strategy(strategy: CheckpointStrategy | CheckpointConfig | None) -> 
 
 
 def checked_score(strategy: CheckpointStrategy, score: Any) -> float | None:
-    """Return the value of a checkpoint's score attribute as a number, or None if no checkpoints are kept on disk.
+    """Check the value by which a checkpoint is ranked, and return it as a number.
+
+    Return None if the strategy keeps no checkpoints on disk.
 
     Raises:
         ValueError: The value is missing or not a number.
@@ -252,10 +268,10 @@ class CheckpointManager(CheckpointTaker):
         strategy: CheckpointStrategy | None = None,
         latest_id: int | None = None,
     ) -> None:
-        """Prepare for a run.
+        """Prepare for a run, after waiting for the last checkpoint of the previous run.
 
         Args:
-            run_dir: Folder of the run. Checkpoints are written to a subfolder. None writes no files.
+            run_dir: Folder of the run. Checkpoints are written to a subfolder. None to write no files.
             checkpoint: The checkpoint that the run starts from.
             strategy: Decides which checkpoints to keep; None to keep all.
             latest_id: Number of the last checkpoint before this run. The run continues the numbering.
@@ -276,11 +292,11 @@ class CheckpointManager(CheckpointTaker):
 
         Args:
             score: Value that ranks the checkpoint.
-            receive: Returns the checkpoint. Raises `CheckpointLostError` if it was lost.
+            receive: Function that returns the checkpoint, or raises `CheckpointLostError` if it was lost.
 
         Raises:
             ValueError: `score` is missing or not a number.
-            Exception: Receiving or writing the previous checkpoint failed. An `OSError` if it could not be written.
+            Exception: Receiving or writing the previous checkpoint failed. If writing failed, it is an `OSError`.
         """
         assert receive is not None, "no worker stores a checkpoint itself"
         number = checked_score(self._strategy, score)
@@ -303,7 +319,10 @@ class CheckpointManager(CheckpointTaker):
             self._remove(each.number)
 
     def keep_newest(self) -> str | None:
-        """Wait for the newest checkpoint and write it, even if it is not one of the best. Return its path or URI."""
+        """Wait for the newest checkpoint and write it to a file, even if it is not one of the best.
+
+        Return the path or URI of the newest file, or None if there is no file.
+        """
         self.flush()
         new = self._unwritten
         if new is not None and self._strategy.num_to_keep != 0 and (place := self._place_of(new.number)) is not None:
@@ -316,18 +335,18 @@ class CheckpointManager(CheckpointTaker):
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint of any run; None if no checkpoint was saved."""
+        """The content of the newest checkpoint of any run; None if no checkpoint was saved."""
         self.flush()
         return self._latest
 
     @property
     def latest_checkpoint_dir(self) -> Path | Folder | None:
-        """The folder that holds the latest run's checkpoints; None if no files are written."""
+        """The folder that contains the checkpoint files of the latest run; None if no files are written."""
         return as_place(self._folder) if self._folder is not None else None
 
     @property
     def latest_checkpoint_path(self) -> Path | str | None:
-        """The newest of the latest run's checkpoint files that still exist; None if no file exists."""
+        """The path or URI of the latest run's newest existing checkpoint file; None if the run has no file."""
         self.flush()
         newest = self._saved[-1].number if self._saved else None
         if self._folder is not None and newest is not None and self._folder.has(checkpoint_name(newest)):
@@ -336,7 +355,7 @@ class CheckpointManager(CheckpointTaker):
 
     @property
     def best_checkpoint_path(self) -> Path | str | None:
-        """The best checkpoint file of the latest run; None if the run has no file."""
+        """The path or URI of the latest run's best checkpoint file; None if the run has no file."""
         self.flush()
         best = self._rule.best(self._saved)
         return self._place_of(best[-1].number) if best else None
@@ -357,7 +376,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path | str) -> None:
     """Write a checkpoint to a file atomically.
 
     Raises:
-        OSError: The file could not be written. A `StorageError` if `path` is a URI.
+        OSError: The file could not be written. If `path` is a URI, the error is a `StorageError`.
     """
     from ray import cloudpickle
 

@@ -1,4 +1,4 @@
-"""Small collectives between the workers of a training function, through the driver. Not meant for tensors."""
+"""Collectives for small values between the workers of a training function. They go through the driver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def broadcast_from_rank_zero(data: T) -> T:
-    """Return rank 0's value on all workers. All workers must call this function, and it blocks until they have.
+    """Return rank 0's value of `data` on all workers. All workers must call this function, and wait for each other.
 
     Raises:
         TypeError: The value cannot be pickled.

@@ -16,7 +16,7 @@ from raysgd.air.constants import WILDCARD_KEY as WILDCARD_KEY
 
 BASIC_AUTOFILLED_KEYS = {TIMESTAMP, TIME_THIS_ITER_S, TRAINING_ITERATION}
 
-# Additional keys in reports if `ENABLE_DETAILED_AUTOFILLED_METRICS_ENV` is set to 1.
+# Keys that are added to reports if the environment variable `ENABLE_DETAILED_AUTOFILLED_METRICS_ENV` is 1.
 DATE = "_date"
 HOSTNAME = "_hostname"
 NODE_IP = "_node_ip"
@@ -24,7 +24,7 @@ PID = "_pid"
 TIME_TOTAL_S = "_time_total_s"
 DETAILED_AUTOFILLED_KEYS = {DATE, HOSTNAME, NODE_IP, PID, TIME_TOTAL_S}
 
-# Keys that belong to one callback and are hidden from other callbacks.
+# Keys in reports that are meant for one callback and are hidden from other callbacks.
 PYTORCH_PROFILER_KEY = "_train_torch_profiler"
 ALL_RESERVED_KEYS = {PYTORCH_PROFILER_KEY}
 
@@ -33,7 +33,7 @@ TRAIN_CHECKPOINT_SUBDIR = "checkpoints"
 RESULT_FILE_JSON = "results.json"
 TUNE_CHECKPOINT_FILE_NAME = "checkpoint"
 TUNE_CHECKPOINT_ID = "_current_checkpoint_id"
-RESULT_FETCH_TIMEOUT = 0.2  # the old library's polling interval in seconds; unused, since results are pushed
+RESULT_FETCH_TIMEOUT = 0.2  # seconds between two polls in the old library; not used by raysgd
 SESSION_MISUSE_LOG_ONCE_KEY = "train_warn_session_misuse"
 
 # Environment variables that the driver reads when a trainer is created.
@@ -48,7 +48,9 @@ _FIRST_NAMES = {  # the names that two of these environment variables had in `ra
 
 
 def env_integer(name: str, default: int) -> int:
-    """Return the integer in an environment variable or in its former name. Return `default` if neither is set.
+    """Return the integer in an environment variable, which may also be set under its former name.
+
+    Return `default` if neither variable is set.
 
     Raises:
         ValueError: The value is not an integer.

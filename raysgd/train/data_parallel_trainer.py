@@ -131,7 +131,7 @@ class DataParallelTrainer(BaseTrainer):
         self.datasets = prepared(self.datasets, self.preprocessor, self._data_config)
 
     def training_loop(self) -> None:
-        """Run the function on the workers and process its reports. Call `super` if you override it."""
+        """Run the training function on the workers and process its reports. Call `super` if you override this."""
         function = without_arguments(self._loop, self._loop_config)
         assert self._job is not None, "`fit` sets it"
         run = FitRun(
@@ -192,7 +192,7 @@ class DataParallelTrainer(BaseTrainer):
 
 
 class FurtherOptions(TypedDict, total=False):
-    """Types of the keyword arguments that `TorchTrainer` and the other trainers below pass to `DataParallelTrainer`."""
+    """The keyword arguments that `TorchTrainer` and the other trainers of this module pass to `DataParallelTrainer`."""
 
     scaling_config: ScalingConfig | None
     dataset_config: Any
@@ -280,7 +280,7 @@ class TensorflowTrainer(DataParallelTrainer):
 
 
 class HorovodTrainer(DataParallelTrainer):
-    """Runs a training function on several workers that Horovod connects. Horovod is initialized before it runs.
+    """Runs a training function on several workers that Horovod connects. `hvd.init()` is called before the function.
 
     Args:
         train_loop_per_worker: Training function that every worker runs.
@@ -305,7 +305,11 @@ class HorovodTrainer(DataParallelTrainer):
 
 
 def _chosen(framework: str, **configs: BackendConfig | None) -> BackendConfig:
-    """Return the framework's config, which may be passed under several names, or a default config if none was passed.
+    """Return the backend config that the user passed to a trainer, possibly under an alias, or a default config.
+
+    Args:
+        framework: Name of the trainer's framework.
+        configs: The values that the user passed, by argument name.
 
     Raises:
         ValueError: Two configs were passed, or a config of another framework.

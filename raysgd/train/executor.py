@@ -1,6 +1,6 @@
-"""Runs functions on a group of workers that stay alive. `Trainer` is built on it, and developers may use it directly.
+"""`BackendExecutor`, which runs functions on workers that stay alive. `Trainer` uses it, and developers may use it.
 
-The executor outlives its runs. Each run is a `FunctionRun` on the engine's controller. Nothing is retried here.
+The executor outlives its runs. Each run is a `FunctionRun`. After a failure, only the engine's controller retries.
 """
 
 from __future__ import annotations
@@ -79,15 +79,15 @@ WORDS = FrontEndWords(
 
 @dataclass(frozen=True)
 class ExecutorRules:
-    """Settings in which a front end other than `Trainer`, such as `fit`, differs from `Trainer`.
+    """Settings of an executor that differ between its users: `Trainer` uses the defaults, `fit` does not.
 
     Attributes:
         failures: Policy that decides after a failure whether to retry or to raise the error.
-        checkpoints: Receives the checkpoints; None for the executor's `CheckpointManager`.
-        on_failure: Called before the function restarts after a failure.
+        checkpoints: Object that receives the checkpoints; None for the executor's `CheckpointManager`.
+        on_failure: Function to call before the function restarts after a failure.
         words: Advice for users, which the engine adds to its messages.
         num_ahead: Number of reports that may wait for the driver before a function is blocked.
-        is_elastic: True if functions continue in place when other workers are lost.
+        is_elastic: True if functions continue without a restart when other workers are lost.
         num_spares: Number of spare workers that are ready to replace lost workers.
     """
 
@@ -102,7 +102,7 @@ class ExecutorRules:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The arguments of a run. `checked` validates them before the run creates anything.
+    """The validated arguments of a run. They are validated by `checked`, before the run creates anything.
 
     Attributes:
         function: The user's function, with its config bound.
@@ -150,16 +150,16 @@ class BackendExecutor:
         num_cpus_per_worker: CPUs per worker.
         num_gpus_per_worker: GPUs per worker.
         additional_resources_per_worker: Other resources per worker.
-        max_retries: The worker failure, counted from 1, that is raised: 3 allows two restarts and raises the third
-            failure. -1 allows any number of failures. Each `start`, training function and `run` resets the count.
-            Workers that die while starting also count.
+        max_retries: The number of the worker failure, counted from 1, that is raised as an error: 3 allows two restarts
+            and raises the third failure. -1 allows any number of failures. Each `start`, training function and `run`
+            counts from 1 again. Workers that die while starting also count.
         resize_interval_s: How often a run with fewer workers than the maximum looks for free resources.
         heartbeat_s: A worker process that does not respond for this many seconds counts as lost.
-        placement: Further requirements of the workers, and how Ray places them.
-        rules: Settings in which another front end differs from `Trainer`.
+        placement: Further requirements of the workers, and how Ray places the workers on nodes.
+        rules: Settings that differ between `Trainer` and `fit`. Default: those of `Trainer`.
 
     Raises:
-        ValueError: A number is out of range, or functions cannot continue in place with these arguments.
+        ValueError: A number is out of range, or `rules.is_elastic` is not possible with the other arguments.
     """
 
     def __init__(
@@ -216,7 +216,10 @@ class BackendExecutor:
 
     @property
     def is_started(self) -> CallableFlag:
-        """True if the workers have started. Can be read or called, because old versions had a property or a method."""
+        """True if the workers have started.
+
+        It can be read like a property or called like a method, because versions of the old library differ in this.
+        """
         return CallableFlag(self._controller is not None)
 
     def start(
@@ -262,7 +265,7 @@ class BackendExecutor:
         self._controller = controller
 
     def _group_spec(self, initialization_hook: Callable[[], Any] | None) -> GroupSpec:
-        """Return the settings with which the engine starts every group."""
+        """Return the settings with which the engine starts every group of workers for this executor."""
         num_gpus = self._spec.resources.num_gpus
         connection = self._config.connection(num_gpus)
         if isinstance(connection, PlacedConnection):
@@ -272,7 +275,7 @@ class BackendExecutor:
         return replace(self._spec, connection=connection, initialization_hook=initialization_hook, relay=LogRelay())
 
     def _make_controller(self, spec: GroupSpec) -> ElasticController:
-        leaving_nodes = WeakMethod(self._leaving_nodes)  # a strong reference would keep the executor alive
+        leaving_nodes = WeakMethod(self._leaving_nodes)  # with a strong reference, the executor would never be freed
 
         def leaving() -> frozenset[str]:
             found = leaving_nodes()
@@ -288,7 +291,10 @@ class BackendExecutor:
         )
 
     def _leaving_nodes(self) -> frozenset[str]:
-        """Return the nodes that will go away soon. Empty if workers would lose progress by leaving the nodes now."""
+        """Return the nodes that the workers must leave now, because Ray will take them away soon.
+
+        Return no nodes while a restart on other nodes would lose progress.
+        """
         if self._run is not None and not self._run.is_over and not self._run.may_restart:
             return frozenset()
         nodes = draining_nodes()
@@ -301,12 +307,12 @@ class BackendExecutor:
 
         Args:
             patience_s: If above 0, workers shut down cleanly; otherwise, they are killed. In both cases, a checkpoint
-                in transit is still received.
+                that a worker is sending is still received.
         """
         controller, self._controller = self._controller, None
         run, self._run = self._run, None
         if run is not None:
-            run.is_over = True  # invalidates iterators over the run's reports
+            run.is_over = True  # ends iterators over the run's reports
         if controller is not None:
             self._finalizer.detach()
             controller.stop(force=patience_s <= 0)
@@ -326,7 +332,7 @@ class BackendExecutor:
 
         Args:
             train_func: The function. It takes either no argument or the config.
-            run_dir: Folder of the run, in which checkpoints are written. None writes no files.
+            run_dir: Folder of the run, to which checkpoints are written. None to write no files.
             dataset: Data to shard across the workers: an object with `split(n, equal=True)`, or a dict of such objects.
             checkpoint: What `load_checkpoint` returns at first: a dict, or the path of a saved checkpoint.
             checkpoint_strategy: Decides which checkpoints to keep.
@@ -349,7 +355,7 @@ class BackendExecutor:
         latest_checkpoint_id: int | None = None,
         leaving: Leaving | None = None,
     ) -> FunctionRun:
-        """Start the function of a plan on all workers; see `start_training`.
+        """Start the function of a `RunPlan` on all workers; see `start_training`.
 
         Raises:
             InactiveWorkerGroupError: There are no workers.
@@ -368,14 +374,14 @@ class BackendExecutor:
         on_wait: Callable[[], None] | None = None,
         leaving: Leaving | None = None,
     ) -> FunctionRun:
-        """Start a function on all workers. The executor's `CheckpointTaker` receives its checkpoints.
+        """Start a function on all workers. The executor's `CheckpointTaker` receives the function's checkpoints.
 
         Args:
             function: The function, with its config bound.
-            data: Shards the function's data whenever workers start.
+            data: Object that shards the function's data whenever workers start; None for no data.
             make_session: See `FunctionSpec`.
-            on_wait: Called about ten times a second while waiting for a step of the function.
-            leaving: Reports whether a signal has asked the program to end; see `listening`.
+            on_wait: Function to call about ten times a second while the driver waits for the workers.
+            leaving: Object that tells whether a signal has asked the program to end; see `listening`.
         """
         self.check_free()
         spec = FunctionSpec(
@@ -383,7 +389,7 @@ class BackendExecutor:
             self._backend.encode_data,
             self.checkpoint_manager.score_attribute,
             self._is_detailed,
-            explain=getattr(self._backend, "explain", None),  # plug-ins need not derive from our base class
+            explain=getattr(self._backend, "explain", None),  # a plug-in need not be a subclass of `Backend`
             make_session=make_session,
             num_ahead=self._rules.num_ahead,
             is_elastic=self._rules.is_elastic,
@@ -408,9 +414,10 @@ class BackendExecutor:
 
     @contextmanager
     def listening(self, leaving: Leaving) -> Iterator[None]:
-        """Handle signals inside the block. After a signal, do not replace lost workers.
+        """Inside the block, handle signals that ask the program to end.
 
-        Enter the block after the workers have started, because Ray sets its own signal handlers when it starts.
+        After such a signal, lost workers are not replaced. Enter the block after the workers have started, because Ray
+        sets its own signal handlers when it starts.
         """
 
         def expect_end(is_ending: bool = True) -> None:
@@ -424,7 +431,11 @@ class BackendExecutor:
             expect_end(False)
 
     def _preemption(self, ends_at_ms: int | None) -> PreemptionInfo | None:
-        """Return the nodes that will go away: the nodes that Ray drains, or all nodes if the program ends."""
+        """Return the workers' nodes that Ray will take away, or all their nodes if the program ends.
+
+        Args:
+            ends_at_ms: Time at which the program ends, in milliseconds of Unix time; None if it does not end.
+        """
         nodes = [worker.metadata.node_id for worker in self._hooks.workers.workers]
         return preemption_of(nodes, drain_deadlines() if ends_at_ms is None else dict.fromkeys(nodes, ends_at_ms))
 
@@ -447,7 +458,10 @@ class BackendExecutor:
         return self._running().next_reports()
 
     def get_next_results(self) -> list[TrainingResult] | None:
-        """Return all workers' next step, even if it only saves a checkpoint, or None if all functions have finished."""
+        """Return the next message of all workers: a report, or a checkpoint without a report.
+
+        Return None if all functions have finished.
+        """
         run = self._running()
         step = run.next_step()
         if step.kind is None:
@@ -464,12 +478,12 @@ class BackendExecutor:
         self._running().mute()
 
     def finish_training(self) -> list[Any]:
-        """Let the functions finish without reports, and return their results by rank."""
+        """Let the functions run to their end, discard their further reports, and return their results by rank."""
         run, self._run = self._running(), None
         return run.finish()
 
     def abort_training(self) -> None:
-        """Stop the running functions. Does nothing if no function is running."""
+        """Stop the function that is running on the workers. If no function is running, do nothing."""
         run, self._run = self._run, None
         if run is not None and self._controller is not None:
             run.abort()
@@ -482,11 +496,11 @@ class BackendExecutor:
 
     @property
     def worker_group(self) -> WorkerGroup:
-        """See `get_worker_group`."""
+        """The current workers. If they were killed, new workers are started first."""
         return self.get_worker_group()
 
     def get_worker_group(self) -> WorkerGroup:
-        """Return the workers. Start new workers if the previous workers were killed.
+        """Return the current workers. If they were killed, start new workers first.
 
         Raises:
             InactiveWorkerGroupError: `start` was not called, or the executor was shut down.
@@ -520,7 +534,12 @@ class BackendExecutor:
         return self.get_with_failure_handling(self.get_worker_group().execute_async(function, *args, **kwargs))
 
     def get_with_failure_handling(self, references: Sequence[Any]) -> list[Any]:
-        """Return the results of calls that `worker_group` started. If a worker died during a call, replace all workers.
+        """Wait for calls that were started with `worker_group`, and return their results.
+
+        If a worker died during a call, replace all workers.
+
+        Args:
+            references: The Ray object references of the calls' results.
 
         Raises:
             TrainingWorkerError: A worker died, and new workers have started.
@@ -548,7 +567,7 @@ class BackendExecutor:
 
     @property
     def history(self) -> GroupHistory:
-        """The history with the workers' events, such as failures and resizes."""
+        """The history of the workers since `start`, with events such as failures and resizes."""
         return self._active().history
 
     @property
@@ -557,7 +576,7 @@ class BackendExecutor:
         return self.checkpoint_manager.latest_checkpoint
 
     def get_latest_checkpoint(self) -> dict[str, Any] | None:
-        """See `latest_checkpoint`."""
+        """Return the newest checkpoint of any run, or None if no checkpoint was saved."""
         return self.latest_checkpoint
 
     @property
@@ -567,12 +586,12 @@ class BackendExecutor:
 
     @property
     def latest_checkpoint_dir(self) -> Path | Folder | None:
-        """The folder that holds the latest run's checkpoints."""
+        """The folder that contains the checkpoints of the latest run; None if no files are written."""
         return self.checkpoint_manager.latest_checkpoint_dir
 
     @property
     def latest_checkpoint_path(self) -> Path | str | None:
-        """The newest checkpoint file of the latest run."""
+        """The path or URI of the newest checkpoint file of the latest run; None if the run has no file."""
         return self.checkpoint_manager.latest_checkpoint_path
 
 
@@ -580,7 +599,7 @@ def check_spares(num_spares: Any, is_elastic: bool) -> None:
     """Check the number of spare workers.
 
     Raises:
-        ValueError: The number is out of range, or functions are not elastic, so that a spare worker could not step in.
+        ValueError: The number is out of range, or spare workers were requested without `elastic=True`.
     """
     check_num_workers("spare_workers", num_spares, hint="They wait to step in for lost ones.", least=0)
     if num_spares and not is_elastic:
@@ -591,16 +610,17 @@ def check_spares(num_spares: Any, is_elastic: bool) -> None:
 
 
 def check_elastic(config: BackendConfig, num_workers: tuple[int, int], num_gpus: float, max_retries: int) -> None:
-    """Check that functions can continue in place.
+    """Check that a trainer's other arguments allow `elastic=True`.
 
     Args:
         config: Configures how the workers are connected.
         num_workers: Minimum and maximum number of workers.
         num_gpus: GPUs per worker.
-        max_retries: The failure, counted from 1, that is raised. A negative value allows any number of failures.
+        max_retries: The number of the failure, counted from 1, that is raised as an error. A negative value allows any
+            number of failures.
 
     Raises:
-        ValueError: Functions cannot continue in place with these arguments.
+        ValueError: With these arguments, functions cannot continue without a restart after a failure.
     """
     least, most = num_workers
     if least == most:
@@ -636,7 +656,9 @@ def preemption_of(nodes: Sequence[str], deadlines: Mapping[str, int]) -> Preempt
 
 
 def restarts_allowed(max_retries: int) -> float:
-    """Return the number of restarts that `max_retries` allows: one less, because the last failure is raised.
+    """Return the number of restarts that `max_retries` allows, which is one less than `max_retries` itself.
+
+    `max_retries` is the number of the failure that is raised as an error.
 
     >>> [restarts_allowed(number) for number in (0, 1, 3, -1)]
     [0, 0, 2, inf]
@@ -645,10 +667,14 @@ def restarts_allowed(max_retries: int) -> float:
 
 
 class CallableFlag(int):
-    """A flag that can be read as a value or called as a method."""
+    """A boolean value that can also be called.
+
+    `is_started` returns it, because `is_started` was a property in some versions of the old library and a method in
+    others.
+    """
 
     def __call__(self) -> bool:
-        """Return the flag."""
+        """Return the value."""
         return bool(self)
 
     def __repr__(self) -> str:

@@ -66,7 +66,7 @@ class HorovodConfig(BackendConfig):
 
     @property
     def start_timeout(self) -> Any:
-        """Horovod's own timeout object for `timeout_s`. Its time starts when you read this property."""
+        """A Horovod `Timeout` object. Its time of `timeout_s` seconds starts when this property is read."""
         from horovod.runner.common.util.timeout import Timeout
 
         return Timeout(self.timeout_s, message="Horovod waited for {activity} for longer than {timeout} s.")

@@ -26,7 +26,10 @@ __all__ = [
 
 
 def _imported(module: str) -> Any:
-    """Return a module of the Lightning package in use, because `lightning` and `pytorch_lightning` cannot be mixed."""
+    """Import a module of Lightning from the package that the program already uses: `lightning` or `pytorch_lightning`.
+
+    Objects of these two packages cannot be mixed.
+    """
     if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
         return importlib.import_module(f"pytorch_lightning.{module}")
     require("lightning", extra="lightning", purpose="`raysgd.train.lightning`")
@@ -40,7 +43,7 @@ _Callback: Any = _imported("callbacks").Callback
 
 
 class _PlaceOfWorker:
-    """Mixin that tells a Lightning strategy this worker's device and rank."""
+    """Mixin for Lightning strategies that makes them use this worker's device and rank."""
 
     @property
     def root_device(self) -> Any:
@@ -60,7 +63,7 @@ class RayFSDPStrategy(_PlaceOfWorker, _FSDPStrategy):
 
 
 class RayLightningEnvironment(_Environment):
-    """Tells Lightning that the workers are already running, and this worker's rank."""
+    """The cluster environment that tells Lightning this worker's rank, and that the workers are already running."""
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -83,13 +86,13 @@ class RayLightningEnvironment(_Environment):
         return session.get_node_rank()
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing, because the run sets the number of workers."""
+        """Do nothing, because raysgd has already set the number of workers."""
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing, because the run sets the rank."""
+        """Do nothing, because raysgd has already set this worker's rank."""
 
     def teardown(self) -> None:
-        """Do nothing, because the run continues."""
+        """Do nothing, because the worker is still needed when Lightning's `Trainer` has ended."""
 
 
 class RayTrainReportCallback(_Callback):
@@ -106,16 +109,16 @@ class RayTrainReportCallback(_Callback):
         super().__init__()
         mode = checkpoint_upload_mode or CheckpointUploadMode.SYNC
         self._options = {"checkpoint_upload_mode": mode, "validation": validation}
-        UploadOptions(**self._options)  # validates the options
+        UploadOptions(**self._options)  # created only because it validates the options
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Report on all ranks, because all ranks take part in saving."""
+        """Save a Lightning checkpoint and report it with the logged metrics. All ranks take part in both."""
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         folder = tempfile.mkdtemp(prefix="raysgd-lightning-")
         try:
             trainer.save_checkpoint(Path(folder, self.CHECKPOINT_NAME).as_posix(), weights_only=False)
-            has_files = any(Path(folder).iterdir())  # only on rank 0, unless the model is sharded
+            has_files = any(Path(folder).iterdir())  # if the model is not sharded, only rank 0 writes files
             if has_files:
                 session.report(metrics, checkpoint=Checkpoint.from_directory(folder), **self._options)
             else:
@@ -123,7 +126,7 @@ class RayTrainReportCallback(_Callback):
             barrier()
         finally:
             if self._options["checkpoint_upload_mode"] is not CheckpointUploadMode.ASYNC:
-                shutil.rmtree(folder, ignore_errors=True)  # in ASYNC mode it is deleted after the upload
+                shutil.rmtree(folder, ignore_errors=True)  # in ASYNC mode, `report` deletes it after the upload
 
 
 def prepare_trainer(trainer: Any) -> Any:

@@ -21,7 +21,7 @@ _TENSOR = "__value__"
 
 
 class PredictorNotSerializableException(RuntimeError):
-    """A predictor was pickled. Send its checkpoint instead, and create the predictor where it is used."""
+    """Raised when a predictor is pickled. Send its checkpoint instead, and create the predictor where it is used."""
 
 
 class Predictor(ABC):
@@ -44,15 +44,15 @@ class Predictor(ABC):
 
     @classmethod
     def from_pandas_udf(cls, pandas_udf: Callable[[Any], Any]) -> Predictor:
-        """Return a predictor that applies a function to data frames."""
+        """Return a predictor that predicts by applying a function to data frames."""
         return FunctionPredictor(pandas_udf)
 
     def get_preprocessor(self) -> Any:
-        """Return the preprocessor, or None if no preprocessor is set."""
+        """Return the preprocessor that is applied to batches, or None if no preprocessor is set."""
         return self._preprocessor
 
     def set_preprocessor(self, preprocessor: Any) -> None:
-        """Set the preprocessor; None for no preprocessor."""
+        """Set the preprocessor to apply to batches; None for no preprocessor."""
         self._preprocessor = preprocessor
 
     def predict(self, data: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ class Predictor(ABC):
 
 
 class TensorPredictor(Predictor):
-    """Calls a model with tensors. Base class of the predictors for PyTorch and TensorFlow.
+    """Base class of the predictors for PyTorch and TensorFlow, which call a model with tensors.
 
     A batch with one column is passed to the model as a tensor, a batch with several columns as a dict of tensors.
     Override `call_model` if calling the model is not enough.
@@ -120,7 +120,7 @@ class TensorPredictor(Predictor):
 
     @abstractmethod
     def _array(self, tensor: Any) -> Any:
-        """Convert a tensor to an array."""
+        """Convert a tensor to a NumPy array."""
 
     def _predict_numpy(self, data: Any, dtype: Any = None, **kwargs: Any) -> Any:
         if isinstance(data, Mapping):
@@ -130,7 +130,7 @@ class TensorPredictor(Predictor):
             inputs = self._tensor(data, next(iter(dtype.values())) if isinstance(dtype, Mapping) else dtype)
         found = self.call_model(inputs)
         if hasattr(found, "columns"):
-            return found  # a data frame
+            return found  # `call_model` returned a data frame
         named = found if isinstance(found, Mapping) else {PREDICTIONS: found}
         for output in named.values():
             if not hasattr(output, "__array__"):
@@ -155,7 +155,7 @@ class FunctionPredictor(Predictor):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint | None, **kwargs: Any) -> FunctionPredictor:
-        """Return a predictor that applies a function. It uses the checkpoint's preprocessor, if there is one."""
+        """Return a predictor that applies the checkpoint's preprocessor, if any, and then a function to data frames."""
         return cls(kwargs["function"], checkpoint.get_preprocessor() if checkpoint is not None else None)
 
     def _predict_pandas(self, data: Any, **kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ def columns_of(data: Any, name: str = _TENSOR) -> dict[str, Any]:
         return {name: data}
     if isinstance(data, Mapping):
         return {key: stacked(values) for key, values in data.items()}
-    data = data.to_pandas() if hasattr(data, "to_pandas") else data  # a PyArrow table
+    data = data.to_pandas() if hasattr(data, "to_pandas") else data  # this is a PyArrow table
     if not hasattr(data, "columns"):
         raise TypeError(
             f"`data={data!r:.200}`: need an array of NumPy, a dict of arrays, a data frame or a table of PyArrow."

@@ -48,7 +48,7 @@ class TensorflowConfig(BackendConfig):
 
 
 class TensorflowBackend(Backend):
-    """Sets `TF_CONFIG`, which TensorFlow's strategies read, in every worker, even a single worker.
+    """The plug-in that `TensorflowConfig` selects. It sets `TF_CONFIG` in every worker, even in a single worker.
 
     Workers use the Keras version that the driver selected with `TF_USE_LEGACY_KERAS` or `KERAS_BACKEND`.
     """
@@ -75,7 +75,7 @@ class TensorflowBackend(Backend):
 
 
 def set_variables(variables: dict[str, str]) -> None:
-    """Set environment variables in this process."""
+    """Set environment variables in the worker process in which this function is called."""
     os.environ.update(variables)
 
 
@@ -121,7 +121,7 @@ class TensorflowPredictor(TensorPredictor):
     def from_checkpoint(  # type: ignore[override]  # each subclass takes its own arguments
         cls, checkpoint: Checkpoint, model_definition: Callable[[], Any] | Any, use_gpu: bool = False
     ) -> TensorflowPredictor:
-        """Return a predictor with a checkpoint's weights.
+        """Return a predictor for a model with the weights from a checkpoint.
 
         Args:
             checkpoint: A checkpoint with the key `model`, such as a `TensorflowCheckpoint`.

@@ -75,12 +75,18 @@ class TorchWorkerProfiler:
         self._names: list[str] = []
 
     def trace_handler(self, p: torch.profiler.profile) -> None:
-        """Write a trace. Pass this method to `torch.profiler.profile` as `on_trace_ready`."""
+        """Write the trace that a profiler has recorded.
+
+        Pass this method to `torch.profiler.profile` as `on_trace_ready`.
+        """
         name = f"worker_{self._rank}_epoch_{p.step_num}.pt.trace.json"
         p.export_chrome_trace(str(self.trace_dir / name))
         self._names.append(name)
 
     def get_and_clear_profile_traces(self) -> dict[str, list[tuple[str, str]]]:
-        """Return the new traces. Report them with `report(**profiler.get_and_clear_profile_traces())`."""
+        """Return the traces that were written since the last call.
+
+        Report them with `report(**profiler.get_and_clear_profile_traces())`.
+        """
         names, self._names = self._names, []
         return {PYTORCH_PROFILER_KEY: [(name, (self.trace_dir / name).read_text()) for name in names]}

@@ -58,7 +58,7 @@ _OBSTACLE = (
 
 @hide_library_frames
 class Trainer:
-    """Runs training functions on workers that stay alive from `start` to `shutdown`.
+    """Runs training functions on several workers, which stay alive from `start` to `shutdown`.
 
     Args:
         backend: How the workers are connected: "torch", "tensorflow", "horovod", or a config.
@@ -70,8 +70,8 @@ class Trainer:
             resources.
         logdir: Parent of the run folders: a URI such as `s3://bucket/results`, or a path. A relative path is relative
             to `~/ray_results`. Default: a new folder in `~/ray_results`.
-        max_retries: The failure, counted from 1, that ends a run: 3 raises the third failure, so it allows two
-            restarts. -1 allows any number of failures.
+        max_retries: The number of the failure, counted from 1, that ends a run: 3 allows two restarts and raises the
+            third failure as an error. -1 allows any number of failures.
         resize_interval_s: How often a run with fewer workers than the maximum looks for free resources. The run grows
             after a checkpoint.
         heartbeat_s: A worker process that does not respond for this many seconds, because it is stopped or frozen,
@@ -192,7 +192,7 @@ class Trainer:
             logger.info("the cluster has %g GPUs, of which none is used: pass `use_gpu=True` to use them", found)
 
     def shutdown(self) -> None:
-        """Stop the workers. You can start the trainer again."""
+        """Stop the workers. You can start new workers with `start` later."""
         self._executor.shutdown()
 
     @property
@@ -202,7 +202,7 @@ class Trainer:
 
     @property
     def history(self) -> GroupHistory:
-        """The workers' events since `start`.
+        """The events of the workers since `start`, such as failures and changes of their number.
 
         Raises:
             InactiveWorkerGroupError: There are no workers.
@@ -239,7 +239,8 @@ class Trainer:
                 started, and no folder was created.
             TypeError: An argument has the wrong type. Nothing was started, and no folder was created.
             WorkerError: The function raised. The error is also an instance of the class that was raised. Not retried.
-            StepMismatchError: The workers made different calls. This is also a `RuntimeError`.
+            StepMismatchError: The workers did not make the same calls of `report` and `save_checkpoint`. This is also a
+                `RuntimeError`.
             WorkersLostError: Workers were lost too often. This is also a `RuntimeError`.
             Preempted: SIGTERM or SIGUSR1 arrived. The run ends at the function's next checkpoint, or 30 s after the
                 signal. The newest checkpoint is stored.
@@ -255,7 +256,7 @@ class Trainer:
                     for results in iterator:
                         newest = self.latest_checkpoint_path if told.are_told_of_checkpoints else None
                         told.process(results, self.history.events, None if newest is None else str(newest))
-            if leaving.is_due():  # the functions have finished, but the program must end
+            if leaving.is_due():  # the functions have finished, but a signal has asked the program to end
                 leaving.end_program(self.checkpoint_manager.keep_newest())
         returned: list[T] = iterator.get_final_results() or []
         return returned
@@ -268,7 +269,10 @@ class Trainer:
         checkpoint: Mapping[str, Any] | str | Path | None = None,
         checkpoint_strategy: CheckpointStrategy | CheckpointConfig | None = None,
     ) -> TrainingIterator:
-        """Start a function on all workers, and return an iterator over its reports. Takes the arguments of `run`."""
+        """Start a function on all workers, and return an iterator over its reports.
+
+        The arguments are those of `run`, which also lists the errors.
+        """
         plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
         self._executor.check_free()
         return TrainingIterator(self._executor.start_plan(plan, self.create_run_dir()))
@@ -313,11 +317,14 @@ class Trainer:
         return make_trainable(self._make_alike, train_func, dataset, self._bundles, self._strategy)
 
     def create_logdir(self, log_dir: str | Path | None) -> Path | Folder:
-        """Create the parent folder of the runs and return it. Without `log_dir`, its name contains the time."""
+        """Create the folder that will contain the run folders, and return it.
+
+        Without `log_dir`, the folder is in `~/ray_results`, and its name contains the current time.
+        """
         return make_logdir(log_dir)
 
     def create_run_dir(self) -> Path | Folder:
-        """Create the next run's folder and return it. Its name has the next number that no other trainer has taken."""
+        """Create the folder of the next run and return it. Its name has the next number that is free."""
         self._num_runs, run_dir = make_run_dir(self.logdir, self._num_runs + 1)
         self.latest_run_dir = run_dir
         return run_dir
@@ -329,7 +336,7 @@ class Trainer:
 
     @property
     def checkpoint_manager(self) -> CheckpointManager:
-        """The object that receives and stores the checkpoints."""
+        """The `CheckpointManager` that receives and stores the checkpoints of this trainer's runs."""
         return self._executor.checkpoint_manager
 
     @property
@@ -344,12 +351,15 @@ class Trainer:
 
     @property
     def best_checkpoint_path(self) -> Path | str | None:
-        """The path or URI of the latest run's best checkpoint file, by `CheckpointStrategy`; None if it has no file."""
+        """The path or URI of the latest run's best checkpoint file; None if the run has no file.
+
+        `CheckpointStrategy` determines which checkpoint is best.
+        """
         return self.checkpoint_manager.best_checkpoint_path
 
     @property
     def best_checkpoint(self) -> dict[str, Any] | None:
-        """The content of `best_checkpoint_path`; None if there is no such file."""
+        """The content of the latest run's best checkpoint file; None if the run has no file."""
         return load_checkpoint(self.best_checkpoint_path)
 
     @staticmethod
@@ -367,18 +377,18 @@ class Trainer:
 
 @hide_library_frames
 class TrainingIterator:
-    """Iterates over the reports of a running function. The function is at most one report ahead of the iterator."""
+    """Iterates over the reports of a running training function, which waits when it is one report ahead."""
 
     def __init__(self, run: FunctionRun) -> None:
         self._run = run
         self._is_finished = False
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        """Return the iterator."""
+        """Return this object, because it is an iterator."""
         return self
 
     def __next__(self) -> list[dict[str, Any]]:
-        """Return the metrics of all workers at their next report, by rank."""
+        """Wait for the next report of all workers, and return their metrics by rank."""
         results = None if self._is_finished else self._finished_unless_fine(self._run.next_reports)
         if results is None:
             self._is_finished = True
@@ -456,7 +466,7 @@ class TrainWorkerGroup:
 
 
 class TrainerCallbacks:
-    """The callbacks of a run.
+    """The callbacks of a run of `Trainer`, of `raysgd.train` and of `raysgd.callbacks`.
 
     Raises:
         TypeError: An object in the list is not a callback.
@@ -477,7 +487,10 @@ class TrainerCallbacks:
 
     @property
     def are_told_of_checkpoints(self) -> bool:
-        """True if any callback receives checkpoints. If not, `run` need not wait for the newest to be written."""
+        """True if any callback receives checkpoints.
+
+        Otherwise, `run` does not wait at each report until the newest checkpoint is written.
+        """
         return bool(self._own)
 
     @contextmanager
@@ -496,7 +509,7 @@ class TrainerCallbacks:
                 self._of_trainer.on("start_training", logdir=str(local), config={} if config is None else config)
                 self._calls.begin_run()
                 yield
-            except BaseException as error:  # including Ctrl-C: callbacks receive what ended the run
+            except BaseException as error:  # also Ctrl-C, because callbacks are told what ended the run
                 failure = error
                 raise
             finally:
@@ -529,7 +542,7 @@ class TrainerCallbacks:
 
 
 def without_reserved(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics that the function reported, without those that the library adds."""
+    """Return a report's metrics without the values that raysgd adds to every report."""
     return {name: value for name, value in metrics.items() if name not in _RESERVED}
 
 

@@ -22,14 +22,14 @@ def construct_path(path: str | Path, parent: str | Path) -> Path:
 
 
 def in_thread(function: Callable[[], None], name: str) -> Future[None]:
-    """Start a function in a thread that ends with the process, and return a future to wait for it."""
+    """Start a function in a daemon thread, and return a future that is done when the function has ended."""
     future: Future[None] = Future()
 
     def run() -> None:
         try:
             function()
             future.set_result(None)
-        except BaseException as error:  # the future raises this error in the code that waits for it
+        except BaseException as error:  # the future raises this error where the program waits for the future
             future.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -37,7 +37,10 @@ def in_thread(function: Callable[[], None], name: str) -> Future[None]:
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return a function's parameters, without keyword-only parameters that have a default or are set by `partial`."""
+    """Return the parameters of a function for which a caller may have to pass values.
+
+    Keyword-only parameters that have a default, or a value from `partial`, are left out.
+    """
     return [
         parameter
         for parameter in inspect.signature(function).parameters.values()
@@ -48,7 +51,7 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def without_arguments(
     function: Callable[..., Any], config: Any, name: str = "train_func", config_name: str = "config"
 ) -> Callable[[], Any]:
-    """Return the function as a callable without arguments. If it takes one parameter, `config` is bound to it.
+    """Return a callable without arguments that calls the user's function, with `config` if the function takes it.
 
     Args:
         function: The user's function, which takes either no argument or `config`.

@@ -1,6 +1,6 @@
 """The interface to workers for developers and plug-ins: run functions on workers, and call objects through handles.
 
-A thin layer over the engine's groups. Nothing is retried here.
+This module is a thin layer over the engine's groups. If a worker dies, nothing is retried.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RELEASE_S = 30.0
 
 @dataclass(frozen=True)
 class WorkerMetadata:
-    """A worker's node, host and GPUs."""
+    """Describes where a worker runs: its node, host and GPUs."""
 
     node_id: str
     node_ip: str
@@ -43,7 +43,7 @@ class WorkerMetadata:
 
 
 class LostDuringCallError(TrainingWorkerError):
-    """A worker died while it was running a function."""
+    """Raised if a worker died while it was running a function."""
 
     def __init__(self, report: GroupReport) -> None:
         super().__init__(report)
@@ -81,7 +81,7 @@ class RemoteMethod:
     name: str
 
     def __call__(self) -> None:
-        """Stop the worker's process immediately, even during a call, as `ray.kill` does: `handle.kill()`.
+        """With `handle.kill()`, stop the worker's process immediately, as `ray.kill` does, even during a call.
 
         Raises:
             TypeError: The method is not `kill`.
@@ -93,7 +93,9 @@ class RemoteMethod:
         ray.kill(self.handle.ray_actor)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Start the method and return a Ray reference to its result. If the worker dies, `ray.get` on it raises.
+        """Start the method in the worker and return a Ray reference to its result.
+
+        If the worker dies, `ray.get` of the reference raises an error.
 
         Raises:
             InactiveWorkerGroupError: The workers were stopped or replaced after the handle was created.
@@ -103,7 +105,7 @@ class RemoteMethod:
             raise InactiveWorkerGroupError(
                 f"The worker of rank {rank} that this handle belongs to has stopped: get a new handle, `group[{rank}]`."
             )
-        if self.name.endswith("__execute"):  # the method name that the old library's mixed-in classes use
+        if self.name.endswith("__execute"):  # the name under which old programs call functions on workers
             return group.submit(rank, "execute", *args, **kwargs)
         return group.submit(rank, "host", FunctionReplica.call_object, self.name, *args, **kwargs)
 
@@ -117,7 +119,7 @@ class Worker:
 
 
 class WorkerGroup:
-    """Workers that run functions.
+    """A group of worker processes on which you can run functions.
 
     Args:
         num_workers: Number of workers to start.
@@ -170,7 +172,7 @@ class WorkerGroup:
 
     @classmethod
     def over(cls, group: EngineGroup, resources: Resources) -> WorkerGroup:
-        """Return a `WorkerGroup` over the workers of an engine group, which a `BackendExecutor` starts and stops."""
+        """Return a `WorkerGroup` with the workers of a `BackendExecutor`, which starts and stops them."""
         face = cls.__new__(cls)
         face.num_workers = len(group)
         face.num_cpus_per_worker = resources.num_cpus
@@ -192,7 +194,7 @@ class WorkerGroup:
         self.add_workers(self.num_workers)
 
     def add_workers(self, num_workers: int) -> None:
-        """Start more workers, with indexes after the existing workers.
+        """Start more workers. Their indexes follow those of the existing workers.
 
         Raises:
             ValueError: Your placement group does not have enough bundles that fit a worker.
@@ -217,7 +219,12 @@ class WorkerGroup:
         self.workers += workers
 
     def _check_room(self, need: Resources, num_workers: int) -> None:
-        """Raise an error if a placement group lacks resources for all workers. Ray would let them wait forever."""
+        """Check that the user's placement group has resources for all workers. Otherwise, they would wait forever.
+
+        Args:
+            need: Resources of one worker.
+            num_workers: Number of workers, including those that are running.
+        """
         bundles = getattr(self._placement_group, "bundle_specs", None)
         if bundles is None:
             return
@@ -236,7 +243,11 @@ class WorkerGroup:
         self.workers = [worker for worker in self.workers if worker not in leaving]
 
     def follow(self, workers: Sequence[Worker | None]) -> None:
-        """Set the group's workers, in rank order, after the engine changed them. None stands for a dead worker."""
+        """Set the workers of this group after the engine has lost or added some of them.
+
+        Args:
+            workers: The workers in rank order, with None for a worker that is dead.
+        """
         self.workers = [
             replace(each, actor=replace(each.actor, rank=rank)) for rank, each in enumerate(workers) if each is not None
         ]
@@ -289,7 +300,7 @@ class WorkerGroup:
         return self._submit(self.workers[worker_index], func, *args, **kwargs)
 
     def execute_single(self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `func` on one worker; see `execute`."""
+        """Run `func` on one worker and return the result. The errors are those of `execute`."""
         return gather([self.execute_single_async(worker_index, func, *args, **kwargs)])[0]
 
     def _submit(self, worker: Worker, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -300,7 +311,15 @@ class WorkerGroup:
 
 
 def describe(group: EngineGroup, ranks: Sequence[int] | None = None) -> list[Worker]:
-    """Return the group's workers with their nodes, or only these ranks. Raises the same errors as `gather`."""
+    """Return the workers of an engine group, each with its handle and node.
+
+    Args:
+        group: The engine's group.
+        ranks: Ranks of the workers to return; None for all.
+
+    Raises:
+        LostDuringCallError: A worker died.
+    """
     asked = range(len(group)) if ranks is None else ranks
     processes = gather([group.submit(rank, "execute", describe_process) for rank in asked])
     infos = [group.infos[rank] for rank in asked]
@@ -334,7 +353,16 @@ def gather(references: Sequence[Any]) -> list[Any]:
 
 
 def make_objects(make_object: Callable[[], Any], workers: Sequence[Worker]) -> None:
-    """Create an object of the user's class in each of these workers. Raises the same errors as `gather`."""
+    """Create an object of the user's class in each of these workers.
+
+    Args:
+        make_object: Function that creates the object.
+        workers: The workers.
+
+    Raises:
+        LostDuringCallError: A worker died.
+        WorkerError: The class raised. The error is also an instance of the class that was raised.
+    """
     gather(
         [each.actor.group.submit(each.actor.rank, "host", FunctionReplica.make_object, make_object) for each in workers]
     )

@@ -1,1 +1,1 @@
-"""The code that the class-based trainers of both frameworks share, in the driver and in the workers."""
+"""The code that `TorchTrainer` and `TFTrainer` share, in the driver and in the workers."""

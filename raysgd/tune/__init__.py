@@ -1,7 +1,9 @@
-"""Hyperparameter search: runs trainers as trials of Ray Tune, or in a `Population`, which does not use Ray Tune.
+"""Hyperparameter search with Ray Tune (`Tuner`) or without it (`Population`).
 
-In a trial, the trainer starts its workers in the resources that Tune reserved for the trial. The trainer forwards rank
-0's reports and the checkpoints to Tune, which chooses the configs.
+`Tuner` runs a trainer with many configs that Ray Tune chooses. Each run is a trial. The trainer starts its workers on
+the resources that Tune reserved for the trial, and passes rank 0's reports and checkpoints to Tune.
+
+`Population` trains several trainers at the same time. Between intervals of training, the worst trainers copy the best.
 
 No other package of raysgd imports this package.
 """
@@ -38,7 +40,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 def function(func: Function) -> Function:
     """Return `func` unchanged.
 
-    Early versions of Ray Tune called functions in a config to draw values. Programs written for these versions use this
-    to mark a function that Tune must not call.
+    Early versions of Ray Tune called every function in a config to draw a value. Programs written for these versions
+    decorate a function with `function` so that Tune does not call it.
     """
     return func

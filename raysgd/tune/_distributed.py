@@ -1,4 +1,4 @@
-"""Runs a function on several workers as a Ray Tune trial, with any framework."""
+"""Runs the user's training function on several workers as a Ray Tune trial, with any framework."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def make_distributed(
 ) -> type[Any]:
     """Return a trainable class for `ray.tune` whose trials run `func` on several workers.
 
-    The arguments have the same meaning as in `DistributedTrainableCreator`.
+    The arguments are those of `DistributedTrainableCreator`. `num_cpus` and `num_gpus` are amounts per worker.
 
     Raises:
-        ValueError: `func` cannot be called with a config and `checkpoint_dir`, or a number is out of range.
+        ValueError: `func` cannot be called as `func(config, checkpoint_dir=None)`, or a number is out of range.
         ImportError: Ray Tune is not installed.
     """
     checks.check_seconds("timeout_s", timeout_s, may_be_least=False)
@@ -58,8 +58,9 @@ def make_distributed(
     amounts = {"CPU": num_cpus, "GPU": num_gpus}
     make_trainer = partial(Trainer, backend, num_workers, use_gpu=num_gpus > 0, resources_per_worker=amounts)
     per_bundle = num_per_host or 1
-    # The trial's own process only waits for its workers, so the first bundle of its reservation is empty. The following
-    # bundles are for the workers: one bundle per worker, or one per node if `num_per_host` is set.
+    # The resources that Tune reserves for a trial. The first bundle is for the trial's own process, which only waits
+    # for the workers and needs no resources. The other bundles are for the workers: one bundle per worker, or one
+    # bundle per node if `num_per_host` is set.
     bundles: list[dict[str, float]] = [
         {},
         *[{name: each * per_bundle for name, each in amounts.items()}] * (num_workers // per_bundle),
@@ -69,7 +70,10 @@ def make_distributed(
 
 
 def _run(func: Callable[..., Any], config: dict[str, Any]) -> Any:
-    """Run the training function in a worker. Pass it a folder with the last checkpoint's files, if there is one."""
+    """Call the user's training function in a worker.
+
+    If the trial has a checkpoint, the argument `checkpoint_dir` is a temporary folder with the checkpoint's files.
+    """
     _running.append(func)
     try:
         saved = train.load_checkpoint()
@@ -86,19 +90,20 @@ def _run(func: Callable[..., Any], config: dict[str, Any]) -> Any:
 
 
 def is_distributed_trainable() -> bool:
-    """Return True if this process is a worker in which a trial's training function is running."""
+    """Return True if this process is a worker that is running the training function of a Ray Tune trial."""
     return bool(_running)
 
 
 @contextlib.contextmanager
 def distributed_checkpoint_dir(step: int, disable: bool = False) -> Iterator[str]:
-    """Yield a folder to save a checkpoint into, on every worker.
+    """Context manager with which a training function saves a checkpoint. Every worker must use it at the same step.
 
-    After the block, rank 0's files become the checkpoint, and other ranks' files are deleted.
+    The context manager yields a temporary folder for the checkpoint's files. After the block, the files in rank 0's
+    folder become the trial's checkpoint. The other ranks' files are deleted.
 
     Args:
         step: Training step at which the checkpoint is saved.
-        disable: True to discard the files.
+        disable: True to delete the files of all ranks, including rank 0, without saving a checkpoint.
     """
     with tempfile.TemporaryDirectory() as folder:
         yield folder

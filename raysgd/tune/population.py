@@ -1,8 +1,8 @@
-"""Population-based training with live trainers: several trainers train at once, and the worst copy the best.
+"""Population-based training: several trainers train at the same time, and the worst of them copy the best.
 
-Each member of a population is a trainer with a config. All members train at the same time and keep their worker
-processes. A member with a bad result receives a better member's state from memory and continues with new operators and
-a similar config. Nothing is saved to disk or restarted for this.
+Each member of a population is a trainer with a config. After an interval of training, a member with a bad result
+receives a better member's trained state from memory, and continues with new training operators and a config similar to
+the better member's config. For this, no file is written and no worker process is restarted.
 
 ADR 72 explains why this does not use Ray Tune.
 """
@@ -31,7 +31,8 @@ Space = Mapping[str, Any]
 """Maps each name in a config to the source of its value: a list of choices, a function without parameters that draws a
 value, an object with a `sample` method (such as `tune.loguniform(...)`), a space for a nested dict, or a fixed value.
 """
-# After Ctrl-C, members are interrupted repeatedly, because a member's `step` may start another call afterwards.
+# Seconds between interrupts after Ctrl-C. The interrupts are repeated until all members stop, because each one only
+# ends the running call, such as `train`, and a member's `step` function may then make another call.
 _INTERRUPT_EVERY_S = 0.1
 _NEEDED = ("train", "validate", "reset_config", "take_state_of", "shutdown")
 
@@ -44,9 +45,10 @@ class Member:
         index: The member's number, from 0, which never changes.
         config: The config with which the member currently trains.
         trainer: The `TorchTrainer` or `TFTrainer` that trains the member's model.
-        result: The result of the last interval, a round of training and validation. Empty if the member was restarted
-            or has no result.
-        history: The results of all intervals. Each result has the interval's config under `config`.
+        result: The result of the last interval, which by default is an epoch of training and a validation. Empty
+            before the first interval, after a failed interval, and after a restart with another config. A member that
+            copied a better member has that member's result until its next interval.
+        history: The results of all intervals. Each result contains the config of the interval under the key `config`.
     """
 
     index: int
@@ -58,12 +60,12 @@ class Member:
 
 @dataclass(frozen=True)
 class Exploit:
-    """Records that a member copied a better member.
+    """Records that a member copied the state of a better member.
 
     Attributes:
-        index: Number of the member.
+        index: Number of the member that received the state.
         source: Number of the better member.
-        config: The config with which the member continues.
+        config: The receiving member's new config.
     """
 
     index: int
@@ -72,12 +74,12 @@ class Exploit:
 
 
 def train_and_validate(trainer: Any) -> dict[str, Any]:
-    """Train for one epoch, then validate. This is the default interval of a population."""
+    """Train for one epoch, then validate, and return the metrics of both. This is a population's default interval."""
     return {**trainer.train(), **trainer.validate()}
 
 
 class Population:
-    """Trains several trainers at once, in intervals. After each interval, the worst trainers copy the best.
+    """Trains several trainers at once, in intervals. Between two intervals, the worst trainers copy the best.
 
     Args:
         trainer_factory: Function that takes a config and returns a new `TorchTrainer` or `TFTrainer`. Called once per
@@ -86,12 +88,14 @@ class Population:
             parameters that draws a value, a domain such as `ray.tune.loguniform(1e-4, 1e-1)`, a nested space, or a
             fixed value.
         size: Number of members. The workers of all members must fit into the cluster at the same time.
-        metric: Name of the result that ranks members.
-        mode: "min" or "max". "auto" decides by the metric's name, as in `EarlyStopping`.
-        step: Function that runs one interval on a trainer and returns the result. Default: `train`, then `validate`.
-        quantile: Fraction of members that copy another member. The same fraction, at the other end of the ranking, is
-            copied. At most 0.5.
-        exploration: Rules for changing a copied config.
+        metric: Name of the metric that ranks the members. `step` must return it.
+        mode: "min" if the lowest value of the metric is best, "max" if the highest value is best. "auto" decides by
+            the metric's name, as in `EarlyStopping`.
+        step: Function that runs one interval on a trainer and returns a dict of metrics. Default: `train`, then
+            `validate`.
+        quantile: Fraction of the members, the worst ones, that copy other members after an interval. They copy members
+            of the best fraction of the same size. At most 0.5.
+        exploration: Rules for changing the config that a member copies from a better member.
         seed: Seed for all random choices of the population.
 
     Raises:
@@ -153,10 +157,12 @@ class Population:
     def train(self) -> list[dict[str, Any]]:
         """Train all members for one interval in parallel, and return their results. Ctrl-C interrupts all members.
 
+        If a member fails, the error is raised after the other members have finished the interval and stored their
+        results. The failed member has no result, so it ranks last.
+
         Raises:
             ValueError: A member's result does not contain the metric.
-            Exception: `step` failed for a member. Its exception is raised after the other members finish the interval
-                and store their results. The failed member has no result, so it ranks last.
+            Exception: `step` raised this exception for a member.
         """
         results, errors = _at_the_same_time(self._train_member, self.members, self._interrupt)
         if errors:
@@ -185,7 +191,11 @@ class Population:
             member.trainer._interrupt()
 
     def evolve(self) -> list[Exploit]:
-        """Let each of the worst members copy a randomly chosen best member and continue with a similar config."""
+        """Let each of the worst members copy one of the best members, chosen at random, and change the copied config.
+
+        Returns:
+            A record of each copy.
+        """
         num_copies = min(math.ceil(len(self.members) * self._quantile), len(self.members) // 2)
         ranked = self.ranked
         worse = ranked[len(ranked) - num_copies :]
@@ -198,10 +208,10 @@ class Population:
         return Exploit(member.index, source.index, config)
 
     def copy(self, member: Member, source: Member, config: Mapping[str, Any] | None = None) -> None:
-        """Copy the state of another member.
+        """Copy the trained state (such as weights and optimizers) and the last result of one member to another.
 
         Args:
-            member: The member that gets the state.
+            member: The member that receives the state.
             source: The member whose state is copied.
             config: A new config for `member`. None to leave the config of `member` unchanged.
         """
@@ -211,7 +221,10 @@ class Population:
         member.result = dict(source.result)
 
     def restart(self, member: Member, config: Mapping[str, Any]) -> None:
-        """Set up a member's operators again with another config, in the same worker processes."""
+        """Create new training operators with another config for a member, which loses its trained state and result.
+
+        Except with Horovod, the member keeps its worker processes.
+        """
         member.trainer.reset_config(config)
         member.config, member.result = dict(config), {}
 
@@ -222,7 +235,7 @@ class Population:
 
     @property
     def best(self) -> Member:
-        """The member with the best last result."""
+        """The member whose last result is the best."""
         return self.ranked[0]
 
     def _score(self, member: Member) -> float:
@@ -230,7 +243,7 @@ class Population:
         return -math.inf if math.isnan(score) else score
 
     def shutdown(self) -> None:
-        """Shut down all trainers."""
+        """Shut down the trainers of all members."""
         _shutdown_all(member.trainer for member in self.members)
 
     def __enter__(self) -> Population:
@@ -264,9 +277,15 @@ def _made(trainer_factory: Callable[[dict[str, Any]], Any], config: dict[str, An
 def _at_the_same_time(
     function: Callable[[Any], Any], values: Sequence[Any], interrupt: Callable[[], None] = lambda: None
 ) -> tuple[list[Any], list[BaseException]]:
-    """Call a function for all values in parallel. Return the results, with None for each error, and the errors.
+    """Call a function with each value, each call in its own thread.
 
-    After Ctrl-C, `interrupt` is called repeatedly until all calls have finished.
+    Args:
+        function: The function to call.
+        values: The values to call it with.
+        interrupt: Function to call repeatedly after Ctrl-C, until all calls have ended.
+
+    Returns:
+        The results, with None for each call that raised an exception; and the list of these exceptions.
     """
     with ThreadPoolExecutor(len(values), thread_name_prefix="raysgd-population") as threads:
         futures = [threads.submit(function, value) for value in values]
@@ -292,12 +311,12 @@ def _shutdown_all(trainers: Iterable[Any]) -> None:
 
 @dataclass(frozen=True)
 class Exploration:
-    """Rules for mutating a config.
+    """Rules for changing the config that a member of a population copies from a better member.
 
     Attributes:
-        resample_probability: Probability of redrawing an entry from its space instead of mutating it.
-        factors: A numeric entry is multiplied by one of these factors. An entry with a list of choices moves to the
-            previous or next choice.
+        resample_probability: Probability that an entry is drawn again from the search space, not changed slightly.
+        factors: A numeric entry is changed by multiplying it by one of these factors, chosen at random. An entry with a
+            list of choices is changed to the previous or next choice instead.
 
     Raises:
         ValueError: A value is out of range.
@@ -313,7 +332,13 @@ class Exploration:
             raise ValueError(f"`factors={self.factors!r}`: need at least one number, each more than 0.")
 
     def changed(self, config: Mapping[str, Any], space: Space, random: Random) -> dict[str, Any]:
-        """Return a mutated copy of a config. Entries that are fixed or not in the space stay unchanged."""
+        """Return a changed copy of a config.
+
+        Args:
+            config: The config to copy.
+            space: The search space. Entries that are not in the space, or have a fixed value in it, stay unchanged.
+            random: Generator for all random choices.
+        """
         changed = dict(config)
         for name, source in space.items():
             if isinstance(source, Mapping):
@@ -333,7 +358,7 @@ class Exploration:
 
 
 def check_space(space: Any) -> None:
-    """Check that configs can be drawn from a space.
+    """Check that configs can be drawn from a search space.
 
     Raises:
         TypeError: `space` is not a dict.
@@ -349,7 +374,7 @@ def check_space(space: Any) -> None:
 
 
 def draw(space: Space, random: Random) -> dict[str, Any]:
-    """Draw a config from a space."""
+    """Draw a config from a search space."""
     return {
         name: draw(source, random) if isinstance(source, Mapping) else draw_one(source, random)
         for name, source in space.items()
@@ -357,7 +382,7 @@ def draw(space: Space, random: Random) -> dict[str, Any]:
 
 
 def draw_one(source: Any, random: Random) -> Any:
-    """Draw a value for one entry of a config."""
+    """Draw a value from one entry of a search space, such as a list of choices."""
     if isinstance(source, list | tuple):
         return random.choice(source)
     if hasattr(source, "sample"):
@@ -366,12 +391,12 @@ def draw_one(source: Any, random: Random) -> Any:
 
 
 def is_drawn(source: Any) -> bool:
-    """Return True if an entry of a search space is drawn from, and False if it is a fixed value."""
+    """Return True if values are drawn from this entry of a search space, and False if the entry is a fixed value."""
     return isinstance(source, list | tuple) or hasattr(source, "sample") or callable(source)
 
 
 def _takes_seed(source: Any) -> bool:
-    return hasattr(source, "get_sampler")  # true for Ray Tune's domains
+    return hasattr(source, "get_sampler")  # only Ray Tune's domains have this method, and their `sample` takes a seed
 
 
 def _neighbor(value: Any, choices: list[Any] | tuple[Any, ...], random: Random) -> Any:
@@ -382,7 +407,7 @@ def _neighbor(value: Any, choices: list[Any] | tuple[Any, ...], random: Random) 
 
 
 def _within(source: Any, value: Any) -> Any:
-    """Clip a number to the bounds of the domain that it was drawn from, if the domain has bounds."""
+    """Clip a changed number to the bounds of the search space entry that it was drawn from, if there are bounds."""
     lower, upper = getattr(source, "lower", None), getattr(source, "upper", None)
     value = value if lower is None else max(lower, value)
     return value if upper is None else min(upper, value)

@@ -1,4 +1,7 @@
-"""Runs a TensorFlow function on several workers as a Ray Tune trial, like `ray.tune.integration.tensorflow`."""
+"""Runs a TensorFlow training function on several workers as a Ray Tune trial.
+
+The functions are those of the former `ray.tune.integration.tensorflow`.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ def DistributedTrainableCreator(
 ) -> type[Any]:
     """Return a trainable class for `ray.tune`. Each trial runs `func(config, checkpoint_dir=None)` on separate workers.
 
-    `TF_CONFIG` is set in each worker before `func` runs, so `func` may create a `MultiWorkerMirroredStrategy`. `func`
-    reports metrics with `raysgd.train.report`; only the reports of rank 0 count. It saves checkpoints with
-    `distributed_checkpoint_dir`. If there is a checkpoint, the argument `checkpoint_dir` is a folder with the last one,
-    even when `func` restarts after a worker was lost.
+    The environment variable `TF_CONFIG` is set in each worker before `func` runs, so `func` may create a
+    `MultiWorkerMirroredStrategy`. `func` reports metrics with `raysgd.train.report`, of which only rank 0's reports
+    reach Tune, and saves checkpoints with `distributed_checkpoint_dir`. When `func` starts from a checkpoint, for
+    example after a worker was lost, `checkpoint_dir` is a folder with the checkpoint's files.
 
     Args:
         func: The training function, which each worker runs.
@@ -35,11 +38,11 @@ def DistributedTrainableCreator(
         num_cpus_per_worker: CPUs per worker.
         num_workers_per_host: Exact number of workers on each node; it must divide `num_workers`. Default: Ray chooses
             the nodes.
-        timeout_s: Accepted but ignored. In `ray.tune.integration`, it limited the wait for resources, which Tune now
-            controls.
+        timeout_s: Accepted but not used. In `ray.tune.integration`, this argument limited how long a trial waited for
+            resources. Tune now controls how long trials wait.
 
     Raises:
-        ValueError: `func` has other parameters, or a number is out of range.
+        ValueError: `func` cannot be called with a config and `checkpoint_dir`, or a number is out of range.
         ImportError: Ray Tune or TensorFlow is not installed.
     """
     return make_distributed(
@@ -48,6 +51,6 @@ def DistributedTrainableCreator(
 
 
 def get_num_workers() -> int:
-    """Return the number of workers in `TF_CONFIG`, or 1 if it is not set."""
+    """Return the number of workers that the environment variable `TF_CONFIG` lists, or 1 if the variable is not set."""
     config = json.loads(os.environ.get("TF_CONFIG", "{}"))
     return len(config.get("cluster", {}).get("worker", [None]))

@@ -1,4 +1,7 @@
-"""Runs a PyTorch function on several workers as a Ray Tune trial, like `ray.tune.integration.torch`."""
+"""Runs a PyTorch training function on several workers as a Ray Tune trial.
+
+The functions are those of the former `ray.tune.integration.torch`.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ def DistributedTrainableCreator(
     """Return a trainable class for `ray.tune`. Each trial runs `func(config, checkpoint_dir=None)` on separate workers.
 
     The `torch.distributed` process group is created before `func` runs. `func` reports metrics with
-    `raysgd.train.report`; only the reports of rank 0 count. It saves checkpoints with `distributed_checkpoint_dir`. If
-    there is a checkpoint, the argument `checkpoint_dir` is a folder with the last one, even when `func` restarts after
-    a worker was lost.
+    `raysgd.train.report`, of which only rank 0's reports reach Tune, and saves checkpoints with
+    `distributed_checkpoint_dir`. When `func` starts from a checkpoint, for example after a worker was lost,
+    `checkpoint_dir` is a folder with the checkpoint's files.
 
     Args:
         func: The training function, which each worker runs.
@@ -37,12 +40,12 @@ def DistributedTrainableCreator(
         num_workers_per_host: Exact number of workers on each node; it must divide `num_workers`. Default: Ray chooses
             the nodes.
         backend: "gloo" or "nccl".
-        timeout_s: Timeout of collective operations in seconds. Tune controls how long a trial waits for resources.
-        use_gpu: No longer supported: use `num_gpus_per_worker`.
+        timeout_s: Timeout of collective operations in seconds. It does not limit how long a trial waits for resources.
+        use_gpu: No longer supported. Use `num_gpus_per_worker` instead.
 
     Raises:
-        DeprecationWarning: `use_gpu` was passed.
-        ValueError: `func` has other parameters, or an argument is out of range.
+        DeprecationWarning: `use_gpu` is True.
+        ValueError: `func` cannot be called with a config and `checkpoint_dir`, or an argument is out of range.
         ImportError: Ray Tune is not installed.
 
     Examples:

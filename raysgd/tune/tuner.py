@@ -1,8 +1,9 @@
-"""`Tuner`: runs a trainer that has a `fit()` method with many configs that Ray Tune chooses.
+"""Defines `Tuner`, which runs a trainer with many configs that Ray Tune chooses, and `ResultGrid` with the results.
 
-It is a thin layer over Ray's `Tuner`. One call to `Tuner.fit` is a sweep, and each run of the trainer is a trial. Each
-trial gets its own copies of the raysgd callbacks, to which the trial looks like a run. Ray Tune callbacks are passed to
-Ray Tune.
+`Tuner` is a thin layer over Ray's `Tuner`, for trainers that have a `fit()` method. One call to `Tuner.fit` is a sweep,
+and each run of the trainer is a trial. The `RunConfig` may contain callbacks for raysgd and for Ray Tune. Each trial
+gets its own copies of the raysgd callbacks and calls them as in a run outside Ray Tune. The Ray Tune callbacks are
+passed to Ray Tune.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ _CANNOT_STOP = "it is a trial of Ray Tune, which ends by `RunConfig(stop=...)` o
 
 
 class Tuner:
-    """Runs a trainer with many configs.
+    """Runs a trainer once for each of many configs, which Ray Tune chooses.
 
     Args:
         trainable: A trainer that has a `fit()` method, such as `raysgd.train.torch.TorchTrainer(...)`. The trainer is
             not modified. You may also pass a class or function that Ray's `Tuner` accepts.
         param_space: Trainer arguments that contain search spaces: `{"train_loop_config": {"lr": tune.grid_search([0.1,
-            1])}}`. They are merged into the trainer's arguments. May include `scaling_config`, as an object or a dict,
-            and `datasets`.
+            1])}}`. For each trial, the chosen values are merged into the trainer's own arguments. The space may include
+            `scaling_config`, as an object or a dict, and `datasets`.
         tune_config: A `TuneConfig`: metric, number of trials, search algorithm, scheduler.
-        run_config: Run config to use instead of the trainer's.
+        run_config: The `RunConfig` for all trials. Default: the trainer's own run config.
 
     Raises:
-        ValueError: `param_space` has a `run_config`. Other invalid values are reported by `fit`, before the first
-            trial.
+        ValueError: `param_space` has a `run_config`. `fit` reports other invalid values in `param_space` before the
+            first trial.
         TypeError: An argument has the wrong type.
         MissingTuneError: Ray Tune is not installed.
 
@@ -116,18 +117,18 @@ class Tuner:
         """Return a tuner for an interrupted sweep. Its `fit` runs the remaining trials.
 
         Args:
-            path: The sweep's folder or its URI. This is `ResultGrid.experiment_path`.
-            trainable: The same trainer as before. Default: the trainer that was saved with the sweep, which has no
-                datasets.
+            path: Path or URI of the sweep's folder, which `ResultGrid.experiment_path` returns.
+            trainable: The trainer of the interrupted sweep. Default: the trainer that `fit` saved in the sweep's
+                folder. Required if the trainer has datasets, because datasets are not saved.
             resume_unfinished: True to continue unfinished trials from their last checkpoints.
             resume_errored: True to continue failed trials from their last checkpoints.
             restart_errored: True to restart failed trials from scratch.
-            param_space: The same space as before. Required if it contains datasets or other objects.
+            param_space: The search space of the interrupted sweep. Required if it contains datasets or other objects.
             storage_filesystem: A `pyarrow.fs.FileSystem` that contains `path`.
 
         Raises:
-            ValueError: There is no sweep to restore; `param_space` has a `run_config`; or the trainer was not saved,
-                because it cannot be pickled or had datasets.
+            ValueError: The folder contains no sweep; `param_space` has a `run_config`; or `trainable` was omitted
+                although the trainer could not be saved, or has datasets.
         """
         tune = tune_trial.require_tune(_NEEDED_BY)
         tuner, place = cls.__new__(cls), _as_place(path)
@@ -194,7 +195,7 @@ class ResultGrid:
         Args:
             metric: Name of the metric that ranks the trials. Default: the metric of the `TuneConfig`.
             mode: "min" or "max": whether the lowest or the highest value is best. Default: the mode of the
-            `TuneConfig`.
+                `TuneConfig`.
             scope: Which of a trial's reports count: "last" for the last report, "all" for the best report, "avg" for
                 the mean of all reports.
             filter_nan_and_inf: True to ignore values that are NaN or infinite.
@@ -226,33 +227,33 @@ class ResultGrid:
 
     @property
     def errors(self) -> list[Exception]:
-        """The errors of the failed trials."""
+        """The exceptions that ended the failed trials."""
         return list(self._grid.errors)
 
     @property
     def num_errors(self) -> int:
-        """Number of failed trials."""
+        """The number of failed trials."""
         return int(self._grid.num_errors)
 
     @property
     def num_terminated(self) -> int:
-        """Number of successful trials."""
+        """The number of trials that ended without an error."""
         return int(self._grid.num_terminated)
 
     def __repr__(self) -> str:
-        """Return a string that shows all results."""
+        """Return a string that contains the `repr` of each trial's result."""
         return f"ResultGrid({list(self)!r})"
 
 
 def as_trainable(trainable: Any, run_config: RunConfig | None = None) -> Any:
-    """Convert a trainer for Ray's `Tuner`. Other trainables are returned unchanged.
+    """Convert a raysgd trainer to a class that Ray's `Tuner` can run as trials. Return a class or function unchanged.
 
     Args:
         trainable: The user's trainer, class or function.
-        run_config: Run config for the trainer's trials. Default: the trainer's.
+        run_config: Run config for the trainer's trials. Default: the trainer's own run config.
 
     Raises:
-        TypeError: `trainable` is a Ray trainer, or a trainer that is already running.
+        TypeError: `trainable` is a trainer of Ray, or a raysgd trainer whose workers are already running.
     """
     if isinstance(trainable, BaseTrainer):
         trainable = copy(trainable)
@@ -290,9 +291,10 @@ def _as_space(trainable: Any, param_space: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_ray_config(config: RunConfig) -> Any:
-    """Convert a run config to Ray Tune's `RunConfig`.
+    """Convert a raysgd `RunConfig` to Ray Tune's `RunConfig`.
 
-    `num_to_keep=0` becomes None, because trials then pass no checkpoints to Tune, and Tune does not accept 0.
+    Ray Tune does not accept `num_to_keep=0`, which means to store no checkpoints, so 0 is replaced with None. Ray Tune
+    still stores no checkpoints, because the trials pass none to Ray Tune in this case.
     """
     tune = tune_trial.require_tune(_NEEDED_BY)
     kept = config.checkpoint_config
@@ -326,7 +328,7 @@ def _as_place(path: str | Path) -> str:
 
 
 def as_result(result: Any) -> Result:
-    """Convert a trial's result to the type that `fit()` returns."""
+    """Convert Ray Tune's result of a trial to a `raysgd.air.Result`, which a trainer's `fit()` also returns."""
     folder = open_folder(result.path, result.filesystem)
     kept = [(as_checkpoint(checkpoint), metrics) for checkpoint, metrics in result.best_checkpoints or ()]
     made = Result(
@@ -340,12 +342,15 @@ def as_result(result: Any) -> Result:
 
 
 def as_checkpoint(checkpoint: Any) -> Checkpoint:
-    """Convert a Ray Tune checkpoint to a raysgd checkpoint with the same folder."""
+    """Convert a Ray Tune checkpoint to a raysgd `Checkpoint` that refers to the same folder."""
     return Checkpoint(checkpoint.path, checkpoint.filesystem)
 
 
 class CallsInTrials:
-    """Calls a separate copy of a sweep's raysgd callbacks for each trial. Ray Tune calls the hooks of this object.
+    """Passes the events of a sweep's trials, such as reports, from Ray Tune to the user's raysgd callbacks.
+
+    Ray Tune calls the methods of this object. Each trial has its own copies of the callbacks. A method calls the copies
+    of the trial for which Ray Tune called it.
 
     Args:
         callbacks: The user's raysgd callbacks, which are copied for each trial and called in this order.
@@ -358,10 +363,10 @@ class CallsInTrials:
         self._callbacks = list(callbacks)
         self._of_trial: dict[str, FunctionCalls] = {}
         self._saved: dict[str, Any] = {}
-        self._make("trial", {}, ".")  # raises an error before the first trial if a callback cannot be used
+        self._make("trial", {}, ".")  # checks the callbacks before the first trial: raises if one cannot be used
 
     def on_trial_start(self, trial: Any, **info: Any) -> None:
-        """Notify the trial's callbacks that the trial starts. Do nothing if the trial restarts."""
+        """Copy the callbacks for a trial that starts, and call their `on_run_begin`. Do nothing if a trial restarts."""
         if trial.trial_id not in self._of_trial:
             calls = self._make(str(trial), trial.config, trial.local_path)
             calls.load_states(self._saved.get(trial.trial_id, ()))
@@ -369,27 +374,30 @@ class CallsInTrials:
         self._of_trial[trial.trial_id].begin_run()
 
     def on_trial_result(self, trial: Any, result: Mapping[str, Any], **info: Any) -> None:
-        """Pass a trial's report to its callbacks."""
+        """Call `on_result` of the trial's callbacks with a report of the trial."""
         self._of_trial[trial.trial_id].report(result)
 
     def on_checkpoint(self, trial: Any, checkpoint: Any, **info: Any) -> None:
-        """Pass the path of a trial's checkpoint to its callbacks."""
+        """Call `on_checkpoint` of the trial's callbacks with the path of the trial's new checkpoint."""
         self._of_trial[trial.trial_id].tell("on_checkpoint", str(checkpoint.path))
 
     def on_trial_complete(self, trial: Any, **info: Any) -> None:
-        """Notify a successful trial's callbacks that the trial has ended."""
+        """Call `on_run_end` of the trial's callbacks after the trial ended without an error."""
         self._end(trial, None)
 
     def on_trial_error(self, trial: Any, **info: Any) -> None:
-        """Notify a failed trial's callbacks that the trial has ended. Do nothing if the trial never started."""
+        """Call `on_run_end` of the trial's callbacks with the trial's error. Do nothing if the trial never started."""
         self._end(trial, trial.get_error() or RuntimeError(f"the trial {trial} failed"))
 
     def get_state(self) -> dict[str, Any]:
-        """Return the callbacks' states for each running trial, to restore the sweep later."""
+        """Return the states of the running trials' callbacks, by trial ID. Ray Tune saves them to restore the sweep."""
         return {trial: calls.states() for trial, calls in self._of_trial.items()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Store the states that `get_state` returned. When a trial starts later, its callbacks load their states."""
+        """Set the states that `get_state` returned in an interrupted sweep.
+
+        When a trial starts later, its callbacks load their states.
+        """
         self._saved = dict(state)
 
     def _end(self, trial: Any, error: BaseException | None) -> None:
@@ -402,10 +410,13 @@ class CallsInTrials:
 
 
 def for_tune(callbacks: Sequence[Any]) -> list[Any]:
-    """Convert a sweep's callbacks for Ray Tune.
+    """Return the callbacks for Ray Tune to call: the user's Ray Tune callbacks, then an object for raysgd callbacks.
+
+    The object, a `CallsInTrials`, calls all raysgd callbacks of the sweep. It is omitted if there are none.
 
     Raises:
-        TypeError: An object is a worker callback, or not a callback.
+        TypeError: An object is not a callback, or is a `WorkerCallback`, which needs to run in the workers.
+        ValueError: Two raysgd callbacks write to the same file.
     """
     own, given = own_among(callbacks), of_tune_among(callbacks)
     return [*given, _tune_class()(own)] if own else given
@@ -416,6 +427,6 @@ def _tune_class() -> type[CallsInTrials]:
     """Return `CallsInTrials` as a subclass of Ray Tune's `Callback`, so that Ray Tune accepts it."""
 
     class SweepCallbacks(CallsInTrials, tune_trial.require_tune(_NEEDED_BY).Callback):  # type: ignore[misc]
-        """A sweep's callbacks as a Ray Tune callback."""
+        """Calls a sweep's raysgd callbacks, and is itself a callback that Ray Tune accepts."""
 
     return SweepCallbacks

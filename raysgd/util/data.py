@@ -1,6 +1,6 @@
-"""Sharded data frames: `MLDataset`, and how to create it from a parallel iterator. The former `ray.util.data`.
+"""Defines `MLDataset`, a sharded dataset of data frames, and creates it from a `ParallelIterator`.
 
-pandas is imported when the first frame is created.
+This module is the former `ray.util.data`. It imports pandas only when it creates the first data frame.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["MLDataset", "from_parallel_iter"]
 def from_parallel_iter(
     para_it: ParallelIterator, need_convert: bool = True, batch_size: int = 32, repeated: bool = False
 ) -> MLDataset:
-    """Create a dataset of data frames.
+    """Create an `MLDataset`, a sharded dataset of data frames, from a parallel iterator.
 
     Args:
-        para_it: An iterator over records (lists or other iterables, dicts, or dataclasses) or data frames.
-        need_convert: True if the elements are records, False for data frames.
-        batch_size: Number of records per frame.
-        repeated: True if the shards repeat indefinitely.
+        para_it: A parallel iterator over data frames, or over records: lists or other iterables, dicts, or dataclasses.
+        need_convert: True if the elements of `para_it` are records. False if they are data frames.
+        batch_size: Number of records to combine into one data frame. With `need_convert=False`, it is only stored.
+        repeated: True if the shards of `para_it` repeat indefinitely. The dataset only stores this.
 
     Raises:
         ImportError: pandas is not installed.
@@ -42,12 +42,12 @@ def from_parallel_iter(
 
 
 class MLDataset(ParallelIterator):
-    """Sharded data frames.
+    """A sharded dataset of pandas data frames. Each worker reads one of the shards.
 
     Args:
-        shards: Shards whose elements are pandas data frames.
+        shards: The shards, whose elements are pandas data frames.
         name: Name to show in `repr`.
-        batch_size: Maximum number of rows in a frame; 0 if unknown.
+        batch_size: Maximum number of rows in a data frame; 0 if unknown.
         repeated: True if the shards repeat indefinitely.
     """
 
@@ -63,7 +63,10 @@ class MLDataset(ParallelIterator):
         return MLDataset(shards, name, self.batch_size, self.repeated)
 
     def batch(self, batch_size: int) -> MLDataset:
-        """Return a dataset whose frames have `batch_size` rows. A shard's last frame may have fewer."""
+        """Return a dataset with the same rows in data frames of `batch_size` rows.
+
+        The last data frame of a shard may have fewer rows.
+        """
         cut = self.transform(partial(_cut, batch_size))
         return MLDataset(cut._shards, f"{self.name}.batch({batch_size})", batch_size, self.repeated)
 
@@ -76,15 +79,15 @@ class MLDataset(ParallelIterator):
         shuffle_buffer_size: int = 1,
         seed: int | None = None,
     ) -> LocalIterator:
-        """Return one shard. Each call to `iter()` restarts the shard.
+        """Return an iterator over the data frames of one shard. Each call to `iter()` starts again at the first frame.
 
         Args:
             shard_index: Index of the shard.
-            batch_ms: Accepted for compatibility and ignored, because nothing is sent.
-            num_async: Accepted for compatibility and ignored.
-            shuffle: True to shuffle the frames, and the rows within each frame.
-            shuffle_buffer_size: Number of frames in the shuffle buffer.
-            seed: Seed for the order. None for a different order each time.
+            batch_ms: Accepted for compatibility with `ray.util.data` and ignored. No data is sent between processes.
+            num_async: Accepted for compatibility with `ray.util.data` and ignored.
+            shuffle: True to shuffle the order of the data frames, and the rows within each data frame.
+            shuffle_buffer_size: Number of data frames in the buffer from which the next one is drawn at random.
+            seed: Seed for the order. With None, each iteration has a different order.
 
         Raises:
             ValueError: The shard does not exist.
@@ -103,7 +106,7 @@ class MLDataset(ParallelIterator):
         label_shape: Any = None,
         label_type: Any = None,
     ) -> TorchMLDataset:
-        """Return PyTorch datasets, one per shard. The arguments are those of `TorchMLDataset`."""
+        """Return a `TorchMLDataset` with these arguments, which converts each shard to a PyTorch dataset."""
         from raysgd.torch.torch_dataset import TorchMLDataset
 
         return TorchMLDataset(
@@ -119,14 +122,14 @@ class MLDataset(ParallelIterator):
         label_shape: Any = None,
         label_type: Any = None,
     ) -> TFMLDataset:
-        """Return `tf.data` datasets, one per shard. The arguments are those of `TFMLDataset`."""
+        """Return a `TFMLDataset` with these arguments, which converts each shard to a `tf.data` dataset."""
         from raysgd.tf.tf_dataset import TFMLDataset
 
         return TFMLDataset(self, feature_columns, feature_shapes, feature_types, label_column, label_shape, label_type)
 
 
 def _with_shuffled_rows(seed: int | None, frames: Iterator[pd.DataFrame]) -> Iterator[pd.DataFrame]:
-    """Yield each frame with its rows shuffled."""
+    """Yield each data frame with its rows in random order."""
     import numpy as np
 
     draw = np.random.RandomState(seed)
@@ -135,7 +138,7 @@ def _with_shuffled_rows(seed: int | None, frames: Iterator[pd.DataFrame]) -> Ite
 
 
 def _cut(num_rows: int, frames: Iterable[pd.DataFrame]) -> Iterator[pd.DataFrame]:
-    """Regroup rows into frames of `num_rows` rows, in the same order."""
+    """Yield the rows of data frames in new data frames of `num_rows` rows, in the same order."""
     import pandas as pd
 
     rest: list[pd.DataFrame] = []

@@ -1,8 +1,8 @@
-"""Parallel iterators over sharded elements. Each shard is read by one worker. The former `ray.util.iter`.
+"""Iterators over elements that are divided into shards, so that each worker can read one shard.
 
-Nothing runs until you iterate over a shard. The elements are then computed in the iterating process and thread. Each
-iteration starts from the beginning. A shard only stores the source of its elements and the stages, such as functions
-and filters, that the elements pass through. It can be pickled.
+This module is the former `ray.util.iter`. A shard stores the source of its elements and the stages that the elements
+pass through, such as functions and filters. It can be pickled. Nothing is computed until a program iterates over the
+shard. The elements are then computed in the process and thread that iterates. Each iteration starts from the beginning.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ __all__ = ["LocalIterator", "ParallelIterator", "from_items", "from_iterators", 
 
 StagesT = TypeVar("StagesT", bound="_Stages")
 Stage = Callable[[Iterator[Any]], Iterable[Any]]
-"""One stage of a shard: a function from an iterator over elements to an iterable of new elements."""
+"""One stage of a shard: a function that takes an iterator over elements and returns an iterable of new elements."""
 
-_MOST_CALLS = 64  # number of concurrent calls with `max_concurrency=0`, which means no limit
+_MOST_CALLS = 64  # number of threads for `max_concurrency=0`, which `ray.util.iter` did not limit
 
 
 def from_items(items: Iterable[Any], num_shards: int = 2, repeat: bool = False) -> ParallelIterator:
-    """Distribute items over shards round-robin.
+    """Create a parallel iterator by distributing items over shards in turn (round-robin).
 
     >>> list(from_items([1, 2, 3], num_shards=2).get_shard(0))
     [1, 3]
 
     Args:
-        items: The elements of the iterator.
+        items: The items to distribute.
         num_shards: Number of shards.
         repeat: True to repeat each shard indefinitely.
     """
@@ -45,7 +45,9 @@ def from_items(items: Iterable[Any], num_shards: int = 2, repeat: bool = False) 
 
 
 def from_range(n: int, num_shards: int = 2, repeat: bool = False) -> ParallelIterator:
-    """Return the numbers below `n` in shards of consecutive numbers. The last shard may be larger.
+    """Create a parallel iterator over the numbers from 0 to `n - 1`, with consecutive numbers in each shard.
+
+    If the numbers cannot be divided evenly, the last shard has more numbers than the other shards.
 
     >>> [list(shard) for shard in from_range(5, num_shards=2).shards()]
     [[0, 1], [2, 3, 4]]
@@ -58,12 +60,12 @@ def from_range(n: int, num_shards: int = 2, repeat: bool = False) -> ParallelIte
 
 
 def from_iterators(generators: Iterable[Any], repeat: bool = False, name: str | None = None) -> ParallelIterator:
-    """Create a shard from each iterable, or from each function without arguments that returns an iterable.
+    """Create a parallel iterator with one shard for each iterable.
 
     Args:
-        generators: The iterables or functions.
-        repeat: True to repeat each shard indefinitely. In this case, an iterable that can be iterated over only once
-            raises `ValueError` at its end.
+        generators: The iterables, or functions without arguments that each return an iterable.
+        repeat: True to repeat each shard indefinitely. A shard whose iterable can be iterated over only once, such as
+            a generator, then raises `ValueError` after its last element.
         name: Name to show in `repr`.
     """
     shards = [ItemShard(partial(_items_of, each, repeat)) for each in generators]
@@ -72,12 +74,12 @@ def from_iterators(generators: Iterable[Any], repeat: bool = False, name: str | 
 
 @dataclass(frozen=True)
 class ItemShard:
-    """One shard: the source of its elements, and the stages that the elements pass through.
+    """One shard of an iterator: the source of its elements, and the stages that the elements pass through.
 
     Attributes:
-        source: Returns an iterator over the elements before the first stage.
-        stages: The stages in order, each with the number of elements that it combines into one, or None if that number
-            varies.
+        source: Function that returns an iterator over the elements before the first stage.
+        stages: The stages in order. Each is a pair: the stage, and the number of input elements from which the stage
+            makes one output element, or None if this number varies.
     """
 
     source: Callable[[], Iterator[Any]]
@@ -90,18 +92,20 @@ class ItemShard:
         return iter(elements)
 
     def then(self, stage: Stage, size: int | None = None) -> ItemShard:
-        """Return the shard with an additional last stage.
+        """Return a copy of the shard with one more stage at the end.
 
         Args:
             stage: The stage to add.
-            size: Number of elements that the stage combines into one, or None if the number varies.
+            size: Number of input elements from which the stage makes one output element. None if the number varies.
         """
         return ItemShard(self.source, (*self.stages, (stage, size)))
 
     def every(self, step: int, start: int) -> ItemShard:
-        """Return the shard with only every `step`-th element, starting at index `start`.
+        """Return a copy of the shard that yields only every `step`-th of its elements, starting at index `start`.
 
-        Elements are dropped at the earliest stage possible, so that no work is done on them.
+        The other elements are dropped before as many of the shard's last stages as possible, so that these stages do no
+        work for them. This is possible for stages such as `for_each` and `batch`, which make each new element from a
+        fixed number of elements.
         """
         place, size = len(self.stages), 1
         while place and (of_one := self.stages[place - 1][1]) is not None:
@@ -111,7 +115,12 @@ class ItemShard:
 
 
 def _items_of(items: Any, repeat: bool) -> Iterator[Any]:
-    """Yield the items of an iterable, or of a function's result. Repeat them if `repeat`."""
+    """Yield the items of an iterable, or of the iterable that a function returns.
+
+    Args:
+        items: The iterable or the function.
+        repeat: True to start again after the last item, indefinitely. Without any item, iteration ends.
+    """
     yield from items() if callable(items) else items
     while repeat:
         if not callable(items) and iter(items) is items:
@@ -128,7 +137,7 @@ def _items_of(items: Any, repeat: bool) -> Iterator[Any]:
 
 
 def _interleaved(shards: Sequence[ItemShard]) -> Iterator[Any]:
-    """Yield elements of all shards round-robin, until all shards are exhausted."""
+    """Yield one element of each shard in turn (round-robin), until all shards are exhausted."""
     live = deque(iter(shard) for shard in shards)
     while live:
         elements = live.popleft()
@@ -141,7 +150,7 @@ def _interleaved(shards: Sequence[ItemShard]) -> Iterator[Any]:
 
 
 def _in_threads(function: Callable[[Any], Any], num_threads: int, elements: Iterator[Any]) -> Iterator[Any]:
-    """Call a function on each element in `num_threads` threads, and yield the results in order."""
+    """Call a function on each element in `num_threads` threads, and yield the results in the order of the elements."""
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="raysgd-map")
     try:
         waiting: deque[Future[Any]] = deque()
@@ -161,7 +170,7 @@ def _batches(size: int, elements: Iterator[Any]) -> Iterator[list[Any]]:
 
 
 def shuffled(buffer_size: int, seed: int | None, elements: Iterator[Any]) -> Iterator[Any]:
-    """Yield the elements in random order, drawing each from a buffer of `buffer_size` elements."""
+    """Yield the elements in random order, by drawing each from a buffer that is refilled to `buffer_size` elements."""
     draw, buffer = random.Random(seed), list(islice(elements, buffer_size))
     for element in elements:
         place = draw.randrange(len(buffer))
@@ -177,18 +186,20 @@ def _every_nth_group(step: int, start: int, size: int, elements: Iterator[Any]) 
 
 
 class _Stages:
-    """Base class of `ParallelIterator` and `LocalIterator`. Its methods return an iterator with an additional stage."""
+    """Base class of `ParallelIterator` and `LocalIterator`. Each method returns an iterator with one more stage."""
 
     def _then(self: StagesT, stage: Stage, name: str, size: int | None = None) -> StagesT:
         raise NotImplementedError
 
     def for_each(self: StagesT, fn: Callable[[Any], Any], max_concurrency: int = 1, resources: Any = None) -> StagesT:
-        """Apply a function to each element.
+        """Return an iterator over the results of calling a function on each element.
 
         Args:
             fn: Function to call on each element.
-            max_concurrency: Maximum number of concurrent calls in one shard, in threads; 0 for no limit.
-            resources: Accepted for compatibility and ignored, because the calls run in the iterating process.
+            max_concurrency: Maximum number of calls that run at the same time, in threads, for one shard. With 0, at
+                most 64 calls run at the same time.
+            resources: Accepted for compatibility with `ray.util.iter` and ignored. The function runs in the process
+                that iterates over the shard.
 
         Raises:
             AssertionError: `max_concurrency` is negative.
@@ -200,24 +211,28 @@ class _Stages:
         return self._then(stage, ".for_each()", size=1)
 
     def filter(self: StagesT, filter_fn: Callable[[Any], bool]) -> StagesT:
-        """Keep the elements for which `filter_fn` returns True."""
+        """Return an iterator over only those elements for which `filter_fn` returns True."""
         return self._then(partial(filter, filter_fn), ".filter()")
 
     def batch(self: StagesT, n: int) -> StagesT:
-        """Combine every `n` elements into a list. The last list of a shard may be shorter."""
+        """Return an iterator over lists of `n` consecutive elements. The last list of a shard may be shorter."""
         size = check_count("n", n, "It is the size of a batch.")
         return self._then(partial(_batches, size), f".batch({n})", size)
 
     def flatten(self: StagesT) -> StagesT:
-        """Replace each element, which must be iterable, with its elements."""
+        """Return an iterator over the items of all elements. Each element must be an iterable, such as a list."""
         return self._then(chain.from_iterable, ".flatten()")
 
     def combine(self: StagesT, fn: Callable[[Any], Iterable[Any]]) -> StagesT:
-        """Apply a function to each element and flatten the results."""
+        """Return an iterator over all items of the lists (or other iterables) that `fn` returns for the elements."""
         return self.for_each(fn).flatten()
 
     def transform(self: StagesT, fn: Callable[[Iterable[Any]], Iterable[Any]]) -> StagesT:
-        """Apply a function to each whole shard. The function takes an iterator and returns an iterable."""
+        """Return an iterator over what `fn` makes of each whole shard.
+
+        Args:
+            fn: Function that takes an iterator over a shard's elements and returns an iterable of new elements.
+        """
         return self._then(fn, ".transform()")
 
     def _shuffled(self: StagesT, buffer_size: int, seed: int | None) -> StagesT:
@@ -226,7 +241,9 @@ class _Stages:
 
 
 class ParallelIterator(_Stages):
-    """An iterator over sharded elements. Methods return new iterators. Nothing runs until you iterate over a shard.
+    """An iterator whose elements are divided into shards. Nothing is computed until a program iterates over a shard.
+
+    The methods that change the elements or shards return a new iterator.
 
     Args:
         shards: The shards, in order of their indices.
@@ -256,19 +273,25 @@ class ParallelIterator(_Stages):
         return type(self)(shards, name)
 
     def local_shuffle(self, shuffle_buffer_size: int, seed: int | None = None) -> ParallelIterator:
-        """Shuffle each shard by drawing elements from a buffer of `shuffle_buffer_size` elements."""
+        """Return an iterator that shuffles each shard separately.
+
+        Args:
+            shuffle_buffer_size: Number of elements in the buffer from which the next element is drawn at random.
+            seed: Seed for the order. With None, each iteration has a different order.
+        """
         return self._shuffled(shuffle_buffer_size, seed)
 
     def repartition(self, num_partitions: int, batch_ms: int = 0) -> ParallelIterator:
-        """Change the number of shards. Elements are distributed over the new shards round-robin.
+        """Return an iterator with another number of shards, over which the elements are distributed in turn.
 
-        Each new shard reads all former shards, and drops the elements of other new shards as early as possible. Stages
-        such as `for_each` and `batch` therefore run only once per element. Stages up to the last `filter`, `transform`
-        or other stage that changes the number of elements unpredictably run in every new shard.
+        Each new shard reads all the former shards, and drops the elements that belong to other new shards. It drops
+        them before any `for_each` or `batch` stage at the end of a former shard, so these stages run once per element
+        in total. Earlier stages, up to the last `filter`, `transform` or other stage with a varying number of outputs,
+        run again in every new shard.
 
         Args:
-            num_partitions: Number of shards.
-            batch_ms: Accepted for compatibility and ignored, because nothing is sent.
+            num_partitions: Number of new shards.
+            batch_ms: Accepted for compatibility with `ray.util.iter` and ignored. No data is sent between processes.
         """
         number = _check_shards(num_partitions)
         parts = [
@@ -280,14 +303,14 @@ class ParallelIterator(_Stages):
         return self._with(parts, f"{self.name}.repartition[num_partitions={number}]")
 
     def union(self, other: ParallelIterator) -> ParallelIterator:
-        """Return an iterator with the shards of both iterators."""
+        """Return an iterator with the shards of this iterator, followed by the shards of `other`."""
         return self._with([*self._shards, *other._shards], f"ParallelUnion[{self}, {other}]")
 
     def select_shards(self, shards_to_keep: Sequence[int]) -> ParallelIterator:
-        """Select shards by index.
+        """Return an iterator with only the shards that have the given indices.
 
         Raises:
-            ValueError: A shard does not exist, or no shard is selected.
+            ValueError: A shard with one of the indices does not exist, or `shards_to_keep` is empty.
         """
         if not shards_to_keep:
             raise ValueError("`shards_to_keep` is empty: name at least one shard.")
@@ -299,16 +322,16 @@ class ParallelIterator(_Stages):
         return len(self._shards)
 
     def shards(self) -> list[LocalIterator]:
-        """Return a list of iterators, one per shard, in order of the shards' indices."""
+        """Return a list with an iterator for each shard, in the order of the shards' indices."""
         return [self.get_shard(index) for index in range(len(self._shards))]
 
     def get_shard(self, shard_index: int, batch_ms: int = 0, num_async: int = 1) -> LocalIterator:
-        """Return one shard, which can be iterated over in any process.
+        """Return an iterator over the elements of one shard. It can be pickled and used in any process.
 
         Args:
             shard_index: Index of the shard.
-            batch_ms: Accepted for compatibility and ignored, because nothing is sent.
-            num_async: Accepted for compatibility and ignored.
+            batch_ms: Accepted for compatibility with `ray.util.iter` and ignored. No data is sent between processes.
+            num_async: Accepted for compatibility with `ray.util.iter` and ignored.
 
         Raises:
             ValueError: The shard does not exist.
@@ -316,19 +339,19 @@ class ParallelIterator(_Stages):
         return LocalIterator(self._shard(shard_index), f"{self.name}.shard[{shard_index}]")
 
     def gather_sync(self) -> LocalIterator:
-        """Return an iterator over all elements, taking one element from each shard in turn."""
+        """Return an iterator over the elements of all shards, which takes one element from each shard in turn."""
         return LocalIterator(ItemShard(partial(_interleaved, self._shards)), f"{self}.gather_sync()")
 
     def gather_async(self, batch_ms: int = 0, num_async: int = 1) -> LocalIterator:
-        """Return an iterator over all elements, whose order is not guaranteed."""
+        """Return an iterator over the elements of all shards. Do not rely on their order."""
         return LocalIterator(ItemShard(partial(_interleaved, self._shards)), f"{self}.gather_async()")
 
     def take(self, n: int) -> list[Any]:
-        """Return up to `n` elements."""
+        """Return the first `n` elements that `gather_sync` yields, or all elements if there are fewer."""
         return self.gather_sync().take(n)
 
     def show(self, n: int = 20) -> None:
-        """Print up to `n` elements."""
+        """Print the first `n` elements that `gather_sync` yields, or all elements if there are fewer."""
         self.gather_sync().show(n)
 
     def _shard(self, index: int) -> ItemShard:
@@ -338,7 +361,9 @@ class ParallelIterator(_Stages):
 
 
 class LocalIterator(_Stages):
-    """An iterator over one shard. Each call to `iter()` starts from the beginning; `next()` continues.
+    """An iterator over the elements of one shard.
+
+    Each call to `iter()` starts again at the first element. `next()` continues after the element that it last returned.
 
     Args:
         shard: The shard to read.
@@ -368,20 +393,25 @@ class LocalIterator(_Stages):
         return LocalIterator(self._shard.then(stage, size), self.name + name)
 
     def shuffle(self, shuffle_buffer_size: int, seed: int | None = None) -> LocalIterator:
-        """Shuffle by drawing elements from a buffer of `shuffle_buffer_size` elements."""
+        """Return an iterator that shuffles the elements.
+
+        Args:
+            shuffle_buffer_size: Number of elements in the buffer from which the next element is drawn at random.
+            seed: Seed for the order. With None, each iteration has a different order.
+        """
         return self._shuffled(shuffle_buffer_size, seed)
 
     def union(self, other: LocalIterator) -> LocalIterator:
-        """Return an iterator that alternates between the elements of both iterators."""
+        """Return an iterator that takes elements from this iterator and from `other` in turn."""
         both = ItemShard(partial(_interleaved, [self._shard, other._shard]))
         return LocalIterator(both, f"LocalUnion[{self}, {other}]")
 
     def take(self, n: int) -> list[Any]:
-        """Return up to `n` elements, starting with the first."""
+        """Return the first `n` elements, or all elements if there are fewer."""
         return list(islice(iter(self), n))
 
     def show(self, n: int = 20) -> None:
-        """Print up to `n` elements."""
+        """Print the first `n` elements, or all elements if there are fewer."""
         for element in self.take(n):
             print(element)
 

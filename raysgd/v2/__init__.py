@@ -1,7 +1,8 @@
-"""The former `ray.util.sgd.v2`: `raysgd.train` with the names and the argument order of its first version.
+"""The former `ray.util.sgd.v2`: `raysgd.train` with the names and the argument order of that package.
 
-Functions such as `report` raise an error if they are called outside a training function. The frameworks' configs can be
-imported from here, but are not in `__all__`, because `import *` must work without the frameworks.
+Functions such as `report` raise an error if they are called outside a training function. `TorchConfig`,
+`TensorflowConfig` and `HorovodConfig` can be imported from this package, but are not in `__all__`. Otherwise, `from
+raysgd.v2 import *` would fail if one of these frameworks is not installed.
 """
 
 from collections.abc import Callable
@@ -45,10 +46,10 @@ _find = lazy_names(
 
 
 def __getattr__(name: str) -> Any:
-    """Import a framework's config on first use.
+    """Import `TorchConfig`, `TensorflowConfig` or `HorovodConfig` when it is first used.
 
     Raises:
-        MissingFrameworkError: The framework is not installed.
+        MissingFrameworkError: The framework of the config is not installed.
     """
     try:
         return _find(name)

@@ -1,4 +1,4 @@
-"""`Trainer` whose `run` has the argument order of `ray.util.sgd.v2`, in which `checkpoint` precedes `dataset`."""
+"""Defines `Trainer`, a `raysgd.train.Trainer` whose methods take their arguments in the order of `ray.util.sgd.v2`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["SGDIterator", "SGDWorkerGroup", "Trainer"]
 
 
 class Trainer(train.Trainer):
-    """`raysgd.train.Trainer` with the argument order of `ray.util.sgd.v2`.
+    """A `raysgd.train.Trainer` whose methods take their arguments in the order of `ray.util.sgd.v2`.
 
-    Pass the newer argument `dataset` by name.
+    In `raysgd.train.Trainer`, `dataset` precedes `checkpoint`. Here, `dataset` must be passed by name.
     """
 
     def run(  # type: ignore[override]
@@ -30,7 +30,10 @@ class Trainer(train.Trainer):
         *,
         dataset: Any = None,
     ) -> list[Any]:
-        """Run a function on all workers until every worker has finished. See `raysgd.train.Trainer.run`."""
+        """Run a training function on all workers until it has ended on each of them, and return the results.
+
+        Except for their order, the arguments are those of `raysgd.train.Trainer.run`.
+        """
         return super().run(train_func, config, callbacks, dataset, checkpoint, checkpoint_strategy)
 
     def run_iterator(  # type: ignore[override]
@@ -42,5 +45,8 @@ class Trainer(train.Trainer):
         *,
         dataset: Any = None,
     ) -> TrainingIterator:
-        """Start a function on all workers and return an iterator over its reports. The arguments are those of `run`."""
+        """Start a training function on all workers, and return an iterator over its reports.
+
+        The arguments are those of `run`.
+        """
         return super().run_iterator(train_func, config, dataset, checkpoint, checkpoint_strategy)

@@ -54,6 +54,7 @@ FIGURES = {
     "streams": {"epoch_s", "open_s", "open_mib", "lost", "repeated", "lost_resized", "repeated_resized"},
     "startup": {"after_init_s", "ray_init_s", "from_process_start_s"},
     "tf_throughput": {"images_per_s", "first_step_s", "recovery_s"},
+    "snapshot_cost": {"call_ms", "copy_ms", "snapshot_ms", "share_of_time"},
     "undo_cost": {"step_ms", "added_ms", "first_batch_ms"},
     "checkpoint": {
         "stall_ms",

@@ -28,10 +28,10 @@ _tensorflow = require("tensorflow", extra="tf", purpose="`raysgd.air.integration
 
 
 class _Reporting(_tensorflow.keras.callbacks.Callback):  # type: ignore[name-defined]
-    """Reports metrics at the given Keras events, and saves the model's weights at some of these events.
+    """Base class of the Keras callbacks, which report metrics at some Keras events and can save weights with them.
 
-    It defines methods only for these events, because Keras computes batch logs for each batch event that a callback
-    handles.
+    An object gets methods only for the requested events, such as `on_epoch_end`. If it had methods for batch events,
+    Keras would spend time on computing the logs of every batch.
     """
 
     def __init__(self, on: Sequence[str], metrics: Metrics) -> None:
@@ -53,7 +53,7 @@ class _Reporting(_tensorflow.keras.callbacks.Callback):  # type: ignore[name-def
 
     @abc.abstractmethod
     def _saves(self, event: str) -> bool:
-        """Return True to save the weights at this event. Called each time that the event occurs."""
+        """Return True if the weights must be saved with this report. Called each time that the event occurs."""
 
 
 class ReportCheckpointCallback(_Reporting):

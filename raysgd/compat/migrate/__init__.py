@@ -1,6 +1,8 @@
-"""`raysgd migrate`: rewrites programs for `ray.util.sgd` and its successors, and reports what a person must decide.
+"""Implements `raysgd migrate`, which rewrites programs for `ray.util.sgd` and the former `ray.train` and `ray.air`.
 
-`source.py` rewrites one file, `names.py` its imports and the names that they bind, `calls.py` calls with arguments that
-are no longer accepted, and `files.py` walks files and folders. `layout.py` keeps comments with their arguments, and
-`datasets.py` tracks Ray Data datasets. Nothing here runs the programs.
+Programs are not executed. A line that only a person can rewrite is reported with advice.
+
+`files.py` finds the files to rewrite, and `source.py` rewrites one file. `names.py` rewrites its imports and the names
+that they bind, and `calls.py` rewrites calls with arguments that are no longer accepted. `layout.py` keeps comments
+with the arguments that they belong to, and `datasets.py` finds the variables that are Ray Data datasets.
 """

@@ -1,7 +1,6 @@
-"""Rewrites calls with arguments that are no longer accepted, or reports them with advice on what to write.
+"""Rewrites a program's calls with arguments that are no longer accepted, or reports them with advice on what to write.
 
-These are calls to `TorchTrainer`, to Ray's functions, and to Keras methods that accepted more arguments in Keras 2 than
-in Keras 3.
+These are calls to `TorchTrainer`, to functions of Ray, and to methods of Keras that Keras 3 has changed.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ RENAMED = {
     _RUN: {"local_dir": "storage_path"},
     _EXPERIMENT: {"local_dir": "storage_path"},
 }
-"""For each Ray function, the arguments that were renamed in current Ray."""
+"""For each Ray function, the arguments that current Ray has renamed, each with its new name."""
 _TRIALS_OF = "leave it out, and take `.trials` of what `ray.tune.run` returns"
 _CALLBACKS = "pass `callbacks=[...]`"
 _STORAGE = 'pass `storage_path="s3://..."`'
@@ -76,7 +75,7 @@ _TO_LEAVE_OUT = {
         "sync_on_checkpoint sync_to_driver trial_executor with_server"
     ),
 }
-"""For each Ray function, the arguments that current Ray no longer accepts, with advice."""
+"""For each Ray function, the arguments that current Ray no longer accepts and that a program can leave out."""
 _TO_REPLACE = {
     _RUN: {
         "chdir_to_trial_dir": 'set `RAY_CHDIR_TO_TRIAL_DIR` to `"0"` or `"1"` in the environment',
@@ -89,7 +88,7 @@ _TO_REPLACE = {
     "ray.train.xgboost.XGBoostTrainer": _OF_TREES,
     "ray.train.lightgbm.LightGBMTrainer": _OF_TREES,
 }
-"""For each Ray function, arguments that current Ray rejects, each with its replacement."""
+"""For each Ray function, the arguments that current Ray no longer accepts and that need a replacement, with advice."""
 RETIRED = {
     function: {
         **dict.fromkeys(_TO_LEAVE_OUT.get(function, "").split(), "leave it out"),
@@ -97,7 +96,7 @@ RETIRED = {
     }
     for function in (*_TO_LEAVE_OUT, *_TO_REPLACE)
 }
-"""All arguments that current Ray rejects, each with what to do instead."""
+"""For each Ray function, all arguments that current Ray no longer accepts, each with advice on what to do instead."""
 _ABSOLUTE = {
     "os.getcwd",
     "os.path.abspath",
@@ -107,7 +106,7 @@ _ABSOLUTE = {
     "pathlib.Path.home",
     "tempfile.mkdtemp",
 }
-"""Functions that return an absolute path."""
+"""Functions that return an absolute path, so that a call to `os.path.abspath` around them is not needed."""
 _REMOTE = "ray.remote"
 
 _CREATORS = ("model_creator", "optimizer_creator", "data_creator", "loss_creator", "scheduler_creator")
@@ -152,7 +151,10 @@ _METHODS = {
     "predict_pipelined": "a `BatchPredictor` reads the dataset while it is used: call `predict`",
     "random_shuffle_each_window": "Ray Data has no windows: pass the dataset itself, and call `random_shuffle` of it",
 }
-"""Methods unique to Ray Data. Their objects have no import that identifies them, so the method's name decides."""
+"""Methods that only earlier versions of Ray have, most of them on datasets, each with advice.
+
+A call of a method with such a name is reported for every object, even if the source code does not show its type.
+"""
 _METHODS_OF_DATASETS = {
     "cache": "datasets of today's Ray Data have `materialize()`",
     "lazy": "datasets of today's Ray Data are lazy: leave it out",
@@ -160,7 +162,10 @@ _METHODS_OF_DATASETS = {
     "to_torch": _TO_TORCH,
     "window": "Ray Data has no windows: pass the dataset itself, which is read while it is used",
 }
-"""Methods of Ray Data datasets whose names are common. They count only if the object is known to be a dataset."""
+"""Methods of earlier Ray Data datasets whose names other classes have too, each with advice.
+
+They are reported only if the source code shows that the object is a dataset.
+"""
 _FIRST_TRAINERS = re.compile(
     r"ray\.(util|experimental)\.sgd|PyTorchTrainer|from raysgd(\.torch)? import .*TorchTrainer"
 )
@@ -169,7 +174,7 @@ _KEYS = {
     "mean_train_loss": "`train_loss`, or the name that your `train_batch` gives to its loss",
     "mean_validation_loss": "`val_loss`, or the name that your `validate_batch` gives to its loss",
 }
-"""Result names of `train` and `validate` in the first versions, with their current names."""
+"""Keys in the results of `train` and `validate` in the first versions of `ray.util.sgd`, each with the current key."""
 _LEGACY = "Or set `TF_USE_LEGACY_KERAS=1` and install `tf_keras`: then `tf.keras` is Keras 2"
 _GET_WEIGHTS = (
     "optimizers of Keras 3 have no `get_weights` and `set_weights`: read `[each.numpy() for each in "
@@ -187,7 +192,12 @@ def methods_to_change(
 ) -> Iterator[tuple[cst.CSTNode, str]]:
     """Yield the methods of a class that a person must change, each with advice.
 
-    These are operators' constructors that raysgd cannot call, and Ray Tune trainables' methods that were renamed.
+    These are constructors of training operators that raysgd cannot call, and methods of Ray Tune trainables that Ray
+    Tune has renamed.
+
+    Args:
+        node: The class.
+        names_of: Function that returns the current dotted names that an expression may refer to.
     """
     bases = {name for base in node.bases for name in names_of(base.value)}
     for method in node.body.body:
@@ -209,13 +219,14 @@ class Calls:
 
     Args:
         source: The program's source code.
-        names_of: Returns the current dotted names that an expression may refer to.
-        tell: Reports a call, with advice for a person, and a flag that is True if the call cannot work.
-        datasets: Tracks which variables of the program are Ray Data datasets.
+        names_of: Function that returns the current dotted names that an expression may refer to.
+        tell: Function that reports a call to the user. Takes the call, advice for a person, and `is_error`, which is
+            True if the call cannot work.
+        datasets: Knows which variables of the program are Ray Data datasets.
 
     Attributes:
-        needs: Modules that the rewritten program must import. The program then uses full names, such as
-            `raysgd.utils.BATCH_SIZE`, because it may define its own `BATCH_SIZE`.
+        needs: Names of the modules that the rewritten program must import. The rewritten calls use full names such as
+            `raysgd.utils.BATCH_SIZE`, because the program may define a `BATCH_SIZE` of its own.
     """
 
     def __init__(
@@ -236,7 +247,12 @@ class Calls:
         self.needs: set[str] = set()
 
     def rewritten(self, old: cst.Call, new: cst.Call) -> cst.Call:
-        """Return the replacement for a call whose names have already been rewritten."""
+        """Return the expression that replaces a call in the program.
+
+        Args:
+            old: The call in the original program.
+            new: The same call with the names in it already rewritten.
+        """
         names = self._names_of(old.func)
         if names & _TRAINERS:
             return self._of_trainer(old, new)
@@ -254,7 +270,7 @@ class Calls:
         return new
 
     def _of_ray(self, function: str, old: cst.Call, new: cst.Call) -> cst.Call:
-        """In a call to a Ray function, rename arguments, and report arguments that no longer exist."""
+        """In a call to a Ray function, rename the arguments in `RENAMED`, and report the arguments in `RETIRED`."""
         passed = {name_of(arg) for arg in old.args}
         for name, advice in RETIRED.get(function, {}).items():
             if name in passed:
@@ -270,7 +286,7 @@ class Calls:
         return changed
 
     def _with_absolute(self, arg: cst.Arg) -> cst.Arg:
-        """Convert the argument with a sweep's folder to an absolute path, as current Ray requires."""
+        """Convert the value of an argument `storage_path` to an absolute path, as current Ray requires."""
         if name_of(arg) != "storage_path":
             return arg
         value, function = arg.value, "os.path.abspath({})"
@@ -280,7 +296,7 @@ class Calls:
             function = "os.path.expanduser({})" if text.startswith("~") else function
         elif (isinstance(value, cst.Call) and self._names_of(value.func) & _ABSOLUTE) or _is_none(value):
             return arg
-        elif isinstance(value, cst.Name | cst.Attribute | cst.Subscript):  # the variable's value may be None
+        elif isinstance(value, cst.Name | cst.Attribute | cst.Subscript):  # the value may be None when the program runs
             function = "{} and os.path.abspath(os.path.expanduser({}))"
         else:
             function = "os.path.abspath(os.path.expanduser({}))"
@@ -304,9 +320,10 @@ class Calls:
         return after.in_call(new) if after != before else new
 
     def _with_operator(self, arguments: Arguments) -> Arguments:
-        """Replace creator functions with an operator class that `from_creators` creates from them.
+        """Replace a trainer's creator functions, such as `model_creator`, with the argument `training_operator_cls`.
 
-        The rewritten program calls `from_creators` on the operator class that it passed, or else on `TrainingOperator`.
+        The new argument is a call of `from_creators`, which takes the creator functions. It is called on the operator
+        class that the program passes to the trainer, or on `TrainingOperator` if the program passes none.
         """
         taken = [each for each in arguments.each if name_of(each.arg) in (*_CREATORS, "serialize_data_creation")]
         if not any(name_of(each.arg) in _CREATORS for each in taken):
@@ -322,11 +339,12 @@ class Calls:
         comments = [text for each in own for text in each.comments]
         operator = first.with_value("training_operator_cls", call).below(comments, arguments.indent)
         if len(taken) > 1 and first.after is not None:
-            operator = operator.at_end_of(cst.TrailingWhitespace())  # its comment has moved with the argument
+            # The comment at the end of the first argument's line is now in the call of `from_creators`.
+            operator = operator.at_end_of(cst.TrailingWhitespace())
         return arguments.replaced(first, operator).without([*taken[1:], *own])
 
     def _with_batch_size(self, arguments: Arguments) -> Arguments:
-        """Replace the argument `batch_size` with an entry in the config."""
+        """Replace a trainer's argument `batch_size` with an entry in its argument `config`."""
         size = arguments.named("batch_size")
         if size is None:
             return arguments
@@ -340,7 +358,10 @@ class Calls:
         return arguments.replaced(config, moved).without([size])
 
     def _look_for_remote_trainer(self, call: cst.Call, names: set[str]) -> None:
-        """Find trainers that run in Ray actors. Their arguments are passed in a later call to `remote`."""
+        """Report creator functions that the program passes to a trainer in a Ray actor.
+
+        The program first makes an actor class of the trainer, and passes the arguments in a later call of `remote`.
+        """
         makes_actor = isinstance(call.func, cst.Call) and _REMOTE in self._names_of(call.func.func)
         if (makes_actor or _REMOTE in names) and any(self._names_of(arg.value) & _TRAINERS for arg in call.args):
             self._has_remote_trainer = True
@@ -349,7 +370,12 @@ class Calls:
             self._tell(call, _REMOTE_TRAINER, is_error=True)
 
     def look_at_key(self, node: cst.CSTNode, key: cst.BaseExpression) -> None:
-        """Report the use of a key that was renamed in the results of `train` and `validate`."""
+        """Report a key of the results of `train` and `validate` that was renamed, if the program uses it.
+
+        Args:
+            node: The expression to report.
+            key: The key in this expression.
+        """
         name = key.evaluated_value if isinstance(key, cst.SimpleString) else None
         if isinstance(name, str) and name in self._keys:
             self._tell(node, f"results have no `{name}`: it is {self._keys[name]}", is_error=True)
@@ -365,7 +391,7 @@ class Calls:
             self._tell(call, _METHODS_OF_DATASETS[name], is_error=not works)
 
     def _of_report(self, old: cst.Call, new: cst.Call) -> cst.Call:
-        """Convert `report(loss=...)` to `report({"loss": ...})`, unless the call already has the current form."""
+        """Rewrite a call of `ray.tune.report` from `report(loss=...)` to `report({"loss": ...})`, the current form."""
         if self._is_distributed:
             self._tell(old, _DISTRIBUTED, is_error=True)
             return new
@@ -388,7 +414,7 @@ class Calls:
 
 
 def _with_dict(call: cst.Call) -> cst.Call:
-    """Return the call with its arguments in a dict. Each argument stays on its line."""
+    """Return a call with all its keyword arguments in one dict. Each argument stays on its own line."""
     elements: list[cst.BaseDictElement] = [
         cst.StarredDictElement(arg.value, comma=arg.comma)
         if arg.keyword is None
@@ -404,7 +430,12 @@ def _with_dict(call: cst.Call) -> cst.Call:
 
 
 def _with_entry(config: cst.BaseExpression | None, entry: cst.DictElement) -> cst.Dict:
-    """Return the expression for a trainer's config, with an additional entry."""
+    """Return the value of a trainer's argument `config` with one more entry.
+
+    Args:
+        config: The value in the program. None if the program passes no config.
+        entry: The entry to add.
+    """
     if config is None or _is_none(config):
         return cst.Dict([entry])
     if isinstance(config, cst.Dict):
@@ -416,14 +447,17 @@ def _with_entry(config: cst.BaseExpression | None, entry: cst.DictElement) -> cs
 
 
 def _with_parameters(source: str) -> set[str]:
-    """Return the names of the program's functions, not methods, that have required parameters."""
+    """Return the names of the functions in a program that have required parameters. Methods are left out."""
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     needing = [node for node in functions if len(node.args.args) > len(node.args.defaults)]
     return {node.name for node in needing if node.args.args[0].arg != "self"}
 
 
 def _keys_of_results(source: str) -> dict[str, str]:
-    """Return the renamed keys in results, from old to new. Omit keys that the program uses for its own values."""
+    """Return the keys in results of `train` that were renamed, each with its new name.
+
+    Keys that the program also uses for values of its own are left out.
+    """
     return {name: now for name, now in _KEYS.items() if not re.search(rf"\b{name}(=|[\"']\s*:)", source)}
 
 
@@ -443,7 +477,7 @@ def _is_none(value: cst.BaseExpression) -> bool:
 
 
 def _is_without_ending(args: Sequence[cst.Arg]) -> bool:
-    """Return True if a path is a literal without a suffix that Keras accepts."""
+    """Return True if a path argument is a string literal whose ending Keras 3 does not accept for saved models."""
     path = args[0].value if args else None
     value = path.evaluated_value if isinstance(path, cst.SimpleString) else None
     return isinstance(value, str) and not value.endswith(_ENDINGS)

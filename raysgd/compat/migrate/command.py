@@ -1,4 +1,4 @@
-"""The command `raysgd migrate PATH... [--write] [--diff] [--ray-train]`, which rewrites old programs."""
+"""Defines the command `raysgd migrate PATH... [--write] [--diff] [--ray-train]`, which rewrites old programs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def migrate(paths: Sequence[Path], write: bool, shows_diff: bool, ray_train: bool) -> None:
     """Rewrite programs for `ray.util.sgd`.
 
-    PATH is a file, or a folder of Python files. Imports, names and retired arguments are replaced by raysgd's. Lines
-    that need your decision are printed with the reason. A line that only you can rewrite gets a comment, `# raysgd:
-    ...`. Exits with status 1 if there is such a line, or a file that cannot be read. Such a file stays unchanged.
+    PATH is a file, or a folder of Python files. Old imports, names and arguments are replaced with raysgd's. Lines that
+    need your decision are printed with the reason. A line that only you can rewrite gets a comment above it, `# raysgd:
+    ...`. The exit status is 1 if there is such a line, or a file that cannot be read, which stays unchanged.
     """
     try:
         require_installed("libcst", extra="migrate", purpose="`raysgd migrate`")

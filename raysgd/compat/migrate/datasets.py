@@ -1,4 +1,4 @@
-"""Finds the variables and expressions of a program that are Ray Data datasets, as far as its source code shows."""
+"""Finds the variables and expressions in a program's source code whose values are Ray Data datasets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from libcst import helpers
 from libcst.metadata import Scope
 
 Kind = Literal["dataset", "shard"]
-"""Whether an expression is a dataset in the driver, or a worker's shard of a dataset."""
+"""The kind of a Ray Data expression: a whole dataset, in the driver, or one worker's shard of a dataset."""
 
 _MADE_BY = ("ray.data.range", "ray.data.read_", "ray.data.from_")
 _SHARD = ".get_dataset_shard"
@@ -19,17 +19,17 @@ _SAME = (
     "random_sample random_shuffle random_shuffle_each_window randomize_block_order rename_columns repartition repeat "
     "rewindow select_columns sort union window zip"
 )
-"""Methods of a dataset that return another dataset."""
+"""Methods of a Ray Data dataset that return a dataset."""
 _PARTS = {"split", "split_at_indices", "split_proportionately", "train_test_split"}
-"""Methods of a dataset that return several datasets."""
+"""Methods of a Ray Data dataset that return several datasets."""
 
 
 class Datasets:
-    """The datasets of a program, collected from its assignments while the program is visited.
+    """Knows which variables of a program are Ray Data datasets, from the assignments that have been visited so far.
 
     Args:
-        names_of: Returns the current names that an expression may refer to.
-        scope_of: Returns the scope of an expression.
+        names_of: Function that returns the current dotted names that an expression may refer to.
+        scope_of: Function that returns the scope (module, class or function) that contains an expression.
     """
 
     def __init__(
@@ -40,7 +40,12 @@ class Datasets:
         self._known: dict[tuple[Scope | None, str], Kind] = {}
 
     def note(self, targets: Iterable[cst.BaseExpression], value: cst.BaseExpression) -> None:
-        """Record whether the variables in an assignment are datasets or shards."""
+        """Record for an assignment whether its variables are now datasets, shards, or neither.
+
+        Args:
+            targets: The variables that are assigned to.
+            value: The value that is assigned.
+        """
         kind = self.kind_of(value)
         parts = self._kind_of_parts(value)
         for target in targets:
@@ -57,7 +62,7 @@ class Datasets:
                 self._known[key] = kind
 
     def kind_of(self, value: cst.BaseExpression) -> Kind | None:
-        """Return the kind of an expression, dataset or shard, or None if the source does not show which it is."""
+        """Return whether an expression is a dataset or a shard. Return None if the source code shows neither."""
         if not isinstance(value, cst.Call):
             return next((self._known[key] for key in self._keys_of(value) if key in self._known), None)
         names = self._names_of(value.func)
@@ -75,7 +80,11 @@ class Datasets:
         return None
 
     def _keys_of(self, value: cst.BaseExpression) -> Iterator[tuple[Scope | None, str]]:
-        """Yield the keys that identify a variable, one per scope, or an attribute such as `self.data`, in any scope."""
+        """Yield the keys under which the kind of a variable or attribute is stored.
+
+        The key of a variable consists of its scope and its name. The key of an attribute, such as `self.data`, has no
+        scope, because methods in other scopes read the same attribute.
+        """
         if isinstance(value, cst.Name):
             scope = self._scope_of(value)
             for assignment in scope[value.value] if scope is not None else ():

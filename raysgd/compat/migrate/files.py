@@ -1,4 +1,4 @@
-"""Finds the programs in files and folders, and rewrites them in memory."""
+"""Finds Python programs in files and folders, and rewrites each of them in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOTEBOOK = (
 
 
 def files_of(paths: Sequence[Path]) -> Iterator[Path]:
-    """Yield the given files, and the files in the given folders, in order.
+    """Yield each path that is a file, and for each path that is a folder, the Python files and notebooks inside it.
 
     Raises:
         FileNotFoundError: A path does not exist, or a folder contains no Python file.
@@ -38,11 +38,13 @@ def files_of(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def migrate_file(path: Path, ray_train: bool) -> MigratedProgram:
-    """Rewrite one file in memory. Symbolic links and special files are skipped.
+    """Rewrite one program in memory, without changing its file.
+
+    Symbolic links and special files, such as pipes, are skipped. Notebooks are not rewritten, only reported.
 
     Args:
         path: The program's file.
-        ray_train: True if `ray.train` and `ray.air` in the program mean their former versions, not current Ray.
+        ray_train: True if the program was written for the former `ray.train` and `ray.air`, not those of current Ray.
     """
     reason = _obstacle(path)
     if reason is not None:
@@ -59,9 +61,10 @@ def migrate_file(path: Path, ray_train: bool) -> MigratedProgram:
 
 
 def _obstacle(path: Path) -> str | None:
-    """Return why a path is skipped, or None if it is a regular file.
+    """Return the reason to skip a path, or None if it is a regular file or does not exist.
 
-    Reading a pipe may never end, and a symbolic link leads to a file that the user did not name.
+    A symbolic link is skipped because it leads to a file that the user did not name. A special file, such as a pipe, is
+    skipped because reading it may never end.
     """
     if path.is_symlink():
         return f"it is a link to `{path.resolve()}`, which you can pass by itself"

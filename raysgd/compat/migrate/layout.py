@@ -1,4 +1,4 @@
-"""Edits the arguments of a call so that each argument keeps its line and its comments."""
+"""Edits the arguments of a call in a program's source code so that each argument keeps its line and its comments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Comments(cst.CSTVisitor):
 
 
 def comments_in(*nodes: cst.CSTNode) -> list[str]:
-    """Return the comments in some nodes of a program."""
+    """Return the texts of all comments in some nodes of a program's syntax tree."""
     found = _Comments()
     for node in nodes:
         node.visit(found)
@@ -32,18 +32,20 @@ def comments_in(*nodes: cst.CSTNode) -> list[str]:
 
 
 def lost_comments(before: Sequence[cst.CSTNode], after: Sequence[cst.CSTNode]) -> list[str]:
-    """Return the comments in the nodes `before` that are missing in their replacements `after`."""
+    """Return the comments in the original nodes `before` that are missing in the nodes `after` that replace them."""
     return list((Counter(comments_in(*before)) - Counter(comments_in(*after))).elements())
 
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument of a call with the whitespace and comments that belong to it.
+    """An argument of a call, with the whitespace and comments that belong to the argument.
 
     Attributes:
-        arg: The argument, without a comma.
-        before: The whitespace before the argument: a space, or the lines above the argument and its indentation.
-        after: The end of the argument's line. None if another argument follows on the line.
+        arg: The argument itself, without a comma after it.
+        before: The whitespace before the argument. If the argument starts a line, this includes comment lines above the
+            argument, and its indentation.
+        after: The whitespace and comment at the end of the argument's line. None if another argument follows on the
+            same line.
     """
 
     arg: cst.Arg
@@ -52,24 +54,29 @@ class Argument:
 
     @property
     def comments(self) -> list[str]:
-        """The comments above and after the argument."""
+        """The comments on the lines above the argument, and after it on its own line."""
         return comments_in(self.before, *([self.after] if self.after is not None else []))
 
     @property
     def indent(self) -> str | None:
-        """The argument's indentation, or None if it does not start a line."""
+        """The indentation of the argument, or None if the argument does not start a line."""
         return self.before.last_line.value if isinstance(self.before, cst.ParenthesizedWhitespace) else None
 
     def with_value(self, keyword: str, value: cst.BaseExpression) -> Argument:
-        """Return the argument with another name and value."""
+        """Return a copy of the argument with another keyword and value, in the same place."""
         return replace(self, arg=self.arg.with_changes(keyword=cst.Name(keyword), value=value))
 
     def at_end_of(self, line: cst.TrailingWhitespace | None) -> Argument:
-        """Return the argument with `line` as the end of its line, including a comment there."""
+        """Return a copy of the argument in which `line` replaces the whitespace and comment at the end of its line."""
         return replace(self, after=line)
 
     def below(self, comments: Sequence[str], indent: str) -> Argument:
-        """Return the argument with additional comments on the lines above it."""
+        """Return a copy of the argument with more comments on the lines above it.
+
+        Args:
+            comments: The comments to add, each on its own line.
+            indent: The indentation of these lines.
+        """
         if not comments:
             return self
         lines = [_line(text, indent) for text in comments]
@@ -81,12 +88,13 @@ class Argument:
 
 @dataclass(frozen=True)
 class Arguments:
-    """All arguments of a call, with their layout.
+    """All arguments of a call, with the whitespace and comments between them.
 
     Attributes:
         each: The arguments, in order.
         has_last_comma: True if a comma follows the last argument.
-        start: The end of the opening parenthesis's line. None if an argument follows on the line.
+        start: The whitespace and comment after the opening parenthesis, at the end of its line. None if an argument
+            follows on the same line.
         end: The whitespace before the closing parenthesis.
     """
 
@@ -97,7 +105,7 @@ class Arguments:
 
     @classmethod
     def of(cls, call: cst.Call) -> Arguments:
-        """Parse the arguments of a call."""
+        """Return the arguments of a call, with the whitespace and comments between them."""
         gaps = [call.whitespace_before_args, *(_gap_after(arg) for arg in call.args)]
         each = [
             Argument(_bare(arg, is_last=arg is call.args[-1]), _above(before), _line_end(after))
@@ -108,17 +116,20 @@ class Arguments:
 
     @property
     def indent(self) -> str:
-        """The indentation of arguments that start a line."""
+        """The indentation of the first argument that starts a line. Four spaces if none does."""
         return next((each.indent for each in self.each if each.indent is not None), _STEP)
 
     def named(self, name: str) -> Argument | None:
-        """Return the argument with this name, or None if it is not passed."""
+        """Return the argument with this keyword, or None if the call has no such argument."""
         return next((each for each in self.each if name_of(each.arg) == name), None)
 
     def without(self, taken: Sequence[Argument]) -> Arguments:
-        """Return the remaining arguments.
+        """Return a copy without some of the arguments.
 
-        An argument that followed a removed argument on its line now starts that line.
+        If a removed argument started a line, the next argument on the same line starts it instead.
+
+        Args:
+            taken: The arguments to remove.
         """
         left: list[Argument] = []
         line: cst.BaseParenthesizableWhitespace | None = None
@@ -131,11 +142,11 @@ class Arguments:
         return replace(self, each=left)
 
     def replaced(self, old: Argument, new: Argument) -> Arguments:
-        """Return the arguments with one argument replaced."""
+        """Return a copy in which the argument `new` replaces the argument `old`."""
         return replace(self, each=[new if each is old else each for each in self.each])
 
     def in_call(self, call: cst.Call) -> cst.Call:
-        """Return a copy of `call` in which these arguments replace the call's arguments."""
+        """Return a copy of a call in which these arguments, with their layout, replace the call's own arguments."""
         start = self._gap(self.start, self.each[0].before, self.indent)
         return call.with_changes(args=list(self._joined()), whitespace_before_args=start)
 
@@ -163,12 +174,14 @@ class Arguments:
 
 
 def call_of(function: cst.BaseExpression, arguments: Sequence[Argument], indent: str) -> cst.Call:
-    """Return a new call with another call's arguments, on one line unless the arguments have comments.
+    """Return a new call with arguments that are taken from another call.
+
+    The new call is on one line, unless the arguments have comments. Comments above the first argument are dropped.
 
     Args:
         function: The function to call.
-        arguments: The arguments to pass. Comments above the first argument are dropped.
-        indent: The indentation of the call.
+        arguments: The arguments to pass.
+        indent: The indentation of the new call.
     """
     first, *others = arguments
     has_comments = first.after is not None and first.after.comment is not None

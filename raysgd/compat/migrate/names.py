@@ -1,4 +1,4 @@
-"""Rewrites a program's imports of the old library, such as `ray.util.sgd`, and uses of the names that they bind."""
+"""Rewrites a program's imports of old modules, such as `ray.util.sgd`, and the uses of the imported names."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Finding:
     """A line of a program that a person must check.
 
     Attributes:
-        line: Line number in the original program, counted from 1.
-        text: Description of the problem, and advice.
-        is_error: True if the program cannot run because of the problem.
+        line: Number of the line in the original program, starting at 1.
+        text: Description of the problem, and advice for the person.
+        is_error: True if the program cannot run until the problem is solved.
     """
 
     line: int
@@ -45,19 +45,19 @@ class Finding:
 
 
 class OldNames(cst.CSTTransformer):
-    """Rewrites the names of a program while visiting it.
+    """Replaces old names, such as `ray.util.sgd.torch.TorchTrainer`, while it visits a program's syntax tree.
 
     Args:
         program: The program's syntax tree, with libcst's metadata.
         source: The program's source code.
         paths: The table of old and new names.
-        findings: Set to which `Finding`s are added.
+        findings: A set. The visit adds a `Finding` for each line that a person must check.
 
     Attributes:
-        needs: Modules to import for the rewritten names.
-        dropped_ray: True if the rewrite changed an import of `ray` to an import of `raysgd`.
-        trainers_of_ray: Names of trainers that Ray has and raysgd lacks, each with its line.
-        has_trainers: True if the program uses a raysgd trainer.
+        needs: Names of modules that the rewritten program must import, because it now uses names in them.
+        dropped_ray: True if an import that defined the name `ray` in the program was replaced.
+        trainers_of_ray: Old names in the program of trainers that only Ray has, each with its line number.
+        has_trainers: True if the program uses a trainer that raysgd has.
     """
 
     METADATA_DEPENDENCIES = (ScopeProvider,)
@@ -79,10 +79,7 @@ class OldNames(cst.CSTTransformer):
         self._methods: dict[cst.CSTNode, str] = {}
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        """Start collecting comments for a statement.
-
-        Nodes that are visited until `on_leave` belong to this statement.
-        """
+        """When the visit enters a statement, start to collect the comments that will be inserted above it."""
         if isinstance(node, _STATEMENTS):
             self._for_a_person.append([])
             self._lost.append([])
@@ -91,9 +88,10 @@ class OldNames(cst.CSTTransformer):
         return super().on_visit(node)
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        """Insert the comments collected for a statement above it.
+        """When the visit leaves a statement, insert the comments that were collected for it on the lines above it.
 
-        The comments say what a person must rewrite. They include the program's comments that the rewrite removed.
+        These are comments that say what a person must rewrite, and those of the program's own comments that would be
+        lost because the code around them was replaced.
         """
         left = super().on_leave(original_node, updated_node)
         if not isinstance(original_node, _STATEMENTS):
@@ -117,10 +115,7 @@ class OldNames(cst.CSTTransformer):
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.SimpleStatementLine]:
-        """Rewrite the imports in a line.
-
-        If the names are now in several modules, split the import into several lines.
-        """
+        """Rewrite the imports in a line. Split an import into several lines if its names are now in several modules."""
         body: list[cst.BaseSmallStatement] = []
         for statement in updated_node.body:
             body += self._rewritten(statement, original_node)
@@ -135,7 +130,7 @@ class OldNames(cst.CSTTransformer):
     def leave_SimpleStatementSuite(
         self, original_node: cst.SimpleStatementSuite, updated_node: cst.SimpleStatementSuite
     ) -> cst.SimpleStatementSuite:
-        """Rewrite imports in a line that follows a colon, as in `try: import ray`."""
+        """Rewrite the imports that follow a colon on the same line, as in `try: import ray`."""
         body = [each for statement in updated_node.body for each in self._rewritten(statement, original_node)]
         self._lost[-1] += lost_comments(updated_node.body, body)
         if len(body) > len(updated_node.body):
@@ -153,7 +148,15 @@ class OldNames(cst.CSTTransformer):
         return [statement]
 
     def _look_for(self, module: str, line: cst.CSTNode, names: Sequence[str] = ()) -> None:
-        """Report a module, or a name in it, that current Ray no longer has. This does not import Ray."""
+        """Report an imported module of Ray, or imported names in it, if the installed Ray does not have them.
+
+        Only the files of Ray are searched. Ray is not imported.
+
+        Args:
+            module: Name of the module.
+            line: The line that imports it.
+            names: Names that the line imports from the module.
+        """
         unknown = [name for name in names if self._paths.find(f"{module}.{name}") is None]
         if not self._is_of_ray(module) or (names and not unknown):
             return
@@ -168,7 +171,7 @@ class OldNames(cst.CSTTransformer):
                         self._tell(line, f"today's Ray has no `{name}` in `{module}`", is_error=True)
 
     def _look_for_attribute(self, node: cst.Attribute) -> None:
-        """Report a name in a Ray module, such as `ray.data.range_table`, that no longer exists."""
+        """Report an expression such as `ray.data.range_table` if the installed Ray does not have this name."""
         for found in self._meanings(node):
             if found.source is QualifiedNameSource.IMPORT and self._is_of_ray(found.name):
                 module, name = _behind_module_of_ray(found.name)
@@ -258,13 +261,15 @@ class OldNames(cst.CSTTransformer):
         return call
 
     def _moved(self, node: cst.Attribute) -> NewPlace | None:
-        """Return the new location of a dotted name of the old library, unless rewriting its import is enough.
+        """Return the new location of an old name if the dotted name itself must be rewritten.
 
-        Rewriting the import is not enough in three cases:
+        Usually it is enough to rewrite the import of the name's first part. The dotted name must be rewritten too if
 
-        * the name is written in full, starting with `ray`;
-        * the name is in a module that stays Ray's, such as `tune.Tuner`;
-        * the name is in a module whose submodules have moved elsewhere, such as `v2.backends.torch`.
+        * the program writes the full name, starting with `ray`;
+        * the import is of a module that Ray still has, such as `tune` in `tune.Tuner`; or
+        * the import is of a package whose submodules are now in different places, such as `v2.backends.torch`.
+
+        In other cases, return None.
         """
         num_attributes = (helpers.get_full_name_for_node(node) or "").count(".")
         for found in sorted(self._meanings(node), key=lambda found: found.name):
@@ -278,9 +283,9 @@ class OldNames(cst.CSTTransformer):
         return None
 
     def _meanings(self, node: cst.BaseExpression) -> set[QualifiedName]:
-        """Return the names that a dotted name may refer to.
+        """Return the full names of the objects that a dotted name in the program may refer to.
 
-        For other expressions, such as an attribute of a call's result, return an empty set.
+        Return an empty set for other expressions, such as an attribute of a call's result.
         """
         scope = self.get_metadata(ScopeProvider, node, None) if _is_dotted(node) else None
         return set(scope.get_qualified_names_for(node)) if scope is not None else set()
@@ -289,7 +294,12 @@ class OldNames(cst.CSTTransformer):
         return {self._paths.today(found.name) for found in self._meanings(node)}
 
     def _new_name(self, place: NewPlace | None, node: cst.CSTNode) -> str | None:
-        """Return the current location of a name. Report a name that no longer exists."""
+        """Return the current name for an old name. If the old name has no successor, report this and return None.
+
+        Args:
+            place: The old name's entry in the table. None if the name is not an old name.
+            node: The node of the program that uses the old name.
+        """
         if place is None:
             return None
         if place.new is None:
@@ -316,9 +326,9 @@ def _folders_of_ray() -> Sequence[str]:
 
 
 def _behind_module_of_ray(name: str) -> tuple[str, str]:
-    """Split a dotted name.
+    """Split a dotted name into the longest prefix that is a module of the installed Ray, and the next part.
 
-    Return the longest prefix that is a Ray module, and the part after it, which may be empty.
+    The next part is an empty string if the whole name is a module.
     """
     parts = name.split(".")
     for end in range(len(parts), 1, -1):
@@ -342,7 +352,7 @@ def _dotted(name: str) -> cst.Name | cst.Attribute:
 
 
 def _import_of(module: str, names: Sequence[cst.ImportAlias]) -> cst.BaseSmallStatement:
-    """Return an import statement for some of the names of another import statement."""
+    """Return an import statement for some names of a statement that is split. An empty `module` means `import NAME`."""
     names = [name.with_changes(comma=cst.MaybeSentinel.DEFAULT) for name in names]
     if module:
         return cst.ImportFrom(module=_dotted(module), names=names)
@@ -350,7 +360,7 @@ def _import_of(module: str, names: Sequence[cst.ImportAlias]) -> cst.BaseSmallSt
 
 
 def _unique(aliases: Sequence[cst.ImportAlias]) -> list[cst.ImportAlias]:
-    """Remove duplicates, as in `import raysgd, raysgd`."""
+    """Return the names of an import statement without duplicates, as in `import raysgd, raysgd`."""
     seen: dict[str, cst.ImportAlias] = {}
     for alias in aliases:
         seen.setdefault(cst.Module([]).code_for_node(alias.with_changes(comma=cst.MaybeSentinel.DEFAULT)), alias)

@@ -1,4 +1,4 @@
-"""Rewrites the source code of one program."""
+"""Rewrites the source code of one program, and collects the lines that a person must check."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from raysgd.compat.paths import Paths
 from raysgd.core.files import replacing
 
 _ANY_OF = re.compile(rb"\b(ray|horovod|keras)")
-"""Matches the source code of every program that may need changes."""
+"""Matches the source code of every program that may need changes. Other programs are not parsed with libcst."""
 _WRITABLE = 0o222
 _OLD = re.compile(r"ray\.util(\.| import .*\b)(sgd|data)|ray\.tune\.integration|ray\.experimental\.sgd|raysgd")
-"""Matches the source code of programs in which `ray.util.iter` means the former module, which is now in raysgd."""
+"""Matches the source code of programs that use `ray.util.sgd`, or another module that only raysgd still has.
+
+In these programs, `ray.util.iter` is replaced with `raysgd.util.iter`, although Ray still has a module of that name.
+"""
 _LEFT_TO_RAY = (
     "`ray.train`, `ray.air` and `ray.tune` stay Ray's in this file, with the configs. Today's Ray takes the configs of "
     "`ray.train`, such as `ray.train.ScalingConfig`, and refuses those of `ray.air`"
@@ -31,12 +34,12 @@ _TRAINERS_BESIDE = ". To have the other trainers rewritten, move them to a file 
 
 @dataclass(frozen=True)
 class MigratedProgram:
-    """A rewritten program.
+    """The result of rewriting a program, in memory.
 
     Attributes:
-        before: The old source code.
-        text: The new source code. Same as `before` if nothing was changed or the program could not be read.
-        findings: Places that a person must check.
+        before: The source code before.
+        text: The source code after. Equal to `before` if nothing needed a change or the program could not be parsed.
+        findings: The lines that a person must check.
         path: The program's file.
     """
 
@@ -47,21 +50,21 @@ class MigratedProgram:
 
     @property
     def has_failed(self) -> bool:
-        """True if a part of the program can be rewritten only by a person, or the program could not be read."""
+        """True if only a person can rewrite some line of the program, or if the program could not be parsed."""
         return any(finding.is_error for finding in self.findings)
 
     @property
     def has_changed(self) -> bool:
-        """True if the source code has changed."""
+        """True if rewriting has changed the program's source code."""
         return self.before != self.text
 
     def diff(self) -> str:
-        """Return the change as a diff that `git apply` accepts."""
+        """Return the changes to the program as a diff that `git apply` accepts."""
         texts, name = (_lines(self.before), _lines(self.text)), str(self.path).lstrip("/")
         return "".join(difflib.unified_diff(*texts, f"a/{name}", f"b/{name}"))
 
     def replace_file(self) -> None:
-        """Replace the file, preserving its permissions.
+        """Write the new source code to the program's file, and keep the permissions of the file.
 
         Raises:
             OSError: The file could not be written and is unchanged.
@@ -77,14 +80,14 @@ def _lines(text: bytes) -> list[str]:
 
 
 def migrate(text: bytes, ray_train: bool = False) -> MigratedProgram:
-    """Rewrite a program. A line that only a person can rewrite gets a comment.
+    """Rewrite the source code of a program. Insert a comment above each line that only a person can rewrite.
 
     Args:
-        text: The content of the program's file.
-        ray_train: True if `ray.train` and `ray.air` in the program mean their former versions, not current Ray.
+        text: The contents of the program's file.
+        ray_train: True if the program was written for the former `ray.train` and `ray.air`, not those of current Ray.
     """
     try:
-        tree = ast.parse(text)  # first, because libcst crashes on very deeply nested code
+        tree = ast.parse(text)  # raises an error for very deeply nested code, which would crash libcst below
         if not _ANY_OF.search(text):
             return MigratedProgram(text, text, [])
         module = cst.parse_module(text)
@@ -111,14 +114,18 @@ def _unchanged(text: bytes, line: int, reason: str) -> MigratedProgram:
 
 
 def _left_to_ray(names: OldNames) -> Iterator[Finding]:
-    """Explain why `ray.train` is not rewritten in a program: Ray's trainers accept only Ray's configs."""
+    """Yield a finding for each trainer that only Ray has, which says why `ray.train` is not rewritten in the program.
+
+    Such a trainer accepts only Ray's own configs, so the program must continue to import these from Ray.
+    """
     ours = _TRAINERS_BESIDE if names.has_trainers else ""
     for name, line in names.trainers_of_ray.items():
         yield Finding(line, f"`{name}` is Ray's own: {_LEFT_TO_RAY}{ours}")
 
 
 def _rewritten(module: cst.Module, source: str, paths: Paths, findings: set[Finding]) -> tuple[OldNames, cst.Module]:
-    program = MetadataWrapper(module, unsafe_skip_copy=True)  # safe, because the parser uses no node twice
+    # Skipping the copy is safe for a tree that the parser made, because no node occurs in it twice.
+    program = MetadataWrapper(module, unsafe_skip_copy=True)
     names = OldNames(program, source, paths, findings)
     changed = program.visit(names)
     uses_ray = names.dropped_ray and any(
@@ -128,7 +135,12 @@ def _rewritten(module: cst.Module, source: str, paths: Paths, findings: set[Find
 
 
 def _with_imports(module: cst.Module, needs: Sequence[str]) -> cst.Module:
-    """Return the program with additional imports, after its first imports."""
+    """Return a copy of a program with more imports, after the imports at the top of the program.
+
+    Args:
+        module: The program.
+        needs: Names of the modules to import. Modules that the program imports already are skipped.
+    """
     first = int(module.get_docstring() is not None)
     last = first
     while last < len(module.body) and _is_import(module.body[last]):
@@ -145,7 +157,7 @@ def _with_imports(module: cst.Module, needs: Sequence[str]) -> cst.Module:
 
 
 def _imported(line: cst.CSTNode) -> Iterator[str]:
-    """Yield the modules that a line imports without renaming them."""
+    """Yield the names of the modules that a line imports with a plain `import`, without `as`."""
     assert isinstance(line, cst.SimpleStatementLine)
     for statement in line.body:
         for alias in statement.names if isinstance(statement, cst.Import) else ():
@@ -160,7 +172,7 @@ def _is_import(line: cst.CSTNode) -> bool:
 
 
 def _report_texts(tree: ast.Module, paths: Paths, findings: set[Finding]) -> None:
-    """Report old names in strings, such as targets of patches in tests."""
+    """Add a finding for each string in the program that is an old name, such as the target of a patch in a test."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or not node.value.startswith("ray."):
             continue

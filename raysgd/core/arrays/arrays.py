@@ -1,4 +1,4 @@
-"""Arrays and data frames as datasets for `train`, `validate` and `predict`."""
+"""Prepares arrays and pandas data frames for use as datasets of `train`, `validate` and `predict`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from raysgd.core.arrays.ray_batches import BatchForm, Columns
 
 @dataclass(frozen=True)
 class Arrays:
-    """Arrays or a data frame, together with how their rows become batches.
+    """A dataset of arrays or a data frame, together with the settings that say how its rows become batches.
 
     A column name selects that column. A list of names selects one array with these columns.
 
     Args:
         data: An array or tensor, a tuple or dict of arrays or tensors, or a pandas data frame. Each row is a sample.
-        batch_size: Number of rows in one worker's batch, or with `split_batches=True`, in the global batch.
+        batch_size: Number of rows in one worker's batch. With `split_batches=True`, number of rows in the global batch.
             Default: `BATCH_SIZE` or "batch_size" in the config.
         feature_columns: Columns of a dict or data frame to pass to the model.
         label_column: The column that the model predicts. A batch is then a tuple of features and label.
         shuffle: True to shuffle the rows in each pass.
-        drop_last: True to skip an incomplete last step.
+        drop_last: True to skip the last step of a pass if too few rows are left for full batches.
         transform: Called with each batch in the worker. Returns the batch that `train_batch` gets.
 
     Raises:
@@ -73,10 +73,14 @@ def is_frame(data: Any) -> bool:
 
 
 def check_columns(feature_columns: Any, data: Any) -> None:
-    """Check that column names can be used with the data.
+    """Raise an error if the user selected columns of data that has no named columns.
+
+    Args:
+        feature_columns: The user's selection: a column name, a list of names, or None.
+        data: The dataset.
 
     Raises:
-        TypeError: `feature_columns` are not names.
+        TypeError: `feature_columns` is neither a name nor a list of names.
         ValueError: The data has no named columns.
     """
     if feature_columns is not None and not isinstance(feature_columns, str | Iterable):
@@ -102,14 +106,14 @@ def _is_array(data: Any) -> bool:
 
 
 def as_arrays(data: Any, in_columns: bool = False) -> Any:
-    """Convert the data to arrays that can be sliced by rows.
+    """Convert a dataset to arrays that can be sliced by rows.
 
     Args:
         data: Arrays, or a data frame.
         in_columns: True to convert a data frame to a dict of columns, False to convert it to one array of rows.
 
     Raises:
-        ValueError: A data frame has a column that is not numeric.
+        ValueError: A data frame that must become one array has a column that is not numeric.
     """
     if not is_frame(data):
         return trees.mapped(data, lambda leaf: leaf.to_numpy() if hasattr(leaf, "iloc") else leaf)

@@ -1,4 +1,4 @@
-"""Containers for the results of `predict`, which match the type of the data."""
+"""Converts the outputs of `predict` to the type of the user's data, for example to columns of a data frame."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 from raysgd.core.arrays import trees
 
 PREDICTION = "prediction"
-"""Name of a result of `predict_batch` that has no name, where a container needs one."""
+"""Name under which a container stores a result of `predict_batch` that has no name."""
 
 _BLOCK_BYTES = 2**20
 
 
 class ArrayContainer:
-    """Returns the outputs of `predict` as arrays.
+    """Returns the outputs of `predict` as arrays, for data that consists of arrays.
 
     Args:
-        leaf: Function that converts each array to the type that the user gets.
+        leaf: Function that converts each NumPy array to the type that the user gets.
         is_dict: True to return a dict. A single output is then stored under the key "prediction".
     """
 
@@ -27,11 +27,11 @@ class ArrayContainer:
         self._leaf, self._is_dict = leaf, is_dict
 
     def stream(self, outputs: Iterator[Any]) -> Iterator[Any]:
-        """Return the arrays of each batch."""
+        """Return an iterator over the outputs of each batch, converted to the type that the user gets."""
         return (self._shown(output) for output in outputs)
 
     def collect(self, outputs: Iterable[Any]) -> Any:
-        """Return arrays with one row for each row of the data."""
+        """Concatenate the outputs of all batches. Each resulting array has one row for each row of the data."""
         found = list(outputs)
         if not found:
             return {} if self._is_dict else self._leaf(np.zeros(0, np.float32))
@@ -82,7 +82,7 @@ class RayDataContainer:
         return ({name: trees.own(leaf) for name, leaf in named(output)} for output in outputs)
 
     def collect(self, outputs: Iterable[Any]) -> Any:
-        """Return a Ray Data dataset."""
+        """Write the outputs of all batches to Ray's object store and return them as a Ray Data dataset."""
         import ray
         import ray.data
 
@@ -95,7 +95,7 @@ Container: TypeAlias = ArrayContainer | DataFrameContainer | RayDataContainer
 
 
 def named(output: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a name and an array for each array of an output.
+    """Yield a name and an array for each array in the output of `predict` for one batch.
 
     Names look like `prediction`, `prediction_0` or `box.x`.
     """
@@ -116,9 +116,10 @@ def _inside(outer: str, inner: str) -> str:
 
 
 def _columns(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the data-frame columns for an array, with their names.
+    """Yield the names and values of the data-frame columns that an output array becomes.
 
-    A matrix becomes one column per matrix column. An array with more dimensions becomes a column of objects.
+    A matrix becomes several columns, one for each of its columns. An array with more dimensions becomes a column of
+    objects.
     """
     shape: Sequence[int] = getattr(leaf, "shape", (len(leaf),))
     if len(shape) == 2 and shape[1] > 1:
@@ -130,14 +131,17 @@ def _columns(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _as_frame(output: Any) -> Any:
-    """Return a block for Ray Data, which converts columns of arrays into tensors."""
+    """Return the output as a data frame that can be a block of a Ray Data dataset.
+
+    An array with several dimensions becomes a column of arrays, which Ray Data reads as tensors.
+    """
     import pandas as pd
 
     return pd.DataFrame({name: leaf if np.ndim(leaf) < 2 else list(leaf) for name, leaf in named(output)})
 
 
 def _groups(outputs: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield the outputs in groups, each large enough for one block of a Ray Data dataset."""
+    """Yield the batches' outputs in lists, each large enough for one block of a Ray Data dataset."""
     group: list[Any] = []
     num_bytes = 0
     for output in outputs:

@@ -1,4 +1,4 @@
-"""Data passed to a call such as `train`: how it is sharded across workers, and what each worker gets.
+"""The data that users pass to a call such as `train`: how it is sharded across workers, and what each worker gets.
 
 ADR 79 explains why the driver does not split the data.
 """
@@ -21,11 +21,11 @@ Kind = Literal["ray", "shards", "rows", "batches", "creator"]
 
 @dataclass(frozen=True)
 class DataPosition:
-    """The position in the data where a call stopped. The position is valid for any number of workers.
+    """The position in the data where a call stopped. It remains valid if the number of workers changes.
 
     Attributes:
-        pass_index: Index of the pass.
-        consumed: Number of samples that all workers together have consumed in the pass.
+        pass_index: Index of the pass through the data.
+        consumed: Number of samples of that pass that all workers together have consumed.
         state: Additional state that the data source needs to continue.
     """
 
@@ -35,22 +35,22 @@ class DataPosition:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """The position in the format that a data source loads."""
+        """The position as a dict, in the format that data sources load."""
         return {"consumed": self.consumed, "pass_index": self.pass_index, "is_mid_pass": True, **self.state}
 
 
 @dataclass(frozen=True)
 class CallData:
-    """The data passed to one call, such as `train`. In a worker, this worker's shard of that data.
+    """The data passed to one call, such as `train`. In a worker, only that worker's shard of the data.
 
     Attributes:
         kind: How the data is sharded, and what `data` contains.
 
-            * "ray": Ray Data shards it. `data` is a `RayBatches`; in a worker, a `RayShare`.
-            * "shards": The data shards itself. `data` has `set_num_shards(n)` and `get_shard(i)`; in a worker, it is a
-              shard.
+            * "ray": Ray Data shards the dataset. `data` is a `RayBatches` in the driver, and a `RayShare` in a worker.
+            * "shards": The dataset shards itself. In the driver, `data` has the methods `set_num_shards(n)` and
+              `get_shard(i)`. In a worker, `data` is a shard.
 
-            For all other kinds, every worker gets all of the data, and the library shards it there:
+            For all other kinds, every worker gets all of the data, and raysgd selects the worker's shard there:
 
             * "rows": `data` is a function that creates a loader or a dataset of rows.
             * "batches": `data` is a loader, a dataset of batches or a stream.
@@ -70,13 +70,13 @@ class CallData:
 
     @property
     def keeps_position(self) -> bool:
-        """True if workers can reuse their shards in the next call. False if the data may differ in each call."""
+        """True if workers can reuse their shards in the next call. False if the next call must shard its data again."""
         return self.kind in ("ray", "creator") or getattr(self.data, "keeps_position", False)
 
     def shares(self, num_workers: int) -> list[CallData]:
-        """Return the data for each worker, by rank.
+        """Return what to send to each worker, by rank.
 
-        If every worker gets all of the data, the same object is repeated.
+        This is the worker's shard, or the same object for all workers if every worker gets all of the data.
         """
         if self.kind == "ray":
             return [replace(self, data=share) for share in self.data.shares(num_workers)]
@@ -87,7 +87,10 @@ class CallData:
 
 
 def kind_of(dataset: Any) -> Kind | None:
-    """Return the `CallData.kind` of framework-independent data, or None for other data."""
+    """Return the `CallData.kind` of a dataset that is specific to neither PyTorch nor TensorFlow.
+
+    Return None for other datasets.
+    """
     if ray_batches(dataset) is not None:
         return "ray"
     if hasattr(dataset, "set_num_shards") and hasattr(dataset, "get_shard"):
@@ -100,12 +103,12 @@ def kind_of(dataset: Any) -> Kind | None:
 
 
 def is_whole(kind: Kind | None) -> bool:
-    """Return True if every worker gets all data of this kind."""
+    """Return True for a kind of data that every worker gets as a whole, rather than a shard of it."""
     return kind in ("rows", "batches", "creator")
 
 
 def call_data_of(dataset: Any, config: Mapping[str, Any]) -> CallData | None:
-    """Prepare framework-independent data for workers. Return None for other data.
+    """Prepare a dataset for the workers. Return None for a dataset that only a trainer of its framework can prepare.
 
     Args:
         dataset: The `dataset` argument of the user's call.
@@ -125,13 +128,13 @@ def call_data_of(dataset: Any, config: Mapping[str, Any]) -> CallData | None:
 
 
 def size_in(config: Mapping[str, Any]) -> int | None:
-    """Return the per-worker batch size in a config, or None."""
+    """Return the per-worker batch size from a config, or None if the config has none."""
     size = config.get(BATCH_SIZE, config.get(PLAIN_BATCH_SIZE))
     return None if size is None else check_count("config['batch_size']", size, "It is the number of rows in a batch.")
 
 
 def size_of(what: str, own: int | None, config: Mapping[str, Any]) -> int:
-    """Return the per-worker batch size: `own` if it is set, otherwise the batch size in the config.
+    """Return the per-worker batch size: `own` if the data specifies one, otherwise the batch size in the config.
 
     Args:
         what: Description of the data, for the error.
@@ -139,7 +142,7 @@ def size_of(what: str, own: int | None, config: Mapping[str, Any]) -> int:
         config: The worker config.
 
     Raises:
-        ValueError: There is no batch size.
+        ValueError: Neither the data nor the config specifies a batch size.
     """
     size = size_in(config) if own is None else own
     if size is None:
@@ -152,10 +155,12 @@ def size_of(what: str, own: int | None, config: Mapping[str, Any]) -> int:
 
 
 class RepeatedBatches:
-    """Iterates over batches repeatedly, calling a function at the start of each pass to recreate the batches.
+    """An iterable over batches that can be iterated several times.
+
+    Each iteration is one pass and recreates the batches.
 
     Args:
-        open_pass: Called at the start of each pass. Returns an iterator over its batches.
+        open_pass: Called at the start of each pass. Returns an iterator over the batches of that pass.
     """
 
     def __init__(self, open_pass: Callable[[], Iterator[Any]]) -> None:
@@ -166,7 +171,9 @@ class RepeatedBatches:
 
 
 def every_nth(batches: Any, rank: int, size: int) -> RepeatedBatches:
-    """Return this rank's batches: every `size`-th batch. For data that cannot be sharded by sample.
+    """Return every `size`-th of the batches, starting with batch number `rank`, as this rank's shard of the data.
+
+    This function is for data that cannot be sharded by sample.
 
     Args:
         batches: An iterable that yields the same batches on all workers.

@@ -1,4 +1,4 @@
-"""Arithmetic for splitting a global batch across workers, possibly unevenly. Works on counts, without any data.
+"""Splits a global batch across workers, possibly unevenly. The classes compute with counts and see no data.
 
 A global batch of any size can be split across any number of workers. Each worker gets consecutive samples, lower ranks
 first. If a worker's part is larger than a cap, the worker processes it in several batches and accumulates their
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 class BatchShare(NamedTuple):
-    """One worker's batch as a slice of a global batch.
+    """One worker's batch, as a range of samples in the global batch.
 
     Attributes:
         start: Index of the first sample in the global batch.
@@ -31,12 +31,12 @@ class BatchShare(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardedGlobalBatch:
-    """A global batch split into logical shards, which are the same for any number of workers.
+    """Splits global batches into a fixed number of shards, which stay the same if the number of workers changes.
 
     Attributes:
-        global_size: Number of samples of a full global batch.
+        global_size: Number of samples in a full global batch.
         world_size: Number of workers.
-        num_shards: Number of shards. Each worker processes consecutive shards, one after the other.
+        num_shards: Number of shards per global batch. Each worker processes consecutive shards, one after the other.
         cap: Largest number of samples in a shard; None for no limit.
 
     Examples:
@@ -50,13 +50,17 @@ class ShardedGlobalBatch:
     cap: int | None = None
 
     def num_batches(self, num_samples: int) -> int:
-        """Return the largest number of batches (shards) that any worker processes for one global batch."""
+        """Return the largest number of shards that any worker processes for one global batch.
+
+        Each shard is one batch.
+        """
         return -(-self.num_shards // self.world_size)
 
     def parts(self, num_samples: int, rank: int) -> list[BatchShare]:
-        """Return the shards of a global batch that `rank` processes: its non-empty shards, or else one empty shard.
+        """Return the shards that `rank` processes of a global batch with `num_samples` samples.
 
-        No worker gets more than `num_batches` shards, so `num_batches` gradient buffers always suffice.
+        Empty shards are left out, unless the rank has no other shard: it then gets one empty shard. No rank gets more
+        than `num_batches` shards, so `num_batches` gradient buffers always suffice.
         """
         stops = accumulate(even_shares(num_samples, self.num_shards, self.cap), initial=0)
         parts = [BatchShare(start, stop, num_samples) for start, stop in pairwise(stops) if start < stop]
@@ -76,7 +80,9 @@ def even_counts(num_samples: int, num_shares: int) -> list[int]:
 
 
 def even_shares(num_samples: int, num_shares: int, most: int | None = None) -> list[int]:
-    """Split samples evenly, without single-sample shares if possible, because batch normalization rejects them.
+    """Split a number of samples into shares of nearly equal size. Avoid shares of one sample if possible.
+
+    Layers such as batch normalization cannot train on a single sample.
 
     Args:
         num_samples: Number of samples to split.
@@ -113,22 +119,22 @@ class Division:
     cap: int | None = None
 
     def num_batches(self, num_samples: int) -> int:
-        """Return the number of batches that each worker processes in sequence for a global batch; at least 1."""
+        """Return how many batches, at least 1, each worker processes one after the other for one global batch."""
         largest = -(-num_samples // self.world_size)
         return 1 if self.cap is None else max(1, -(-largest // self.cap))
 
     def counts(self, num_samples: int) -> list[int]:
-        """Return each worker's number of samples in a global batch."""
+        """Return the number of samples that each worker gets of a global batch with `num_samples` samples."""
         return list(map(sum, self._batches(num_samples)))
 
     def parts(self, num_samples: int, rank: int) -> list[BatchShare]:
-        """Return the batches of a global batch that `rank` processes. All ranks have the same number of batches."""
+        """Return the batches that `rank` processes of a global batch. All ranks have the same number of batches."""
         batches = self._batches(num_samples)
         together = map(sum, zip(*batches, strict=True))
         stops = accumulate(batches[rank], initial=sum(map(sum, batches[:rank])))
         return [BatchShare(*bounds, number) for bounds, number in zip(pairwise(stops), together, strict=True)]
 
     def _batches(self, num_samples: int) -> list[list[int]]:
-        """Return the number of samples in each batch of each worker."""
+        """Return, for each worker, the number of samples in each of its batches of one global batch."""
         shares = even_shares(num_samples, self.world_size * self.num_batches(num_samples), self.cap)
         return [shares[rank :: self.world_size] for rank in range(self.world_size)]

@@ -1,4 +1,4 @@
-"""Column selection for sharded data frames: the code that `TorchMLDataset` and `TFMLDataset` share."""
+"""The code that `TorchMLDataset` and `TFMLDataset` share: they select columns of sharded data frames."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Column = tuple[Any, Any, Any]
 
 
 class ShardedFrames(ABC):
-    """Holds sharded data frames (a `raysgd.util.data.MLDataset`), and the selection of columns to use.
+    """Holds sharded data frames (a `raysgd.util.data.MLDataset`) and the columns to use as model inputs and label.
 
     The docstrings of the subclasses explain the arguments.
 
@@ -40,10 +40,10 @@ class ShardedFrames(ABC):
 
     @abstractmethod
     def _check(self, name: Any, shape: Any, kind: Any) -> None:
-        """Raise an error for a column that cannot become an array of the framework."""
+        """Raise an error for a column that the framework (PyTorch or TensorFlow) cannot convert to a tensor."""
 
     def set_num_shards(self, num_shards: int) -> None:
-        """Repartition the data if the number of shards differs."""
+        """Repartition the data frames if their number of shards differs from `num_shards`."""
         if num_shards != self._ds.num_shards():
             self._ds = self._ds.repartition(num_shards)
 
@@ -53,7 +53,10 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _one_each(name: str, given: Any, number: int) -> list[Any]:
-    """Return a list with one entry per column. For a single column, a tuple of integers is one entry, its shape."""
+    """Return a list with one entry per feature column, from an argument such as `feature_shapes`.
+
+    If there is a single feature column, a tuple of integers is the shape of that column.
+    """
     if given is None:
         return [None] * number
     is_shape = isinstance(given, tuple) and number == 1 and all(isinstance(size, int) for size in given)

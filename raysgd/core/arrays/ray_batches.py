@@ -23,7 +23,7 @@ Columns = str | Sequence[str] | None
 
 @dataclass(frozen=True)
 class BatchForm:
-    """The settings of a `RayBatches` that say how rows become batches. `RayBatches` explains them."""
+    """The settings of a `RayBatches` that say how rows become batches. The docstring of `RayBatches` explains them."""
 
     batch_size: int | None
     feature_columns: Columns
@@ -33,7 +33,7 @@ class BatchForm:
 
     @property
     def columns(self) -> list[str] | None:
-        """Names of all columns in use. None for all columns."""
+        """Names of the feature and label columns to use. None to use all columns."""
         if self.feature_columns is None:
             return None
         return [*_listed(self.feature_columns), *_listed(self.label_column)]
@@ -49,9 +49,10 @@ PLAIN_FORM = BatchForm(None, None, None, None, 1)
 
 @dataclass(frozen=True)
 class RayBatches:
-    """A Ray Data dataset, together with how its rows become batches. For `register_data` and `train(dataset=...)`.
+    """A Ray Data dataset, together with the settings that say how its rows become batches.
 
-    A column name selects that column. A list of names selects one array with these columns.
+    Pass it to `register_data` or to `train(dataset=...)`. A column name selects that column. A list of names selects
+    one array with these columns.
 
     Args:
         dataset: The Ray Data dataset.
@@ -62,8 +63,8 @@ class RayBatches:
         transform: Called with each batch in the worker. Returns the batch that `train_batch` gets.
         preserve_order: True to preserve the dataset's row order. With False, Ray Data may be faster.
         prefetch_batches: Number of batches to prefetch.
-        batches_per_block: Number of batches that Ray sends to a worker at a time. More batches reduce Ray's overhead
-            per row, but a step then contains different rows than a step of a single process.
+        batches_per_block: Number of batches that Ray sends to a worker at a time. With more than one, Ray needs less
+            time per row, but a step no longer contains the same rows as a step of a single process.
 
     Raises:
         TypeError: `dataset` is not a Ray Data dataset.
@@ -97,13 +98,13 @@ class RayBatches:
 
     @property
     def form(self) -> BatchForm:
-        """How rows become batches, without the dataset."""
+        """The settings that say how rows become batches, without the dataset."""
         return BatchForm(
             self.batch_size, self.feature_columns, self.label_column, self.transform, self.prefetch_batches
         )
 
     def sized(self, config: Mapping[str, Any]) -> RayBatches:
-        """Return a copy with a batch size, taken from the config if it is not set here.
+        """Return a copy that has a batch size. Take the batch size from the config if `batch_size` is not set.
 
         Raises:
             ValueError: There is no batch size.
@@ -127,7 +128,10 @@ class RayBatches:
         return [RayShare(iterator, self.form) for iterator in iterators]
 
     def _in_blocks(self) -> Any:
-        """Return the dataset in blocks of whole batches. Ray sends each block to the worker with the fewest rows."""
+        """Return the dataset repartitioned into blocks that each contain `batches_per_block` full batches.
+
+        While workers read, Ray sends each block to the worker that has received the fewest rows so far.
+        """
         repartition = self.dataset.repartition
         if "strict" not in inspect.signature(repartition).parameters:
             import ray
@@ -149,11 +153,11 @@ class RayBatches:
 
 @dataclass(frozen=True)
 class RayShare:
-    """One worker's shard of a `RayBatches`. It can be iterated repeatedly, once per pass over the data.
+    """One worker's shard of a `RayBatches`. It can be iterated several times, once per pass over the data.
 
     Args:
         iterator: Ray's iterator over the shard.
-        form: How rows become batches.
+        form: The settings that say how rows become batches.
     """
 
     iterator: Any
@@ -172,12 +176,14 @@ Convert = Callable[[Mapping[str, Any], BatchForm], Any]
 
 
 class RayLoader:
-    """The loader for a Ray Data dataset that an operator registered. The driver assigns this worker a shard of it.
+    """The data loader that a worker uses for a Ray Data dataset.
+
+    The driver later assigns the worker's shard to `iterator`.
 
     Args:
-        batches: The registered dataset, with its batch size.
+        batches: The dataset that the user's operator registered, with a batch size.
         world: This worker's rank and the number of workers that share the dataset.
-        convert: Converts arrays into a batch of the framework.
+        convert: Converts a dict of NumPy arrays into a batch of PyTorch or TensorFlow tensors.
 
     Attributes:
         iterator: Ray's iterator over this worker's shard. None before the driver has split the dataset.
@@ -212,7 +218,11 @@ def ray_batches(data: Any) -> RayBatches | None:
 
 
 def ray_batches_of(loaders: Mapping[str, Any]) -> dict[str, RayBatches]:
-    """Return the datasets in `loaders` that the driver must shard, by loader name, without their transforms."""
+    """Return the Ray Data datasets that the driver must shard, by loader name, without their transforms.
+
+    Args:
+        loaders: The operator's data loaders, by name. Loaders of other data are ignored.
+    """
     return {
         name: replace(loader.batches, transform=None)
         for name, loader in loaders.items()
@@ -221,14 +231,14 @@ def ray_batches_of(loaders: Mapping[str, Any]) -> dict[str, RayBatches]:
 
 
 def chosen(batch: Mapping[str, Any], columns: Columns, join: Callable[[list[Any]], Any]) -> Any:
-    """Return the column with the given name, or for a list of names, the joined columns."""
+    """Return the column that `columns` names. For a list of names, join the columns into one array."""
     if isinstance(columns, str):
         return _column(batch, columns)
     return join([_column(batch, name) for name in columns or ()])
 
 
 def stacked(values: Any) -> Any:
-    """Return a column as one NumPy array, even if each value is an array."""
+    """Return a column as one NumPy array. If the rows are arrays, stack them."""
     values = np.asarray(values)
     if values.dtype == object and len(values) and isinstance(values[0], np.ndarray):
         return np.stack(list(values))
@@ -236,11 +246,11 @@ def stacked(values: Any) -> Any:
 
 
 def formed(columns: Any, form: BatchForm, join: Callable[[list[Any]], Any]) -> Any:
-    """Convert named columns, or arrays without names, into a batch.
+    """Convert the columns of one batch into the batch that `train_batch` gets.
 
     Args:
-        columns: Arrays of the framework: a dict by column name, or any structure if `form` selects no columns.
-        form: How the columns become a batch.
+        columns: The framework's arrays, by column name. May be any structure if `form` selects no columns.
+        form: The settings that say how columns become a batch.
         join: Joins several columns into one array.
     """
     batch = columns

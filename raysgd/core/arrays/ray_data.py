@@ -1,4 +1,4 @@
-"""Checks of Ray Data datasets, used by all front ends."""
+"""Helpers for Ray Data datasets that all front ends, such as `TorchTrainer`, use."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ logger = logging.getLogger(__name__)
 
 
 def is_of_ray(dataset: Any) -> bool:
-    """Return True for a Ray Data dataset."""
+    """Return True if the object is a Ray Data dataset."""
     return hasattr(dataset, "streaming_split")
 
 
 def with_own_options(dataset: Any) -> Any:
-    """Return a copy of the dataset, so that its execution options can change without affecting the user's dataset."""
+    """Return a copy of a Ray Data dataset. Changes to the copy's execution options do not affect the user's dataset."""
     import ray
 
     return ray.get(ray.put(dataset))
 
 
 def are_cpus_free() -> bool:
-    """Return True if a CPU is free for the tasks of Ray Data. Otherwise, log a warning."""
+    """Return True if the cluster has a free CPU for Ray Data's tasks. Otherwise, log a warning and return False."""
     import ray
 
     if ray.available_resources().get("CPU", 0) >= 1:

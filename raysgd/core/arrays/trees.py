@@ -1,6 +1,6 @@
 """Pure functions on nested tuples and dicts of arrays, the structures that `predict` accepts and returns.
 
-A list is treated as a leaf that has one entry per row.
+Everything except a tuple or dict is a leaf. A list is a leaf that has one entry per row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of each leaf. The root's name is empty."""
+    """Yield the name and value of each leaf of a nested structure. A name looks like `['box'][0]`.
+
+    If the structure itself is a leaf, its name is `name`.
+    """
     if isinstance(tree, Mapping):
         for key, part in tree.items():
             yield from leaves(part, f"{name}[{key!r}]")
@@ -34,14 +37,14 @@ def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def nbytes(tree: Any) -> int:
-    """Return the total size of the arrays in bytes. A value without a size counts as 8 bytes."""
+    """Return the total size in bytes of all arrays in a nested structure. A value without a size counts as 8 bytes."""
     if isinstance(tree, list):
         return sum(nbytes(part) for part in tree)
     return sum(int(getattr(leaf, "nbytes", 8)) for _, leaf in leaves(tree))
 
 
 def rows_of(leaf: Any) -> int | None:
-    """Return the number of rows of a leaf, or None if it has no rows."""
+    """Return the number of rows of an array or list. Return None for a scalar."""
     shape = getattr(leaf, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) else None
@@ -49,10 +52,10 @@ def rows_of(leaf: Any) -> int | None:
 
 
 def joined(trees: Sequence[Any]) -> Any:
-    """Concatenate the rows of several trees with the same structure, in order.
+    """Concatenate the rows of several nested structures of arrays. All must have the same structure.
 
     Raises:
-        ValueError: The trees have different structures.
+        ValueError: The structures differ.
     """
     first = trees[0]
     if isinstance(first, Mapping):
@@ -81,5 +84,8 @@ def _check_alike(trees: Sequence[Any], kind_of: Callable[[Any], Any]) -> None:
 
 
 def own(leaf: Any) -> Any:
-    """Return an array that the caller may modify. Arrays from Ray are shared and read-only, so they are copied."""
+    """Return an array that the caller may modify.
+
+    An array that is read-only, as arrays from Ray's object store are, is copied.
+    """
     return leaf.copy() if isinstance(leaf, np.ndarray) and not leaf.flags.writeable else leaf

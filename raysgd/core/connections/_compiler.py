@@ -38,7 +38,11 @@ _KEPT = "__dynamo_disable"  # attribute in which PyTorch caches the result of `d
 
 
 def defer_compiler() -> None:
-    """Defer the compiler's import if possible. Log at debug level whether it is deferred."""
+    """Register a stand-in for PyTorch's compiler, so that importing PyTorch does not import the real compiler.
+
+    Do nothing if the compiler is imported already, or if the user turned the stand-in off. Log at debug level whether
+    the stand-in was registered.
+    """
     import torch
 
     switch = os.environ.get(SWITCH, "")
@@ -55,23 +59,26 @@ def defer_compiler() -> None:
 
 
 class _DeferredImport(MetaPathFinder, Loader):
-    """Import hook for `torch._dynamo`, the compiler. It imports the real module on demand, before any submodule.
+    """Import hook for PyTorch's compiler, `torch._dynamo`. It imports the real compiler when something needs it.
+
+    A submodule of the compiler is imported after the compiler itself.
 
     Attributes:
-        module: The real module, or None until it is imported.
+        module: The compiler's real module, or None until it is imported.
     """
 
     def __init__(self, spec: ModuleSpec) -> None:
         self.module: ModuleType | None = None
         self.stand_in = _StandIn(spec, self)
         self._disabled: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Real specs and loaders of submodules that are being imported, because Python temporarily replaces their specs
-        # with the result of `find_spec`.
+        # The real specs and loaders of submodules that are being imported. They are stored here, because Python
+        # replaces each module's spec with the result of `find_spec` during the import.
         self._parts: dict[str, tuple[ModuleSpec, Loader | None]] = {}
-        self._lock = threading.Lock()  # not held during the import, which takes Python's import locks
+        # Released during the import of the compiler, because the import takes Python's import locks.
+        self._lock = threading.Lock()
 
     def real(self) -> ModuleType:
-        """Return the real module. Import it first if necessary."""
+        """Return the compiler's real module. Import it first if necessary."""
         if self.module is None:
             self._put(None)
             with OnFailure(functools.partial(self._put, self.stand_in)):
@@ -126,16 +133,21 @@ class _DeferredImport(MetaPathFinder, Loader):
     # ------------------------------------------------------------------------------------ modules inside the compiler
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Return a spec for a submodule of the compiler.
+        """Return a spec for a submodule of the compiler, so that Python calls this hook to load the submodule.
 
-        The loader imports the submodule later, because Python holds a lock during this call.
+        The real spec is looked up only during loading. Python holds an import lock during `find_spec`, so the compiler
+        must not be imported here.
         """
         if not fullname.startswith(f"{_NAME}.") or sys.modules.get(_NAME) is not self.stand_in:
             return None
         return ModuleSpec(fullname, self)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the submodule if importing the compiler has loaded it. Otherwise create it from its real spec."""
+        """Import the compiler and return its submodule.
+
+        If importing the compiler has already loaded the submodule, return the loaded module. Otherwise, create the
+        submodule from its real spec.
+        """
         real = self.real()
         module = sys.modules.get(spec.name)
         if module is not None:
@@ -158,7 +170,8 @@ class _StandIn(ModuleType):
     """Stand-in for the module `torch._dynamo`. Accessing any attribute that it lacks imports the real module."""
 
     def __init__(self, spec: ModuleSpec, deferred: _DeferredImport) -> None:
-        super().__init__(_NAME)  # must come first: in Python 3.10, a module cannot have attributes before
+        # This must come first: in Python 3.10, attributes cannot be set before a module object is initialized.
+        super().__init__(_NAME)
         answers = {
             "graph_break": _do_nothing,
             "disable": deferred.disable,
@@ -166,7 +179,8 @@ class _StandIn(ModuleType):
             "trace_rules": _CompilerStandIn(deferred, "trace_rules", {"clear_lru_cache": _do_nothing}),
         }
         vars(self).update(
-            answers,  # plain attributes rather than `__getattr__`, because PyTorch reads some in each step
+            # Plain attributes are faster than `__getattr__`. PyTorch reads some of them in each training step.
+            answers,
             __name__=_NAME,
             __package__=_NAME,
             __spec__=spec,
@@ -182,7 +196,8 @@ class _StandIn(ModuleType):
             vars(self).pop(name, None)
 
     def __getattr__(self, name: str) -> Any:
-        if self._deferred.module is None and name.startswith("__"):  # code that scans all modules must not import it
+        # Code that scans all modules reads such names, and must not cause the import of the compiler.
+        if self._deferred.module is None and name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._deferred.real(), name)
 
@@ -218,4 +233,4 @@ class _CompilerStandIn:
 
 
 def _do_nothing(*args: Any, **options: Any) -> None:
-    """Do nothing, like the real functions when no compiled code runs."""
+    """Do nothing, as the compiler's real functions do when no compiled code is running."""

@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 from raysgd.core.connections.mesh.board import Board
 
-LATER_S = 1.0  # delay before old connections are cut; long enough for the first steps of the next group
+LATER_S = 1.0  # seconds before old connections are shut down; long enough for the first steps of the next group
 
 _HEAD = 256  # number of bytes to search in a value from gloo: the address comes first, and values may be long
 _FLOW = bytes(4)  # IPv6 flow information, between port and host in C's `sockaddr_in6`
@@ -34,7 +34,10 @@ _SIZE_OF_ADDRESS = 28  # size of `sockaddr_in6`, which is larger than `sockaddr_
 
 
 class DelayedCalls:
-    """Calls functions one after the other in a background thread, waiting `LATER_S` before each call."""
+    """Calls functions one after the other in a background thread.
+
+    Before each call, the thread waits `LATER_S` seconds.
+    """
 
     def __init__(self, *things: Callable[[], object]) -> None:
         self._things = things
@@ -44,7 +47,7 @@ class DelayedCalls:
 
     @property
     def has_ended(self) -> bool:
-        """True if all functions have been called."""
+        """True if all functions have been called and have returned."""
         return not self._thread.is_alive()
 
     def hurry(self) -> None:
@@ -59,11 +62,11 @@ class DelayedCalls:
 
 
 class GlooConnections:
-    """One rank's gloo sockets, across all process groups with the same ranks.
+    """One rank's gloo sockets in all process groups that connect it to the same ranks.
 
     Args:
-        board: The group's key-value store. It holds the addresses at which ranks listen, as gloo or `as_written`
-            encodes them.
+        board: The group's key-value store. It contains the addresses at which ranks listen, in gloo's own encoding or
+            in that of `as_written`.
 
     Attributes:
         found: The sockets of this rank, or None until `look` is called.
@@ -74,22 +77,22 @@ class GlooConnections:
         self.found: list[OpenSocket] | None = None
 
     def look(self) -> None:
-        """Find the sockets. Call this right after a group has formed.
+        """Find this rank's gloo sockets and store them in `found`. Call this right after a group has formed.
 
-        Sockets that are opened later are ignored, because they belong to groups that other code forms, and may close at
-        any time.
+        Sockets that are opened later are ignored. They belong to groups that other code forms, and may close at any
+        time.
         """
         self.found = self._find()
 
     def cut(self) -> None:
-        """Shut down all sockets, including those of a group that is still forming."""
+        """Shut down all of this rank's gloo sockets, including those of a group that is still forming."""
         found = self.found
         for connection in self._find() if found is None else found:
             connection.shut()
 
     @property
     def are_open(self) -> bool:
-        """True if all sockets that were found are still open."""
+        """True if all sockets in `found` are still open."""
         return all(connection.is_open for connection in self.found or ())
 
     def _find(self) -> list[OpenSocket]:
@@ -99,13 +102,18 @@ class GlooConnections:
 
 
 def as_written(address: str) -> bytes:
-    """Encode a socket address as gloo does, in the layout of C's `sockaddr`: port, then host."""
+    """Encode a socket address as gloo does, in the layout of C's `sockaddr`: the port, followed by the host."""
     host, _, port = address.rpartition(":")
     return int(port).to_bytes(2, "big") + _packed(host)
 
 
 def addresses_in(values: Iterable[bytes], hosts: Iterable[str]) -> set[str]:
-    """Find the addresses in values written by gloo. Only addresses with one of `hosts` are recognized."""
+    """Return the socket addresses that occur in values that gloo wrote to the board.
+
+    Args:
+        values: The values on the board.
+        hosts: Host addresses to search for. Other addresses in the values are not found.
+    """
     packed = {host: _packed(host) for host in hosts}
     heads = [value[:_HEAD] for value in values]
     return {f"{host}:{port}" for head in heads for host in packed for port in _ports(head, packed[host])}
@@ -117,7 +125,7 @@ def _packed(host: str) -> bytes:
 
 
 def _ports(value: bytes, host: bytes) -> Iterator[int]:
-    """Yield the port that precedes each occurrence of `host`, an encoded address, in a value that gloo wrote."""
+    """Yield the port that precedes each occurrence of `host`, an encoded host address, in a value that gloo wrote."""
     at = value.find(host, 2)
     while at >= 0:
         yield int.from_bytes(value[at - 2 : at], "big")
@@ -132,7 +140,7 @@ _IPV4_IN_IPV6 = bytes(10) + b"\xff\xff"
 
 @dataclass(frozen=True)
 class OpenSocket:
-    """An open connection.
+    """An open TCP connection of this process.
 
     Attributes:
         number: The socket's file descriptor.
@@ -146,13 +154,14 @@ class OpenSocket:
 
     @property
     def is_open(self) -> bool:
-        """True if this process still has the socket. Gloo closes a socket when the peer ends the connection."""
+        """True if this process still has the socket. Gloo closes a socket when the other rank ends the connection."""
         return _identity(self.number) == self.identity
 
     def shut(self) -> None:
         """Shut down the socket in both directions. Do nothing if it is already closed."""
         with suppress(OSError):  # the socket may be closed already
-            duplicate = os.dup(self.number)  # use a duplicate, because another thread may close the original meanwhile
+            # Shut down a duplicate, because another thread may close the original meanwhile.
+            duplicate = os.dup(self.number)
             try:
                 if _identity(duplicate) == self.identity:
                     _shut(duplicate)
@@ -161,7 +170,7 @@ class OpenSocket:
 
 
 def open_sockets() -> dict[int, int]:
-    """Return the inodes of this process's sockets by file descriptor."""
+    """Return the inode of each socket that this process has open, by file descriptor."""
     found = {}
     try:
         names = os.listdir(_FOLDER)
@@ -195,7 +204,12 @@ def opened_since(before: dict[int, int]) -> tuple[list[OpenSocket], list[str]]:
 
 
 def between_ranks(own: Sequence[OpenSocket], listening: Set[str]) -> list[OpenSocket]:
-    """Return the sockets with one end at an address in `listening`, at which this or another rank listens."""
+    """Return the sockets that connect two ranks.
+
+    Args:
+        own: Connected sockets of this process.
+        listening: Addresses at which ranks listen. A connection between ranks has one of these addresses at one end.
+    """
     return [connection for connection in own if listening & set(connection.ends)]
 
 
@@ -217,10 +231,11 @@ def _shut(number: int) -> None:
 
 
 def _ends(number: int) -> Ends | tuple[str] | tuple[()]:
-    """Return both addresses of a TCP connection or the address of a listening socket, else an empty tuple.
+    """Return the addresses of a TCP socket, as a tuple.
 
-    This function calls C, because most of these sockets belong to other code. After `socket.setdefaulttimeout`,
-    wrapping a socket in a Python object makes it non-blocking.
+    The tuple contains the local and remote address of a connection, or the address of a listening socket. For any other
+    socket, the tuple is empty. The addresses come from C functions, because most of these sockets belong to other code:
+    if `socket.setdefaulttimeout` was called, wrapping such a socket in a Python object would make it non-blocking.
     """
     c = _c()
     own = _address(c.getsockname, number)
@@ -240,7 +255,10 @@ def _c() -> ctypes.CDLL:
 
 
 def _address(ask: Callable[..., int], number: int) -> str | None:
-    """Call C's `getsockname` or `getpeername`. Return None for sockets that are not TCP or have no such address."""
+    """Return a socket's address from C's `getsockname` or `getpeername`.
+
+    Return None for a socket that is not a TCP socket or has no such address.
+    """
     room, size = ctypes.create_string_buffer(_SIZE_OF_ADDRESS), ctypes.c_uint32(_SIZE_OF_ADDRESS)
     if ask(number, room, ctypes.byref(size)) != 0:
         return None

@@ -1,4 +1,4 @@
-"""Determines from an exception's traceback whether a given library, such as Ray, raised it. Pure functions."""
+"""Determines from an exception's traceback whether a given library, such as Ray, raised the exception."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ _RAISE = dis.opmap["RAISE_VARARGS"]
 def is_of(error: BaseException, package: str, passing_on: str = "") -> bool:
     """Return True if the library raised the exception, rather than a `raise` statement in other Python code.
 
-    If compiled code raised the exception, the traceback ends in the calling Python code, at an instruction other than
-    `raise`. It does not show which library the compiled code belongs to, so this library is assumed.
+    If compiled code raised the exception, the traceback ends in the Python code that called it, at an instruction other
+    than `raise`. The traceback does not show which library the compiled code belongs to. This function then assumes
+    that it belongs to the library.
 
     Args:
         error: The exception to classify.
         package: Name of the library's package. If the package is not imported, its Python code cannot have raised the
             exception.
         passing_on: Name of a module of the package that only re-raises exceptions, such as those from another process.
-            The library does not count as the origin of re-raised exceptions.
+            An exception that this module raised does not count as raised by the library.
     """
     where = error.__traceback__
     if where is None:
@@ -45,7 +46,10 @@ def _is_in(filename: str, name: str) -> bool:
 
 
 def with_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and its chain of causes, or contexts where there is no explicit cause."""
+    """Yield an exception, then its cause, the cause's cause, and so on.
+
+    For an exception without an explicit cause, its context is yielded instead.
+    """
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

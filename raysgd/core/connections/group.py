@@ -1,4 +1,4 @@
-"""Collectives on NumPy arrays over a mesh, which consists of sockets between all pairs of ranks.
+"""Collectives on NumPy arrays over a mesh (sockets between all pairs of ranks).
 
 For small arrays, these collectives are ten times faster than gloo's.
 """
@@ -32,7 +32,7 @@ _QUICK_BYTES_AT_PORTS = 2**20
 
 
 class Group:
-    """One rank's collectives over all ranks: sums, gathers and broadcasts.
+    """One rank's object for collectives with all other ranks: sums, gathers and broadcasts.
 
     Sums are bitwise identical on all ranks. Up to eight ranks on one node are summed in rank order.
 
@@ -53,7 +53,7 @@ class Group:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that this rank has waited in collectives for ranks that had not started the same collective."""
+        """Seconds that this rank has waited during collectives until other ranks started the same collective."""
         return 0.0 if self._connections is None else self._connections.waited_s
 
     @property
@@ -86,7 +86,9 @@ class Group:
         return rows
 
     def add_rows(self, rows: Array, counts: Sequence[int]) -> Array:
-        """Return the sum of every rank's rows, added in rank and row order. The sum is bitwise identical on all ranks.
+        """Return the sum of the rows of all ranks, in rank order and then row order.
+
+        The sum is bitwise identical on all ranks.
 
         Args:
             rows: This rank's rows, as a two-dimensional array, possibly with no rows.
@@ -117,7 +119,10 @@ class Group:
         return sums
 
     def _rooms_for_rows(self, dtype: np.dtype[Any], counts: Sequence[int], width: int) -> dict[int, Array]:
-        """Return a receive buffer per other rank, for a part of that rank's rows. Later calls reuse the memory."""
+        """Return a buffer for each other rank that has rows, to receive `width` columns of that rank's rows.
+
+        Later calls reuse the memory.
+        """
         num_rows = sum(counts) - counts[self.rank]
         if len(self._scratch) < num_rows * width * dtype.itemsize:
             self._scratch = np.empty(num_rows * width * dtype.itemsize, np.uint8)
@@ -130,13 +135,16 @@ class Group:
         return rooms
 
     def is_quick_for(self, num_bytes: int) -> bool:
-        """Return True if summing `num_bytes` bytes is at least as fast as with gloo. All ranks get the same result."""
+        """Return True if this class sums an array of this size at least as fast as gloo.
+
+        All ranks get the same result.
+        """
         if self.size > 2 and len(self._nodes.ranks) == 1 and not has_names(self._nodes.hosts[0]):
             return num_bytes <= _QUICK_BYTES_AT_PORTS
         return self.size <= MOST or num_bytes <= _QUICK_BYTES_OF_MANY
 
     def gather(self, numbers: Array) -> list[Array]:
-        """All-gather: return every rank's array, by rank. All arrays must have the same shape."""
+        """Return the arrays of all ranks, in rank order (an all-gather). All arrays must have the same shape."""
         if self.size == 1:
             return [numbers]
         own = np.ascontiguousarray(numbers).reshape(numbers.shape)  # NumPy turns 0-d arrays into 1-d; undo that
@@ -148,10 +156,10 @@ class Group:
         return received
 
     def _gathered_in_rounds(self, own: Array) -> list[Array]:
-        """All-gather in log2 N rounds.
+        """All-gather the ranks' arrays in log2 N rounds of messages.
 
-        In each round, a rank sends all arrays that it has so far. The receiver is twice as far away as in the previous
-        round.
+        In each round, a rank sends all arrays that it has so far to another rank. The distance between the two ranks
+        doubles with each round.
         """
         found = np.empty((self.size, *own.shape), own.dtype)  # in rank order, starting with this rank
         found[0] = own
@@ -163,7 +171,10 @@ class Group:
         return [found[(rank - self.rank) % self.size] for rank in range(self.size)]
 
     def gather_rows(self, rows: Array, counts: Sequence[int]) -> Array:
-        """Gather every rank's rows into one array. `counts` holds each rank's number of rows."""
+        """Concatenate the rows of all ranks into one array, in rank order.
+
+        `counts` contains each rank's number of rows.
+        """
         padded = np.zeros((max(counts), *rows.shape[1:]), rows.dtype)
         padded[: len(rows)] = rows
         parts = self.gather(padded)
@@ -174,7 +185,7 @@ class Group:
         return max(float(one[0]) for one in self.gather(np.array([number], np.float64)))
 
     def from_first(self, numbers: Array) -> None:
-        """Broadcast `numbers` from rank 0, in place."""
+        """Broadcast the array of rank 0 to all ranks, in place."""
         if self.size == 1:
             return
         flat, kind = _flat(numbers), _kind(_FIRST, numbers)
@@ -186,18 +197,18 @@ class Group:
             self._adding.tell(flat, kind)
 
     def send(self, value: Any, takers: Sequence[int]) -> None:
-        """Send a picklable value to the ranks `takers`, which must all call `receive` at the same time."""
+        """Send a picklable value to the ranks `takers`. They must all call `receive` at the same time."""
         buffers: list[pickle.PickleBuffer] = []
         head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
         self.send_parts([memoryview(head), *(buffer.raw() for buffer in buffers)], takers)
 
     def receive(self, source: int, takers: Sequence[int]) -> Any:
-        """Receive the value that rank `source` sends to `takers`, which include this rank."""
+        """Receive the value that rank `source` sends to the ranks `takers`. This rank must be one of them."""
         head, *buffers = self.receive_parts(source, takers)
         return pickle.loads(head.data, buffers=buffers)
 
     def send_parts(self, parts: Sequence[Bytes], takers: Sequence[int]) -> None:
-        """Send several buffers to the ranks `takers`, which must all call `receive_parts` at the same time."""
+        """Send several buffers to the ranks `takers`. They must all call `receive_parts` at the same time."""
         if takers:
             chain = self._chain(self.rank, takers)
             chain.pass_on(as_bytes(np.array([len(parts)], np.int64)))
@@ -205,7 +216,7 @@ class Group:
             chain.pass_on(*parts)
 
     def receive_parts(self, source: int, takers: Sequence[int]) -> list[Array]:
-        """Receive the buffers that rank `source` sends to `takers`, as byte arrays."""
+        """Receive the buffers that rank `source` sends to the ranks `takers`. Return them as byte arrays."""
         chain = self._chain(source, takers)
         count = np.zeros(1, np.int64)
         chain.pass_on(as_bytes(count))
@@ -220,10 +231,10 @@ class Group:
 
 
 class EarlyVotes:
-    """Asynchronous votes by which ranks learn whether any rank says yes.
+    """Votes without waiting: each rank says yes or no, and learns later whether any rank said yes.
 
-    Ranks use them to agree on whether any rank has data left. All ranks must vote on the same questions in the same
-    order.
+    Ranks use these votes to agree on whether any rank has data left. All ranks must vote on the same questions in the
+    same order.
     """
 
     def __init__(self, world: World, mesh: Mesh) -> None:
@@ -232,17 +243,21 @@ class EarlyVotes:
         self._num_asked = self._num_heard = 0
 
     def ask(self, says_yes: bool) -> Callable[[], bool]:
-        """Cast this rank's vote. Return a function, to call once, that waits for all votes and returns the result."""
+        """Send this rank's vote on the next question to the other ranks.
+
+        Return a function that waits for all other votes and returns True if any rank said yes. Call that function only
+        once.
+        """
         self._mesh.swap(dict.fromkeys(self._others, memoryview(bytes([says_yes]))), {})
         self._own.append(says_yes)
         self._num_asked += 1
         return partial(self._hear, self._num_asked)
 
     def _hear(self, number: int) -> bool:
-        """Return True if any rank said yes to question `number`, counted from 1.
+        """Return True if any rank said yes to the question with this number, counted from 1.
 
-        Discard votes on earlier questions whose result was never requested, as happens if Keras's `fit` ends before the
-        data.
+        Discard the votes on earlier questions if their results were never requested. That happens if Keras's `fit` ends
+        before the data does.
         """
         while True:
             heard = {rank: bytearray(1) for rank in self._others}
@@ -254,16 +269,20 @@ class EarlyVotes:
 
 
 def _kind(exchange: int, numbers: Array) -> int:
-    """Encode the type of collective and the array's dtype as one integer.
+    """Return an integer that encodes the type of a collective and the array's dtype.
 
-    Ranks compare it, because ranks in different collectives would misread each other's data.
+    Ranks compare this integer, because ranks in different collectives would misread each other's data.
     """
     return exchange << 16 | ord(numbers.dtype.kind) << 8 | numbers.dtype.itemsize & 0xFF
 
 
 def _flat(array: Array) -> Array:
-    """Return a one-dimensional view of the array."""
-    if not array.flags.c_contiguous:  # `reshape` would return a copy, and the array would stay unchanged
+    """Return a one-dimensional view of the array.
+
+    Raises:
+        ValueError: The array's memory is not contiguous.
+    """
+    if not array.flags.c_contiguous:  # `reshape` would return a copy, so writing to it would not change the array
         raise ValueError(
             f"an array of shape {array.shape} with strides {array.strides} cannot be exchanged in place, because its "
             "memory is not contiguous. Pass `numpy.ascontiguousarray(array)`."

@@ -1,4 +1,7 @@
-"""Horovod over gloo. The workers connect through Horovod's rendezvous server on rank 0, without `mpirun`."""
+"""Connects workers with Horovod over gloo, without `mpirun`.
+
+The workers find each other through a rendezvous server on rank 0.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ INSTALL_COMMAND = "python -m raysgd.horovod.install"
 _POLL_S = 0.01
 _REQUEST_TIMEOUT_S = 60
 _SCOPE = "raysgd"  # namespace for raysgd's keys on Horovod's rendezvous server
-_LONGEST_STALL_WARNING_S = 60  # Horovod's default for the seconds after which it warns about a stalled collective
+# At most this many seconds pass before Horovod warns about a stalled collective. This is also Horovod's default.
+_LONGEST_STALL_WARNING_S = 60
 
 # Parts of the messages, in lower case, of errors that Horovod raises if ranks disagree about a collective, which is a
 # bug in the user's program. Any other error in a collective means that the group is broken.
@@ -32,7 +36,7 @@ _MISTAKES = ("mismatched ", "with the same name as another tensor", "rank zero t
 
 
 class RendezvousFailed(RuntimeError):
-    """The ranks could not connect to each other. Raised by `join` only."""
+    """The ranks could not connect to each other. Only `join` raises this error."""
 
 
 @dataclass
@@ -59,7 +63,7 @@ class HorovodConnection(Connection):
     _variables_before: dict[str, str | None] = field(default_factory=dict, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle only the settings, because the driver's copy may still hold an earlier group's state."""
+        """Pickle only the settings. The driver's copy may still hold the state of an earlier group."""
         return type(self), (self.timeout_s, self.start_timeout_s, self.interfaces)
 
     def load(self) -> None:
@@ -79,7 +83,7 @@ class HorovodConnection(Connection):
         return True
 
     def open_endpoint(self, host: str, rank: int) -> int:
-        """Start Horovod's rendezvous server on rank 0. The other ranks do not listen before `hvd.init`."""
+        """Start Horovod's rendezvous server on rank 0, and return its port. Other ranks return 0."""
         self._is_interrupted = False
         if rank:
             return 0
@@ -110,7 +114,10 @@ class HorovodConnection(Connection):
             ) from error
 
     def _wait_for_all(self, rendezvous: Rendezvous, world: World) -> tuple[int, int]:
-        """Wait for all ranks, because `hvd.init` cannot be interrupted. Return this rank's result of `crossings`."""
+        """Wait until all ranks have reached this point. Return this rank's cross rank and cross size (see `crossings`).
+
+        Without this wait, ranks would wait for each other in `hvd.init`, which cannot be interrupted.
+        """
         deadline = time.monotonic() + (self.timeout_s if self.start_timeout_s is None else self.start_timeout_s)
         _put(rendezvous, f"place-{world.rank}", [world.node_rank, world.local_rank])
         if world.rank == 0:
@@ -135,7 +142,7 @@ class HorovodConnection(Connection):
 
     def interrupt(self) -> None:
         self._is_interrupted = True
-        self._close_server()  # makes `hvd.init` fail if it is still waiting for ranks
+        self._close_server()  # closing the server makes `hvd.init` fail if it is still waiting for ranks
 
     def leave(self) -> None:
         if self._has_joined:  # do not shut down Horovod if other code initialized it
@@ -159,7 +166,7 @@ class HorovodConnection(Connection):
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Return True if an exception means that the group is broken."""
+    """Return True if the exception means that the connections of the group are broken."""
     from horovod.common.exceptions import HorovodInternalError
 
     if isinstance(error, RendezvousFailed):
@@ -195,13 +202,13 @@ def _unusable(reason: str, error_class: type[ImportError] = ImportError) -> Impo
 
 
 def crossings(places: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return each rank's cross rank and cross size.
+    """Return the cross rank and the cross size of every rank.
 
     In Horovod's terms, the cross rank is a rank's index among the ranks with the same local rank on all nodes. The
     cross size is the number of these ranks.
 
     Args:
-        places: For each rank, its node rank and its local rank.
+        places: The node rank and the local rank of every rank.
     """
     answer = []
     for node_rank, local_rank in places:
@@ -211,7 +218,7 @@ def crossings(places: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
 
 
 def place(rendezvous: Rendezvous, world: World, crossing: tuple[int, int]) -> dict[str, str]:
-    """Return the environment variables with this process's rank and the rendezvous server's address."""
+    """Return the environment variables that tell Horovod this process's rank and the rendezvous server's address."""
     return {
         "HOROVOD_HOSTNAME": f"node-{world.node_rank}",
         "HOROVOD_RANK": str(world.rank),
@@ -228,7 +235,10 @@ def place(rendezvous: Rendezvous, world: World, crossing: tuple[int, int]) -> di
 
 
 def tuning(timeout_s: float, interface: str | None, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that set timeouts and the network interface, except those in `environment`."""
+    """Return the environment variables that set Horovod's timeouts and network interface.
+
+    Variables that are already in `environment` are left out, so that the user's values stay in effect.
+    """
     seconds = max(1, math.ceil(timeout_s))
     wanted = {
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(seconds),
@@ -241,7 +251,7 @@ def tuning(timeout_s: float, interface: str | None, environment: Mapping[str, st
 
 
 def first_of(interfaces: Sequence[str]) -> str:
-    """Return the first of these network interfaces that this machine has.
+    """Return the first of the given network interfaces that this machine has.
 
     Raises:
         ValueError: The machine has none of the interfaces.
@@ -260,7 +270,8 @@ def _interface_towards(address: str) -> str | None:
     """Return the network interface through which this machine reaches `address`, or None if unknown."""
     import psutil
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a UDP socket sends nothing
+    # Connecting a UDP socket selects an interface without sending anything.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))
         except OSError:
@@ -273,7 +284,7 @@ def _interface_towards(address: str) -> str | None:
 
 
 def _start_server(host: str) -> tuple[int, Callable[[], None]]:
-    """Start Horovod's rendezvous server in a thread. Return its port and a function that stops it.
+    """Start Horovod's rendezvous server in a thread. Return the server's port and a function that stops the server.
 
     The server has no access control: any process that reaches it can read and write its values.
     """
@@ -303,12 +314,12 @@ def _start_server(host: str) -> tuple[int, Callable[[], None]]:
 
 
 def _put(rendezvous: Rendezvous, key: str, value: Any) -> None:
-    """Store a value on the rendezvous server, in raysgd's namespace."""
+    """Store a value on the rendezvous server, under a key in raysgd's namespace."""
     _request(rendezvous, "PUT", key, json.dumps(value))
 
 
 def _get(rendezvous: Rendezvous, key: str) -> Any:
-    """Return a value in raysgd's namespace on the rendezvous server, or None if the key is not set yet."""
+    """Return the value of a key in raysgd's namespace on the rendezvous server, or None if the key is not set yet."""
     status, body = _request(rendezvous, "GET", key)
     return json.loads(body) if status == http.HTTPStatus.OK else None
 

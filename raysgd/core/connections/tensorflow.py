@@ -1,7 +1,7 @@
 """Connects TensorFlow workers over raysgd's own sockets.
 
-In a group of several workers, each worker has `TF_CONFIG` set as TensorFlow documents it, for code that reads its rank
-from this variable.
+In a group of several workers, each worker's environment variable `TF_CONFIG` has the value that TensorFlow documents.
+User code may read its rank from this variable.
 
 ADR 31 explains why TensorFlow's own collectives are not used.
 """
@@ -58,7 +58,7 @@ class TensorFlowConnection(Connection):
         return self._endpoint.port
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
-        """Connect to all other ranks. A group of one rank needs no connections.
+        """Connect this rank to all other ranks. A group of one rank needs no connections.
 
         Raises:
             RuntimeError: This process is already in another group.
@@ -75,7 +75,7 @@ class TensorFlowConnection(Connection):
         deadline = Deadline(min(self.form_timeout_s, self.timeout_s), lambda: self._is_interrupted)
         lanes = self._endpoint.connect(rendezvous, world.rank, [others(world.rank, world.size)] * 2, deadline)
         self._lanes = [Mesh(lane, self.timeout_s) for lane in lanes]
-        deadline.check()  # detect an interrupt that came before the connections existed
+        deadline.check()  # raise if this rank was interrupted before the connections existed
         addresses = [f"{host}:{port}" for host, port in rendezvous.addresses]
         os.environ[_TF_CONFIG] = cluster_of(addresses, world.rank)
         gradients, votes = self._lanes
@@ -106,25 +106,25 @@ _JOINED: tuple[Group, EarlyVotes] | None = None
 
 
 def group_of(world: World) -> Group:
-    """Return the group that this process joined.
+    """Return the collectives of the group that this process joined.
 
-    A standby worker has not joined a group yet. For such a worker, return a single-rank group, whatever `world` says.
+    A process that has not joined a group yet, such as a standby worker, gets the collectives of a single-rank group.
     """
     return _JOINED[0] if world.is_distributed and _JOINED is not None else Group(World(0, 1))
 
 
 def votes() -> EarlyVotes:
-    """Return the `EarlyVotes` of this process's group, with which ranks agree on when to stop."""
+    """Return the votes with which the ranks of this process's group agree on whether any rank has data left."""
     assert _JOINED is not None, "a rank that is alone has no other rank to ask"
     return _JOINED[1]
 
 
 def load_tensorflow(variables: Mapping[str, str], num_threads: int | None) -> None:
-    """Import TensorFlow. In a worker process, set the environment variables first and limit TensorFlow's threads.
+    """Import TensorFlow. In a worker process, first set environment variables, and then limit TensorFlow's threads.
 
     Args:
         variables: Environment variables for worker processes.
-        num_threads: Limit for threads, or None in the driver, whose environment and threads belong to the user.
+        num_threads: Limit for threads. None in the driver, whose environment and threads belong to the user.
     """
     if num_threads is None:
         import tensorflow  # noqa: F401
@@ -137,7 +137,7 @@ def load_tensorflow(variables: Mapping[str, str], num_threads: int | None) -> No
         tf.config.threading.set_intra_op_parallelism_threads(num_threads)
         # One extra thread, because a TensorFlow operation that waits for other ranks occupies a thread.
         tf.config.threading.set_inter_op_parallelism_threads(num_threads + 1)
-    except RuntimeError:  # the user's hook has already initialized TensorFlow
+    except RuntimeError:  # the user's `initialization_hook` has already initialized TensorFlow
         return
 
 

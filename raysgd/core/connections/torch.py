@@ -1,7 +1,7 @@
 """Connects PyTorch workers: forms `torch.distributed` process groups with gloo or NCCL, and aborts them on failures.
 
-With gloo, the workers are also connected by a mesh, sockets over which small collectives are faster. In both cases,
-they share a board, a key-value store without a server.
+With gloo, the workers are also connected by a mesh: sockets between all pairs of ranks, over which small collectives
+are faster. With gloo and NCCL, they share a board: a key-value store without a server.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _FORM_BESIDE_S = 6.0  # timeout for forming additional gloo groups; short, becau
 _STORE = "raysgd/store"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-# Parts of gloo's and NCCL's error messages, in lower case, if another rank is gone. PyTorch raises `RuntimeError`.
+# Parts of the messages, in lower case, of errors that gloo and NCCL raise if another rank is gone. PyTorch passes them
+# on as a plain `RuntimeError`.
 _BROKEN = (
     "connection closed by peer",
     "connection reset by peer",
@@ -63,7 +64,7 @@ class TorchConnection(Connection):
         transport: "gloo" or "nccl".
         timeout_s: How long a collective may wait for other ranks before it raises.
         form_timeout_s: How long ranks may take to form a group. `timeout_s` is the upper limit.
-        joins_alone: Whether to form a group even for a single rank, because other ranks may join later.
+        joins_alone: True to form a group even for a single rank, because other ranks may join later.
     """
 
     transport: str = "gloo"
@@ -72,7 +73,8 @@ class TorchConnection(Connection):
     joins_alone: bool = False
     _endpoint: Endpoint | None = field(default=None, repr=False, compare=False)
     _board: Board | None = field(default=None, repr=False, compare=False)
-    _store: Any = field(default=None, repr=False, compare=False)  # kept alive, because C++ calls its Python methods
+    # Stored to keep it alive, because PyTorch's C++ code calls its Python methods.
+    _store: Any = field(default=None, repr=False, compare=False)
     _is_interrupted: bool = field(default=False, repr=False, compare=False)
     _has_joined: bool = field(default=False, repr=False, compare=False)
     _gloo: GlooConnections | None = field(default=None, repr=False, compare=False)
@@ -94,7 +96,10 @@ class TorchConnection(Connection):
         import torch.distributed  # noqa: F401
 
     def use_gpus(self, gpu_ids: Sequence[str]) -> None:
-        """Select the GPU by its ordinal in this process, because CUDA may have read `CUDA_VISIBLE_DEVICES` already.
+        """Make PyTorch use this worker's first GPU.
+
+        Select the GPU by its ordinal in this process. CUDA may already have read `CUDA_VISIBLE_DEVICES`, so changing
+        that variable would have no effect.
 
         Raises:
             RuntimeError: This process cannot see the GPU.
@@ -114,7 +119,7 @@ class TorchConnection(Connection):
         return self._endpoint.port
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
-        """Form the default process group.
+        """Form PyTorch's default process group over all ranks.
 
         Raises:
             RuntimeError: Other code in this process has already formed a default process group.
@@ -133,13 +138,14 @@ class TorchConnection(Connection):
         deadline = self._deadline()
         self._store = store = self._connect(rendezvous, world, deadline)
         self._has_joined, self._is_cut = True, False
-        timeout = datetime.timedelta(seconds=self.timeout_s)  # for collectives; gloo cannot change it after forming
+        # The timeout of collectives. It must be set here, because gloo cannot change it after the group has formed.
+        timeout = datetime.timedelta(seconds=self.timeout_s)
         dist.init_process_group(self.transport, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
         if self.transport == "gloo" and world.is_distributed:
-            store.longest_wait_s = math.inf  # the limit applied to forming the group; later waits may take longer
+            store.longest_wait_s = math.inf  # the limit was for forming the group; later waits may take longer
             if self._mesh is not None:
                 self._mesh.timeout_s = self.timeout_s
-            deadline.check()  # detect an interrupt that came before the connections existed
+            deadline.check()  # raise if this rank was interrupted before the connections existed
             assert self._gloo is not None
             self._gloo.look()
         self._is_formed = True
@@ -150,7 +156,10 @@ class TorchConnection(Connection):
         return Deadline(self._form_timeout_s, lambda: self._is_interrupted)
 
     def _connect(self, rendezvous: Rendezvous, world: World, deadline: Deadline) -> Any:
-        """Connect to the other ranks. Return the store that all ranks share."""
+        """Connect to the other ranks.
+
+        Return the `torch.distributed` store through which the process group will form.
+        """
         if not world.is_distributed:
             return _c10d("HashStore")()
         assert self._endpoint is not None, "a rank of several listens before it joins the others"
@@ -171,9 +180,10 @@ class TorchConnection(Connection):
         return self._store_of_rank_0(rendezvous, world, self._board)
 
     def _store_of_rank_0(self, rendezvous: Rendezvous, world: World, board: Board) -> Any:
-        """Return a `TCPStore` hosted by rank 0.
+        """Return a `TCPStore` hosted by rank 0, for NCCL.
 
-        For NCCL, a store implemented in Python is unsafe, because NCCL's threads would call it during process exit.
+        With NCCL, a store implemented in Python is unsafe, because NCCL's threads would call it while the process
+        exits.
         """
         host = rendezvous.address
         options = {"wait_for_workers": False, "timeout": datetime.timedelta(seconds=self._form_timeout_s)}
@@ -187,16 +197,22 @@ class TorchConnection(Connection):
         return _c10d("TCPStore")(host, port, is_master=False, **options)
 
     def _tell(self, world: World, topic: str, word: bytes) -> list[bytes]:
-        """All-gather a byte string over the board. Return every rank's string, in rank order."""
+        """Send a byte string to all ranks over the board. Return every rank's string, in rank order.
+
+        Args:
+            world: This rank and the size of the group.
+            topic: Prefix of the keys on the board. Must be different for each call.
+            word: This rank's string.
+        """
         assert self._board is not None
         self._board.put(f"{topic}/{world.rank}", word)
         return [self._board.get(f"{topic}/{rank}", self._form_timeout_s) for rank in range(world.size)]
 
     def _see_gpus_of_node(self, world: World) -> None:
-        """Make the GPUs of every worker on this node visible to this worker, and select this worker's GPU.
+        """Make the GPUs of every worker on this node visible to this worker, and select this worker's own GPU.
 
-        If each worker sees only its own GPU, workers cannot access each other's GPU memory, and NCCL is slow or fails.
-        This has an effect only if CUDA has not read `CUDA_VISIBLE_DEVICES` yet.
+        If each worker saw only its own GPU, workers could not access each other's GPU memory, and NCCL would be slow or
+        fail. This method has no effect if CUDA has already read `CUDA_VISIBLE_DEVICES`.
         """
         import torch
 
@@ -217,13 +233,13 @@ class TorchConnection(Connection):
             torch.cuda.set_device(0)
 
     def new_group_beside(self, form_timeout_s: float | None = None) -> Any:
-        """Form a gloo group over all ranks in addition to the default group. All ranks must call this.
+        """Form a gloo group over all ranks in addition to the default group. All ranks must call this method.
 
-        `interrupt` also aborts waits in this group.
+        `interrupt` also aborts waits in the new group.
 
         Args:
-            form_timeout_s: Timeout of the group. If a rank dies while the group forms, the other ranks wait this long.
-                Default: the timeout of the default group.
+            form_timeout_s: The new group's timeout. If a rank dies while the group forms, the other ranks wait this
+                long. Default: the timeout of the default group.
         """
         import torch.distributed as dist
 
@@ -236,7 +252,8 @@ class TorchConnection(Connection):
         group = dist.new_group(backend="gloo", timeout=timeout)
         self._beside.append(group)
         if self._gloo is not None:
-            if self.transport != "gloo":  # gloo wrote its addresses to the `TCPStore`, not to the board
+            # With NCCL, gloo wrote its addresses to the `TCPStore`, so also write them to the board.
+            if self.transport != "gloo":
                 self._tell_where_gloo_listens(opened_since(before)[1])
             self._gloo.look()
         if self._is_cut:  # another thread has interrupted the group in the meantime
@@ -254,7 +271,7 @@ class TorchConnection(Connection):
         self._cut()
 
     def give_up(self, error: BaseException) -> None:
-        """After a connection error, shut down the mesh and the board, so that all ranks notice the failure.
+        """After a connection error, shut down the mesh and the board, so that all other ranks notice the failure.
 
         Also shut down gloo's sockets, unless the error came from the mesh. ADR 55 explains why.
         """
@@ -282,13 +299,13 @@ class TorchConnection(Connection):
 
     @property
     def is_broken(self) -> bool:
-        """True if a monitored connection to another rank has ended. Some connections are not monitored."""
+        """True if a connection to another rank is known to have ended. Some connections are not monitored."""
         is_mesh_broken = self._mesh is not None and self._mesh.is_broken
         is_gloo_broken = self._gloo is not None and not self._gloo.are_open
         return self._is_cut or is_mesh_broken or is_gloo_broken
 
     def leave_for_another(self) -> None:
-        """Leave the group to join another one.
+        """Leave the group in order to join another group.
 
         Unless the group was interrupted, shut down gloo's connections only after a delay. ADR 55 explains why.
         """
@@ -300,7 +317,7 @@ class TorchConnection(Connection):
         self._leave()
 
     def _end_later(self, groups: list[Any]) -> DelayedCalls:
-        """Shut down gloo's connections and release the process groups, each after a delay."""
+        """Shut down gloo's connections after a delay. Release the process groups after another delay."""
 
         def let_go() -> None:
             time.sleep(_SETTLE_S)  # see `end_process_group`
@@ -323,9 +340,8 @@ class TorchConnection(Connection):
         self._cut()
         if self._aborting is not None:
             self._aborting.join(_ABORT_S)
-            if (
-                self._aborting.is_alive()
-            ):  # raise, because others would wait forever: this process still sends heartbeats
+            # Raise an error. This process still answers heartbeats, so the other ranks would otherwise wait forever.
+            if self._aborting.is_alive():
                 raise ConnectFailed(f"NCCL did not end its connections within {_ABORT_S:g} s: this process is stuck")
             self._aborting = None
         if self._has_joined:  # do not destroy a group that other code formed
@@ -347,7 +363,10 @@ class TorchConnection(Connection):
         return min(self.form_timeout_s, self.timeout_s)
 
     def _choose_interface(self, rendezvous: Rendezvous) -> None:
-        """Select loopback for gloo on a single node, and blocking waits for NCCL, unless the user has set them."""
+        """Make gloo use the loopback interface if all ranks are on one node, and make NCCL's waits blocking.
+
+        Environment variables that the user has set stay unchanged.
+        """
         if rendezvous.on_one_node and os.path.exists("/sys/class/net/lo"):
             self._set_variable("GLOO_SOCKET_IFNAME", "lo")
         if self.transport == "nccl":
@@ -363,21 +382,24 @@ _joined: TorchConnection | None = None  # the connection that formed this proces
 
 
 def exchanges_at_once() -> Group | None:
-    """Return the `Group` over the mesh, whose synchronous sums are faster than gloo's, or None without a mesh."""
+    """Return the collectives over the mesh, whose synchronous sums are faster than gloo's.
+
+    Return None without a mesh.
+    """
     return None if _joined is None else _joined._group
 
 
 def new_group_beside() -> Any:
-    """Form a gloo group over all ranks in addition to the default group. All ranks must call this."""
+    """Form a gloo group over all ranks in addition to the default group. All ranks must call this function."""
     import torch.distributed as dist
 
     return dist.new_group(backend="gloo") if _joined is None else _joined.new_group_beside()
 
 
 def summation_beside() -> Callable[[Any], Any]:
-    """Return a function that starts an all-reduce sum asynchronously and returns PyTorch's `Work` object.
+    """Return a function that starts an asynchronous sum over all ranks. That function returns PyTorch's `Work` object.
 
-    The sums run in a separate gloo group over all ranks. All ranks must call both this and the returned function.
+    The sums run in a separate gloo group. All ranks must call both this function and the returned function.
     """
     import torch.distributed as dist
 
@@ -390,19 +412,19 @@ def summation_beside() -> Callable[[Any], Any]:
 
 
 def board_of_group() -> Board:
-    """Return the board, the key-value store that all ranks of the group that this process joined share."""
+    """Return the board of the group that this process joined: the key-value store that all ranks share."""
     assert _joined is not None, "no group was joined"
     assert _joined._board is not None, "a rank that is alone has no other rank to write to"
     return _joined._board
 
 
 def is_group_broken() -> bool:
-    """Return True if the default group that `TorchConnection` formed is known to have lost a connection."""
+    """Return True if the default group that a `TorchConnection` formed is known to have lost a connection."""
     return _joined is not None and _joined.is_broken
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Return True if an exception from a collective means that the group is broken."""
+    """Return True if an exception from a collective means that the connections of the group are broken."""
     import torch.distributed as dist
 
     for link in with_causes(error):  # user code may have wrapped PyTorch's error
@@ -419,14 +441,14 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def _c10d(name: str) -> Any:
-    """Return a class of `torch.distributed` by name, because PyTorch's type stubs lack it."""
+    """Return a class of the module `torch.distributed` by name, because PyTorch's type stubs lack the class."""
     from torch import distributed
 
     return vars(distributed)[name]
 
 
 def _abort_process_group() -> None:
-    """Stop the kernels of a broken NCCL group. Otherwise they would occupy the device forever."""
+    """Stop the collectives of a broken NCCL group on the GPU. Otherwise, their kernels would occupy the GPU forever."""
     import torch.distributed as dist
 
     group = dist.group.WORLD
@@ -435,7 +457,7 @@ def _abort_process_group() -> None:
 
 
 def end_process_group() -> None:
-    """Leave the default group. If forming it failed, reset PyTorch's group counter.
+    """Leave PyTorch's default group. If forming the group failed, reset PyTorch's group counter.
 
     PyTorch numbers its groups, and ranks find each other by this number. Without the reset, a rank whose attempt failed
     would be one ahead of a rank that failed before its attempt, and both would wait forever in the next group.
@@ -461,7 +483,11 @@ def end_process_group() -> None:
 
 
 def ordinal_of(gpu_id: str, visible: str | None) -> int:
-    """Return a GPU's ordinal in a process whose `CUDA_VISIBLE_DEVICES` is `visible`. If that is empty, assume all GPUs.
+    """Return the index that CUDA gives to a GPU (its ordinal) in a process with this `CUDA_VISIBLE_DEVICES`.
+
+    Args:
+        gpu_id: ID of the GPU.
+        visible: The process's `CUDA_VISIBLE_DEVICES`. If it is empty or None, the process sees all GPUs.
 
     Raises:
         RuntimeError: The process cannot see that GPU.
@@ -482,7 +508,7 @@ def ordinal_of(gpu_id: str, visible: str | None) -> int:
 
 
 def visible_to_all(own: str, of_node: Sequence[str]) -> tuple[str, int]:
-    """Return `CUDA_VISIBLE_DEVICES` with all GPUs of the node's workers, and the ordinal of this worker's first GPU.
+    """Merge the `CUDA_VISIBLE_DEVICES` of all workers on a node. Return it with the ordinal of this worker's first GPU.
 
     Args:
         own: The worker's `CUDA_VISIBLE_DEVICES`.

@@ -20,11 +20,11 @@ _END_S = 10.0
 
 @hide_library_frames
 class BackgroundCall(CallHandle[T]):
-    """A handle to a call that runs in a background thread.
+    """A handle to a trainer's call that runs in a background thread.
 
     Args:
         future: Receives the call's result or error.
-        interrupt: Interrupts the call as Ctrl-C would. It runs in a different thread than the call.
+        interrupt: Interrupts the call as Ctrl-C would. It may be called from any thread.
     """
 
     def __init__(self, future: Future[T], interrupt: Callable[[], None]) -> None:
@@ -56,11 +56,11 @@ class BackgroundCall(CallHandle[T]):
 
 
 class BackgroundCalls:
-    """Starts a trainer's background calls. The calls run one after the other, in the order in which they were started.
+    """Starts a trainer's background calls. They run one after the other, in the order in which they were started.
 
     Args:
         controller: Runs the calls on the workers.
-        at_once: True to run each call inside `begin`, without a background thread. Used if the driver is a worker.
+        at_once: True to run each call inside `begin`, without a background thread. Needed if the driver is a worker.
     """
 
     def __init__(self, controller: ElasticController, at_once: bool) -> None:
@@ -70,7 +70,7 @@ class BackgroundCalls:
     def begin(
         self, work: Callable[[], Any], rest: Callable[[Any, Callable[[], None]], Any] | None = None
     ) -> CallHandle[Any]:
-        """Start a call and return its handle. The trainer's later calls wait for it.
+        """Start a call in a background thread and return its handle. Later calls to the trainer wait for this call.
 
         Args:
             work: Runs the call on the workers. If `rest` is given, later calls wait only for `work`.
@@ -101,7 +101,7 @@ class BackgroundCalls:
     def await_end(self) -> None:
         """Wait a few seconds for the background threads to finish.
 
-        Before calling this, interrupt their calls or stop the controller.
+        Interrupt their calls or stop the controller before you call this method. Otherwise the threads may run on.
         """
         for thread in self._threads:
             if thread is not threading.current_thread():

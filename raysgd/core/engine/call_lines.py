@@ -1,4 +1,4 @@
-"""Lines: Unix sockets between the driver and a worker on the same node.
+"""Lines: Unix sockets over which the driver calls a worker on the same node.
 
 A call over a line takes a tenth of the time of a Ray call. To open a line, the driver makes one Ray call to the
 worker's method `attend`, which reads calls from the socket and answers them until the socket closes. If the worker
@@ -24,8 +24,8 @@ from weakref import WeakSet
 
 ARE_POSSIBLE = sys.platform == "linux"  # only Linux has socket addresses that need no file; see ADR 55
 LARGEST = 1 << 16  # largest message in bytes; the socket buffers it even if the receiving process is suspended
-_FOREVER_S = 0.1  # longest wait for answers on sockets before Ray is polled for failures
-_SHORTLY_S = 0.002  # longest wait in Ray while answers may also arrive on sockets
+_FOREVER_S = 0.1  # longest wait for answers on sockets before the next check whether a Ray call has failed
+_SHORTLY_S = 0.002  # longest wait for Ray calls while answers may also arrive on sockets
 
 _SOCKETS: WeakSet[socket.socket] = WeakSet()
 
@@ -41,7 +41,8 @@ def _let_go() -> None:
         each.close()
 
 
-os.register_at_fork(after_in_child=_let_go)  # a forked child would keep the sockets open after its parent died
+# A forked child would otherwise keep the sockets open after this process has died.
+os.register_at_fork(after_in_child=_let_go)
 
 
 class Line:
@@ -52,7 +53,7 @@ class Line:
             address.
 
     Attributes:
-        attending: Ray's reference to that call.
+        attending: Ray's reference to the call that `attend` started.
         was_joined: True once the worker has connected.
         is_ended: True once the socket has been closed by either process.
     """
@@ -71,7 +72,7 @@ class Line:
         return self._socket.fileno()
 
     def send(self, message: bytes) -> bool:
-        """Send a message. Return False if the socket has been closed."""
+        """Send a message to the worker. Return False if the socket has been closed."""
         try:
             self._socket.send(message)
         except OSError:
@@ -79,7 +80,7 @@ class Line:
         return not self.is_ended
 
     def receive(self) -> bytes | None:
-        """Return the worker's next message, or None if no message has arrived. Does not block."""
+        """Return the worker's next message, or None if no message has arrived. This method does not block."""
         try:
             if not self.was_joined and not self._is_joined():
                 return None
@@ -110,7 +111,10 @@ class Line:
 
 
 class LineCall:
-    """A call that was sent to a worker over a `Line`. `wait` accepts it in place of a Ray object reference."""
+    """A call that the driver sent to a worker over a `Line`.
+
+    `wait` accepts such calls as well as Ray object references.
+    """
 
     def __init__(self, line: Line) -> None:
         self.line = line
@@ -122,23 +126,26 @@ class LineCall:
 
     @property
     def was_heard(self) -> bool:
-        """True if the worker has connected to the socket. A worker on another node never connects."""
+        """True if the worker has connected to the socket. A worker on another node can never connect."""
         return self.has_answer or self.line.was_joined
 
     @property
     def is_answered(self) -> bool:
-        """True if the answer has already been read from the socket. This property does not read from the socket."""
+        """True if the worker's answer has already been read from the socket.
+
+        This property does not read from the socket.
+        """
         return self._answer is not None
 
     @property
     def has_answer(self) -> bool:
-        """True if the answer has arrived. If so, this property reads it from the socket."""
+        """True if the worker's answer has arrived. If so, this property also reads the answer from the socket."""
         if self._answer is None and not self.line.is_ended:
             self._answer = self.line.receive()
         return self._answer is not None
 
     def answer(self) -> Any:
-        """Return the worker's answer. Call this only after the answer has arrived.
+        """Return the worker's answer. Call this method only after the answer has arrived.
 
         Raises:
             RaySystemError: The answer cannot be unpickled. `ray.get` raises the same error.
@@ -169,7 +176,7 @@ class LineEnd:
             self.hang_up()
 
     def answer(self, answer: Any) -> bool:
-        """Send an answer to the driver.
+        """Send the answer to a call to the driver.
 
         Return False if the answer is too large or cannot be pickled, or if the driver has closed the socket.
         """
@@ -194,7 +201,7 @@ class LineEnd:
 
 def _hang_up(connected: socket.socket) -> None:
     with suppress(OSError):
-        connected.shutdown(socket.SHUT_RDWR)  # works even if a forked process has a copy of the socket
+        connected.shutdown(socket.SHUT_RDWR)  # ends the connection even if a forked process has a copy of the socket
     connected.close()
 
 
@@ -204,7 +211,13 @@ def _is_of_same_user(connected: socket.socket) -> bool:
 
 
 def wait(references: Collection[Any], num_returns: int, timeout_s: float | None) -> list[Any]:
-    """Wait like `ray.wait`, but accept `LineCall`s as well as Ray references. Return the calls that have ended."""
+    """Wait for remote calls as `ray.wait` does. Return the calls that have ended.
+
+    Args:
+        references: The calls, as `LineCall`s or Ray object references.
+        num_returns: Number of calls to wait for.
+        timeout_s: Longest time to wait. None waits until enough calls have ended.
+    """
     import ray
 
     calls = [each for each in references if isinstance(each, LineCall)]

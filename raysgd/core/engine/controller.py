@@ -1,7 +1,7 @@
-"""Runs calls on the worker group and retries them after failures. No other module of raysgd retries a call.
+"""Runs calls on the worker group and retries failed calls. No other module of raysgd retries a call.
 
 The controller runs in the driver and is synchronous: `run` blocks until every rank has answered or no further attempt
-is possible. After a failure, it uses `repair` to fix the group. ADR 4 explains when snapshots are taken.
+is possible. After a failure, the module `repair` makes the group usable again. ADR 4 explains when snapshots are taken.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _OF_THIS_PROGRAM: WeakSet[ElasticController] = WeakSet()
 
 
 class PlaceInLine:
-    """A position in a trainer's queue of calls, which a background call reserves before its thread starts.
+    """A position in a trainer's queue of calls. A background call reserves its position before its thread starts.
 
     Attributes:
         thread: ID of the thread that runs the call. None until the call's turn has come.
@@ -61,13 +61,13 @@ class PlaceInLine:
         self.is_interrupted = False
 
     def check_wanted(self) -> None:
-        """Raise `KeyboardInterrupt` if the call was interrupted."""
+        """Raise `KeyboardInterrupt` if the call that holds this position was interrupted."""
         if self.is_interrupted:
             raise KeyboardInterrupt
 
 
 class Turns:
-    """The queue of calls to a trainer's worker group: lets one thread at a time use the group, in queue order."""
+    """The queue of calls to a trainer. Only one thread at a time may use the worker group, in queue order."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
@@ -82,7 +82,7 @@ class Turns:
 
     @contextmanager
     def closed(self, why: str) -> Iterator[None]:
-        """Make this thread's calls fail inside the `with` block. `why` is the message of the raised error."""
+        """Make calls that this thread starts inside the `with` block raise `ValueError` with the message `why`."""
         before = self._closed_to
         self._closed_to, self._why_closed = threading.get_ident(), why
         try:
@@ -95,7 +95,9 @@ class Turns:
             raise ValueError(self._why_closed)
 
     def reserve(self) -> PlaceInLine:
-        """Reserve a position in the queue of calls, ahead of all calls that are made later.
+        """Reserve the next position in the queue of calls.
+
+        Calls that are made later wait until the position is released.
 
         Raises:
             TrainerShutdownError: `stop` was called.
@@ -109,14 +111,16 @@ class Turns:
 
     @contextmanager
     def take_turn(self, place: PlaceInLine | None = None) -> Iterator[None]:
-        """Run the block of a `with` statement while no other thread runs a call. A thread may nest such blocks.
+        """Run the block of a `with` statement while no other thread uses the worker group.
+
+        A thread may nest such blocks.
 
         If `stop` is called during the block, the group is stopped at the end of the block, and an exception raised in
         the block is replaced by `TrainerShutdownError`.
 
         Args:
-            place: This thread's position in the queue of calls, released after the block. Without it, the thread waits
-                until all positions reserved so far have been released.
+            place: This thread's position in the queue of calls, released after the block. Without a position, the
+                thread waits until all positions reserved so far have been released.
 
         Raises:
             TrainerShutdownError: `stop` was called before or during the block.
@@ -126,7 +130,8 @@ class Turns:
         self._check_open()
         lifecycle = self._lifecycle
         with self._kept(place) if place is not None else nullcontext():
-            if self._line and self._owner != threading.get_ident():  # otherwise this thread is already inside a call
+            # The thread that is inside a call must not wait for itself.
+            if self._line and self._owner != threading.get_ident():
                 self._wait_in_line(place)
             if place is not None:
                 place.check_wanted()
@@ -139,7 +144,7 @@ class Turns:
                         place.check_wanted()
                     try:
                         yield
-                    except Exception as error:  # a call may raise anything when its workers are killed
+                    except Exception as error:  # a call whose workers were killed may raise any exception
                         lifecycle.check_active(during=error)
                         raise
                 finally:
@@ -154,11 +159,15 @@ class Turns:
 
     @contextmanager
     def take_if_free(self) -> Iterator[bool]:
-        """Run a `with` block like `take_turn`, but without waiting. Yield False if a call is running or queued."""
+        """Run a `with` block like `take_turn`, but never wait.
+
+        Yield False if a call is running or queued, otherwise True.
+        """
         if self._line or self._num_inside or not self._lock.acquire(blocking=False):
             yield False
             return
-        self._owner = threading.get_ident()  # skips the queue: a thread that joins the queue now waits for this lock
+        # Lets `take_turn` skip the queue, which this thread may do because it holds the lock.
+        self._owner = threading.get_ident()
         try:
             with self.take_turn():
                 yield True
@@ -180,14 +189,17 @@ class Turns:
             self._line_moves.notify_all()
 
     def _wait_in_line(self, place: PlaceInLine | None) -> None:
-        """Wait for the calls that are ahead in the queue."""
+        """Wait until the calls that are ahead in the queue have finished, or until this call is interrupted."""
         with self._line_moves:
             ahead = self._line[: self._line.index(place)] if place is not None else list(self._line)
             while any(each in self._line for each in ahead) and not (place is not None and place.is_interrupted):
                 self._line_moves.wait()
 
     def interrupt_call(self, place: PlaceInLine) -> None:
-        """Interrupt the running or queued call that holds `place`, as Ctrl-C would. Called from another thread."""
+        """Interrupt the running or queued call that holds the position `place`, as Ctrl-C would.
+
+        Call this from a thread other than the one that runs the call.
+        """
         with self._line_moves:
             place.is_interrupted = True
             self._line_moves.notify_all()
@@ -196,7 +208,10 @@ class Turns:
                 self._lifecycle.interrupt_thread(place.thread)
 
     def interrupt_running(self) -> None:
-        """Interrupt the running call, if any, as Ctrl-C would. Called from another thread."""
+        """Interrupt the running call, if any, as Ctrl-C would.
+
+        Call this from a thread other than the one that runs the call.
+        """
         with self._ends:
             if self._owner is not None:
                 self._lifecycle.interrupt_thread(self._owner)
@@ -272,7 +287,7 @@ class ElasticController(Lifecycle):
         return self._monitor if self._monitor.is_on else None
 
     def observe_with(self, observer: Callable[[], None]) -> None:
-        """Call `observer` about once a second during a call, and once after a call raised an error."""
+        """Make the monitor call `observer` about once a second during a call, and once after a call raised an error."""
         self._monitor.observer = observer
 
     def ensure_group(self) -> WorkerGroup:
@@ -291,16 +306,19 @@ class ElasticController(Lifecycle):
             return self.running
 
     def stand_by(self) -> None:
-        """Start missing spares, and missing workers if resources are free, without waiting until they are ready."""
+        """Start missing spare workers. If resources are free, also start missing workers of the group.
+
+        This method does not wait until the new workers are ready.
+        """
         with self.turns.take_turn():
             self.start_spares()
             self.start_standby()
 
     def start(self, *, as_fits: bool = False) -> None:
-        """Start the workers for the first time, or adopt workers left running by the trainer's previous process.
+        """Start the workers for the first time, or adopt the workers that the trainer's previous process left running.
 
         Args:
-            as_fits: True to start as many workers as fit into the free resources. False to start all workers or fail.
+            as_fits: True to start as many workers as fit into the free resources. False to start all workers or raise.
         """
         with self.turns.take_turn():
             if self.take_over():
@@ -311,7 +329,7 @@ class ElasticController(Lifecycle):
                 self.start_workers(self._start_budget or RetryBudget(START_ATTEMPTS - 1))
 
     def stop(self, force: bool = False) -> None:
-        """Stop the workers and release their resources. A running call raises.
+        """Stop the workers and release their resources. If a call is running, it raises `TrainerShutdownError`.
 
         May be called from any thread, and more than once.
 
@@ -338,12 +356,13 @@ class ElasticController(Lifecycle):
         return ""
 
     def _others(self) -> list[ElasticController]:
-        """Return the other trainers of this program that hold resources of the same cluster."""
+        """Return this program's other trainers that hold resources of the same cluster."""
         return [
             each
             for each in tuple(_OF_THIS_PROGRAM)
             if each.view is self.view
-            and each.spec.make_replica is not self.spec.make_replica  # the same if one trainer has two controllers
+            # One trainer may have two controllers, which then have the same `make_replica`.
+            and each.spec.make_replica is not self.spec.make_replica
             and each._holds_room
         ]
 
@@ -378,12 +397,12 @@ class ElasticController(Lifecycle):
             return True
 
     def run(self, call: Call, *, max_retries: int = _DEFAULT_RETRIES, budget: RetryBudget | None = None) -> list[Any]:
-        """Run `call` on every rank and return the values in rank order.
+        """Run `call` on every rank and return the values in rank order. After a failure, retry the call.
 
         Args:
             call: The function to run on the workers, with its arguments for each rank.
             max_retries: Number of retries for failures of this call.
-            budget: Replaces `max_retries` if several calls share one number of retries.
+            budget: A number of retries that several calls share. If given, `max_retries` has no effect.
 
         Raises:
             WorkerError: User code raised an exception. The error is also an instance of that exception's class. The
@@ -394,12 +413,14 @@ class ElasticController(Lifecycle):
         with self.turns.take_turn():
             budget, has_failed = budget or RetryBudget(max_retries), True
             try:
-                if self._follows_cluster and not self.is_ending:  # when the program ends, Ray may be shutting down, too
+                # If the program is ending, Ray may be shutting down, too.
+                if self._follows_cluster and not self.is_ending:
                     self._adapt(call)
                 if self.holds_only_state and not (call.captures or self._is_taken_up):
                     self._copy_only_state(call, budget)
                 values = self._run(call, budget)
-                if self.spec.captures_after_calls and self.snapshots.is_overdue:  # the call took longer than assumed
+                # If the call took longer than estimated, a snapshot is due now.
+                if self.spec.captures_after_calls and self.snapshots.is_overdue:
                     self._run(copy_call(), budget)
                 if self._follows_cluster and not self.is_ending:
                     self.start_owed_spares()
@@ -417,9 +438,13 @@ class ElasticController(Lifecycle):
         return kept_by is not None and kept_by.found is not None and kept_by.found.call > kept_by.num_calls
 
     def _copy_only_state(self, call: Call, budget: RetryBudget) -> None:
-        """Before a call, copy the training state, which only the workers have, to the driver.
+        """Before a call, copy training state that exists only in the workers to the driver.
 
-        If survivors of a failure could not continue the call, wait until the copy has arrived.
+        If the call could not continue with the survivors of a failure, also wait until the copy has arrived.
+
+        Args:
+            call: The call that is about to run.
+            budget: Retries for the copy.
 
         Raises:
             WorkersLostError: The copy was lost in transit several times.
@@ -434,13 +459,16 @@ class ElasticController(Lifecycle):
         raise WorkersLostError(_LOST_ON_ITS_WAY)
 
     def end_left_call(self) -> None:
-        """Fetch state that only the workers have, then end a call left running by the trainer's previous process."""
+        """End a call that the trainer's previous process left running.
+
+        Before that, fetch training state that exists only in the workers.
+        """
         with self._turn_to_copy():
             self.recovery.fetch_only_state()
             self.end_call("KeyboardInterrupt")
 
     def lend_spare(self) -> Loan | None:
-        """Reserve a ready spare worker for a call of `run_on_spare`. Return None if no spare is ready.
+        """Reserve a ready spare worker for a call of `run_on_spare` (a loan). Return None if no spare is ready.
 
         If the worker group later needs the spare to replace a lost worker, the loan is recalled.
         """
@@ -467,10 +495,10 @@ class ElasticController(Lifecycle):
         If the spare is lost or has to join the group, run the function again on another spare.
 
         Args:
-            loan: The return value of `lend_spare`. If it is None, this method waits until a spare is ready.
+            loan: The spare that `lend_spare` reserved. If None, this method waits until a spare is ready.
             function: Called as `function(replica, loan_number, *args)`. It returns None if the loan was recalled.
             make_args: Creates the arguments for each attempt.
-            on_wait: Called regularly during the wait.
+            on_wait: Called regularly while this method waits for the spare's answer.
 
         Returns:
             The value that `function` returned.
@@ -510,9 +538,9 @@ class ElasticController(Lifecycle):
                 self.sleep(_SPARE_POLL_S)
 
     def snapshot(self) -> Snapshot:
-        """Return a snapshot of the current state and wait until it has arrived in the driver.
+        """Return a snapshot of the current training state, and wait until it has arrived in the driver.
 
-        If no snapshot has the current state, take one first.
+        If no snapshot contains the current state, take a new snapshot first.
 
         Raises:
             WorkersLostError: The snapshot was lost in transit several times.
@@ -527,7 +555,7 @@ class ElasticController(Lifecycle):
         raise WorkersLostError(_LOST_ON_ITS_WAY)
 
     def newest_snapshot(self) -> NewestSnapshot:
-        """Return a snapshot of the current state as soon as the workers have copied it.
+        """Return a snapshot of the current training state as soon as the workers have copied the state.
 
         The snapshot may still be in transit to the driver: see `NewestSnapshot.result`.
         """
@@ -545,7 +573,7 @@ class ElasticController(Lifecycle):
     def landed_snapshot(self) -> Snapshot | None:
         """Wait until the newest snapshot has arrived in the driver, and return it.
 
-        Return None if state that all ranks share, such as the model, has changed since the snapshot was taken.
+        Return None if state that all ranks share, such as the model, has changed since that snapshot was taken.
         """
         with self._turn_to_copy():
             self._monitor.await_snapshot()
@@ -553,7 +581,10 @@ class ElasticController(Lifecycle):
 
     @contextmanager
     def _turn_to_copy(self) -> Iterator[None]:
-        """Wait in the queue of calls, then run the `with` block. Turn the monitor off at the end."""
+        """Wait in the queue of calls, then run the `with` block.
+
+        The block may use the monitor, which stops watching afterwards.
+        """
         with self.turns.take_turn():
             try:
                 yield
@@ -564,7 +595,7 @@ class ElasticController(Lifecycle):
         """Request heartbeats from the workers and return the trainer's status.
 
         Args:
-            samples_per_s: The last training call's throughput. Used if no training call is running.
+            samples_per_s: Throughput of the last training call. Used if no training call is running.
         """
         if self.is_stopped or not self.has_session_ended:
             self.check_active()
@@ -578,7 +609,7 @@ class ElasticController(Lifecycle):
         Args:
             last_heartbeats: The ranks' heartbeats at the end of the last training call. Used if no training call is
                 running.
-            samples_per_s: The last training call's throughput. Used if no training call is running.
+            samples_per_s: Throughput of the last training call. Used if no training call is running.
         """
         heartbeats = self.monitor.heartbeats if self.monitor is not None else {}
         is_training = any(heartbeat.is_training for heartbeat in heartbeats.values())
@@ -610,14 +641,16 @@ class ElasticController(Lifecycle):
             function = call.resume if is_inside and call.resume is not None else call.function
             group = self.ensure_group()
             args = call.args_for(group.worlds)
-            kept: type[Exception] = UnpicklableError  # after this error, keep the group: no rank received the call
+            # After this error, keep the group, because no rank received the call.
+            kept: type[Exception] = UnpicklableError
             try:
                 report, values = self._attempt(group, call, function, args, number)
                 if values is not None:
                     return values
                 if self._is_left(report):
                     return self._left(group, report)
-                kept = WorkerError  # after this error, the group is in sync or was already killed
+                # After this error, there is nothing to kill: the group is in sync, or was already killed.
+                kept = WorkerError
                 held = None
                 if not report.ok and call.leaves is not None and call.leaves():
                     held = self.recovery.leave_with_survivors(report)
@@ -628,11 +661,12 @@ class ElasticController(Lifecycle):
                 # A driver that is the only worker is not stuck in a collective, so its group can be kept.
                 left = None if isinstance(error, kept) else self.group
                 if left is not None and not left.is_driver_only:
-                    self.interrupted = None  # this block handles the interrupt
+                    self.interrupted = None  # this block handles the interrupt, so it must not be raised again
                     self.recovery.fetch_only_state()
                     self.end_call(type(error).__name__)
                 if isinstance(error, RanksDifferError):
-                    self.snapshots.forget_calls()  # repeating these calls may cause the same divergence
+                    # Repeating the calls since the last snapshot may make the ranks differ again.
+                    self.snapshots.forget_calls()
                 if not self.is_ending:
                     self.snapshots.note_broken_off(call, has_group=self.group is not None)
                 raise
@@ -640,26 +674,31 @@ class ElasticController(Lifecycle):
                 number = replace(number, attempt=number.attempt + 1, is_resumed=is_inside)
 
     def _mended(self, call: Call, report: GroupReport, budget: RetryBudget) -> bool:
-        """Repair the group after a failure, or change its members while its ranks wait between two steps.
+        """Repair the group after a failure, or change the group's members while its ranks wait between two steps.
 
         Return True if the call can resume where it stopped.
+
+        Args:
+            call: The call that failed or stopped.
+            report: The outcomes of the call. Without a failure, the ranks have stopped between two steps.
+            budget: Retries for the call.
         """
         return self.recovery.change_held(report) if report.ok else self.recovery.recover(call, report, budget)
 
     def _is_left(self, report: GroupReport) -> bool:
-        """Return True if all ranks stopped after the same step because the call should end early."""
+        """Return True if all ranks stopped after the same step in order to end the call early."""
         values = [each.value for each in report.values] if report.ok else []
         if not values or not all(isinstance(each, HeldAtStep) for each in values):
             return False
         return self._monitor.is_leaving or all(each.is_planned for each in values)
 
     def _left(self, group: WorkerGroup, report: GroupReport) -> list[Capture]:
-        """End a call early, after all ranks stopped at the same step.
+        """End a call early, after all ranks stopped at the same step. Take a snapshot of the state after that step.
 
-        Takes a snapshot of that step's state and waits until it has arrived in the driver.
+        Wait until the snapshot has arrived in the driver.
 
         Returns:
-            By rank, the rank's part of the snapshot.
+            Each rank's part of the snapshot, by rank.
         """
         captures: list[Capture] = [answer.value.part for answer in report.values]
         self.snapshots.take_from(group, captures)
@@ -668,10 +707,10 @@ class ElasticController(Lifecycle):
         return captures
 
     def hold_to_leave(self, call: Call) -> None:
-        """Stop the call at the next step if it should end early.
+        """If the user wants the running call to end early, make it stop at the next step.
 
-        The call itself runs this between steps if the driver is the only worker. If there are other workers, the
-        monitor stops the call while the driver waits for their answers.
+        This method is for groups whose only worker is the driver. The call itself runs this method between two steps.
+        In other groups, the monitor stops the call while the driver waits for the workers' answers.
         """
         if self._left_by_driver is not call:
             self._left_by_driver = call
@@ -687,10 +726,12 @@ class ElasticController(Lifecycle):
         args: Sequence[Sequence[Any]],
         number: CallNumber | None,
     ) -> tuple[GroupReport, list[Any] | None]:
-        """Run the call once. If it changed the training state, record it and store the snapshot sent with the answers.
+        """Run a call once.
+
+        If the call changed the training state, record the call and store the snapshot sent with the answers.
 
         Returns:
-            The report, and the values by rank. The values are None unless all ranks completed the call.
+            The outcomes, and the values by rank. The values are None unless all ranks completed the call.
         """
 
         def on_wait() -> None:
@@ -718,7 +759,8 @@ class ElasticController(Lifecycle):
         if not report.ok:
             return report, None
         values = [answer.value for answer in report.values]
-        if any(isinstance(value, HeldAtStep) for value in values):  # some ranks stopped, even if others completed it
+        # If some ranks stopped between two steps, the call is not complete, even if it has ended on other ranks.
+        if any(isinstance(value, HeldAtStep) for value in values):
             return report, None
         is_right = False
         try:
@@ -726,10 +768,12 @@ class ElasticController(Lifecycle):
             is_right = True
         finally:
             if not is_right:
-                self._monitor.await_snapshot()  # get the previous call's snapshot while its worker can still send it
+                # Wait for the previous call's snapshot while the worker that holds it can still send it.
+                self._monitor.await_snapshot()
         if call.is_kept:
             self.snapshots.note_call(call, self.now() - began)
-        if self.spec.captures or captures:  # a repeated reply may contain a copy even if `captures` is False
+        # A worker that repeats its reply to the last attempt may send a copy even if `captures` is False.
+        if self.spec.captures or captures:
             copies = [answer.capture for answer in report.values if answer.capture is not None]
             if copies:
                 self.snapshots.take_from(group, copies)
@@ -737,10 +781,10 @@ class ElasticController(Lifecycle):
         return report, values
 
     def _adapt(self, call: Call) -> None:
-        """Before a call, move workers off nodes that are being removed, and grow the group if resources are free.
+        """Before a call, move workers off nodes that are being removed, and add workers if resources are free.
 
-        This uses no retry. It does nothing if the group was adopted from the trainer's previous process and its ranks
-        may already be running the call: then the group can change only between two steps.
+        The change uses no retry. If the group was adopted from the trainer's previous process, its ranks may already be
+        running the call. Such a group can change only between two steps, so this method then does nothing.
         """
         kept_by = keeper()
         if kept_by is not None and kept_by.found is not None:
@@ -754,7 +798,7 @@ class ElasticController(Lifecycle):
             self._grow_if_possible(call)
 
     def _leave_nodes(self) -> None:
-        """Move the workers off nodes that are being removed. Restart all workers only if that is unavoidable."""
+        """Move the workers off nodes that are being removed. Restart all workers only if there is no other way."""
         self._monitor.watch()
         in_place = self.recovery.can_change()
         if in_place is None:  # workers were lost; the call will fail, and recovery handles the loss
@@ -768,7 +812,10 @@ class ElasticController(Lifecycle):
             self.recovery.restart_workers(*failed)
 
     def _grow_if_possible(self, call: Call) -> None:
-        """If resources are free, let more workers join the group, or if they cannot, restart as a larger group."""
+        """If resources are free, add workers to the group.
+
+        If workers cannot join a running group, restart as a larger group.
+        """
         group, most = self.ensure_group(), self.scaling.max_workers
         self.start_spares()
         if len(group) >= most:
@@ -794,8 +841,8 @@ class ElasticController(Lifecycle):
     def renew(self, function: Callable[..., Any], *args: Any) -> None:
         """Rebuild the replicas in the existing worker processes and discard the trained state.
 
-        This has the same effect as a restart but saves the time to start processes. Before calling it, change the group
-        spec so that workers started later are built with the same arguments.
+        This has the same effect as a restart but saves the time to start processes. Before you call this method, change
+        the group spec. Otherwise, workers that start later would be built with the old arguments.
 
         Args:
             function: Called as `function(replica, *args)` on each worker. Returns what `Replica.setup` returns.
@@ -810,17 +857,17 @@ class ElasticController(Lifecycle):
         if group is None:
             self.restart()
             return
-        self.landed_snapshot()  # wait for a snapshot in transit: the workers are about to discard it
+        self.landed_snapshot()  # wait for a snapshot in transit before the workers discard it
         self.snapshots.begin_again()
         group.standby.kill_all()
         call = Call(function, lambda worlds: [args] * len(worlds), changes_state=True, leaves_as_new=True)
-        with OnFailure(self.kill_group):  # a group of old and new replicas must not be used
+        with OnFailure(self.kill_group):  # a group in which some replicas are new and some are old must not be used
             self.keep_facts(self.run(call))
 
     def restart(self) -> None:
         """Replace all worker processes and discard the trained state.
 
-        Used instead of `renew` for replicas that cannot be rebuilt in the same process.
+        Use this method instead of `renew` if the replicas cannot be rebuilt in the same process.
         """
         self.snapshots.begin_again()
         self.kill_group()

@@ -1,4 +1,7 @@
-"""Gathers the workers' answers to a call. After a failure, decides how long to wait for the remaining ranks."""
+"""Gathers the workers' answers to a call.
+
+After a failure, decides how long to wait for ranks that have not answered.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,24 @@ from raysgd.exceptions import OnFailure
 
 # How long to wait for further answers after a failure:
 _DEATH_GRACE_S = 0.05  # after a death: simultaneous deaths are reported within this time
-_CONNECTION_GRACE_S = 5.0  # after a lost connection: nearly always a worker has died, which Ray reports soon
-_SHORT_CONNECTION_GRACE_S = 0.3  # used instead if survivors are polled next: Ray may report a lost node late
+# After a lost connection: the cause is nearly always that a worker died, which Ray reports soon.
+_CONNECTION_GRACE_S = 5.0
+# After a lost connection, if survivors are polled next: the poll finds the dead rank, while Ray may report a lost node
+# late.
+_SHORT_CONNECTION_GRACE_S = 0.3
 _USER_GRACE_S = 1.0  # after an exception in user code: ranks that wait for the failed rank in a collective never answer
-_LONGEST_USER_GRACE_S = 5.0  # used instead after a long call: other ranks may raise it later
+# Upper limit of the wait after a long call, in which other ranks may raise the same exception later.
+_LONGEST_USER_GRACE_S = 5.0
 _POLL_S = 0.1
 _LOOK_S = 0.005
-_TICK_S = 0.001  # shorter times count as zero, because adding seconds causes rounding errors
+_TICK_S = 0.001  # remaining times below this count as zero, because sums of seconds have rounding errors
 _POLL_S_EACH = 0.0005  # pause per call between two polls: Ray takes a millisecond to poll a thousand calls
 
 
 class Listener:
-    """Gathers the workers' answers to a call. After a failure, decides how long to wait for the remaining ranks.
+    """Gathers the workers' answers to a call.
+
+    After a failure, decides how long to wait for ranks that have not answered.
 
     Args:
         references: Ray's references to the calls, by rank.
@@ -47,11 +56,11 @@ class Listener:
         self._listened_s = self._last_answer_s = 0.0
 
     def stop(self, kinds: Collection[FailureKind] = ()) -> None:
-        """Make `listen`, which runs in another thread, return after a grace period, because the driver's rank failed.
+        """Make `listen`, which runs in another thread, return soon, because the rank in the driver process has failed.
 
-        After this method returns, the callback `on_wait` of `listen` is not running and is never called again, so the
-        objects that it uses can be closed. This holds even after one Ctrl-C during this method. A second Ctrl-C makes
-        the method return early.
+        `listen` first waits the usual time for further answers. After this method returns, the callback `on_wait` of
+        `listen` is not running and is never called again, so the objects that it uses can be closed. This holds even
+        after one Ctrl-C during this method. A second Ctrl-C makes this method return early.
 
         Args:
             kinds: How the rank in the driver failed.
@@ -69,7 +78,7 @@ class Listener:
         """Wait until all ranks have answered or the cause of a failure is clear. Return the outcomes by rank.
 
         Args:
-            on_wait: Called regularly while waiting, until the first failure.
+            on_wait: Called regularly during the wait, until the first failure.
         """
         if not self._references:
             return {}
@@ -103,7 +112,7 @@ class Listener:
         return None if waiting else [values[rank] for rank in self._references]
 
     def _look_closer(self) -> dict[int, Outcome]:
-        """After a failure, collect further answers for the grace period. Return the outcomes by rank."""
+        """After a failure, wait a while for further answers (see `grace_s`). Return the outcomes by rank."""
         self._failed_at, own_time = self._platform.now(), OwnTime(self._platform.now)
         outcomes = {rank: self._platform.outcome(rank, reference) for rank, reference in self._references.items()}
         while waiting := {self._references[rank]: rank for rank, found in outcomes.items() if not found.answered}:
@@ -119,7 +128,11 @@ class Listener:
         return outcomes
 
     def left_s(self, outcomes: Mapping[int, Outcome]) -> float:
-        """Return how many more seconds to wait for missing ranks, given the failures of all ranks so far."""
+        """Return how many more seconds to wait for ranks that have not answered.
+
+        Args:
+            outcomes: The outcomes of all ranks so far, including their failures.
+        """
         kinds = self._kinds_of_driver | {found.failure.kind for found in outcomes.values() if found.failure}
         ran_s = self._failed_at - self._began
         return grace_s(kinds, self._asks_survivors, ran_s, self._last_answer_s) - self._listened_s
@@ -128,7 +141,7 @@ class Listener:
 def grace_s(
     kinds: Set[FailureKind], asks_survivors: bool = False, ran_s: float = 0.0, last_answer_s: float = 0.0
 ) -> float:
-    """Return how many seconds to wait for further answers, counted from the first failure.
+    """Return for how many seconds after the first failure to wait for further answers.
 
     Args:
         kinds: The kinds of failure known so far.
@@ -136,7 +149,7 @@ def grace_s(
         ran_s: Seconds from the start of the call to the first failure.
         last_answer_s: Seconds from the first failure to the last answer.
     """
-    if "died" in kinds:  # ranks that answer now need not be interrupted and polled later
+    if "died" in kinds:  # waiting is worthwhile, because ranks that answer now need not be interrupted and polled later
         return min(last_answer_s + _DEATH_GRACE_S, _SHORT_CONNECTION_GRACE_S) if asks_survivors else _DEATH_GRACE_S
     if kinds == {"disconnected"}:
         return _SHORT_CONNECTION_GRACE_S if asks_survivors else _CONNECTION_GRACE_S
@@ -146,7 +159,7 @@ def grace_s(
 def roll_call(
     platform: Platform, references: Mapping[int, Any], num_others: int, heartbeat_s: float
 ) -> dict[int, Outcome]:
-    """Wait for the answers to a poll that finds out which ranks are alive.
+    """Wait until live ranks have answered a poll that finds out which ranks are alive.
 
     Args:
         platform: Fetches the answers from Ray.
@@ -171,7 +184,7 @@ def roll_call(
 
 
 def await_all(platform: Platform, references: Collection[Any], timeout_s: float) -> None:
-    """Wait up to `timeout_s` until all calls have ended.
+    """Wait up to `timeout_s` until all of the given remote calls have ended.
 
     Time during which this process was stalled does not count towards the timeout.
 

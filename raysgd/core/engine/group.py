@@ -1,6 +1,6 @@
 """The worker group: starts workers, runs functions on them, finds the survivors of a failure, and stops the workers.
 
-Failures of remote workers are returned as `Outcome`s, never raised. Nothing is retried here.
+Failures of remote workers are returned as `Outcome`s, never raised. This module retries nothing.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdow
 
 logger = logging.getLogger(__name__)
 
-_LATE_S = 2.0  # `ask_beside` returns without the answers of ranks that take longer
+_LATE_S = 2.0  # how long `ask_beside` waits for answers by default
 _POLL_S = 0.1
 _STUCK_S = 5.0
 _CLOSE_TIMEOUT_S = 5.0
 
 
 class WorkerGroup:
-    """A trainer's workers, ordered by rank. `start` may be called once, and after `stop` or `kill`, no worker is left.
+    """A trainer's workers, ordered by rank. `start` may be called once. After `stop` or `kill`, no worker is left.
 
     Attributes:
         slots: The group's slots: reserved resources for one worker each.
@@ -46,7 +46,7 @@ class WorkerGroup:
         gone: Ranks that were removed since the group was formed.
         silent: Ranks that did not answer a poll in the last `settle`, although Ray did not report their death.
         stuck: Ranks that answered the poll in the last `settle` but did not finish the failed call in time. They may
-            have finished it since.
+            have finished that call since.
     """
 
     def __init__(self, spec: GroupSpec, num_workers: int, platform: Platform | None = None) -> None:
@@ -74,7 +74,7 @@ class WorkerGroup:
 
     @property
     def is_ended(self) -> bool:
-        """True before the group is started and after it is stopped, when it has no workers."""
+        """True while the group has no workers: before the group is started and after it is stopped."""
         return not self.workers
 
     @property
@@ -84,7 +84,7 @@ class WorkerGroup:
 
     @property
     def is_driver_only(self) -> bool:
-        """True if the driver process is the only worker, so that no worker can be lost."""
+        """True if the driver process is the only worker. Such a group cannot lose a worker."""
         return len(self.workers) <= self._spec.use_local
 
     @property
@@ -154,11 +154,18 @@ class WorkerGroup:
     def _make_ready(self, timeout_s: float, min_workers: int) -> GroupReport:
         """Run the user's initialization hook and import the framework in all workers.
 
+        Replace workers that die meanwhile.
+
+        Args:
+            timeout_s: How long to wait until Ray has placed the workers.
+            min_workers: Number of workers that must be ready.
+
         Returns:
             A report with the `WorkerInfo` of each ready worker, or the report of the failure.
         """
         num_workers = len(self.workers)
-        placed = self._submit("describe", ranks=self.remote_ranks)  # is answered even during the user's hook
+        # A worker answers this call even while it runs the user's hook.
+        placed = self._submit("describe", ranks=self.remote_ranks)
         calls = self._submit("prepare", self._spec.initialization_hook)
         if placed and not self.slots.are_own:
             self._await_placement(list(placed.values()), timeout_s)
@@ -187,7 +194,9 @@ class WorkerGroup:
         return GroupReport((*report.outcomes, *(Outcome(-1, each.info) for each in joining)))
 
     def _await_placement(self, references: list[Any], timeout_s: float) -> None:
-        """Wait until Ray has started all actors, which may wait for resources in an existing placement group.
+        """Wait until Ray has started all worker actors.
+
+        The actors may have to wait for resources in an existing placement group.
 
         Raises:
             ReservationTimeoutError: Some actors were not started in time.
@@ -210,7 +219,10 @@ class WorkerGroup:
             self._startup.watch_worker(each.worker)
 
     def _build(self, rendezvous: Rendezvous, *, captures: bool) -> Mapping[int, Any]:
-        """Start a call on each rank that joins the group and builds the rank's replica. Return the calls by rank."""
+        """Start a call on each rank in which the rank joins the group and builds its replica.
+
+        Return the calls by rank.
+        """
         make_replica = self._spec.make_replica
         return {
             rank: worker.submit("build", self.worlds[rank], rendezvous, make_replica, captures)
@@ -227,20 +239,21 @@ class WorkerGroup:
             on_wait: Called regularly during the wait.
 
         Returns:
-            The answers to the calls of `join`. If a rank could not listen, the report contains its failure, and the
-            other ranks count as unanswered.
+            The answers to the calls of `join`. If a rank could not listen, the report contains that rank's failure, and
+            the other ranks count as unanswered.
         """
         hosts = hosts_of(self.infos)
         listening, self._listening = self._listening, {}
         addresses = {rank: listening[worker] for rank, worker in enumerate(self.workers) if worker in listening}
-        # `open_endpoint` also makes a rank leave its old group.
+        # A driver that is the only worker need not listen. It must do so once it has listened, because `open_endpoint`
+        # also makes a rank leave its old group.
         if self.is_driver_only and not self._spec.connection.listens_alone and not self._has_listened:
             addresses.setdefault(0, (hosts[0], 0))
         opening = {rank: host for rank, host in enumerate(hosts) if addresses.get(rank, ("", 0))[0] != host}
         self._has_listened |= bool(opening)
         calls = {rank: self.workers[rank].submit("open_endpoint", host, rank) for rank, host in opening.items()}
         opened = self._gather(calls, on_wait)
-        if not opened.ok:  # `join` is not called on any rank
+        if not opened.ok:  # since a rank cannot listen, no rank may try to join
             failed = {found.rank: found for found in opened.outcomes if found.failure is not None}
             return GroupReport(tuple(failed.get(rank, Outcome(rank, answered=False)) for rank in range(len(hosts))))
         addresses |= {found.rank: (opening[found.rank], found.value) for found in opened.outcomes}
@@ -248,14 +261,14 @@ class WorkerGroup:
         return self._gather(join(Rendezvous(in_order, self.is_on_one_node)), on_wait)
 
     def give_ranks(self, workers: Sequence[LocalWorker | RemoteWorker], infos: Sequence[WorkerInfo]) -> None:
-        """Set the group's workers. A worker's rank is its index."""
+        """Set the group's workers. A worker's rank is its index in `workers`."""
         self.workers, self.infos = list(workers), list(infos)
         note_processes(infos)
         self.worlds = rank_rules.assign(self.infos)
         self.num_workers, self.gone = len(self.workers), set()
 
     def take_over(self, kept: KeptGroup) -> None:
-        """Adopt workers and slots left behind by the trainer's previous process."""
+        """Adopt the workers and slots that the trainer's previous process left behind."""
         self.give_ranks(kept.workers, kept.infos)
         self.slots.take_over(kept.slots, [worker.slot for worker in kept.workers])
 
@@ -285,7 +298,7 @@ class WorkerGroup:
         Args:
             function: Called with the replica and the rank's arguments.
             args_by_rank: The arguments of each rank.
-            capture: True to copy the state after the call.
+            capture: True to copy the training state after the call, for a snapshot.
             landed: Token of the newest snapshot that has arrived in the driver. Workers can discard older copies.
             number: Number of the call. A worker that receives the same number again repeats its reply without running
                 the call.
@@ -294,9 +307,11 @@ class WorkerGroup:
                 `call_lines`.
         """
         workers = self.workers
-        packed: dict[int, tuple[Any, ...]] = {}  # by the `id` of the arguments, because ranks often share one object
+        # Keyed by the `id` of the arguments, because ranks often share one object.
+        packed: dict[int, tuple[Any, ...]] = {}
         calls = {}
-        for rank, args in args_by_rank.items():  # pack all before sending any: if packing fails, no rank has started
+        # Pack all arguments before sending any of them, so that no rank has started if packing fails.
+        for rank, args in args_by_rank.items():
             if not workers[rank].is_local and id(args) not in packed:
                 packed[id(args)] = pack(function, capture, landed, args, number)
         for rank, args in args_by_rank.items():
@@ -309,11 +324,11 @@ class WorkerGroup:
         return self._gather(calls, on_wait)
 
     def submit(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a remote rank's worker. Return Ray's reference to the result."""
+        """Call a method of the worker at a remote rank. Return Ray's reference to the result."""
         return self._remote(rank).submit(method, *args, **kwargs)
 
     def _submit(self, method: str, *args: Any, ranks: Iterable[int] | None = None) -> dict[int, Any]:
-        """Start a method call on the workers of `ranks` (default: all ranks). Return the calls by rank."""
+        """Start a call of a worker method on `ranks`. Return the calls by rank. Default: all ranks."""
         asked = range(len(self.workers)) if ranks is None else ranks
         return {rank: self.workers[rank].submit(method, *args) for rank in asked}
 
@@ -323,7 +338,10 @@ class WorkerGroup:
         return worker
 
     def _gather(self, calls: Mapping[int, Any], on_wait: Callable[[], None] | None = None) -> GroupReport:
-        """Wait for all answers. After the first failure, wait only until its cause is clear. See `Listener`."""
+        """Wait for the answers to all calls. After the first failure, wait only until its cause is clear.
+
+        See `Listener`.
+        """
         if self.is_driver_only:
             self._unanswered = {}
             return GroupReport(tuple([call.run(rank) for rank, call in calls.items()]))
@@ -339,10 +357,10 @@ class WorkerGroup:
     def _gather_both(
         self, local: Mapping[int, LocalCall], listener: Listener, on_wait: Callable[[], None] | None
     ) -> dict[int, Outcome]:
-        """Run the local rank's call in this thread while another thread gathers the remote ranks' answers.
+        """Run the call of the rank in this process, while another thread gathers the remote ranks' answers.
 
         If a remote rank fails while the local rank waits for it in a collective, the local call would never return. In
-        this case the collectives are interrupted, or if that does not help, the remote workers are killed.
+        that case, the ranks' collectives are interrupted. If this does not help, the remote workers are killed.
         """
         answers: dict[int, Outcome] = {}
         is_local_done = self._platform.make_event()
@@ -350,7 +368,7 @@ class WorkerGroup:
         def listen() -> None:
             answers.update(listener.listen(on_wait))
             if self._must_kill(answers, is_local_done, listener.left_s(answers)):
-                self._kill_remote()  # kills even ranks that have answered
+                self._kill_remote()  # this kills even ranks that have answered
                 answers.update({rank: replace(found, answered=False) for rank, found in answers.items()})
 
         join = self._platform.begin_thread(listen)
@@ -361,12 +379,21 @@ class WorkerGroup:
             is_local_done.set()
             if not all(rank in outcomes and outcomes[rank].ok for rank in local):
                 listener.stop([found.failure.kind for found in outcomes.values() if found.failure])
-        with OnFailure(listener.stop):  # after an error the group is killed, so the thread must stop using it
+        # After an error, the group is killed, so the listening thread must stop using it.
+        with OnFailure(listener.stop):
             join()
         return {**outcomes, **answers}
 
     def _must_kill(self, answers: Mapping[int, Outcome], is_local_done: threading.Event, left_s: float) -> bool:
-        """Return True if, after a remote failure, only killing the remote workers makes the local call return."""
+        """Interrupt the collectives after a remote rank failed, unless the local rank's call returns by itself.
+
+        Return True if the local call still does not return, so that the remote workers must be killed.
+
+        Args:
+            answers: The outcomes of the remote ranks.
+            is_local_done: Set once the local rank's call has returned.
+            left_s: How many seconds to wait for the local call before the collectives are interrupted.
+        """
         if all(found.ok for found in answers.values()):
             return False
         own_time = OwnTime(self._platform.now)
@@ -384,7 +411,7 @@ class WorkerGroup:
     # ------------------------------------------------------------------------------------------ during calls
 
     def beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Transfer:
-        """Run `function(replica, *args)` in a rank's second thread, even during a call.
+        """Run `function(replica, *args)` in the second thread of a rank, even while the rank runs a call.
 
         Returns:
             A `Transfer`, which receives the function's result.
@@ -392,7 +419,7 @@ class WorkerGroup:
         return self._platform.transfer(self.submit_beside(rank, function, *args))
 
     def fetch(self, rank: int, function: Callable[..., Any], *args: Any) -> Transfer:
-        """Run `function(replica, *args)` in a rank's third thread, for functions with a large result.
+        """Run `function(replica, *args)` in the third thread of a rank. Use this for functions with a large result.
 
         Sending a large result from the second thread would delay the rank's heartbeats.
 
@@ -402,13 +429,16 @@ class WorkerGroup:
         return self._platform.transfer(self.workers[rank].submit("send", function, *args))
 
     def fetch_parts(self, function: Callable[..., Any], tokens: Sequence[Any]) -> Transfer:
-        """Fetch a shard of the state from each rank, and store copies that survive the loss of a node.
+        """Fetch a shard of the training state from each rank, and store copies that survive the loss of a node.
 
         A shard is copied to a partner rank on another node, or to the driver if there is no such partner.
 
         Args:
             function: Called on each rank as `function(replica, token)`. Returns the rank's shard.
-            tokens: The token of each rank's shard, by rank.
+            tokens: For each rank, the token that identifies its shard.
+
+        Returns:
+            A `Transfer`, which receives all shards.
         """
         parts = [self.fetch(rank, function, token) for rank, token in enumerate(tokens)]
         keepers = rank_rules.keepers(self.infos, self._platform.home)
@@ -421,7 +451,13 @@ class WorkerGroup:
     def ask_beside(
         self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = _LATE_S
     ) -> dict[int, Any]:
-        """Call the worker method `method` on `ranks` (default: all ranks), even while they run other calls.
+        """Call a worker method on `ranks`, even while the ranks run other calls. Default: all ranks.
+
+        Args:
+            method: Name of the method. The workers run it in a thread other than the one that runs calls.
+            *args: Arguments of the method.
+            ranks: The ranks to call.
+            timeout_s: How long to wait for the answers.
 
         Returns:
             The answers that arrive in time, by rank.
@@ -436,22 +472,26 @@ class WorkerGroup:
         return {found.rank: found.value for found in outcomes if found.ok or found.rank not in remote}
 
     def submit_beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Start `function(replica, *args)` in a rank's second thread, even during a call.
+        """Start `function(replica, *args)` in the second thread of a rank, even while the rank runs a call.
 
-        Pass the returned reference to `poll` to get the outcome.
+        Returns:
+            A reference to the remote call. Pass it to `poll` to get the outcome.
         """
         return self.workers[rank].submit("beside", function, *args)
 
     def poll(self, rank: int, call: Any) -> Outcome:
-        """Return the current outcome of a call started by `submit_beside`, without waiting for it."""
+        """Return the current outcome of a remote call started by `submit_beside`, without waiting for the call."""
         return self._platform.outcome(rank, call)
 
     def store(self, value: Any) -> SharedValue:
-        """Store one copy of `value` that the ranks of any group can read."""
+        """Store one copy of a value in Ray's object store, from which the ranks of any group can read it.
+
+        If the driver is the only worker, the value stays in this process.
+        """
         return SharedValue(value, None) if self.is_driver_only else self._platform.store(value)
 
     def share(self, value: Any) -> list[Any]:
-        """Return `value` as an argument for each rank. Remote ranks get a reference to one stored copy."""
+        """Return a value in a form to pass to each rank, by rank. Remote ranks get a reference to one stored copy."""
         stored = value if isinstance(value, SharedValue) else SharedValue(value, None)
         if stored.reference is None:  # `store` does not use Ray's store if the driver is the only worker
             stored = self.store(stored.value)
@@ -460,7 +500,10 @@ class WorkerGroup:
     # --------------------------------------------------------------------------------------------- survivors
 
     def settle(self, report: GroupReport, tell_stuck: Callable[[], None] = lambda: None) -> list[int]:
-        """After a failed call, find the survivors: interrupt ranks that wait for lost ranks, and let them finish.
+        """After a failed call, find the ranks that survived and can be used again.
+
+        Survivors may still be inside the failed call, waiting for lost ranks. This method interrupts them and waits
+        until their calls have finished.
 
         Args:
             report: The outcomes of the failed call.
@@ -480,14 +523,21 @@ class WorkerGroup:
         return [rank for rank in range(len(self.workers)) if rank not in lost]
 
     def settle_any(self) -> list[int]:
-        """Do the same as `settle` for ranks that may be in any call, even a call started by a previous process."""
+        """Do the same as `settle` without knowing which call the ranks run.
+
+        A previous process may have started that call.
+        """
         self.interrupt()
         behind = self._submit("execute", _nothing, ranks=self.remote_ranks)
         self._unanswered = {**self._unanswered, **behind}
         return self.settle(GroupReport(()))
 
     def answering(self, ranks: Sequence[int]) -> list[int]:
-        """Poll `ranks`, which must be idle, and return the ranks that answer. Add the others to `silent`."""
+        """Poll idle ranks and return the ranks that answer. Add the ranks that do not answer to `silent`.
+
+        Args:
+            ranks: The ranks to poll. They must not be running a call.
+        """
         remote = set(self.remote_ranks)
         calls = self._submit("describe", ranks=[rank for rank in ranks if rank in remote])
         answers = self._roll_call(calls, len(ranks) - len(calls))
@@ -495,18 +545,19 @@ class WorkerGroup:
         return [rank for rank in ranks if rank not in answers or answers[rank].ok]
 
     def nodes_of(self, lost: Collection[int], infos: Sequence[WorkerInfo]) -> LostNodes | None:
-        """Describe the nodes of lost ranks, if all workers on these nodes were lost.
+        """Return a description of the nodes that lost all of their workers, if every lost rank was on such a node.
 
         Args:
             lost: Ranks whose workers were lost.
             infos: Node and process of each rank's worker, by rank, before the loss.
 
         Returns:
-            The lost nodes. None if a lost rank's node still has workers, if it is the driver's node, or if nodes that
-            lost only one worker each are still alive.
+            The lost nodes. None if the node of a lost rank still has workers, or is the driver's node. Also None if
+            some of the nodes are alive and each lost only one worker.
         """
         emptied = emptied_nodes(lost, infos)
-        if not emptied or self._platform.home in emptied:  # the driver's node is alive, because this code runs on it
+        # The driver's node cannot be lost, because this code runs on it.
+        if not emptied or self._platform.home in emptied:
             return None
         addresses = tuple(emptied.values())
         if not self._platform.living_nodes() & emptied.keys():
@@ -518,7 +569,7 @@ class WorkerGroup:
 
         Args:
             calls: The unfinished calls, by rank.
-            tell_stuck: Called once if a call takes long.
+            tell_stuck: Called once if a call takes long to finish.
         """
         platform, timeout_s = self._platform, self._spec.settle_timeout_s
         own_time, has_told = OwnTime(platform.now), False
@@ -530,12 +581,15 @@ class WorkerGroup:
                 has_told = True
         outcomes = [platform.outcome(rank, call) for rank, call in calls.items()]
         self.stuck = {found.rank for found in outcomes if not found.answered}
-        if self.stuck and not has_told:  # the loop may have skipped this if the driver stalled
+        if self.stuck and not has_told:  # if the driver stalled, the loop may have ended before it called `tell_stuck`
             tell_stuck()
         return self.stuck | {found.rank for found in outcomes if found.has_died}
 
     def _interrupt(self, ranks: Iterable[int]) -> dict[int, Any]:
-        """Interrupt collectives on `ranks`. Does not wait for remote ranks, but returns their calls of `interrupt`."""
+        """Interrupt the collectives of `ranks`.
+
+        Return the remote ranks' calls of `interrupt`, without waiting for them.
+        """
         calls = self._submit("interrupt", ranks=ranks)
         for rank, call in [*calls.items()]:
             if isinstance(call, LocalCall):
@@ -546,10 +600,15 @@ class WorkerGroup:
         return roll_call(self._platform, references, num_others, self._spec.heartbeat_s)
 
     def leave_group(self, survivors: Sequence[int], on_wait: Callable[[], None] | None = None) -> GroupReport:
-        """Make the survivors leave their group. Return each survivor's progress.
+        """Make the survivors leave their group. Return a report with each survivor's progress.
 
-        The survivors also start to listen for the ranks of the next group, which saves a round trip later. Their
-        addresses can be used only if the next group needs the same host names, for example if no other worker joins.
+        The survivors also start to listen for the ranks of the next group, which saves a round trip later. The
+        addresses at which they listen can be used only if the next group needs the same host names, for example if no
+        other worker joins.
+
+        Args:
+            survivors: The ranks that leave.
+            on_wait: Called regularly during the wait.
         """
         hosts = dict(zip(survivors, hosts_of([self.infos[rank] for rank in survivors]), strict=True))
         calls = {rank: self.workers[rank].submit("leave_group", host) for rank, host in hosts.items()}
@@ -582,7 +641,7 @@ class WorkerGroup:
         """Form a new group of survivors and joining workers.
 
         Args:
-            survivors: Ranks in the old group. They have already left it.
+            survivors: Ranks in the old group. They have already left that group.
             joining: Workers taken from `standby`.
             handover: Which new rank sends the training state, and which new ranks receive it.
             on_wait: Called regularly during the wait.
@@ -613,12 +672,12 @@ class WorkerGroup:
         *,
         captures: bool = False,
     ) -> GroupReport:
-        """Form a new group like `regroup`, but rebuild the replica in every process, without any state.
+        """Form a new group like `regroup`, but rebuild the replica in every process, without any training state.
 
         Args:
-            survivors: Ranks in the old group. They have already left it.
+            survivors: Ranks in the old group. They have already left that group.
             joining: Workers taken from `standby`.
-            on_wait: Called regularly during the wait. The default kills frozen workers, as during a start.
+            on_wait: Called regularly during the wait. Default: a function that kills frozen workers, as during a start.
             captures: True to copy the replicas' state after `setup`.
 
         Returns:
@@ -639,7 +698,7 @@ class WorkerGroup:
     # ------------------------------------------------------------------------------------------------- end
 
     def interrupt(self) -> None:
-        """Interrupt the collectives of all ranks. The group cannot be used after that."""
+        """Interrupt the collectives of all ranks. Afterwards, the group cannot run calls until it is formed again."""
         self._interrupt(range(len(self.workers)))
 
     def kill_rank(self, rank: int) -> None:
@@ -648,13 +707,19 @@ class WorkerGroup:
         self._platform.kill_process(self.infos[rank])
 
     def kill_workers(self) -> None:
-        """Kill the workers from another thread, so that the thread that starts or uses the group returns."""
+        """Kill the workers, so that a thread that is starting the group or waiting for a call returns.
+
+        Call this from a different thread.
+        """
         self._is_cancelled = True
         self.standby.cancel()
         self._kill_remote()
 
     def _kill_remote(self) -> None:
-        """Kill the remote workers and interrupt the local worker, which may wait for them. Callable from any thread."""
+        """Kill the remote workers and interrupt the local worker, which may be waiting for them.
+
+        Callable from any thread.
+        """
         for worker in tuple(self.workers):
             if isinstance(worker, RemoteWorker):
                 worker.kill()
@@ -683,7 +748,7 @@ class WorkerGroup:
     def kill(self, timeout_s: float = 5.0) -> None:
         """Kill the processes without closing the replicas, and release the resources.
 
-        Safe at any time: during a start, or more than once.
+        This method may be called at any time, even during a start, and more than once.
         """
         try:
             self.standby.kill_all()
@@ -695,14 +760,17 @@ class WorkerGroup:
 
 
 def _nothing() -> None:
-    """Do nothing. A worker runs this after its current call, so the answer shows that the current call has ended."""
+    """Do nothing. A worker runs this function after its current call.
+
+    The answer shows that the current call has ended.
+    """
 
 
 class GroupHooks:
     """Callbacks through which a front end, such as `TorchTrainer`, learns that a worker group starts, changes or ends.
 
-    They run in the driver. A hook may use the group that it receives. It must not call the controller, which is waiting
-    for the hook. By default, hooks do nothing.
+    These callbacks (hooks) run in the driver. A hook may use the group that it receives. It must not call the
+    controller, because the controller is waiting for the hook. By default, hooks do nothing.
     """
 
     def on_start(self, group: WorkerGroup) -> GroupReport | None:
@@ -720,7 +788,7 @@ class GroupHooks:
         """Called after a call has failed, before all workers restart."""
 
     def on_stop(self, group: WorkerGroup) -> None:
-        """Called after `on_end` and before the workers are closed. Not called if they are killed."""
+        """Called after `on_end` and before the replicas are closed. Not called if the workers are killed."""
 
     def on_end(self, group: WorkerGroup) -> None:
-        """Called before the workers are closed or killed. Any thread may call it, and more than once per group."""
+        """Called before the workers are stopped or killed, from any thread, and perhaps more than once per group."""

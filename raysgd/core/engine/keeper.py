@@ -1,8 +1,8 @@
-"""Lets a detached trainer's workers outlive the trainer's process, so that a later process can find and use them.
+"""Lets a detached trainer's workers outlive the trainer's process, so that its next process can find and use them.
 
-A detached trainer runs in a Ray actor. Its `Keeper` saves a description of the worker group outside the process, and
-counts the calls that change the training state. Each worker stores the number of its last state-changing call and its
-reply to that call, so a later process can tell whether the call has already run.
+A detached trainer runs in a Ray actor. Its `Keeper` saves a description of the worker group outside the actor's
+process, and counts the calls that change the training state. Each worker stores the number of its last state-changing
+call and its reply to that call. From these, the trainer's next process can tell whether a call has already run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PREFIX = "worker:"
 
 @dataclass(frozen=True)
 class CallNumber:
-    """Identifies a call. A worker that receives the same number twice runs the call once and repeats its reply.
+    """The number of a call. A worker that receives the same number twice runs the call once and repeats its reply.
 
     Attributes:
         call: Sequence number among the trainer's calls that change the training state, from 1.
@@ -52,11 +52,11 @@ class KeptGroup:
 
 
 class Keeper:
-    """Saves what a later process needs to find the workers of a detached trainer.
+    """Saves what the next process of a detached trainer needs to find the trainer's workers.
 
     Args:
         trainer: Name of the trainer.
-        write: Saves the pickled group, replacing the previous one.
+        write: Saves the pickled description of the group, replacing the previous one.
 
     Attributes:
         num_calls: Number of state-changing calls that were started.
@@ -71,21 +71,25 @@ class Keeper:
         self.found: CallNumber | None = None
 
     def actor_options(self) -> dict[str, Any]:
-        """Return Ray options for an actor that outlives this process."""
+        """Return the Ray options for a worker's actor that outlives this process."""
         return {"lifetime": "detached", "namespace": NAMESPACE, "name": f"{_prefix(self._trainer)}{uuid.uuid4().hex}"}
 
     def keep_group(self, group: KeptGroup) -> None:
-        """Save the group for a later process."""
+        """Save the description of a worker group for the trainer's next process."""
         from ray import cloudpickle
 
         self._write(cloudpickle.dumps(group))
 
     def take_up(self, group: bytes | None) -> None:
-        """Set the pickled group saved by the trainer's previous process, which `find` then unpickles."""
+        """Set the description of a worker group that the trainer's previous process saved. `find` then unpickles it.
+
+        Args:
+            group: The pickled description. None if none was saved.
+        """
         self._group = group
 
     def find(self) -> KeptGroup | None:
-        """Return the group saved by the trainer's previous process, and kill all other workers of the trainer.
+        """Return the worker group saved by the trainer's previous process, and kill all other workers of the trainer.
 
         Return None if no group was saved, or if this method was called before.
         """
@@ -100,7 +104,7 @@ class Keeper:
         """Return the number for a call that is about to start, or None if the call does not change the training state.
 
         If the trainer's previous process died during the same call, return the number that the workers stored for the
-        call, so that they do not run it twice.
+        call. The workers then do not run the call twice.
         """
         if not call.changes_state:
             return None
@@ -111,7 +115,7 @@ class Keeper:
 
 
 def end_workers(trainer: str, but: Collection[str] = ()) -> None:
-    """Kill the remaining workers of a trainer, except those with the names in `but`."""
+    """Kill the remaining workers of a detached trainer, except those with the names in `but`."""
     import ray
 
     for each in ray.util.list_named_actors(all_namespaces=True):
@@ -131,7 +135,7 @@ _KEEPER: Keeper | None = None
 
 
 def keep(keeper: Keeper) -> None:
-    """Use `keeper` in this process. Workers started from now on outlive the process."""
+    """Make `keeper` the keeper of this process. Workers started from now on outlive the process."""
     global _KEEPER
     _KEEPER = keeper
 

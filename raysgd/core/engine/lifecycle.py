@@ -1,6 +1,6 @@
-"""The lifecycle of a trainer's worker group: starting it, finding resources for more workers, and stopping it.
+"""Starts a trainer's worker group, finds resources for more workers, and stops the group.
 
-Failures of workers are handled in the module `repair`.
+The module `repair` handles failures of workers.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ logger = logging.getLogger(__name__)
 
 START_ATTEMPTS = 4
 RELEASE_S = 60.0  # longest wait until Ray has released a reservation
-_REPLACEMENTS = START_ATTEMPTS - 1  # per worker, while a group starts: the number of retries of a start
+# How often each worker may be replaced while a group starts; the same as the number of retries of a start.
+_REPLACEMENTS = START_ATTEMPTS - 1
 SETTLE_S = 1.0  # Ray's view of free resources lags by a few hundred milliseconds
-_RETURN_S = 10.0  # on a busy machine, a removed placement group frees its resources after seconds
-_IN_THE_WAY_S = 5.0  # timeout if other trainers of this program hold the resources, which they rarely release
-_GROWTH_RESERVATION_S = 1.0  # timeout for free resources: Ray grants them at once unless another program took them
+_RETURN_S = 10.0  # on a busy machine, it takes seconds until a removed placement group has freed its resources
+_IN_THE_WAY_S = 5.0  # shorter timeout if this program's other trainers hold the resources, which they rarely release
+# Timeout for reserving free resources: Ray grants them at once unless another program took them.
+_GROWTH_RESERVATION_S = 1.0
 _SUSPICION_S = 60.0
 
 
@@ -67,14 +69,15 @@ class Clock:
 
 @dataclass(frozen=True)
 class ElasticRules:
-    """How a group responds to changes of the cluster.
+    """The rules for how a worker group responds to changes of the cluster.
 
     Attributes:
         wait: Whether survivors of a failure wait for new workers: True, False or "auto". See `resizing`.
-        resize_interval_s: Seconds between checks for free resources during a call. None never grows during a call.
+        resize_interval_s: Seconds between checks for free resources during a call. With None, the group never grows
+            during a call.
         leaving_nodes: Returns the IDs of nodes that will be removed soon.
-        keeps_global_batch: Returns True if a step does not depend on the number of workers, so that survivors can
-            continue calls without replacements.
+        keeps_global_batch: Returns True if the result of a training step does not depend on the number of workers.
+            Survivors can then continue calls without replacements.
     """
 
     wait: Wait = True
@@ -86,11 +89,11 @@ class ElasticRules:
 class Lifecycle(ABC):
     """Holds, starts and stops a trainer's worker group. After the trainer is stopped, no group is started.
 
-    `ElasticController` runs calls on the group.
+    The subclass `ElasticController` runs calls on the group.
 
     Args:
         spec: The settings with which groups are started.
-        scaling: Decides the number of workers.
+        scaling: Policy that decides the number of workers.
         make_group: Creates a group without starting it.
         view: Returns the state of the cluster.
         clock: The clock, sleep and locks. Default: real time, with a sleep that ends early if the trainer is stopped.
@@ -99,7 +102,7 @@ class Lifecycle(ABC):
 
     Attributes:
         group: The worker group. None before the first start and after the group was killed.
-        snapshots: The last snapshot and the calls since then.
+        snapshots: The last snapshot and the calls since that snapshot.
         history: The events of the trainer's worker groups.
         facts: What the replicas' `setup` returned, by rank.
         stopped: Set once the trainer is stopped. No group is started after that.
@@ -108,7 +111,7 @@ class Lifecycle(ABC):
         is_fetching: True while training state that exists only in the workers is being fetched.
         newcomers: Workers that joined a group but may not have received the training state, because forming the group
             failed.
-        is_ending: True if the program is about to end, so that lost workers are no longer replaced.
+        is_ending: True if the program is about to end. Lost workers are then no longer replaced.
     """
 
     def __init__(
@@ -141,7 +144,7 @@ class Lifecycle(ABC):
 
     @property
     def holds_only_state(self) -> bool:
-        """True if the training state exists only in the workers, so it must be fetched before a worker is killed."""
+        """True if the training state exists only in the workers. It must then be fetched before a worker is killed."""
         if not self.snapshots.is_only_in_workers or self.gives_state_up:
             return False
         return self.group is not None and not self.group.is_driver_only and not self.has_session_ended
@@ -153,16 +156,19 @@ class Lifecycle(ABC):
 
     @abstractmethod
     def make_room(self) -> str:
-        """Release resources of this program's other trainers if too few are free. See `ElasticController`."""
+        """Release resources of this program's other trainers if too few resources are free. See `ElasticController`."""
 
     @property
     def running(self) -> WorkerGroup:
-        """The worker group. Use this only where a group must exist."""
+        """The worker group. Use this property only where a group must exist."""
         assert self.group is not None, "there is no group at this moment"
         return self.group
 
     def keep_facts(self, facts: list[Any]) -> None:
-        """Store what the replicas' `setup` returned. If the workers outlive this process, save it with the group."""
+        """Store what the replicas' `setup` returned (the facts), by rank.
+
+        If the workers outlive this process, also save the facts with the description of the group.
+        """
         self.facts = facts
         kept_by = keeper()
         if kept_by and self.group is not None:  # this method runs after every change of the group
@@ -173,12 +179,15 @@ class Lifecycle(ABC):
         return self.clock.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Wait. Raise `TrainerShutdownError` if the trainer was stopped in the meantime."""
+        """Wait for a number of seconds. Raise `TrainerShutdownError` if the trainer was stopped in the meantime."""
         self.clock.sleep(seconds)
         self.check_active()
 
     def check_not_ending(self, cause: str) -> None:
-        """Raise an error if lost workers must not be replaced, because the program is about to end.
+        """Raise an error if the program is about to end, because lost workers are then not replaced.
+
+        Args:
+            cause: Why workers are needed, for the message.
 
         Raises:
             WorkersLostError: The program is about to end.
@@ -189,7 +198,18 @@ class Lifecycle(ABC):
     def record(
         self, kind: EventKind, old_size: int, began: float, cause: str, detail: str = "", num_kept: int = 0
     ) -> None:
-        """Record an event of the group and log it. The events "lost" and "ended" count zero remaining workers."""
+        """Record an event of the worker group in the history and log it.
+
+        For the events "lost" and "ended", the new number of workers is recorded as 0.
+
+        Args:
+            kind: Kind of the event.
+            old_size: Number of workers before the event.
+            began: When the event began, in seconds of the engine's clock.
+            cause: Reason for the event.
+            detail: Further information for the log.
+            num_kept: Number of worker processes that were kept.
+        """
         now, num_workers = self.now(), self.num_workers
         if kind in ("lost", "ended"):
             num_workers, detail = 0, self.spec.words.after_end
@@ -213,7 +233,7 @@ class Lifecycle(ABC):
         began = self.now()
         self.allow_replacements()
         in_the_way, timeout_s = self.make_room(), self.spec.reservation_timeout_s
-        if in_the_way and timeout_s == GroupSpec.reservation_timeout_s:  # otherwise the user chose the timeout
+        if in_the_way and timeout_s == GroupSpec.reservation_timeout_s:  # any other timeout was chosen by the user
             timeout_s = _IN_THE_WAY_S
         try:
             while not self.try_start(self.scaling.max_workers, self.spec.num_spares, timeout_s):
@@ -228,7 +248,7 @@ class Lifecycle(ABC):
         self.record("started", 0, began, "a new trainer")
 
     def take_over(self) -> bool:
-        """Adopt the workers left behind by the trainer's previous process. Return False if no workers were left."""
+        """Adopt the workers that the trainer's previous process left running. Return False if no workers were left."""
         kept_by = keeper()
         kept = kept_by.find() if kept_by else None
         if kept_by is None or kept is None:
@@ -245,7 +265,12 @@ class Lifecycle(ABC):
         return True
 
     def try_start(self, num_workers: int, num_spares: int, timeout_s: float) -> bool:
-        """Start a group. Return False if too few workers survive the start.
+        """Start a group of `num_workers` workers. Return False if too few workers survive the start.
+
+        Args:
+            num_workers: Number of workers in the group.
+            num_spares: Number of spare workers to start as well.
+            timeout_s: How long to wait until the resources are granted.
 
         Raises:
             WorkerError: The user's set-up code failed.
@@ -273,19 +298,26 @@ class Lifecycle(ABC):
         return True
 
     def take_answers(self, report: GroupReport) -> None:
-        """Store what the new replicas' `setup` returned, from a report, and request resources for missing workers."""
+        """Store what the replicas' `setup` returned, and request resources for workers that the group still lacks.
+
+        Args:
+            report: The report of the start, with the return values of `setup`.
+        """
         self.running.slots.ask_up_to(self.scaling.max_workers, len(self.running))
         self.keep_facts([answer.value for answer in report.values])
 
     def _start_group(self, group: WorkerGroup, timeout_s: float) -> GroupReport:
-        """Start a group and call the front end's hooks. If that fails, kill the group and release its resources."""
+        """Start a group and call the front end's hooks.
+
+        If the start or a hook fails, kill the group and release its resources.
+        """
         self._starting = group
         group.standby.replacements = self._replacements
         # Number of workers that must survive the start. None means all, because such a group cannot change later.
         num_needed = self.scaling.min_workers if self.spec.keeps_processes else None
         try:
             with OnFailure(group.kill):
-                self.check_active()  # a later `stop` finds the group in `_starting`
+                self.check_active()  # if `stop` is called after this check, it finds the group in `_starting`
                 report = group.start(timeout_s, num_needed)
                 if self.scaling.max_workers > self.spec.use_local:
                     self._session = session()
@@ -309,15 +341,15 @@ class Lifecycle(ABC):
         *,
         captures: bool = False,
     ) -> GroupReport:
-        """Form a group without the workers that were lost while replicas were built or restored.
+        """If workers were lost while replicas were built or restored, form a group without these workers.
 
-        The survivors' replicas are rebuilt. If too few workers survive, wait for standby workers as long as any are
-        starting.
+        The survivors' replicas are rebuilt. If too few workers survive, wait for standby workers as long as any standby
+        worker is starting.
 
         Args:
             report: The report of the call in which workers were lost.
             group: The worker group. If this method fails, the group is unusable.
-            on_wait: Called regularly during the wait. The default kills frozen workers, as during a start.
+            on_wait: Called regularly during the wait. Default: a function that kills frozen workers, as during a start.
             captures: True to copy the replicas' state after `setup`.
 
         Returns:
@@ -339,21 +371,21 @@ class Lifecycle(ABC):
         return report
 
     def allow_replacements(self) -> None:
-        """Allow a limited number of replacements for workers that die during the next start, over all its attempts."""
+        """Set how many workers that die during the next start may be replaced, over all attempts of that start."""
         num_allowed = _REPLACEMENTS * self.scaling.max_workers
         self._replacements.num_left = num_allowed if self.spec.keeps_processes else 0
 
     def end_replacements(self) -> None:
-        """Allow no more replacements for workers that die during a start, because the start is over."""
+        """Allow no more replacements for workers that die during a start. Called when the start is over."""
         self._replacements.num_left = 0
 
     # ------------------------------------------------------------------------------------- room in the cluster
 
     def has_room(self) -> bool:
-        """Return False if it would help this trainer that other trainers release resources.
+        """Return False if this trainer lacks resources and could get them if other trainers released theirs.
 
-        Returns True if the free resources are enough for all workers and spares, or if even the whole cluster is too
-        small for them.
+        Return True if the free resources are enough for all workers and spares, or if even the whole cluster is too
+        small.
         """
         needs_none = self.spec.use_local and self.scaling.max_workers == 1
         if needs_none or self.spec.within not in ("default", None):  # an existing placement group has its own resources
@@ -363,7 +395,10 @@ class Lifecycle(ABC):
         return capacity(view, need) >= wanted or capacity(view, need, free_only=False) < wanted
 
     def settled_view(self) -> ClusterView:
-        """Return the cluster's nodes and resources, after waiting until Ray reports recently released resources."""
+        """Return the cluster's nodes and free resources.
+
+        If resources were just released, first wait until Ray reports them.
+        """
         need, began = self.spec.resources, self.now()
         while True:
             view = self.view()
@@ -377,7 +412,7 @@ class Lifecycle(ABC):
 
     @property
     def resizing(self) -> Resizing:
-        """The current rules for when the number of workers changes, as a `Resizing`."""
+        """The rules that say when the number of workers changes, for the current settings and group."""
         keeps_global_batch = self.spec.regroups and self._rules.keeps_global_batch()
         rules, most = self._rules, self.scaling.max_workers
         return resizing(rules.wait, rules.resize_interval_s, keeps_global_batch, most, self._num_short)
@@ -394,12 +429,16 @@ class Lifecycle(ABC):
         group.slots.take_granted()
         avoid = self.nodes_to_avoid
         view = self.view().without(avoid)
-        if not self.scaling.grow(view, need, len(group), len(group.slots)):  # `num_usable` would query Ray
+        # Check the reserved slots without `num_usable` first, because that method queries Ray.
+        if not self.scaling.grow(view, need, len(group), len(group.slots)):
             return 0
         return self.scaling.grow(view, need, len(group), group.slots.num_usable(avoid))
 
     def start_standby(self) -> None:
-        """Start missing workers if resources are free. Does not wait until they are ready."""
+        """Start missing workers of the group as standby workers, if resources are free.
+
+        Do not wait until they are ready.
+        """
         group, most = self.running, self.scaling.max_workers
         group.slots.take_granted()
         missing = most - len(group) - group.standby.num_all
@@ -427,7 +466,10 @@ class Lifecycle(ABC):
         self.keep_facts(self.facts)  # saves the slots for the trainer's next process
 
     def let_step_in(self) -> None:
-        """Interrupt the running call if workers can join now. For user functions that keep running between calls."""
+        """Interrupt the running call if workers can join now.
+
+        This method is for user functions that keep running between calls (`runs_on` of the group spec).
+        """
         group = self.group
         if not self.spec.runs_on or group is None or len(group) >= self.scaling.max_workers:
             return
@@ -440,47 +482,50 @@ class Lifecycle(ABC):
         return len(reports) == self.num_workers and all(each.admits and not each.obstacle for each in reports.values())
 
     def start_spares(self) -> None:
-        """Start missing spare workers. Does not wait until they are ready."""
+        """Start missing spare workers, without waiting until they are ready."""
         self._owes_spares = False
         group = self.group
         if group is None:
             return
         missing = self.spec.num_spares - group.standby.num_all
-        if missing > 0:  # the last restart may have lacked resources for spares
+        if missing > 0:  # spares may be missing because the last restart lacked resources for them
             num_wanted = self.scaling.max_workers + self.spec.num_spares
             self._start_more(missing, len(group), num_wanted - len(group.slots))
 
     def owe_spares(self) -> None:
-        """Postpone starting missing spares, because a starting process slows down other workers on its node."""
+        """Postpone starting missing spare workers. A starting process slows down other workers on its node."""
         self._owes_spares = True
 
     def start_owed_spares(self) -> None:
-        """Start missing spares now if `owe_spares` postponed starting them."""
+        """Start missing spare workers if `owe_spares` has postponed this."""
         if self._owes_spares:
             self.start_spares()
 
     @property
     def nodes_to_avoid(self) -> frozenset[str]:
-        """IDs of nodes on which no new worker should be placed."""
+        """IDs of nodes on which no new worker should be placed: nodes that may be dead or will be removed soon."""
         now = self.now()
         return frozenset(node for node, until in self._suspected.items() if until > now) | self._rules.leaving_nodes()
 
     def leaving_nodes_in_use(self) -> frozenset[str]:
-        """Return the nodes with workers of the group that will be removed soon. Empty if no worker would be left."""
+        """Return the IDs of nodes that will be removed soon and that have workers of the group.
+
+        Return an empty set if all workers are on such nodes, because no worker would be left.
+        """
         if self.group is None or self.group.is_driver_only:
             return frozenset()
         used = {info.node_id for info in self.group.infos}
-        bound = {self.group.infos[0].node_id} if self.spec.use_local else set()  # the driver cannot leave
+        bound = {self.group.infos[0].node_id} if self.spec.use_local else set()  # the driver cannot leave its node
         leaving = (self._rules.leaving_nodes() & used) - bound
         return leaving if used - leaving else frozenset()
 
     def suspect(self, survivors: Sequence[int]) -> None:
-        """Avoid the nodes of silent ranks for a while, because these nodes may be dead.
+        """Place no new workers on the nodes of silent ranks for a while, because these nodes may be dead.
 
         Ray reports a dead process at once, but a dead node only after half a minute.
 
         Args:
-            survivors: Ranks that are alive, so their nodes are not avoided.
+            survivors: Ranks that are alive. Their nodes are not avoided.
         """
         group = self.running
         silent = {group.infos[rank].node_id for rank in group.silent}
@@ -491,14 +536,17 @@ class Lifecycle(ABC):
 
     @property
     def has_session_ended(self) -> bool:
-        """True if the workers ended with their Ray session, even if this process has a new session."""
+        """True if the workers' Ray session has ended, and the workers with it.
+
+        This process may have a new session since.
+        """
         return self._session is not None and self._session != session()
 
     def check_active(self, during: Exception | None = None) -> None:
-        """Raise an error if calls must not run any more.
+        """Raise an error if the current call must not continue.
 
         Args:
-            during: The exception raised by a running call, which may be a consequence of stopping the trainer.
+            during: The exception raised by a running call. It may be a consequence of stopping the trainer.
 
         Raises:
             TrainerShutdownError: The trainer was stopped, or its Ray session has ended.
@@ -523,7 +571,10 @@ class Lifecycle(ABC):
             )
 
     def kill_workers(self) -> None:
-        """Kill the workers, so that the running call returns. Called from another thread."""
+        """Kill the workers, so that the running call returns.
+
+        Call this from a thread other than the one that runs the call.
+        """
         for group in (self._starting, self.group):
             if group is not None:
                 try:
@@ -533,12 +584,13 @@ class Lifecycle(ABC):
                     group.kill_workers()
 
     def interrupt_thread(self, thread: int) -> None:
-        """Interrupt the call of the thread with this ID, as Ctrl-C would. Called from another thread.
+        """Interrupt the call of the thread with this ID, as Ctrl-C would. Call this from another thread.
 
         The trainer can run further calls afterwards.
         """
         self.interrupted = thread
-        if self.spec.use_local or self.is_fetching or not self.holds_only_state:  # else it fetches the state first
+        # Otherwise, the call fetches the state before it ends, so its workers must stay.
+        if self.spec.use_local or self.is_fetching or not self.holds_only_state:
             self.kill_workers()
 
     def end_interrupt(self) -> None:
@@ -548,30 +600,36 @@ class Lifecycle(ABC):
             self.kill_group()
 
     def kill_group(self) -> None:
-        """Kill the group. The next call starts a new group from the last snapshot."""
+        """Kill the worker group. The next call starts a new group from the last snapshot."""
         assert not self.holds_only_state, "a state that only workers have is fetched before they are ended"
         if self.group is not None:
             group, self.group = self.group, None
             self._end_group(group)
 
     def end_call(self, cause: str, kind: EventKind = "ended") -> None:
-        """Kill the group, because its running call cannot continue, and record the cause."""
+        """Kill the worker group and record the cause in the history. Called if the running call cannot continue."""
         began, group = self.now(), self.group
         self.kill_group()
         if group is not None:
             self.record(kind, len(group), began, cause)
 
     def stop_group(self, *, force: bool) -> None:
-        """Stop the group and discard all snapshots. With `force`, kill the workers without closing the replicas."""
+        """Stop the worker group and discard all snapshots.
+
+        With `force`, kill the workers without closing the replicas.
+        """
         group, self.group = self.group, None
         self.snapshots.clear()
         if group is not None:
             self._end_group(group, force=force)
 
     def _end_group(self, group: WorkerGroup, *, force: bool = True) -> None:
-        """Call the front end's hooks, then stop the group, or with `force`, kill it."""
+        """Call the front end's hooks, then stop the worker group.
+
+        With `force`, kill the group without closing the replicas.
+        """
         if self.has_session_ended:
-            group.kill()  # the remote workers are gone, so at most a worker in the driver is left
+            group.kill()  # the remote workers ended with the session, so at most the worker in the driver is left
             return
         end = group.kill if force else group.stop
         try:
@@ -583,7 +641,7 @@ class Lifecycle(ABC):
 
 
 def pay_for_start(budget: RetryBudget) -> None:
-    """Take one retry from the budget, for a worker that died during a start.
+    """Take one retry from the budget, because a worker died during a start.
 
     Raises:
         WorkersLostError: No retry is left.

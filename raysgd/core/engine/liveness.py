@@ -1,8 +1,8 @@
-"""Liveness checks: which workers have not answered a poll, and how long to wait for them.
+"""Finds out which workers have not answered a poll, and decides how long to wait for them.
 
 A live worker usually answers a poll at once, even while it runs a call. But a machine may stall for seconds, and the
 answers of thousands of workers take seconds to arrive. A fixed timeout would therefore mistake live workers for dead
-workers. Instead, a worker's silence is compared with how fast the other workers answer: see ADR 9.
+workers. Instead, the time without an answer is compared with how fast the other workers answer: see ADR 9.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _LONGEST_GAP_S = 1.0
 
 
 class OwnTime:
-    """A clock that counts seconds since its creation, excluding time in which this process was stalled.
+    """A clock that counts seconds since its creation, without the time in which this process was stalled.
 
-    It measures how long other processes take to answer. If this process is suspended (SIGSTOP) or its machine stalls,
-    the other processes may have stalled, too, so that time must not count against them. Call `look` often: a long gap
-    between two calls to `look` counts as a stall.
+    This clock measures how long other processes take to answer. If this process is suspended (SIGSTOP) or its machine
+    stalls, the other processes may have stalled, too, so that time must not count against them. Call `look` often: a
+    long gap between two calls to `look` counts as a stall.
 
     Args:
         now: Clock, in seconds.
@@ -32,14 +32,20 @@ class OwnTime:
         self._looked_at, self._seconds = now(), 0.0
 
     def look(self, at_most_s: float = _LONGEST_GAP_S) -> float:
-        """Return the seconds counted so far. The gap since the last call to `look` counts as at most `at_most_s`."""
+        """Return the seconds counted so far.
+
+        At most `at_most_s` of the time since the last call to `look` is counted.
+        """
         now = self._now()
         self._seconds += min(now - self._looked_at, at_most_s)
         self._looked_at = now
         return self._seconds
 
     def catch_up(self) -> None:
-        """Count the whole time since the last call to `look`, because this process was busy rather than stalled."""
+        """Count the whole time since the last call to `look`.
+
+        In that time, this process was busy rather than stalled.
+        """
         self.look(float("inf"))
 
 
@@ -49,7 +55,7 @@ _TIMES_TYPICAL = 10
 
 
 def quiet_s(heartbeat_s: float) -> float:
-    """Return the number of seconds after which missing ranks count as silent if no other rank answers, either."""
+    """Return after how many seconds missing ranks count as silent if no rank answers at all."""
     return max(_SHORTEST_S, heartbeat_s / _PART_OF_HEARTBEAT)
 
 
@@ -57,7 +63,7 @@ def max_silence_s(answered_after_s: Sequence[float], num_missing: int, num_other
     """Return how many seconds after a poll to stop waiting for ranks that have not answered.
 
     The wait continues while answers arrive. It ends once no answer has arrived for a while and the missing ranks have
-    taken many times as long as a typical rank. If most ranks are missing, they are probably just slow, so the wait
+    taken many times as long as a typical rank. If most ranks are missing, they are probably just slow. The wait then
     lasts at least `heartbeat_s`.
 
     Args:
@@ -78,13 +84,14 @@ def max_silence_s(answered_after_s: Sequence[float], num_missing: int, num_other
 KeyT = TypeVar("KeyT")
 
 _ROUND_S = 1.0
-_ROUNDS_PER_HEARTBEAT = 3  # for `heartbeat_s=30` and 1,000 ranks, polling stays below `_SHARE`
-_QUESTION_S = 0.0005  # time that one poll and its answer cost the driver
+# At least this many rounds fit into `heartbeat_s`; with 30 s and 1,000 ranks, polling stays below `_SHARE`.
+_ROUNDS_PER_HEARTBEAT = 3
+_QUESTION_S = 0.0005  # seconds of the driver's time for one poll and its answer
 _SHARE = 0.05  # polling may take at most this fraction of the driver's time
 
 
 class LivenessCheck(Generic[KeyT]):
-    """Tracks unanswered polls of workers. Time in which this process was stalled does not count against workers.
+    """Keeps track of polls that workers have not answered. Time in which this process was stalled does not count.
 
     Workers are identified by keys, such as their ranks.
 
@@ -99,14 +106,19 @@ class LivenessCheck(Generic[KeyT]):
         self._asked: dict[KeyT, tuple[Any, float]] = {}
 
     def round_s(self, num_keys: int, wanted_s: float = _ROUND_S) -> float:
-        """Return the seconds between two rounds of polls: `wanted_s`, or more for many workers.
+        """Return the seconds between two rounds of polls: `wanted_s`, or more if there are many workers.
 
         At least three rounds fit into `heartbeat_s`.
         """
         return min(max(wanted_s, num_keys * _QUESTION_S / _SHARE), self._heartbeat_s / _ROUNDS_PER_HEARTBEAT)
 
     def ask(self, keys: Iterable[KeyT], submit: Callable[[KeyT], Any]) -> None:
-        """Poll the workers `keys`, except those with an unanswered poll. `submit` starts the remote call for a key."""
+        """Poll workers, except those that have not answered the last poll.
+
+        Args:
+            keys: The workers to poll.
+            submit: Starts the remote call that polls the worker with the given key.
+        """
         for key in keys:
             if key not in self._asked:
                 self._asked[key] = submit(key), self._own_time.look()
@@ -115,8 +127,8 @@ class LivenessCheck(Generic[KeyT]):
         """Check which workers have answered since the last check.
 
         Returns:
-            The workers that have answered, each with its outcome, and the silent workers, each with its seconds of
-            silence. The next `ask` polls both again.
+            Two lists. The first contains the workers that have answered, each with its outcome. The second contains the
+            silent workers, each with its seconds of silence. The next `ask` polls all of these workers again.
         """
         now = self._own_time.look()
         answers, silent = list[tuple[KeyT, Outcome]](), list[tuple[KeyT, float]]()
@@ -133,7 +145,10 @@ class LivenessCheck(Generic[KeyT]):
         return answers, silent
 
     def rest(self) -> None:
-        """Count the whole time since the last check against the workers, because this process was busy, not stalled."""
+        """Count the whole time since the last check against the workers.
+
+        This process was busy in that time, not stalled.
+        """
         self._own_time.catch_up()
 
     def remove(self, key: KeyT) -> None:

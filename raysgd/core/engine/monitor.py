@@ -22,11 +22,11 @@ from raysgd.core.text.log_lines import Once, named
 
 logger = logging.getLogger(__name__)
 
-_FASTEST_ROUND_S = 0.25  # used if snapshots are taken during the call or if workers are about to join
-_FIRST_ROUND_S = 0.2  # the first round of a call is early, because most calls are short
+_FASTEST_ROUND_S = 0.25  # length of a round if snapshots are taken during the call or if workers are about to join
+_FIRST_ROUND_S = 0.2  # length of the first round of a call, which is short because most calls are short
 _POLL_S = 0.2
 _MOST_STACKS = 8
-_REPORT_S = 1.0  # how long to wait for stacks and heartbeats; the report lists ranks that do not answer in time
+_REPORT_S = 1.0  # how long a report waits for stacks and heartbeats; it also lists ranks that do not answer in time
 _NODES_S = 2.0
 _HOLD_AHEAD_S = 0.05
 _MIN_MARGIN = 2
@@ -63,7 +63,7 @@ class Monitor:
         self.is_on = is_of_restore
 
     def watch(self, call: Call | None = None) -> None:
-        """Start watching a call. If `call` is None, watch the group while it changes or waits."""
+        """Start watching a call. If `call` is None, start watching a group that changes or waits between calls."""
         now, of_call, can_hold = self._lifecycle.now(), call is not None, call is not None and call.resume is not None
         self.is_on, self._is_of_call, self._can_hold = True, of_call, can_hold
         self._divergence = None if call is None else call.divergence
@@ -86,16 +86,21 @@ class Monitor:
             self._lifecycle.let_step_in()
 
     def go_on(self) -> None:
-        """Keep watching during the recovery or group change after a call. Retain the call's heartbeats for reports."""
+        """Continue to watch the group while it recovers or changes after a call.
+
+        Keep the call's heartbeats for reports.
+        """
         if self.is_on:
             before = self.heartbeats
             self.watch()
             self._before = before
 
     def poll(self) -> None:
-        """Read the workers' answers. Once per round, also request heartbeats, stop ranks if due, and collect snapshots.
+        """Read the workers' answers.
 
-        Call this regularly while the driver waits.
+        Once per round, also request heartbeats, stop the ranks if needed, and collect snapshots.
+
+        Call this method regularly while the driver waits for the workers.
         """
         if not self.is_on:
             return
@@ -103,7 +108,7 @@ class Monitor:
         if self._leaves is not None and self._leaves():
             self.hold_to_leave()
             self._liveness.rest()
-            return  # skip the rest: Ray may be shutting down, and then a request could take a minute
+            return  # send no requests to workers: Ray may be shutting down, and a request could then take a minute
         now = self._lifecycle.now()
         if now >= self._next_round:
             self._next_round = now + self._next_round_s()
@@ -165,7 +170,7 @@ class Monitor:
 
     def _listen(self) -> None:
         infos = self._lifecycle.group.infos if self._lifecycle.group is not None else None
-        if infos is not self._infos:  # the group changed: discard unanswered polls of replaced workers
+        if infos is not self._infos:  # the group has changed, so discard unanswered polls of replaced workers
             self._infos = infos
             self._expect_no_answers()
         answers, silent = self._liveness.poll()
@@ -179,9 +184,9 @@ class Monitor:
             self._free_parted()
 
     def _free_parted(self) -> None:
-        """Interrupt the ranks if they ran different steps and would wait for each other forever.
+        """Interrupt the ranks if they ran different steps, because they would wait for each other forever.
 
-        The call then fails, and its error describes the divergence.
+        The call then fails, and its error describes how the ranks differ.
         """
         group = self._lifecycle.group
         if group is not None and self._divergence is not None and self._divergence(self.heartbeats):
@@ -207,7 +212,11 @@ class Monitor:
         return sum((last.num_samples - first.num_samples) / (last.at - first.at) for first, last in spans) or None
 
     def _kill_hung(self, silent: Mapping[int, float]) -> None:
-        """Kill ranks that do not respond. Their call then fails, as after any other death of a worker."""
+        """Kill ranks that have not responded for too long. Their call then fails, as if the workers had died.
+
+        Args:
+            silent: For each of these ranks, its seconds of silence.
+        """
         group = self._lifecycle.running
         silent_s = max(silent.values())
         cause = f"{named(silent)} did not respond for {silent_s:.0f} s"
@@ -224,7 +233,10 @@ class Monitor:
             logger.warning("workers are not stopping:\n%s", self._report())
 
     def _report(self) -> str:
-        """Return a report of each rank's last step and current stack. Ranks that have both in common share an entry."""
+        """Return a report of each rank's last step and current stack.
+
+        Ranks with the same step and stack share an entry.
+        """
         group = self._lifecycle.group
         if group is None:
             return "there is no group"
@@ -237,7 +249,10 @@ class Monitor:
         return shown_together(alike)
 
     def _look_for_snapshot(self) -> None:
-        """Collect the newest snapshot that all ranks took during the call, unless another snapshot is in transit."""
+        """Collect the newest snapshot that all ranks took during the call.
+
+        Do nothing while another snapshot is in transit.
+        """
         group = self._lifecycle.group
         if group is None or len(self.heartbeats) < len(group):
             return
@@ -261,7 +276,7 @@ class Monitor:
     # ------------------------------------------------------------------------------------ stops inside a call
 
     def _hold_where_due(self) -> None:
-        """Stop the running call between two steps if workers must leave the group or can join it."""
+        """Stop the running call between two steps if workers must leave the group or can join the group."""
         lifecycle, group, now = self._lifecycle, self._lifecycle.group, self._lifecycle.now()
         if group is None or self._is_holding:
             return
@@ -289,7 +304,7 @@ class Monitor:
                 self._agree(group, ROOM)
 
     def hold_to_leave(self) -> None:
-        """If the call should end early, propose that all ranks stop at an upcoming step."""
+        """If the call should end early, propose an upcoming step at which all ranks stop."""
         group = self._lifecycle.group
         if self._leaves is None or group is None or self._is_holding or not self._leaves():
             return
@@ -303,7 +318,12 @@ class Monitor:
         return any(each.step > 0 for each in self.heartbeats.values())
 
     def _agree(self, group: WorkerGroup, reason: str) -> None:
-        """Propose a step after which all ranks stop. If a rank is past that step, the next round tries a later step."""
+        """Propose a step after which all ranks stop. If a rank is past that step, the next round proposes a later step.
+
+        Args:
+            group: The worker group.
+            reason: Why the ranks are asked to stop.
+        """
         self.reason = reason
         margin = max(self._margin, math.ceil(self._steps_per_s * _HOLD_AHEAD_S))
         self._num_holds += 1
@@ -320,9 +340,10 @@ class Monitor:
         self._margin = _MIN_MARGIN if is_agreed else self._margin * 2
 
     def settle_last_hold(self) -> None:
-        """Complete a proposal to stop that a killed driver may have left open, because ranks would wait for it forever.
+        """Complete a proposal to stop that the trainer's previous process may have left open when it died.
 
-        If the driver has already told one rank to stop, all ranks must stop. Otherwise the proposal is canceled.
+        The ranks would otherwise wait for the decision forever. If that process has already told one rank to stop, all
+        ranks must stop. Otherwise the proposal is canceled.
         """
         group = self._lifecycle.running
         told = filter(None, group.ask_beside("beside", replica.last_hold).values())
@@ -338,10 +359,12 @@ def _place(heartbeat: Heartbeat | None) -> str:
 
 
 def shown_together(alike: Mapping[str, Sequence[int]]) -> str:
-    """Return a report of what ranks are doing. Lists the rarest activities, because most ranks just wait for others.
+    """Return a report of what the ranks are doing.
+
+    The report shows the rarest activities, because most ranks just wait for others.
 
     Args:
-        alike: The ranks by what they are doing, described by their step and stack.
+        alike: For each activity (a step and a stack, as text), the ranks that are doing it.
     """
     few = sorted(alike.items(), key=lambda item: len(item[1]))[:_MOST_STACKS]
     lines = [f"{named(ranks)}: {text}" for text, ranks in sorted(few, key=lambda item: item[1][0])]
@@ -350,6 +373,6 @@ def shown_together(alike: Mapping[str, Sequence[int]]) -> str:
 
 
 def ask_heartbeats(group: WorkerGroup, timeout_s: float) -> dict[int, Heartbeat]:
-    """Request a heartbeat from each rank. Return the heartbeats that arrive in time, by rank."""
+    """Request a heartbeat from each rank. Return the heartbeats that arrive within `timeout_s`, by rank."""
     answers = group.ask_beside("beside", replica.sign_of_life, timeout_s=timeout_s)
     return {rank: heartbeat for rank, heartbeat in answers.items() if heartbeat is not None}

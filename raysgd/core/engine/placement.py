@@ -1,4 +1,4 @@
-"""Finds free resources in the cluster, reserves them, and divides reservations into slots for one worker each.
+"""Finds free resources in the Ray cluster and reserves them. A reservation consists of slots, each for one worker.
 
 All queries to Ray for free resources are in this module, and so is the code that creates and removes placement groups.
 """
@@ -38,7 +38,8 @@ _LOOK_S = 0.5
 _CLOSE_S = 5.0
 _SLICE_S = 1.0
 _CONNECT_S = 5.0
-_TELL_S = 5.0  # after this wait, log what is missing; an idle cluster grants a reservation within a second
+# Seconds of waiting after which a warning says what is missing; an idle cluster grants a reservation within a second.
+_TELL_S = 5.0
 _BUNDLE = "bundle_group_"
 _CANNOT_GROW = (
     "No node will join: Ray was started for this program alone. To use a cluster, run the program on one of its "
@@ -48,7 +49,7 @@ _DIED = re.compile(r"worker died or was killed.*Node ID: (\w+).*Worker PID: (\d+
 
 
 def _ray() -> Any:
-    """Return the `ray` module as `Any`, because its annotations are incomplete."""
+    """Return the `ray` module, typed as `Any` because the module's annotations are incomplete."""
     import ray
 
     return ray
@@ -61,18 +62,19 @@ def ensure_ray() -> None:
     if not ray.is_initialized():
         logger.info("Ray is not initialized: using the cluster of RAY_ADDRESS or of this machine, or starting one")
         init_ray(include_dashboard=False)
-        if not is_ray_client() and ray.get_runtime_context().worker.node.is_head():  # `init_ray` started the cluster
+        # If this process runs the head node, `init_ray` has just started the cluster.
+        if not is_ray_client() and ray.get_runtime_context().worker.node.is_head():
             _started.add(session())
     _quiet_ray()
 
 
 def init_ray(**options: Any) -> None:
-    """Call `ray.init`, with this user's authentication token if a token file exists.
+    """Call `ray.init`. If this user has a token file for Ray's authentication, use the token.
 
     Unless `RAY_AUTH_MODE` is set, Ray itself reads the token file `~/.ray/auth_token` only when it starts a cluster.
 
     Raises:
-        ConnectionError: Nothing answers at the address. Ray itself would keep trying for minutes.
+        ConnectionError: No Ray cluster answers at the address. Ray itself would keep trying for minutes.
     """
     ray = _ray()
     prepare_to_use_ray()
@@ -92,7 +94,10 @@ def _check_address(address: str) -> None:
 
 
 def _connection_error(address: str, timeout_s: float) -> OSError | None:
-    """Try to connect to `host:port` and return the error. Return None if it works or for an address such as "auto"."""
+    """Try to connect to the address `host:port` and return the error.
+
+    Return None if the connection works, or if the address is not of this form, such as "auto".
+    """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return None
@@ -117,14 +122,18 @@ _noted: set[tuple[str, str]] = set()
 
 
 def note_processes(infos: Iterable[WorkerInfo]) -> None:
-    """Record worker processes, so that Ray's messages about their deaths are hidden. raysgd logs a line instead."""
+    """Record worker processes, so that Ray's messages about their deaths are hidden.
+
+    Instead, raysgd logs its own message about a dead worker.
+    """
     _noted.update((info.node_id, str(info.pid)) for info in infos)
 
 
 def _quiet_ray() -> None:
-    """Hide the message of 1,200 characters that Ray prints for each lost worker, even with `log_to_driver=False`.
+    """Hide the message of 1,200 characters that Ray prints for each dead worker of raysgd.
 
-    Ray's function that prints the message is private. If it is missing, nothing is hidden.
+    Ray prints this message even with `log_to_driver=False`. Ray's function that prints it is private. If that function
+    is missing, nothing is hidden.
     """
     show = find_name("ray._private.worker:print_to_stdstream")
     if show is None or hasattr(show, "__wrapped__"):
@@ -141,7 +150,10 @@ def _quiet_ray() -> None:
 
 
 def session() -> Any:
-    """Return an object that identifies this process's Ray session, or None if Ray is not running. Never starts Ray."""
+    """Return an object that identifies this process's Ray session, or None if Ray is not running.
+
+    This function never starts Ray.
+    """
     ray: Any = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return None
@@ -152,7 +164,10 @@ def session() -> Any:
 
 
 def _is_gone(address: str) -> bool:
-    """Return True if the cluster's head node at this address refuses connections. A busy head node accepts them."""
+    """Return True if the cluster's head node at this address refuses connections.
+
+    A head node that is just busy still accepts connections.
+    """
     return isinstance(_connection_error(address, _SLICE_S), ConnectionRefusedError)
 
 
@@ -168,7 +183,10 @@ def num_gpus() -> float:
 
 
 def outer_group() -> Any:
-    """Return this process's placement group if Ray also places the process's child tasks in it. Otherwise None."""
+    """Return the placement group in which this process runs, or None.
+
+    Return None as well if Ray does not place this process's child tasks in that group.
+    """
     ray = _ray()
     captures = ray.get_runtime_context().should_capture_child_tasks_in_placement_group
     return ray.util.get_current_placement_group() if captures else None
@@ -180,7 +198,7 @@ def living_nodes() -> frozenset[str]:
 
 
 def cluster_view() -> ClusterView:
-    """Return the live nodes with their total and free resources, and the placement groups.
+    """Return the cluster's live nodes with their total and free resources, and its placement groups.
 
     If this process runs in a placement group, as in a Tune trial, return only that group's bundles, each as a node.
     """
@@ -192,7 +210,8 @@ def cluster_view() -> ClusterView:
             tuple(NodeView(f"bundle {index}", "this reservation", bundle, bundle) for index, bundle in bundles),
             can_grow=False,
         )
-    free, leaving, groups = _free_by_node(), draining_nodes(), _placement_groups()  # in this order: see `_is_settling`
+    # These queries must be made in this order: see `_is_settling`.
+    free, leaving, groups = _free_by_node(), draining_nodes(), _placement_groups()
     nodes = []
     for node in ray.nodes():
         name = node["NodeID"]
@@ -207,10 +226,10 @@ def cluster_view() -> ClusterView:
 
 
 def _is_settling(free: Mapping[str, float], groups: Collection[str]) -> bool:
-    """Return True if a removed placement group still holds resources of a node.
+    """Return True if a removed placement group still holds resources of the node.
 
     Ray lists a group as removed as soon as its removal is requested. The group's resources become free later, after
-    seconds on a busy machine, and only then do its bundles disappear from the node's resources.
+    seconds on a busy machine. Only then do the group's bundles disappear from the node's resources.
 
     Args:
         free: The node's free resources, including Ray's entries for bundles.
@@ -222,8 +241,8 @@ def _is_settling(free: Mapping[str, float], groups: Collection[str]) -> bool:
 def _free_by_node() -> Mapping[str, Mapping[str, float]]:
     """Return each node's free resources, by node ID.
 
-    Uses a private function of Ray. If Ray lacks it, the result is empty for a cluster of several nodes, because Ray's
-    public function returns only the sum over all nodes.
+    This function uses a private function of Ray. If that is missing, the result is empty for a cluster of several
+    nodes, because Ray's public function returns only the sum over all nodes.
     """
     by_node = find_name("ray._private.state:available_resources_per_node")
     if by_node is not None:
@@ -239,7 +258,7 @@ def _placement_groups() -> dict[str, Any]:
 
 
 def _plain(amounts: Mapping[str, float]) -> dict[str, float]:
-    """Return the resource amounts without Ray's internal entries."""
+    """Return the amounts of resources without the entries that Ray uses internally."""
     hidden = ("node:", "object_store_memory")
     return {name: amount for name, amount in amounts.items() if not name.startswith(hidden) and "_group_" not in name}
 
@@ -252,7 +271,7 @@ def draining_nodes() -> frozenset[str]:
 def drain_deadlines() -> dict[str, int]:
     """Return when Ray will remove the nodes that it is draining.
 
-    Uses a private function of Ray. If Ray lacks it, the result is empty.
+    This function uses a private function of Ray. If that is missing, the result is empty.
 
     Returns:
         The deadlines by node ID, in milliseconds of Unix time. 0 for an unknown deadline.
@@ -262,10 +281,13 @@ def drain_deadlines() -> dict[str, int]:
 
 
 def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
-    """Return a table for error messages: the requested resources, each node's resources, and which groups hold them."""
+    """Return a table of resources for error messages.
+
+    The table lists the requested resources, each node's resources, and the placement groups that hold resources.
+    """
     where = f" on nodes with the labels {dict(need.labels)}" if need.labels else ""
     lines = [f"  requested:  {num_workers} x {need.bundle()}{where}"]
-    hidden = {"memory"} - need.bundle().keys()  # Ray lists memory, but few programs request it
+    hidden = {"memory"} - need.bundle().keys()  # Ray lists every node's memory, but few programs request memory
     for node in view.nodes:
         free, total = ({name: of[name] for name in of if name not in hidden} for of in (node.available, node.total))
         lines.append(f"  node {node.address}:  free {free} of {total}")
@@ -284,9 +306,9 @@ def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
 
 
 def impossibility(need: Resources, num_workers: int, view: ClusterView, words: FrontEndWords = NO_WORDS) -> str | None:
-    """Return an error message if `num_workers` cannot fit even on idle nodes, otherwise None.
+    """Return an error message if the workers cannot fit into the cluster, even if all nodes were idle.
 
-    The message says what to request instead.
+    The message says what to request instead. If the workers can fit, return None.
     """
     most = capacity(view, need, free_only=False)
     if most >= num_workers:
@@ -301,15 +323,18 @@ def impossibility(need: Resources, num_workers: int, view: ClusterView, words: F
 
 
 def _state_of(group: Any) -> str:
-    """Return a placement group's state, such as "CREATED". Unlike `group.wait(0)`, this waits for Ray's answer."""
+    """Return a placement group's state, such as "CREATED".
+
+    Unlike `group.wait(0)`, this function waits until Ray has answered.
+    """
     return str(_ray().util.placement_group_table(group).get("state", "REMOVED"))
 
 
 class Reservation:
-    """A reservation of resources for several workers, which Ray grants all together or not at all.
+    """A reservation of resources for several workers. Ray grants all of these resources together or none of them.
 
-    Normally it creates a placement group, and `close` removes that group. Inside an existing placement group, for
-    example in a Tune trial, the workers use the existing group, and `close` does not remove it.
+    Normally, a reservation creates a placement group, and `close` removes that group. Inside an existing placement
+    group, for example in a Tune trial, the workers use the existing group, and `close` does not remove it.
 
     Args:
         need: Resources of one worker.
@@ -318,7 +343,7 @@ class Reservation:
         packs: True to place workers on as few nodes as possible. False to spread them over as many as possible.
         within: The existing placement group to use. "default" uses the group that this process runs in if it captures
             child tasks. None uses no existing group.
-        words: Front-end-specific wording for error messages.
+        words: The front end's wording for error messages.
     """
 
     def __init__(
@@ -353,7 +378,10 @@ class Reservation:
 
     @property
     def is_own(self) -> bool:
-        """True if this reservation created a placement group, so that actors start at once after the grant."""
+        """True if this reservation created a placement group.
+
+        Actors then start as soon as the reservation is granted.
+        """
         return self._own is not None
 
     def is_granted(self) -> bool:
@@ -362,7 +390,9 @@ class Reservation:
         return group is None or _state_of(group) == "CREATED"
 
     def wait(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until the resources are granted. If this raises, the reservation is closed, even after Ctrl-C.
+        """Wait until the resources are granted.
+
+        If this method raises, even because of Ctrl-C, the reservation is closed.
 
         Args:
             timeout_s: Longest time to wait.
@@ -430,10 +460,11 @@ class Reservation:
         )
 
     def actor_options(self, index: int) -> dict[str, Any]:
-        """Return Ray options that place an actor into bundle `index` of this reservation.
+        """Return the Ray options that place an actor in the bundle with this index.
 
         The actor's child tasks are not placed in the bundle, because the actor uses all of it. They are placed like
-        child tasks of this process: in a Tune trial, in the trial's placement group, which may have a bundle for them.
+        child tasks of this process. In a Tune trial, they are placed in the trial's placement group, which may have a
+        bundle for them.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -453,7 +484,10 @@ class Reservation:
         return options
 
     def nodes(self) -> list[str | None]:
-        """Return the node ID of each bundle. None for a bundle on a lost node, until Ray moves it to another node."""
+        """Return the node ID of each bundle.
+
+        For a bundle on a lost node, the ID is None until Ray moves the bundle to another node.
+        """
         ray, alive = _ray(), living_nodes()
         if self._own is None:
             return [next(iter(alive), None)] * self._num_workers
@@ -461,10 +495,11 @@ class Reservation:
         return [node if (node := holders.get(index)) in alive else None for index in range(self._num_workers)]
 
     def gpus_of_driver(self) -> list[str]:
-        """Assign the first worker's GPUs to this process, which runs that worker. Return the GPU IDs.
+        """Reserve the GPUs of the first worker, which runs in this process. Return their IDs.
 
-        Ray assigns GPUs only to actors and tasks, so an idle actor holds the GPUs until `close`. Inside an existing
-        placement group, return no IDs, because the group's owner decides which GPUs this process may use.
+        Ray assigns GPUs only to actors and tasks. An idle actor therefore holds these GPUs until `close`. Inside an
+        existing placement group, no IDs are returned, because the group's owner decides which GPUs this process may
+        use.
         """
         if self._own is None or not self._need.num_gpus:
             return []
@@ -475,10 +510,10 @@ class Reservation:
         return ids
 
     def close(self, timeout_s: float) -> None:
-        """Release the resources and wait until Ray confirms. Log a warning if that takes longer than `timeout_s`.
+        """Release the resources and wait until Ray confirms. Log a warning if this takes longer than `timeout_s`.
 
-        If the cluster's head node is gone, for example after a signal to all processes of a program, do not wait: Ray
-        would try to reach the head node for a minute, and then kill this process.
+        If the cluster's head node is gone, for example after a signal to all processes of a program, do not wait. Ray
+        would try to reach the head node for a minute and then kill this process.
         """
         if self._own is None:
             return
@@ -516,7 +551,7 @@ class Reservation:
 
 
 class _GPUHolder:
-    """An actor that holds GPUs on behalf of the driver process."""
+    """An actor that does nothing but hold GPUs for the driver process."""
 
     def gpu_ids(self) -> list[str]:
         """Return the GPUs that Ray assigned to the actor."""
@@ -526,8 +561,8 @@ class _GPUHolder:
 def guard(name: str) -> Any:
     """Start an actor that removes the placement group `name` when this process dies.
 
-    Call this before creating the placement group, so that the group never outlives this process. Kill the actor after
-    removing the group.
+    Call this function before you create the placement group. The group then never outlives this process. Kill the actor
+    after you have removed the group.
 
     Returns:
         The actor. None if Ray itself removes the group, or if Ray lacks the query that the actor needs.
@@ -536,7 +571,8 @@ def guard(name: str) -> Any:
 
     context = ray.get_runtime_context()
     maker = (context.get_worker_id(), context.get_node_id()) if keeper() is None else (context.get_actor_id(), None)
-    if not _is_alive(*maker):  # this is a driver, whose groups Ray itself removes, or the query is missing
+    # Either this process is a driver, whose placement groups Ray itself removes, or Ray lacks the query.
+    if not _is_alive(*maker):
         return None
     return (
         ray.remote(ReservationGuard)
@@ -546,7 +582,9 @@ def guard(name: str) -> Any:
 
 
 def _is_alive(maker: str, node_id: str | None) -> bool:
-    """Return True if a worker process or actor is alive. Uses private queries of Ray. If Ray lacks them, return False.
+    """Return True if a worker process or an actor is alive.
+
+    This function uses private queries of Ray. If they are missing, it returns False.
 
     Args:
         maker: With `node_id`, the ID of a worker process. Without it, the ID of an actor; an actor that Ray will
@@ -562,7 +600,7 @@ def _is_alive(maker: str, node_id: str | None) -> bool:
 
 
 class ReservationGuard:
-    """An actor that waits until a process is dead, removes that process's placement group, and kills itself.
+    """An actor that waits until a process is dead, removes that process's placement group, and then kills itself.
 
     The actor is detached, so it outlives the process. If the actor's node is lost, Ray restarts the actor elsewhere.
     """
@@ -575,7 +613,7 @@ class ReservationGuard:
 
         while _is_alive(maker, node_id):
             time.sleep(_GUARD_POLL_S)
-        time.sleep(_GUARD_POLL_S)  # the process's last request may still be in transit
+        time.sleep(_GUARD_POLL_S)  # the dead process's request to create the group may still be in transit
         with suppress(ValueError):  # raised if the group does not exist
             ray.util.remove_placement_group(ray.util.get_placement_group(name))
         ray.kill(ray.get_runtime_context().current_actor)
@@ -583,19 +621,21 @@ class ReservationGuard:
 
 @dataclass(frozen=True)
 class Slot:
-    """One bundle of a reservation, with the resources of one worker."""
+    """A place for one worker in a reservation: one bundle of the placement group, with the worker's resources."""
 
     reservation: Reservation
     index: int
 
     @property
     def options(self) -> dict[str, Any]:
-        """Ray options that place an actor in this slot."""
+        """Ray options that place a worker's actor in this slot."""
         return self.reservation.actor_options(self.index)
 
 
 class Slots:
-    """A trainer's reservations, their free slots, and pending requests for more reservations.
+    """The slots of a trainer.
+
+    Holds the trainer's reservations, its free slots, and its pending requests for more slots.
 
     Args:
         reserve: Creates a reservation. Takes the number of workers, and True if the first worker is this process.
@@ -612,15 +652,21 @@ class Slots:
 
     @property
     def are_own(self) -> bool:
-        """True if every reservation created a placement group, so that actors start at once."""
+        """True if every reservation created a placement group. Actors in the slots then start at once."""
         return all(reservation.is_own for reservation in self._reservations)
 
     def reserve(
         self, count: int, timeout_s: float, *, has_driver: bool = False, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Reserve resources for `count` more workers, all or none, and wait until they are granted.
+        """Reserve slots for `count` more workers, and wait until all of them are granted.
 
-        Cancels all pending requests first.
+        Cancel pending requests first.
+
+        Args:
+            count: Number of slots.
+            timeout_s: Longest time to wait.
+            has_driver: True if the first worker is this process.
+            check: Called regularly during the wait. May raise.
 
         Raises:
             ReservationTimeoutError: The resources were not granted in time. Nothing stays reserved.
@@ -631,20 +677,22 @@ class Slots:
         self._add(reservation)
 
     def ask_up_to(self, max_workers: int, num_workers: int) -> None:
-        """Request resources for the workers that are still missing, so that an autoscaler starts nodes for them.
+        """Request slots for the workers that are still missing, without waiting.
 
-        Does not wait. `take_granted` adds granted requests to the free slots.
+        An autoscaler may then start nodes for these workers.
+
+        `take_granted` adds granted requests to the free slots.
 
         Args:
             max_workers: Number of workers that the trainer wants.
             num_workers: Number of workers that the trainer has.
         """
-        self._ask_for(max_workers - max(num_workers, len(self)))  # there may be more slots than workers
+        self._ask_for(max_workers - max(num_workers, len(self)))  # a trainer may have more slots than workers
 
     def _ask_for(self, count: int) -> None:
-        """Add or cancel pending requests for resources until `count` requests are pending.
+        """Add or cancel pending requests for slots until `count` requests are pending.
 
-        Each request is for one worker, because a single additional worker is useful, too. See ADR 11.
+        Each request is for one slot, because a single additional worker is useful, too. See ADR 11.
         """
         while len(self._asked) > max(0, count):
             self._asked.pop().close(_CLOSE_S)
@@ -655,7 +703,7 @@ class Slots:
             self._asked.append(reservation)
 
     def take_granted(self) -> None:
-        """Turn pending requests that were granted into reservations, and add their slots to the free slots."""
+        """Add the slots of pending requests that Ray has granted to the free slots."""
         for reservation in [each for each in self._asked if each.is_granted()]:
             self._asked.remove(reservation)
             self._add(reservation)
@@ -663,9 +711,15 @@ class Slots:
     def await_room(
         self, count: int, timeout_s: float, sleep: Callable[[float], object], *, has_driver: bool = False
     ) -> None:
-        """Wait until the resources for `count` workers can be granted, up to `timeout_s`.
+        """Wait until the resources for `count` workers could be granted, but at most `timeout_s`.
 
         Nothing stays reserved. The caller then checks the free resources and decides how many workers to start.
+
+        Args:
+            count: Number of workers.
+            timeout_s: Longest time to wait.
+            sleep: Waits for a number of seconds. May raise.
+            has_driver: True if the first worker is this process.
         """
         reservation, waited_s = self._reserve(count, has_driver), 0.0
         try:
@@ -684,7 +738,7 @@ class Slots:
         """Adopt the reservations and pending requests of the trainer's previous process.
 
         Args:
-            slots: The previous process's slots.
+            slots: The slots of the previous process.
             taken: The slots in which workers are running.
         """
         self._asked = slots._asked
@@ -694,11 +748,11 @@ class Slots:
         self._free = [slot for slot in self._free if (id(slot.reservation), slot.index) not in places]
 
     def take_slot(self) -> Slot:
-        """Take a slot from the free slots, even if its node is lost. Used while a group starts."""
+        """Take a free slot for a worker, even if the slot's node is lost. Used while a group starts."""
         return self._free.pop(0)
 
     def take_usable(self, count: int, avoid: Collection[str] = ()) -> list[Slot]:
-        """Take up to `count` slots from the free slots, all on live nodes that are not in `avoid`."""
+        """Take up to `count` free slots for workers, only on live nodes that are not in `avoid`."""
         nodes = {id(reservation): reservation.nodes() for reservation in self._reservations} if self._free else {}
         usable = [each for each in self._free if nodes[id(each.reservation)][each.index] not in (None, *avoid)]
         taken = usable[: max(0, count)]
@@ -706,20 +760,23 @@ class Slots:
         return taken
 
     def num_usable(self, avoid: Collection[str] = ()) -> int:
-        """Return how many slots, free or not, are on live nodes that are not in `avoid`."""
+        """Return how many slots, whether free or in use, are on live nodes that are not in `avoid`."""
         nodes = [node for reservation in self._reservations for node in reservation.nodes()]
         return sum(node not in (None, *avoid) for node in nodes)
 
     def node_of(self, slot: Slot) -> str | None:
-        """Return the ID of a slot's current node, or None if its node is lost."""
+        """Return the ID of the node on which a slot is now, or None if that node is lost."""
         return slot.reservation.nodes()[slot.index]
 
     def give_back(self, slot: Slot) -> None:
-        """Add a slot to the free slots, because its worker has ended."""
+        """Add a slot to the free slots after its worker has ended."""
         self._free.append(slot)
 
     def close(self, timeout_s: float) -> None:
-        """Close all reservations and pending requests, even if Ctrl-C interrupts one of these steps."""
+        """Close all reservations and cancel all pending requests.
+
+        Complete this even if Ctrl-C interrupts one of the steps.
+        """
         reservations = [*self._reservations, *self._asked]
         self._reservations, self._asked, self._free = [], [], []
         with ExitStack() as closing:

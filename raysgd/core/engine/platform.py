@@ -1,4 +1,4 @@
-"""`Platform`, the class through which the engine uses Ray in the driver. Tests replace it with a simulation.
+"""The class `Platform`, through which the driver's part of the engine uses Ray. Tests replace it with a simulation.
 
 ADR 131 explains why all uses of Ray go through one class.
 """
@@ -24,13 +24,14 @@ from raysgd.core.engine.worker import LocalWorker, RemoteWorker, WorkerFailed, c
 from raysgd.core.private_names import find_name
 from raysgd.exceptions import WorkerFault
 
-_TOGETHER_S = 0.01  # how long to wait for all calls before polling: one query for many answers is faster
-_TOGETHER_S_EACH = 0.00005  # additional wait per call: one query for each answer would take quadratic time
+_TOGETHER_S = 0.01  # how long to wait for all calls before waiting for any call: one query for many answers is faster
+# Additional wait per call: with one query for each answer, the total time would be quadratic.
+_TOGETHER_S_EACH = 0.00005
 _MISSING_MODULE = re.compile(r"No module named '([^']+)'")
 
 
 class Platform:
-    """Starts and kills processes, reserves resources, transfers values and waits for calls."""
+    """Starts and kills worker processes, reserves resources, transfers values, and waits for remote calls."""
 
     make_reservation: Callable[..., Reservation] = Reservation
     """Creates a reservation of resources. Takes the arguments of `Reservation`."""
@@ -55,12 +56,12 @@ class Platform:
         return node_here()[0]
 
     def new_worker(self, slot: Slot, connection: Connection, num_threads: int) -> RemoteWorker:
-        """Start a worker process in a slot. Does not wait for the process."""
+        """Start a worker process in a slot, without waiting for the process."""
         return RemoteWorker(slot, connection, num_threads)
 
     def new_local_worker(self, connection: Connection) -> LocalWorker:
-        """Return a worker in this process."""
-        return LocalWorker(copy.deepcopy(connection))  # the original is pickled for the other workers
+        """Return a worker that runs in this process."""
+        return LocalWorker(copy.deepcopy(connection))  # copied, because the original is pickled for the other workers
 
     def begin_thread(self, body: Callable[[], None]) -> Callable[[], None]:
         """Run `body` in a new thread. Return a function that joins the thread."""
@@ -69,9 +70,11 @@ class Platform:
         return thread.join
 
     def find_process(self, worker: RemoteWorker) -> WorkerInfo | None:
-        """Return the node and process of a worker that has not answered yet, or None if its process is not running yet.
+        """Return the node and process ID of a worker that has not answered yet.
 
-        Uses a private query of Ray. If Ray lacks it, return None.
+        Return None if the worker's process is not running yet.
+
+        This method uses a private query of Ray. If that is missing, it returns None.
         """
         actors, identity = find_name("ray._private.state:actors"), getattr(worker.actor, "_actor_id", None)
         if actors is None or identity is None:
@@ -81,7 +84,7 @@ class Platform:
         return WorkerInfo(place["NodeID"], place["IPAddress"], pid) if pid and place.get("NodeID") else None
 
     def kill_process(self, info: WorkerInfo) -> None:
-        """Kill a process on any node with SIGKILL, even if it is suspended. Does not wait until it has ended."""
+        """Kill a process on any node with SIGKILL, even if the process is suspended. Do not wait until it has ended."""
         if info.node_id == self.home:
             _sigkill(info.pid)
         else:
@@ -95,9 +98,10 @@ class Platform:
         return bool(ray.is_initialized())
 
     def any_ready(self, references: Sequence[Any], timeout_s: float | None) -> Collection[Any]:
-        """Wait up to `timeout_s` until at least one call has ended. Return the calls that have ended.
+        """Wait up to `timeout_s` until at least one remote call has ended. Return the calls that have ended.
 
-        Answers often arrive together, and each query costs time, so the method first waits a moment for all calls.
+        Answers often arrive together, and each query costs time. This method therefore first waits a moment for all
+        calls.
         """
         # `ray.get` cannot be used here: if an exception is too large to be inlined, it waits for all other calls.
         together_s = max(_TOGETHER_S, _TOGETHER_S_EACH * len(references))
@@ -108,11 +112,17 @@ class Platform:
         return list(done)
 
     def ready(self, references: Collection[Any], timeout_s: float) -> Collection[Any]:
-        """Wait until all calls have ended, but at most `timeout_s`. Return the calls that have ended."""
+        """Wait until all of the given remote calls have ended, but at most `timeout_s`.
+
+        Return the calls that have ended.
+        """
         return call_lines.wait(references, len(references), timeout_s)
 
     def outcome(self, rank: int, reference: Any) -> Outcome:
-        """Return the outcome of a call, without waiting: its value, its failure, or that it has not ended yet."""
+        """Return the current outcome of a remote call, without waiting for the call.
+
+        The outcome is the call's value, its failure, or the fact that the call has not ended yet.
+        """
         import ray
 
         try:
@@ -134,7 +144,10 @@ class Platform:
 
 
 def _cause_of(error: Any) -> BaseException:
-    """Return the exception that made a call fail. If the worker could not import a module, return a clearer error."""
+    """Return the user's exception that made a remote call fail.
+
+    If the worker could not import a module, return an exception with a clearer message.
+    """
     import ray
 
     cause: BaseException = error.cause or error
@@ -148,14 +161,15 @@ def _fault(rank: int, error: BaseException, traceback_text: str) -> WorkerFault:
 
 
 def _run_beside(info: WorkerInfo, function: Callable[[int], Any]) -> Any:
-    """Call `function(info.pid)` in a new Ray task on the node of that process."""
+    """Call `function` with the process ID in `info`, in a new Ray task on the same node as that process."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     options: dict[str, Any] = {
         "num_cpus": 0,
         "max_retries": 0,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(info.node_id, soft=False),  # PIDs are per node
+        # A process ID is valid on one node only.
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(info.node_id, soft=False),
     }
     remote: Any = ray.remote(**options)(function)
     return remote.remote(info.pid)

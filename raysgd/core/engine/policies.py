@@ -1,6 +1,7 @@
 """Pure functions that decide how many workers run, what caused a failure, how to recover, and whose state to copy.
 
-Nothing in this module sleeps, queries Ray or contacts a worker, so the decisions can be tested without a cluster.
+Nothing in this module sleeps, queries Ray or contacts a worker. The decisions can therefore be tested without a
+cluster.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from raysgd.core.engine.shared.types import (
 from raysgd.core.text.log_lines import named
 from raysgd.exceptions import WorkerFault
 
-_TOLERANCE = 1e-6  # sums have rounding errors; Ray's unit of resources is 1/10000
+_TOLERANCE = 1e-6  # allowance for rounding errors in sums of resources; Ray's smallest unit of resources is 1/10000
 _REASON_LENGTH = 160
 _LONGEST_DELAY_S = 60.0
-# Short descriptions, by the class of the error with which Ray reports a lost worker.
+# Short descriptions of how a worker was lost, by the class of the error with which Ray reports this.
 _PROCESS_DIED, _NODE_DIED = "its process died", "its node died"
 _DEATHS = {
     "ActorDiedError": _PROCESS_DIED,
@@ -51,7 +52,7 @@ up": raise an error about the lost workers."""
 
 @dataclass(frozen=True)
 class WaitForWorkers:
-    """A decision not to start workers yet, because too few fit.
+    """A decision not to start workers yet, because the free resources are enough for too few workers.
 
     Attributes:
         delay_s: Seconds to wait before the next attempt. None to give up.
@@ -63,7 +64,12 @@ class WaitForWorkers:
 
 
 def num_fitting(amounts: Mapping[str, float], need: Resources) -> int:
-    """Return how many workers fit into `amounts`, the resources of one node."""
+    """Return how many workers fit on a node that has these amounts of resources.
+
+    Args:
+        amounts: The node's free or total resources.
+        need: Resources of one worker.
+    """
     bundle = need.bundle()
     if not bundle:
         return 10**6
@@ -71,14 +77,20 @@ def num_fitting(amounts: Mapping[str, float], need: Resources) -> int:
 
 
 def capacity(view: ClusterView, need: Resources, *, free_only: bool = True) -> int:
-    """Return how many workers fit into the cluster's free resources, or with `free_only=False`, its total resources."""
+    """Return how many workers fit into the cluster's free resources.
+
+    Args:
+        view: The cluster's nodes and their resources.
+        need: Resources of one worker.
+        free_only: False to count the cluster's total resources instead.
+    """
     return sum(num_fitting(node.available if free_only else node.total, need) for node in view.nodes)
 
 
 def cpus_that_fit(view: ClusterView, need: Resources, num_workers: int) -> float:
-    """Return the most CPUs per worker with which `num_workers` fit into an otherwise empty cluster.
+    """Return the largest number of CPUs per worker with which all workers would fit into an empty cluster.
 
-    Only values below `need.num_cpus` are tried. Return 0 if the workers do not fit with any of them.
+    Only numbers below `need.num_cpus` are tried. Return 0 if the workers do not fit with any of them.
     """
     of_nodes = {node.total.get("CPU", 0.0) for node in view.nodes}
     shares = {floor(100 * cpus / count) / 100 for cpus in of_nodes for count in range(1, num_workers + 1)}
@@ -111,7 +123,7 @@ class ScalingPolicy:
         Args:
             view: The cluster's nodes and their free resources.
             need: Resources of one worker.
-            attempt: Index of this attempt, from 0.
+            attempt: Index of this attempt to start workers, from 0.
         """
         fitting = max(self.num_local, min(self.max_workers, capacity(view, need)))
         if fitting >= self.min_workers:
@@ -135,7 +147,10 @@ class ScalingPolicy:
         return max(0, min(self.max_workers, num_reserved + capacity(view, need)) - num_workers)
 
     def delay_s(self, attempt: int) -> float:
-        """Return the seconds to wait after attempt `attempt`, from 0. The wait doubles each time, up to a minute."""
+        """Return how many seconds to wait after attempt number `attempt`, counted from 0.
+
+        The wait doubles with each attempt, up to a minute.
+        """
         return min(_LONGEST_DELAY_S, self.first_delay_s * 2.0**attempt)
 
 
@@ -147,15 +162,15 @@ AUTO: Literal["auto"] = "auto"
 
 @dataclass(frozen=True)
 class Resizing:
-    """Rules for when the number of workers changes.
+    """The rules that say when the number of workers changes.
 
     Attributes:
         check_s: Seconds between checks for free resources during a call. None to grow only between calls.
         num_awaited: Number of workers that survivors of a failure wait for before they continue.
         num_awaited_by_call: Number of workers that the driver waits for before a call to which workers can still be
             added while it runs.
-        minds_memory: True if survivors wait for new workers after running out of memory in their first step, because
-            fewer workers need more memory each.
+        minds_memory: True if survivors that ran out of memory in their first step wait for new workers. With fewer
+            workers, each worker needs more memory.
     """
 
     check_s: float | None
@@ -167,15 +182,15 @@ class Resizing:
 def resizing(
     wait: Wait, interval_s: float | None, keeps_global_batch: bool, max_workers: int, num_short: int = 0
 ) -> Resizing:
-    """Return the rules for when the number of workers changes.
+    """Return the rules that say when the number of workers changes.
 
     Args:
         wait: The user's choice of whether survivors wait for new workers.
         interval_s: Seconds between checks for free resources during a call. None for no checks.
-        keeps_global_batch: True if a step does not depend on the number of workers, so that survivors can continue
-            without replacements.
+        keeps_global_batch: True if the result of a training step does not depend on the number of workers. Survivors
+            can then continue without replacements.
         max_workers: Number of workers that the trainer wants.
-        num_short: Largest group size with which memory ran out. 0 if it never did.
+        num_short: Largest group size with which memory ran out. 0 if memory never ran out.
     """
     if wait == AUTO and keeps_global_batch:
         enough = min(max_workers, num_short + 1)
@@ -194,7 +209,7 @@ class Diagnosis:
             dead) or "user" (user code raised an exception).
         faults: The errors of that kind, in rank order.
         beside: If `kind` is "died", exceptions that user code raised in the same call. The death may have caused them,
-            so they are only mentioned in messages.
+            so they only appear in messages.
     """
 
     kind: FailureKind
@@ -222,19 +237,19 @@ def classify(report: GroupReport) -> Diagnosis:
 
 
 def failed_alike(report: GroupReport) -> bool:
-    """Return True if every rank failed at the same line of user code, with the same class of error."""
+    """Return True if every rank failed at the same line of user code with the same class of exception."""
     failures = [outcome.failure for outcome in report.outcomes]
     places = {(failure.fault.type_name, failure.fault.location) for failure in failures if failure is not None}
     return None not in failures and len(places) == 1
 
 
 def is_lack_of_memory(diagnosis: Diagnosis) -> bool:
-    """Return True if no process died and every failed rank raised an out-of-memory error, of its GPU or its node."""
+    """Return True if all failures are out-of-memory errors, of a GPU or a node, and no process died."""
     return diagnosis.kind == "user" and all(_lacks_memory(fault) for fault in diagnosis.faults)
 
 
 def _lacks_memory(fault: WorkerFault) -> bool:
-    """Return True for an out-of-memory error, including PyTorch's `RuntimeError` and TensorFlow's exception class."""
+    """Return True if the error means that memory ran out. PyTorch and TensorFlow have their own errors for this."""
     if isinstance(fault.error, MemoryError) or fault.type_name in _OF_MEMORY:
         return True
     is_runtime_error = isinstance(fault.error, RuntimeError) or fault.type_name == "RuntimeError"
@@ -259,7 +274,14 @@ class LostNodes:
 
 
 def emptied_nodes(lost: Collection[int], infos: Sequence[WorkerInfo]) -> dict[str, str]:
-    """Return the addresses of the lost ranks' nodes, by node ID. Empty if any of these nodes has a live worker."""
+    """Return the addresses of the lost ranks' nodes, by node ID.
+
+    Return an empty dict if any of these nodes has a live worker.
+
+    Args:
+        lost: Ranks whose workers were lost.
+        infos: Node of each rank's worker, by rank, before the loss.
+    """
     emptied = {infos[rank].node_id: infos[rank].node_ip for rank in sorted(lost)}
     in_use = {info.node_id for rank, info in enumerate(infos) if rank not in lost}
     return {} if in_use & emptied.keys() else emptied
@@ -291,7 +313,7 @@ def words(diagnosis: Diagnosis, gone: Collection[int] = (), nodes: LostNodes | N
 
 
 def why_not_started(failure: Failure) -> str:
-    """Return a description of why a worker did not start. It names the line of code if user code raised an error."""
+    """Return a description of why a worker did not start. If user code raised an exception, name the line of code."""
     reason = _said(failure.fault)
     if failure.kind == "user":
         return f"{reason}, raised at {failure.fault.location}"
@@ -313,9 +335,9 @@ class RetryBudget:
     """Counts the retries of one call, or of several calls that share one number of retries.
 
     A restart always costs a retry. Continuing in place with the survivors of a failure is free after enough progress:
-    at least one step of the call, and at least two steps since the survivors last continued. Otherwise continuing costs
-    a retry, too. After a hang, it always costs a retry, because the code may hang repeatedly. Survivors that completed
-    no step since they last continued cannot continue again, because continuing may have broken them.
+    at least one step of the call, and at least two steps since the survivors last continued. Otherwise, continuing
+    costs a retry, too. After a hang, continuing always costs a retry, because the code may hang again. Survivors that
+    completed no step since they last continued cannot continue again, because continuing may have broken them.
 
     Args:
         num_restarts: Number of retries, possibly infinite. If it is 0, the first failure ends the call, even if
@@ -334,7 +356,8 @@ class RetryBudget:
         """Reset the budget for the next call or series of calls."""
         self.num_spent = 0
         self.num_refused = 0
-        self._continued_at: int | None = None  # steps of the call when survivors last continued; None after a restart
+        # Number of completed steps when the survivors last continued; None after a restart.
+        self._continued_at: int | None = None
         self._has_hung = False
 
     @property
@@ -342,7 +365,11 @@ class RetryBudget:
         return self.num_spent >= self.num_restarts
 
     def obstacle_to_continuing(self, progress: int) -> str | None:
-        """Return why survivors of a failure cannot continue after `progress` steps of the call, or None if they can."""
+        """Return why the survivors of a failure cannot continue the call, or None if they can continue.
+
+        Args:
+            progress: Number of steps of the call that the survivors have completed.
+        """
         if self._continued_at is not None and progress <= self._continued_at:
             return "no step was completed since the survivors went on the last time"
         if not self.num_restarts or (self.is_spent and not self._is_free(progress)):
@@ -350,14 +377,17 @@ class RetryBudget:
         return None
 
     def note_hang(self) -> None:
-        """Record that a hung worker caused the next recovery, so that it costs a retry."""
+        """Record that the next recovery was caused by a hung worker. Continuing then costs a retry."""
         self._has_hung = True
 
     def _is_free(self, progress: int) -> bool:
-        """Return True if continuing with the survivors after `progress` steps of the call costs no retry.
+        """Return True if continuing with the survivors costs no retry.
 
-        One step since the survivors last continued is not enough, because code that fails at every step may also
-        complete one step between two failures.
+        One step since the survivors last continued is not enough. Code that fails at every step may also complete one
+        step between two failures.
+
+        Args:
+            progress: Number of steps of the call that the survivors have completed.
         """
         least = 1 if self._continued_at is None else self._continued_at + 2
         return progress >= least and not self._has_hung
@@ -390,7 +420,13 @@ class FailurePolicy:
     retries_user_errors: bool = False
 
     def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_continue: bool) -> Decision:
-        """Return what to do next. `can_continue` is True if survivors can continue the call."""
+        """Return what to do after a failed call.
+
+        Args:
+            diagnosis: The cause of the failure.
+            budget: The retries of the call.
+            can_continue: True if the survivors can continue the call.
+        """
         if diagnosis.kind == "user":
             return "restart" if self.retries_user_errors and not budget.is_spent else "raise error"
         if self.continues and can_continue and budget.num_restarts > 0:
@@ -399,10 +435,16 @@ class FailurePolicy:
 
 
 def choose_source(reports: Sequence[ReplicaProgress]) -> int | None:
-    """Return the index of the replica whose state the other replicas copy, or None if the survivors cannot continue.
+    """Return the index of the replica whose state the other survivors copy.
 
-    The source is the most advanced replica that is not in the middle of a step. Its last step may be copied even if
-    other replicas have not completed it, because it already includes the gradients of all ranks, even of lost ranks.
+    Return None if the survivors cannot continue.
+
+    The source is the most advanced replica that is not in the middle of a step. The other replicas may copy its state
+    even if they have not completed its last step, because that step already includes the gradients of all ranks, even
+    of lost ranks.
+
+    Args:
+        reports: The progress of each survivor's replica.
     """
     if any(report.obstacle for report in reports):
         return None
@@ -416,6 +458,6 @@ def are_alike(reports: Sequence[ReplicaProgress]) -> bool:
 
 
 def takers(reports: Sequence[ReplicaProgress], source: int) -> tuple[int, ...]:
-    """Return the indices of the replicas that must copy the state of the replica with index `source`."""
+    """Return the indices of the replicas that must copy the state of the replica with the index `source`."""
     progress = reports[source].progress
     return tuple(index for index, report in enumerate(reports) if not report.is_whole or report.progress != progress)

@@ -1,4 +1,7 @@
-"""Cleanup when the user's program exits. It runs before Ray's exit hook and prevents Ray from starting again."""
+"""Runs cleanup code when the user's program exits, before Ray's own exit hook.
+
+This module also keeps Ray from starting again.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ class ProgramEnd:
         self.finalizers: list[finalize[..., Any]] = []
 
     def come_before_ray(self) -> None:
-        """Register `run` so that it runs before Ray's exit hook.
+        """Register `run` as an exit hook that runs before Ray's exit hook.
 
         Python runs the newest exit hook first, and Ray registers its hook when it is imported. Call this method again
         after Ray has been imported. Hooks that the user's program registers later run first, while trainers still work.
@@ -36,7 +39,7 @@ class ProgramEnd:
             self._is_before_ray = "ray" in sys.modules
 
     def run(self) -> None:
-        """Run the remaining finalizers, newest first, even if some raise. Prevent Ray from starting again."""
+        """Run the remaining finalizers, newest first. Continue if one raises. Prevent Ray from starting again."""
         self.has_begun = True
         auto_init = find_name("ray:_private.auto_init_hook") if "ray" in sys.modules else None
         if auto_init is not None:  # a call in a background thread could otherwise start Ray again
@@ -52,10 +55,10 @@ _PROGRAM_END = ProgramEnd()
 
 
 def end_with(owner: Any, end: Callable[..., Any], *args: Any, **kwargs: Any) -> finalize[..., Any]:
-    """Call `end(*args, **kwargs)` when `owner` is garbage collected, or at exit while Ray is still running.
+    """Call `end(*args, **kwargs)` when `owner` is garbage collected, or when the program exits, before Ray shuts down.
 
-    A plain `weakref.finalize` may run after Ray's exit hook, because Python registers the exit hook of all finalizers
-    when the first one in the process is created, possibly before Ray is imported.
+    A plain `weakref.finalize` may run after Ray's exit hook. Python registers the exit hook of all finalizers when the
+    first finalizer in the process is created, possibly before Ray is imported.
 
     Returns:
         The `weakref.finalize` object.
@@ -68,7 +71,7 @@ def end_with(owner: Any, end: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def prepare_to_use_ray() -> None:
-    """Register the cleanup at program exit. Call this after Ray is imported and before it is started.
+    """Register the cleanup at program exit. Call this function after Ray is imported and before Ray is started.
 
     Raises:
         RaySGDError: The program is exiting.

@@ -12,7 +12,7 @@ ItemT = TypeVar("ItemT")
 
 
 def in_order(infos: Sequence[WorkerInfo], *, first_stays: bool = False) -> list[int]:
-    """Sort new workers by node, then by GPU, so that the ranks on each node are consecutive.
+    """Sort new workers by node, then by GPU. The ranks on each node are then consecutive.
 
     Nodes keep the order in which they first appear, and so do workers that share a GPU or have no GPU.
 
@@ -33,7 +33,7 @@ def in_order(infos: Sequence[WorkerInfo], *, first_stays: bool = False) -> list[
 
 
 def assign(infos: Sequence[WorkerInfo]) -> list[World]:
-    """Return the `World` (rank, group size, local rank) of each worker. Ranks follow the order of `infos`."""
+    """Return the `World` (rank, group size, local rank and so on) of each worker. Ranks follow the order of `infos`."""
     seen: Counter[str] = Counter()
     sizes = Counter(info.node_id for info in infos)
     node_ranks = _numbered_nodes(infos)
@@ -60,7 +60,9 @@ def assign(infos: Sequence[WorkerInfo]) -> list[World]:
 
 
 def places(ranks: Sequence[int], num_workers: int) -> list[int]:
-    """Return each worker's rank in the next group. Workers keep their rank if it still exists, or else get a free rank.
+    """Return each worker's rank in the next group. A worker keeps its rank if that rank exists in the next group.
+
+    Other workers get free ranks.
 
     >>> places([0, 2], 3), places([1, 2], 2), places([2, 3], 3)
     ([0, 2, 1], [1, 0], [2, 0, 1])
@@ -75,18 +77,22 @@ def places(ranks: Sequence[int], num_workers: int) -> list[int]:
 
 
 def in_places(items: Sequence[ItemT], places: Sequence[int]) -> list[ItemT]:
-    """Sort items by their ranks, given in `places`. If `places` is empty, return the items in the given order.
+    """Return items sorted by rank. If `places` is empty, return the items in the given order.
 
     >>> in_places(["a", "b", "c"], [0, 2, 1])
     ['a', 'c', 'b']
+
+    Args:
+        items: One item for each worker.
+        places: The rank of each worker.
     """
     return [items[index] for index in sorted(range(len(items)), key=(places or range(len(items))).__getitem__)]
 
 
 def keepers(infos: Sequence[WorkerInfo], home: str) -> dict[int, int]:
-    """Choose for each rank a partner rank on another node, which stores a copy of the rank's shard of the state.
+    """Choose a partner rank on another node for each rank. The partner stores a copy of the rank's shard of the state.
 
-    Each node sends its copies to the next node in a ring of all nodes, so that no node stores many more copies than it
+    Each node sends its copies to the next node in a ring of all nodes. No node then stores many more copies than it
     sends.
 
     Args:
@@ -95,7 +101,7 @@ def keepers(infos: Sequence[WorkerInfo], home: str) -> dict[int, int]:
             driver stores copies of their shards.
 
     Returns:
-        The partner rank by rank, without the ranks that have no partner.
+        The partner of each rank, by rank, without the ranks that have no partner.
     """
     on_node: dict[str, list[int]] = {}
     for rank, info in enumerate(infos):

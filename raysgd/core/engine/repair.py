@@ -50,13 +50,15 @@ from raysgd.exceptions import OnFailure, ReservationTimeoutError, UnevenStepsErr
 
 logger = logging.getLogger(__name__)
 
-STANDBY_WAIT_S = 30.0  # longest time for which survivors wait for new workers, which can also join later
+# Longest time for which survivors wait for new workers; workers that take longer can still join later.
+STANDBY_WAIT_S = 30.0
 _AWAITED_S = 10.0  # how long to wait for a snapshot that a caller needs, for example to save it to a file
-_REBUILD_RESERVATION_S = 10.0  # timeout for free resources: Ray grants them at once unless another program took them
+# Timeout for reserving free resources: Ray grants them at once unless another program took them.
+_REBUILD_RESERVATION_S = 10.0
 
 
 class CannotForm(Exception):
-    """The ranks cannot form a new group, so only a restart is left.
+    """The ranks cannot form a new group. Only a restart is left.
 
     Args:
         reason: Message that says why the group cannot be formed. Empty if no rank is left.
@@ -71,7 +73,7 @@ class CannotForm(Exception):
 
 @dataclass
 class NextGroup:
-    """The survivors and standby workers that will form the next group.
+    """The survivors and standby workers that will form the next worker group.
 
     Attributes:
         staying: The survivors' ranks in the old group.
@@ -89,7 +91,7 @@ class NextGroup:
 
     @property
     def source(self) -> int:
-        """Index in `staying` of the rank whose state the other ranks copy.
+        """Index in `staying` of the survivor whose training state the other ranks copy.
 
         Raises:
             CannotForm: No survivor's state can be continued.
@@ -111,8 +113,8 @@ class GroupChange:
         cause: Takes the lost ranks and returns a message with the reason for the change.
         staying: Ranks that should stay in the group.
         began: Time at which the change began.
-        num_awaited: Number of members up to which the group waits for workers that are starting. 0 waits only until
-            there are `min_workers` members.
+        num_awaited: The change waits for workers that are starting until the group has this many members. With 0, it
+            waits only until the group has `min_workers` members.
         budget: The retries that the change may use. None if the change costs no retry.
         leaving: Ranks that leave without having failed.
         orphans: Progress and metrics of the leaving ranks, which other ranks take over.
@@ -156,13 +158,14 @@ class GroupRepair:
         self._lifecycle, self._monitor, self._failures = lifecycle, monitor, failures
         self._spec, self._scaling, self._snapshots = lifecycle.spec, lifecycle.scaling, lifecycle.snapshots
         self._start_budget = start_budget
-        self._went_on_at: int | None = None  # step at which survivors continued with larger local batches
+        # Step at which survivors continued in a smaller group, with more samples per worker.
+        self._went_on_at: int | None = None
         self._went_on_in: Call | None = None
 
     # ------------------------------------------------------------------------------------------- a call failed
 
     def recover(self, call: Call, report: GroupReport, budget: RetryBudget) -> bool:
-        """Repair the group after a failed call, or replace it.
+        """Repair the worker group after a failed call, or replace the group.
 
         Returns:
             True if the call can resume where it was interrupted. False if it must start over.
@@ -177,7 +180,7 @@ class GroupRepair:
         diagnosis = classify(report)
         told = {each.rank: each.value.value if each.ok else each.failure for each in report.outcomes}
         if divergence := call.divergence(told):
-            self._monitor.await_snapshot()  # get the previous call's snapshot while its worker can still send it
+            self._monitor.await_snapshot()  # wait for the previous call's snapshot while its worker can still send it
             raise UnevenStepsError(divergence) from diagnosis.faults[0].error
         if self._went_on_in is call and self._is_short_of_memory(diagnosis):
             return self._is_inside_after(self._wait_for_memory(report, diagnosis))
@@ -186,7 +189,8 @@ class GroupRepair:
             raise worker_error(diagnosis.faults, self._end_if_parted(call, diagnosis, report))
         if decision == "give up":
             behind = set[int]()
-            if diagnosis.kind == "disconnected":  # only lost connections were reported: find the silent ranks
+            # If only lost connections were reported, find out which ranks do not answer.
+            if diagnosis.kind == "disconnected":
                 everyone = range(len(self._lifecycle.running))
                 behind = set(everyone) - set(self._lifecycle.running.answering(everyone))
             self._give_up(diagnosis, report, budget, self._in_words(diagnosis, behind))
@@ -209,9 +213,12 @@ class GroupRepair:
         return self._is_restored_inside
 
     def change_held(self, report: GroupReport) -> bool:
-        """Let workers leave or join while the ranks wait between two steps of a call.
+        """Let workers leave or join the group while its ranks wait between two steps of a call.
 
         Return True if the call can resume where it stopped, or False if it must start over.
+
+        Args:
+            report: The ranks' answers, which say where they stopped.
         """
         self._lifecycle.check_active()
         reason = self._monitor.reason
@@ -223,7 +230,7 @@ class GroupRepair:
         return self._is_inside_after(self.change(leaving, reason, parts))
 
     def _is_inside_after(self, failed: NotInPlace | None) -> bool:
-        """After an attempt to change the group, restart the workers if necessary.
+        """After an attempt to change the group in place, restart the workers if the attempt failed.
 
         Return True if the call can resume where it stopped, or False if it must start over.
 
@@ -238,7 +245,7 @@ class GroupRepair:
 
     @property
     def _is_restored_inside(self) -> bool:
-        """True if the snapshot that was just restored was taken during the running call, so the call can resume."""
+        """True if the snapshot that was just restored was taken inside the running call. The call can then resume."""
         return self._snapshots.is_inside and not self._snapshots.calls_since
 
     def _in_words(self, diagnosis: Diagnosis, gone: Collection[int] = ()) -> str:
@@ -252,7 +259,10 @@ class GroupRepair:
         return words(diagnosis, gone, group.nodes_of(lost, group.infos))
 
     def _give_up(self, diagnosis: Diagnosis, report: GroupReport, budget: RetryBudget, cause: str) -> NoReturn:
-        """End the group and raise `WorkersLostError`, because no retry is left."""
+        """Kill the worker group and raise `WorkersLostError`, because no retry is left.
+
+        Before that, fetch training state that exists only in the workers.
+        """
         self.fetch_only_state(report)
         self._lifecycle.end_call(cause, "lost")
         budget.refuse()
@@ -266,7 +276,7 @@ class GroupRepair:
         raise WorkersLostError(message.rstrip()) from diagnosis.faults[0].error
 
     def _refuse_to_repeat(self, diagnosis: Diagnosis, report: GroupReport, cause: str) -> NoReturn:
-        """End the group and raise `WorkersLostError`, because the state from before the call is lost.
+        """Kill the worker group and raise `WorkersLostError`, because the state from before the call is lost.
 
         The survivors may have completed part of the call, so the call can neither continue nor start over.
         """
@@ -280,15 +290,20 @@ class GroupRepair:
     def _end_if_parted(self, call: Call, diagnosis: Diagnosis, report: GroupReport) -> str:
         """After an exception in user code, kill the group unless all ranks are alive, connected and in the same state.
 
+        Args:
+            call: The failed call.
+            diagnosis: The cause of the failure.
+            report: The outcomes of the call.
+
         Returns:
             A message for the user if the group was killed, or an empty string.
         """
         group = self._lifecycle.running
-        if not report.all_answered:  # ADR 7 explains why these ranks cannot be kept
+        if not report.all_answered:  # some ranks are still inside the call; ADR 7 explains why the group cannot be kept
             parted = "others were inside the call"
         elif call.keeps_alike and not group.is_driver_only and not self._has_failed_alike(report):
             parted = "others were elsewhere"
-            self._monitor.await_snapshot()  # get the previous call's snapshot while its worker can still send it
+            self._monitor.await_snapshot()  # wait for the previous call's snapshot while its worker can still send it
         else:
             return ""
         self.fetch_only_state(report)
@@ -304,7 +319,7 @@ class GroupRepair:
         )
 
     def _has_failed_alike(self, report: GroupReport) -> bool:
-        """Return True if all ranks failed at the same line of user code and are in the same state."""
+        """Return True if all ranks failed at the same line of user code and still have the same training state."""
         if not failed_alike(report):
             return False
         progress = self._ask_progress()
@@ -313,7 +328,7 @@ class GroupRepair:
     # ------------------------------------------------------------------------------ before workers are killed
 
     def fetch_only_state(self, after: GroupReport | None = None) -> None:
-        """Before workers are killed, copy their training state to the driver if it exists nowhere else.
+        """Before workers are killed, copy their training state to the driver if the driver has no copy.
 
         If no worker has a complete state any more, log a warning and give the state up.
 
@@ -330,7 +345,8 @@ class GroupRepair:
             group = lifecycle.running
             survivors = group.settle_any() if after is None else group.settle(after)
             while lifecycle.holds_only_state:
-                self._fetch_from({*survivors, *group.stuck} - group.gone)  # a stuck rank may still finish a long step
+                # Include stuck ranks, which may still finish a long step.
+                self._fetch_from({*survivors, *group.stuck} - group.gone)
                 survivors = list(range(len(group)))
             logger.info("fetched the state that only workers had: %s", self._snapshots.restored_from())
         except CannotForm as failed:
@@ -341,12 +357,15 @@ class GroupRepair:
             lifecycle.is_fetching = False
 
     def leave_with_survivors(self, report: GroupReport) -> list[Capture] | None:
-        """After a failure in a call that should end early, copy the survivors' state to the driver.
+        """After a failure in a call that should end early, copy the survivors' training state to the driver.
+
+        Args:
+            report: The outcomes of the failed call.
 
         Returns:
-            Each survivor's part of a snapshot from inside the call. An empty list if the survivors formed a group but
-            their state is not from inside the call; the group can then run the call. None if they could not form a
-            group, or if user code raised an exception.
+            Each survivor's part of a snapshot that was taken inside the call. An empty list if the survivors formed a
+            group, but their state is not from inside the call: the group must then run the call. None if the survivors
+            could not form a group, or if user code raised an exception.
         """
         if not self._spec.regroups or classify(report).kind == "user":
             return None
@@ -366,12 +385,14 @@ class GroupRepair:
         return captures
 
     def await_only_state(self) -> None:
-        """If a snapshot is in transit and the training state exists only in the workers, wait for the snapshot."""
+        """If the training state exists only in the workers, but a snapshot is in transit, wait for the snapshot."""
         if self._lifecycle.holds_only_state and self._snapshots.is_coming:
             self._monitor.await_snapshot()
 
     def _fetch_from(self, living: Collection[int]) -> list[Capture]:
-        """Form a group of the ranks in `living`, so that they are in sync, and copy their state to the driver.
+        """Form a group of the ranks in `living` and copy their training state to the driver.
+
+        Forming a group brings the ranks in sync.
 
         Returns:
             Each rank's part of the snapshot. An empty list if a rank was lost while its state was copied.
@@ -383,7 +404,7 @@ class GroupRepair:
         staying = [rank for rank in group.answering(sorted(living)) if group.workers[rank] not in newcomers]
         first = group.infos[0]
         self._try_to_make(GroupChange("ended", lambda gone: "", staying, now, 0, only_copies=True))
-        if group.infos[0] != first:  # rank 0, which sends the snapshots, was lost
+        if group.infos[0] != first:  # the previous rank 0, which sends the snapshots, was lost
             self._snapshots.drop_incoming()
         everyone = dict.fromkeys(range(len(group)), ())
         report = group.on_replica(replica.capture_here, everyone, on_wait=self._monitor.poll)
@@ -400,13 +421,18 @@ class GroupRepair:
     def _continue_in_place(self, report: GroupReport, budget: RetryBudget) -> NotInPlace | None:
         """After a failure, form a new group of the survivors, with spares and new workers if available.
 
+        Args:
+            report: The outcomes of the failed call.
+            budget: The retries of the call.
+
         Returns:
             Why the workers must be restarted, or None if the group was formed.
         """
         lifecycle, group = self._lifecycle, self._lifecycle.running
         began = lifecycle.now()
         survivors = self._settled(report, self._monitor.tell_stuck)
-        if group.stuck and classify(report).kind == "disconnected":  # if a rank died instead, stuck ranks are just slow
+        # If only connections were lost, stuck ranks hang; if a rank had died, they might just be slow.
+        if group.stuck and classify(report).kind == "disconnected":
             budget.note_hang()
         verb = "does" if len(group.silent) == 1 else "do"
         silent = f"; {named(group.silent)} {verb} not answer any more" if group.silent else ""
@@ -421,20 +447,34 @@ class GroupRepair:
         return self._make(GroupChange("continued", cause, survivors, began, num_awaited, budget))
 
     def _settled(self, report: GroupReport, tell_stuck: Callable[[], None] = lambda: None) -> list[int]:
-        """After a failed call, find the survivors, interrupt any that wait for lost ranks, and return their ranks."""
+        """After a failed call, return the ranks that survived. Interrupt survivors that wait for lost ranks.
+
+        Args:
+            report: The outcomes of the failed call.
+            tell_stuck: Called once if a live rank takes long to finish the failed call.
+        """
         survivors = self._lifecycle.running.settle(report, tell_stuck)
         self._lifecycle.suspect(survivors)
         return survivors
 
     def _is_short_of_memory(self, diagnosis: Diagnosis) -> bool:
-        """Return True if survivors ran out of memory in their first step with the larger local batches."""
+        """Return True if survivors ran out of memory in their first step after the group shrank.
+
+        With fewer workers, each worker's part of the global batch is larger.
+        """
         if self._went_on_at is None or not is_lack_of_memory(diagnosis):
             return False
         signs = self._lifecycle.running.ask_beside("beside", replica.sign_of_life, ranks=diagnosis.ranks)
         return any(sign is not None and sign.step <= self._went_on_at for sign in signs.values())
 
     def _wait_for_memory(self, report: GroupReport, diagnosis: Diagnosis) -> NotInPlace | None:
-        """After survivors ran out of memory, form a group with new workers. Waits as long as any are starting.
+        """After survivors ran out of memory, wait for new workers and form a group with them.
+
+        The wait lasts as long as any worker is starting.
+
+        Args:
+            report: The outcomes of the failed call.
+            diagnosis: The cause of the failure.
 
         Returns:
             Why the workers must be restarted, or None if the group was formed.
@@ -449,14 +489,14 @@ class GroupRepair:
 
         logger.warning("%s; waiting for new workers", cause(()))
         survivors = self._settled(report, self._monitor.tell_stuck)
-        lifecycle.start_standby()  # survivors that continue alone may have requested no resources
+        lifecycle.start_standby()  # the survivors may have continued without requesting resources for new workers
         return self._make(GroupChange("grown", cause, survivors, began, self._scaling.max_workers, wait_s=math.inf))
 
     def change(self, leaving: frozenset[str], cause: str, parts: Sequence[Capture] = ()) -> NotInPlace | None:
-        """Between two steps or calls, remove the workers on some nodes and add ready standby workers.
+        """Between two steps or calls, remove the workers on nodes that are going away, and add ready standby workers.
 
         Args:
-            leaving: Nodes that are being removed.
+            leaving: IDs of nodes that are being removed.
             cause: Reason for the change, for the history.
             parts: Each rank's part of a snapshot, if the ranks wait between two steps of a call.
 
@@ -481,10 +521,10 @@ class GroupRepair:
         )
 
     def grow(self, num_awaited: int, cause: str) -> NotInPlace | None:
-        """Between two calls, add as many workers as the free resources allow.
+        """Between two calls, add as many workers to the group as the free resources allow.
 
         Args:
-            num_awaited: Number of workers up to which to wait for workers that are starting.
+            num_awaited: Wait for workers that are starting until the group has this many workers.
             cause: Reason for the change, for the history.
 
         Returns:
@@ -501,7 +541,10 @@ class GroupRepair:
         return self.change(frozenset(), cause) if standby.num_ready else None
 
     def can_change(self) -> bool | None:
-        """Ask the replicas between two calls whether they can continue in a new group. None if workers were lost."""
+        """Ask the replicas whether they can continue in a new group. Return None if workers were lost.
+
+        Call this between calls.
+        """
         if not self._spec.regroups:
             return False
         report = self._ask_progress()
@@ -515,7 +558,7 @@ class GroupRepair:
         return group.on_replica(replica.replica_progress, everyone, on_wait=self._monitor.poll)
 
     def _make(self, change: GroupChange) -> NotInPlace | None:
-        """Change the group as requested and record the event in the history. Uses a retry if the change costs one.
+        """Change the group as requested and record the event in the history. Use a retry if the change costs a retry.
 
         Returns:
             Why the workers must be restarted, or None if the change was made.
@@ -523,13 +566,13 @@ class GroupRepair:
         lifecycle, before = self._lifecycle, list(self._lifecycle.running.infos)
 
         def gone(staying: Collection[int]) -> set[int]:
-            """Return the ranks that were lost, numbered as in the group before the change."""
+            """Return the ranks that were lost, with their numbers in the group before the change."""
             infos = lifecycle.running.infos
             kept = {infos[rank] for rank in staying}
             return {rank for rank, info in enumerate(before) if info not in kept} - change.leaving
 
         def end_unless_unformed(error: BaseException) -> None:
-            """If Ctrl-C or an error left the group half formed, kill it, so that it is never used."""
+            """If Ctrl-C or an error left the group half formed, kill the group, so that it is never used."""
             if not isinstance(error, CannotForm):
                 self.fetch_only_state()
                 lifecycle.end_call(type(error).__name__)
@@ -554,13 +597,16 @@ class GroupRepair:
         may_lack_memory = change.kind == "continued" and is_smaller and lifecycle.resizing.minds_memory
         self._went_on_at = source.progress if may_lack_memory else None
         kind: EventKind = "continued" if lost else change.kind
-        if kind != "grown" or len(group) > len(before):  # record nothing if all joining workers died
+        # If all joining workers died, the group has not grown, so record nothing.
+        if kind != "grown" or len(group) > len(before):
             lifecycle.record(kind, len(before), change.began, change.cause(lost), source.words)
         lifecycle.owe_spares()
         return None
 
     def _try_to_make(self, change: GroupChange) -> NextGroup:
-        """Form the requested group. If workers are lost meanwhile, try again without waiting for new workers.
+        """Form the requested group. If workers are lost meanwhile, try again with the remaining workers.
+
+        Later attempts do not wait for new workers.
 
         Raises:
             CannotForm: No group can be formed.
@@ -591,6 +637,10 @@ class GroupRepair:
     def _survivors_of(self, report: GroupReport, failed: NextGroup) -> list[int]:
         """Return the ranks that survived a failed attempt to form a group.
 
+        Args:
+            report: The outcomes of the attempt.
+            failed: The members of the group that was to be formed.
+
         Raises:
             CannotForm: User code raised an exception, or no worker was lost.
         """
@@ -605,9 +655,9 @@ class GroupRepair:
     # -------------------------------------------------------------------------------- members of the next group
 
     def form(self, change: GroupChange, staying: Sequence[int], without_state: Collection[int] = ()) -> NextGroup:
-        """Choose the members of the next group: ranks of the old group, which leave it here, and standby workers.
+        """Choose the members of the next group, and make those from the old group leave it.
 
-        Workers that die meanwhile are omitted.
+        The members are ranks of the old group and standby workers. Workers that die meanwhile are left out.
 
         Args:
             change: The change for which the group is formed.
@@ -619,7 +669,8 @@ class GroupRepair:
         """
         standby, min_workers = self._lifecycle.running.standby, self._scaling.min_workers
         formed = self._leave_old_group(change, staying, without_state)
-        if change.only_copies:  # a replica that cannot continue can still copy its state
+        # Ignore obstacles to continuing: a replica that cannot continue can still copy its state.
+        if change.only_copies:
             reports = [replace(each, obstacle=None) for each in formed.progress_reports]
             self._remove_others(formed.staying)
             return replace(formed, progress_reports=reports)
@@ -630,7 +681,8 @@ class GroupRepair:
 
         with OnFailure(kill_new_ones):
             formed = self._fill_up(change, formed, without_state)
-            if not change.goes_on:  # survivors that continue leave starting workers for a restart
+            # Survivors that continue do not take workers that are still starting, which a restart may need.
+            if not change.goes_on:
                 missing = min_workers - formed.num_workers
                 formed.joining += standby.take_needed(missing, missing, self._monitor.poll) or []
             if formed.num_workers < min_workers:
@@ -640,7 +692,12 @@ class GroupRepair:
     def _leave_old_group(
         self, change: GroupChange, survivors: Sequence[int], without_state: Collection[int]
     ) -> NextGroup:
-        """Make the survivors leave the old group. Survivors that turn out to be dead are left out of the next group.
+        """Make the survivors leave the old group. Return the next group, without survivors that turn out to be dead.
+
+        Args:
+            change: The change for which the next group is formed.
+            survivors: Ranks of the old group that should stay.
+            without_state: Ranks in `survivors` that did not receive the training state in an earlier, failed attempt.
 
         Raises:
             CannotForm: No rank is left to form a new group, or a survivor's user code raised an exception.
@@ -657,10 +714,11 @@ class GroupRepair:
             if any(o.failure is not None and o.failure.kind == "user" for o in failed):
                 logger.warning("a surviving worker could not report its progress: %s", words(classify(report)))
                 raise CannotForm("a surviving worker could not report its progress", staying)
-            dead = {o.rank for o in failed if o.failure is not None}  # unanswered ranks may just be slow
+            # Ranks that have not answered are not in this set, because they may just be slow.
+            dead = {o.rank for o in failed if o.failure is not None}
             staying = [rank for rank in staying if rank not in (dead or {o.rank for o in failed})]
         if not change.goes_on:
-            group.standby.kill_unresponsive()  # spares may have died with the workers
+            group.standby.kill_unresponsive()  # spare workers may have died together with the workers
         if change.goes_on or not group.standby.num_all:
             raise CannotForm("", ())
         return NextGroup([], [], [])
@@ -670,9 +728,14 @@ class GroupRepair:
         group.remove_workers([rank for rank in range(len(group)) if rank not in staying and rank not in group.gone])
 
     def _fill_up(self, change: GroupChange, formed: NextGroup, without_state: Collection[int]) -> NextGroup:
-        """Add standby workers to the next group. Wait for more if it has too few members.
+        """Add standby workers to the next group. If it has too few members, wait for workers that are starting.
 
         Too few means fewer than `change.num_awaited` or `min_workers`, whichever is larger.
+
+        Args:
+            change: The change for which the next group is formed.
+            formed: The members so far.
+            without_state: Ranks that did not receive the training state in an earlier, failed attempt.
 
         Returns:
             The members that are still alive after the wait.
@@ -691,14 +754,15 @@ class GroupRepair:
             self._remove_others(formed.staying)
             if not self._fill_from_standby(change, formed, max(0.0, deadline - lifecycle.now())):
                 return formed
-            answering = group.answering(formed.staying)  # ranks that died during the wait were not noticed
+            # Poll the ranks again, because nobody noticed ranks that died during the wait.
+            answering = group.answering(formed.staying)
             if answering == formed.staying:
                 return formed
             lifecycle.suspect(answering)
             formed = replace(self._leave_old_group(change, answering, without_state), joining=formed.joining)
 
     def _fill_from_standby(self, change: GroupChange, formed: NextGroup, wait_s: float) -> bool:
-        """Add ready standby workers to the next group, start more, and wait up to `wait_s` until they are ready.
+        """Add ready standby workers to the next group. Start more workers and wait up to `wait_s` until they are ready.
 
         Return True if this method had to wait.
         """
@@ -738,7 +802,7 @@ class GroupRepair:
         lifecycle.allow_replacements()
 
         def end(error: BaseException) -> None:
-            """If Ctrl-C or an error left the group half restored, kill it, so that it is never used."""
+            """If Ctrl-C or an error left the group half restored, kill the group, so that it is never used."""
             lifecycle.kill_group()
             if kind != "started":
                 is_failure = isinstance(error, WorkersLostError)
@@ -756,10 +820,13 @@ class GroupRepair:
             lifecycle.end_replacements()
 
     def _try_renew(self, after: GroupReport) -> int | None:
-        """Restore the last snapshot in rebuilt replicas in existing processes.
+        """Restore the last snapshot without starting new processes: rebuild the replicas in existing processes.
 
-        If the survivors could have continued in place but failed to, use only standby workers, because something in the
-        survivors' processes may be broken.
+        If the survivors could have continued in place but failed to do so, use only standby workers, because something
+        in the survivors' processes may be broken.
+
+        Args:
+            after: The outcomes of the failed call.
 
         Returns:
             Number of workers kept from the old group, or None if all processes must be replaced.
@@ -771,7 +838,7 @@ class GroupRepair:
         before = set(group.infos)
         if spec.renews:
             staying = self._settled(after, self._monitor.tell_stuck)
-        else:  # avoid nodes of silent ranks: killing an actor does not end a frozen process
+        else:  # avoid the nodes of silent ranks, because killing an actor does not end a frozen process
             staying = []
             unknown = [rank for rank in range(len(group)) if rank not in group.gone | group.silent]
             lifecycle.suspect(group.answering(unknown))
@@ -793,7 +860,7 @@ class GroupRepair:
         return len(before & set(lifecycle.running.infos)) if self._restore_those_left() else None
 
     def _start_others(self, kind: EventKind, cause: str) -> None:
-        """Start a new group once enough resources are free, and restore the last snapshot in it."""
+        """Kill the group. Once enough resources are free, start a new group and restore the last snapshot in it."""
         lifecycle, scaling = self._lifecycle, self._scaling
         lifecycle.kill_group()
         self._refuse_if_lost(cause)
@@ -806,7 +873,8 @@ class GroupRepair:
             decision = scaling.decide(view, self._spec.resources, attempt)
             attempt += 1
             if isinstance(decision, WaitForWorkers):
-                if kind == "started":  # after a failure, it may fit once lost nodes come back
+                # Not checked after a failure, because the workers may fit once lost nodes come back.
+                if kind == "started":
                     impossible = impossibility(self._spec.resources, scaling.min_workers, view, self._spec.words)
                 if decision.delay_s is None:
                     table = impossible or explain(self._spec.resources, scaling.max_workers, view)
@@ -829,16 +897,19 @@ class GroupRepair:
                 has_started = lifecycle.try_start(decision, max(0, num_spares), _REBUILD_RESERVATION_S)
                 if has_started and self._restore_those_left():
                     return
-            except ReservationTimeoutError as error:  # another program took the resources, or the node was lost
+            except ReservationTimeoutError as error:  # another program took the free resources, or their node was lost
                 logger.warning("%s", str(error).partition("\n")[0])
                 continue
             if self._start_budget is not None:
                 pay_for_start(self._start_budget)
-                attempt -= 1  # this attempt used a retry of the start budget instead
+                attempt -= 1  # do not count this attempt, because it used a retry of the start budget
         raise WorkersLostError(f"No group could be started in {scaling.num_attempts} attempts after: {cause}.")
 
     def _refuse_if_lost(self, cause: str) -> None:
-        """Raise `WorkersLostError` if the training state is lost, because new workers would start from scratch."""
+        """Raise `WorkersLostError` if the training state is lost.
+
+        New workers would otherwise silently start from scratch.
+        """
         if not self._snapshots.is_lost:
             return
         if not self._spec.loses_state:
@@ -870,15 +941,17 @@ class GroupRepair:
         return True
 
     def _restore(self) -> GroupReport | None:
-        """Restore the last snapshot in the new group, then repeat the calls made since that snapshot.
+        """Restore the last snapshot in the current group, then repeat the calls made since that snapshot.
 
         Returns:
             The report of the call in which workers were lost, or None if no worker was lost.
         """
         group, snapshots = self._lifecycle.running, self._snapshots
-        on_wait = Monitor(self._lifecycle, is_of_restore=True).poll  # repeated calls may hang, too, so watch them
+        # Also watch the repeated calls, which may hang, too.
+        on_wait = Monitor(self._lifecycle, is_of_restore=True).poll
         snapshot = snapshots.landed
-        if snapshot is not None and isinstance(snapshot.shared_state, DividedValue):  # read the shards from live nodes
+        # Choose copies of the shards on live nodes.
+        if snapshot is not None and isinstance(snapshot.shared_state, DividedValue):
             parts = snapshot.shared_state.best_on({info.node_id for info in group.infos})
             snapshot = snapshots.landed = replace(snapshot, shared_state=parts)
         if snapshot is not None:
@@ -902,6 +975,9 @@ class GroupRepair:
 
     def _has_lost_workers(self, report: GroupReport) -> bool:
         """Return True if a call failed because workers were lost, and False if it succeeded.
+
+        Args:
+            report: The outcomes of the call.
 
         Raises:
             WorkerError: User code raised an exception.

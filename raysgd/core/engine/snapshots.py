@@ -1,7 +1,8 @@
 """Snapshots: the training state that a restart restores, when it is copied, and which calls a restart must repeat.
 
-A worker copies its state at the end of a call, and the copy is sent while the group already runs the next call. Until
-the copy arrives, the calls that it covers are retained, so that they can be repeated from the previous snapshot.
+A worker copies its state at the end of a call. The copy is sent to the driver while the group already runs the next
+call. Until the copy arrives, the driver retains the calls whose effect the copy contains. They can then be repeated
+from the previous snapshot.
 
 Snapshots are stored on the driver's node, because an actor's return value may exist only on the actor's node and would
 be lost with that node. If the state is sharded over the ranks, each shard is stored on two nodes (ADR 92).
@@ -22,13 +23,16 @@ from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.group_spec import EverySeconds, GroupSpec
 from raysgd.core.engine.shared.replica import Capture
-from raysgd.core.engine.transfers import Transfer
+from raysgd.core.engine.transfers import SharedValue, Transfer
 from raysgd.exceptions import WorkersLostError
 
 logger = logging.getLogger(__name__)
 
 
-_SHARE = 0.02  # copying may take at most this fraction of the time
+# Copying may take at most this fraction of the time. With its transfer to the driver, which slows down the next steps,
+# a snapshot costs about three times as long as the copy, so snapshots cost at most 2 % of the time. See
+# `examples/benchmarks/snapshot_cost.py`.
+_SHARE = 0.006
 _MAX_REPLAY_S = 30.0
 _MAX_CALLS = 10_000  # largest number of retained calls, which keep their arguments in memory
 
@@ -53,8 +57,8 @@ class Snapshot:
     def for_ranks(self, num_ranks: int) -> list[tuple[Any, ...]]:
         """Return what each rank of a new group restores in addition to the shared state.
 
-        A rank restores its own state. From a mid-call snapshot, it also restores the progress of rank 0 and the
-        progress of the old ranks whose metrics it takes over. The new group may have a different size.
+        A rank restores its own state. From a snapshot taken inside a call, it also restores the progress of rank 0, and
+        the progress of the old ranks whose metrics it takes over. The new group may have a different size.
         """
         own, progress = own_states(self.rank_states, num_ranks), self.progress
         if progress is None:
@@ -63,13 +67,16 @@ class Snapshot:
 
 
 def own_states(rank_states: Sequence[Any], num_ranks: int) -> list[Any]:
-    """Return the state that each rank of a new group restores for itself. None for ranks without an old state."""
+    """Return the own state that each rank of a new group restores.
+
+    The state is None for ranks that did not exist in the old group.
+    """
     return [*rank_states[:num_ranks], *[None] * (num_ranks - len(rank_states))]
 
 
 @dataclass(frozen=True)
 class NewestSnapshot:
-    """A snapshot that has arrived or is in transit. Any thread may use it.
+    """The newest snapshot, which has arrived in the driver or is in transit. Any thread may use it.
 
     Attributes:
         landed: The snapshot, if it has arrived in the driver.
@@ -102,15 +109,17 @@ class NewestSnapshot:
             raise
         except Exception as error:  # Ray's error if the worker died, or an error that the worker raised
             raise WorkersLostError("The state was lost with its worker on its way to the driver.") from error
+        if isinstance(state, SharedValue):
+            return Snapshot(state.value, self.rank_states, self.progress, state.reference)
         return Snapshot(state, self.rank_states, self.progress, self.transfer.reference)
 
 
 def is_due(every_s: EverySeconds, copy_s: float, since_s: float, replay_s: float, num_calls: int) -> bool:
-    """Return True if a snapshot is due after a call.
+    """Return True if the workers should copy their training state after a call.
 
     Args:
-        every_s: Seconds between snapshots. "auto" spends at most 2% of the time on copies, but takes a snapshot anyway
-            once a restart would have to repeat more than 30 s of calls. None takes no snapshots.
+        every_s: Seconds between snapshots. "auto" spends at most 2% of the time on snapshots, but takes one anyway once
+            a restart would have to repeat more than 30 s of calls. None takes no snapshots.
         copy_s: Seconds for which copying pauses the workers.
         since_s: Seconds from the last copy to the end of the call.
         replay_s: Seconds to repeat the calls since the last snapshot, including this call.
@@ -145,7 +154,7 @@ class SnapshotPace:
         self._has_warned = False
 
     def note_call(self, function: Any, seconds: float) -> None:
-        """Record how long a call of `function` took, as an estimate for its next call."""
+        """Record how many seconds a call of `function` took. This is the estimate for the next call of `function`."""
         self._usual_s[function] = seconds
 
     def note_copy(self, seconds: float) -> None:
@@ -179,7 +188,11 @@ class SnapshotPace:
         return is_due(self._every_s, self.copy_s, since_s, replay_s + usual_s, num_calls + 1)
 
     def is_overdue(self, replay_s: float) -> bool:
-        """Return True if the state should be copied now, because repeating `replay_s` of calls would take too long."""
+        """Return True if the state should be copied now, because repeating the last calls would take too long.
+
+        Args:
+            replay_s: How long the calls since the last snapshot took, in total.
+        """
         return self._every_s == "auto" and replay_s > _MAX_REPLAY_S
 
     def words(self) -> str:
@@ -195,7 +208,7 @@ class SnapshotPace:
 
 
 class Snapshots:
-    """Holds the newest snapshot that has arrived, and the calls completed since it was taken.
+    """Holds the newest snapshot that has arrived in the driver, and the calls completed since that snapshot was taken.
 
     Args:
         spec: Settings of the worker group, including those for snapshots.
@@ -205,7 +218,8 @@ class Snapshots:
         landed: The newest snapshot that has arrived in the driver.
         landed_token: Token that identifies `landed` in the workers.
         landed_at: Time at which `landed` arrived.
-        is_awaited: True if a caller needs the snapshot that is in transit, so that a restart must wait longer for it.
+        is_awaited: True if a caller needs the snapshot that is in transit. A restart must then wait longer for that
+            snapshot.
         must_follow: True if the workers must copy their state as soon as possible.
         last_file: The last checkpoint file that was saved or loaded.
         pace: Decides after which calls a snapshot is due.
@@ -230,14 +244,17 @@ class Snapshots:
 
     @property
     def last_file_in_words(self) -> str:
-        """A sentence about the last saved or loaded checkpoint file, for errors raised when no snapshot is left."""
+        """A sentence about the last checkpoint file that was saved or loaded.
+
+        Errors contain this sentence if no snapshot is left.
+        """
         if self.last_file is None:
             return "No file was saved or loaded."
         return f"The last file is {self.last_file}: `load` it into a new trainer."
 
     @property
     def has_gap(self) -> bool:
-        """True if a call since `landed` changed the state and cannot be repeated."""
+        """True if a call that completed after `landed` was taken changed the training state and cannot be repeated."""
         return self._num_gaps > self._num_gaps_landed
 
     @property
@@ -261,7 +278,7 @@ class Snapshots:
 
     @property
     def is_inside(self) -> bool:
-        """True if the newest snapshot in the driver was taken during a call, so that the call can resume from it."""
+        """True if the newest snapshot in the driver was taken inside a call. The call can then resume from it."""
         return self.landed is not None and self.landed.progress is not None
 
     @property
@@ -271,12 +288,15 @@ class Snapshots:
 
     @property
     def is_current(self) -> bool:
-        """True if the training state has not changed since the newest snapshot, which may still be in transit."""
+        """True if the training state has not changed since the newest snapshot was taken.
+
+        That snapshot may still be in transit.
+        """
         return self.shares_current and not self._is_stale_for_ranks
 
     @property
     def shares_current(self) -> bool:
-        """True if the state that all ranks share has not changed since the newest snapshot was taken."""
+        """True if the state that all ranks share, such as the model, has not changed since the newest snapshot."""
         return self.has_any and not self._is_stale
 
     @property
@@ -302,7 +322,7 @@ class Snapshots:
         self.must_follow = self.must_follow or not is_repeatable
 
     def newest(self) -> NewestSnapshot:
-        """Return the newest snapshot. Call this only if `has_any` is True.
+        """Return the newest snapshot. Call this method only if `has_any` is True.
 
         If the snapshot is in transit, a restart waits longer for it from now on, because the caller needs it.
         """
@@ -312,7 +332,7 @@ class Snapshots:
         return self._coming
 
     def touch(self) -> None:
-        """Record that the training state may have changed, so the newest snapshot no longer counts as current."""
+        """Record that the training state may have changed. The newest snapshot then no longer counts as current."""
         self._is_stale = True
 
     def touch_ranks(self) -> None:
@@ -320,7 +340,10 @@ class Snapshots:
         self._is_stale_for_ranks = True
 
     def leave_call(self) -> None:
-        """Record that an interrupted call will not resume, so a snapshot taken inside it counts as taken after it."""
+        """Record that an interrupted call will not resume.
+
+        A snapshot taken inside the call then counts as taken after the call.
+        """
         if self._coming is not None and self._coming.progress is not None:
             self._lose_coming()
         if self.landed is not None and not self._calls:
@@ -334,15 +357,15 @@ class Snapshots:
     def take_captures(
         self, captures: Sequence[Capture], fetch: Callable[[Any], Transfer], *, is_first: bool = False
     ) -> None:
-        """Create a snapshot from the copies that the ranks made of their state.
+        """Create a snapshot from the copies that the ranks made of their training state.
 
-        If the state that all ranks share was not sent with the captures, start its transfer to the driver.
+        If the state that all ranks share was not sent with the captures, start to transfer it to the driver.
 
         Args:
             captures: Each rank's part of the snapshot, by rank.
             fetch: Starts a transfer to the driver. Given rank 0's token, it transfers the shared state. Given a list of
                 all ranks' tokens, it transfers all shards.
-            is_first: True if the ranks have just been set up, so that the snapshot covers no call.
+            is_first: True if the ranks have just been set up. The snapshot then contains the effect of no call.
         """
         self.poll()
         num_covered = 0 if is_first else len(self._calls)
@@ -360,9 +383,10 @@ class Snapshots:
             self._num_covered, self.is_awaited = num_covered, False
 
     def poll(self, timeout_s: float | None = 0.0) -> None:
-        """Wait up to `timeout_s` for the snapshot in transit, and store it in `landed` if it arrives.
+        """Wait for the snapshot in transit. If it arrives, store it in `landed`.
 
-        None waits without limit.
+        Args:
+            timeout_s: Longest time to wait. None waits without limit.
         """
         if self._coming is None:
             return
@@ -370,9 +394,11 @@ class Snapshots:
             snapshot = self._coming.result(timeout_s)
         except TimeoutError:
             return
-        except WorkersLostError as error:  # the previous snapshot and the calls since then are still available
+        # This is not an error here, because the previous snapshot and the calls since then are still available.
+        except WorkersLostError as error:
             reason = error.__cause__
-            # Ray's error contains the remote traceback; its cause has only the message.
+            # Log the cause of Ray's error, which has only the message. The error itself also contains the remote
+            # traceback.
             logger.warning(
                 "a snapshot was lost in transit, so a restart may go back further: %s",
                 getattr(reason, "cause", None) or reason,
@@ -382,19 +408,33 @@ class Snapshots:
         self._land(snapshot, self._coming.token, self._num_covered)
 
     def drop_incoming(self) -> None:
-        """Discard the snapshot in transit and `landed_token`, because the replicas that they came from have ended."""
+        """Discard the snapshot in transit and `landed_token`, because the replicas that they came from have ended.
+
+        A snapshot that the driver itself copies from a file does not depend on replicas, so wait for that one.
+        """
+        if self._coming is not None and self._coming.token is None:
+            self.poll(None)
         if self.is_coming:
             self._lose_coming()
         self.landed_token = None
 
     def adopt(self, snapshot: Snapshot) -> None:
-        """Use state that came from the driver, such as a loaded file, as the newest snapshot."""
+        """Make state that came from the driver, such as a loaded file, the newest snapshot."""
         self._coming, self._is_stale, self._is_stale_for_ranks = None, False, False
         self.must_follow, self._num_gaps_coming = False, self._num_gaps
         self._land(snapshot, self.landed_token, len(self._calls))
 
+    def adopt_coming(self, coming: NewestSnapshot) -> None:
+        """Use state that workers loaded from a file as the newest snapshot, while the driver still copies the state.
+
+        If the copy fails, no earlier snapshot may replace the loaded state.
+        """
+        self.completed(None)
+        self._coming, self._num_covered, self._num_gaps_coming = coming, len(self._calls), self._num_gaps
+        self._is_stale, self._is_stale_for_ranks, self.must_follow, self.is_awaited = False, False, False, False
+
     def forget_calls(self) -> None:
-        """Discard the retained calls, so that a restart continues from the last snapshot without repeating calls."""
+        """Discard the retained calls. A restart then continues from the last snapshot without repeating any calls."""
         self._calls.clear()
         self._call_s.clear()
 
@@ -404,13 +444,19 @@ class Snapshots:
         self.forget_calls()
 
     def begin_again(self) -> None:
-        """Discard the snapshots, the retained calls and `landed_token`, because the workers are about to be reset."""
+        """Discard the snapshots, the retained calls and `landed_token`.
+
+        Called when the workers are about to be reset.
+        """
         self.clear()
         self.landed_token, self._is_stale, self._is_stale_for_ranks = None, False, False
         self._num_gaps_landed, self.must_follow = self._num_gaps, False
 
     def _lose_coming(self) -> None:
-        """Discard the snapshot in transit. If the driver's snapshot is outdated, request a new snapshot soon."""
+        """Discard the snapshot in transit.
+
+        If calls have completed since `landed` was taken, request a new snapshot soon.
+        """
         self._coming, self._is_stale = None, True
         self.must_follow = bool(self._calls)
 
@@ -433,7 +479,12 @@ class Snapshots:
         return is_forced or self.pace.is_due(call.function, self.replay_s, self.num_uncovered)
 
     def note_call(self, call: Call, seconds: float) -> None:
-        """Record that a call that changed the state has completed."""
+        """Record that a call that changed the training state has completed.
+
+        Args:
+            call: The completed call.
+            seconds: How long the call took.
+        """
         if self._spec.captures_after_calls:
             self.completed(call, seconds, is_repeatable=call.is_repeatable)
             self.pace.note_call(call.function, seconds)
@@ -441,11 +492,11 @@ class Snapshots:
             self.completed(None)
 
     def note_broken_off(self, call: Call, *, has_group: bool) -> None:
-        """Record that a call was aborted, after which no snapshot has the surviving ranks' state.
+        """Record that a call was aborted. No snapshot has the state in which it left the surviving ranks.
 
         Args:
             call: The aborted call.
-            has_group: True if the group survived.
+            has_group: True if the worker group survived.
         """
         self.leave_call()
         if call.changes_state and has_group:
@@ -455,27 +506,31 @@ class Snapshots:
 
     @property
     def is_overdue(self) -> bool:
-        """True if a snapshot should be taken now, because repeating the last calls would take too long."""
+        """True if a snapshot is needed now, because repeating the calls since the last snapshot would take too long."""
         return not self.is_coming and self.pace.is_overdue(self.replay_s)
 
     def is_known(self, *, has_group: bool) -> bool:
-        """Return True if the newest snapshot has the current training state, so that no copy is needed.
+        """Return True if the newest snapshot contains the current training state. No new copy is then needed.
 
-        Without a group, the current state is what new workers would start from: the newest snapshot, provided that no
-        completed call must be repeated after it.
+        Without a group, the current state is the state that new workers would start from. This is the newest snapshot,
+        provided that no completed call must be repeated after it.
+
+        Args:
+            has_group: True if there is a worker group.
         """
         is_whole = not has_group and self._spec.captures and not self.calls_since and not self.has_gap
         return self.is_current or (self.landed is not None and is_whole)
 
     def take_from(self, group: WorkerGroup, parts: Sequence[Capture], *, is_first: bool = False) -> None:
-        """Create a snapshot from the ranks' captures, and fetch the rest from the workers.
+        """Create a snapshot from the ranks' captures. Fetch the rest of the training state from the workers.
 
-        The rest is the shared state, which rank 0 stores, or if the state is sharded, one shard from each rank.
+        The rest is the state that all ranks share, which rank 0 stores. If this state is sharded, each rank stores one
+        shard.
 
         Args:
             group: The group that took the captures.
             parts: Each rank's part of the snapshot, by rank.
-            is_first: True if the ranks have just been set up, so that the snapshot covers no call.
+            is_first: True if the ranks have just been set up. The snapshot then contains the effect of no call.
         """
 
         def fetch(wanted: int | Sequence[int]) -> Transfer:
@@ -495,7 +550,10 @@ class Snapshots:
 
     @property
     def is_only_in_workers(self) -> bool:
-        """True if the training state exists only in the workers: the driver has no snapshot and cannot recompute it."""
+        """True if the training state exists only in the workers.
+
+        The driver has no snapshot and cannot recompute the state.
+        """
         return self.has_gap and self._spec.captures and self.landed is None and not self._spec.loses_state
 
     def restored_from(self) -> str:
@@ -510,5 +568,5 @@ class Snapshots:
 
 
 def copy_call() -> Call:
-    """Return a call that does nothing except that the workers copy their state after it."""
+    """Return a call whose only purpose is that the workers copy their training state after it."""
     return Call(replica.nothing, captures=True)

@@ -1,7 +1,7 @@
 """Standby workers: workers that are started outside the worker group and are ready to replace lost workers.
 
-This module starts them and checks that they stay ready. Until the group needs them, they can be lent to calls that run
-beside training, such as a validation in the background.
+This module starts standby workers and checks that they stay ready. Until the group needs them, they can be lent to
+calls that run beside training, such as a validation in the background. Such an agreement is called a loan.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _LOADING_S = 120.0  # importing a framework on a busy machine may hold the GIL t
 
 @dataclass(frozen=True)
 class StandbyWorker:
-    """A worker that is ready to join a group."""
+    """A worker outside the worker group that is ready to join the group."""
 
     worker: RemoteWorker
     info: WorkerInfo
 
 
 class Loan:
-    """A loan of a standby worker: the worker runs a call beside the training until the worker group needs it.
+    """Lets a standby worker run a call beside the training until the worker group needs the worker.
 
     A loan is for at most one call. While one thread waits for the call, another thread may recall the worker.
 
@@ -51,7 +51,7 @@ class Loan:
         spec: Settings of the worker group. Only `heartbeat_s` and `relay` are used.
 
     Attributes:
-        is_recalled: True if the group needs the worker, so that the call must end.
+        is_recalled: True if the group needs the worker. The call must then end.
     """
 
     def __init__(self, standby_worker: StandbyWorker, number: int, platform: Platform, spec: GroupSpec) -> None:
@@ -68,12 +68,12 @@ class Loan:
     def run_call(
         self, function: Callable[..., Any], make_args: Callable[[], Sequence[Any]], on_wait: Callable[[], None]
     ) -> Outcome | None:
-        """Run `function(replica, loan_number, *args)` on the worker and wait for it.
+        """Run `function(replica, loan_number, *args)` on the standby worker and wait for the result.
 
         Args:
             function: Called on the worker. If the loan is recalled, it must stop between two batches and return None.
             make_args: Returns the arguments `args` for `function`.
-            on_wait: Called regularly during the call. If it or `make_args` raises, the loan is recalled.
+            on_wait: Called regularly during the call. If `on_wait` or `make_args` raises, the loan is recalled.
 
         Returns:
             The outcome of the call. None if the worker was lost or recalled.
@@ -81,7 +81,8 @@ class Loan:
         try:
             with OnFailure(self.recall):
                 packed = pack(function, False, None, (self._number, *make_args()))
-                with self._lock:  # after a recall, the worker may already be a member of the group
+                # Start the call under the lock: after a recall, the worker may already be a member of the group.
+                with self._lock:
                     if self.is_recalled:
                         return None
                     self._call = self._worker.submit("on_packed", *packed)
@@ -99,7 +100,10 @@ class Loan:
         return None if is_left or found.has_died else found
 
     def recall(self) -> None:
-        """Make the call stop between two batches, or prevent it from starting, so that the loan ends. Thread-safe."""
+        """End the loan: make the worker's call stop between two batches, or keep it from starting.
+
+        Callable from any thread.
+        """
         with self._lock:
             self.is_recalled = True
             if self._call is not None:
@@ -107,26 +111,27 @@ class Loan:
 
     @property
     def call(self) -> Any:
-        """Ray's reference to the call, or None if no call was started."""
+        """Ray's reference to the call that the worker runs, or None if no call was started."""
         return self._call
 
     @property
     def is_over(self) -> bool:
-        """True if no call is running or will start."""
+        """True if the worker's call has ended, or will never start."""
         is_free = self._call is None or self._platform.outcome(-1, self._call).answered
         return is_free and (self._has_ended or self.is_recalled)
 
     @property
     def has_died(self) -> bool:
-        """True if the worker died during the call."""
+        """True if the worker died during its call."""
         return self._call is not None and self._platform.outcome(-1, self._call).has_died
 
 
 class StartupCheck:
     """Kills workers that freeze while they start or stand by, so that no caller waits for them forever.
 
-    It polls the workers, even while they are busy, and kills workers that do not answer. A worker that has never
-    answered may not have a process yet, so its silence counts only from the time when Ray reports its process.
+    This class polls the workers, even while they are busy, and kills workers that do not answer. A worker that has
+    never answered may not have a process yet. Its silence therefore counts only from the time when Ray reports its
+    process.
 
     Args:
         platform: Used to read the workers' answers and to find and kill their processes.
@@ -148,19 +153,22 @@ class StartupCheck:
         self.lost: list[RemoteWorker] = []
 
     def watch_worker(self, worker: RemoteWorker) -> None:
-        """Start checking `worker`."""
+        """Start to check whether a worker answers."""
         self._workers.append(worker)
         self._ask([worker])
 
     def remove(self, worker: RemoteWorker) -> None:
-        """Stop checking `worker`, because it has joined a group or was killed."""
+        """Stop checking a worker that has joined a group or was killed."""
         if worker in self._workers:
             self._workers.remove(worker)
             self._infos.pop(worker, None)
             self._liveness.remove(worker)
 
     def poll(self) -> None:
-        """Read the answers, kill silent workers, and start a new round of polls if it is due. Call this regularly."""
+        """Read the workers' answers, kill silent workers, and start a new round of polls if it is due.
+
+        Call this method regularly.
+        """
         answers, silent = self._liveness.poll()
         self.lost = [worker for worker, found in answers if found.has_died]
         for worker, found in answers:
@@ -170,7 +178,8 @@ class StartupCheck:
             if worker in self._infos:
                 self._end(worker, self._infos[worker])
                 self.lost.append(worker)
-            elif (info := self._platform.find_process(worker)) is not None:  # it may be new: silence counts from now
+            # The worker's process may be new, so its silence counts from now on.
+            elif (info := self._platform.find_process(worker)) is not None:
                 self._infos[worker] = info
         if self._now() >= self._next_round:
             self._next_round = self._now() + self._liveness.round_s(len(self._workers))
@@ -196,7 +205,7 @@ class Replacements:
 
 
 class StandbyWorkers:
-    """Starts and supervises standby workers, which are ready to join the group. Errors are logged, never raised.
+    """Starts and supervises the standby workers of a group. Errors in these workers are logged, never raised.
 
     Attributes:
         replacements: How many replacements for workers that die while a group starts are still allowed. Shared by all
@@ -217,28 +226,28 @@ class StandbyWorkers:
 
     @property
     def num_coming(self) -> int:
-        """Number of workers that are starting."""
+        """Number of standby workers that are still starting."""
         self.look_after()
         return len(self._coming)
 
     @property
     def num_ready(self) -> int:
-        """Number of workers that could join now, including those on loan."""
+        """Number of standby workers that could join the group now, including those on loan."""
         self.look_after()
         return len(self._ready) + len(self._loans)
 
     @property
     def num_all(self) -> int:
-        """Number of all standby workers."""
+        """Number of all standby workers, including those that are starting or on loan."""
         return self.num_coming + self.num_ready
 
     def start_more(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
-        """Start up to `count` more workers in free reserved slots. Return how many were started.
+        """Start up to `count` more standby workers in free slots. Return how many were started.
 
         Args:
             count: Number of workers to start, in addition to those that are starting or ready.
             world_size: Size of the group for which the workers prepare.
-            avoid: IDs of nodes that are probably lost or are being removed. Standby workers on them are killed.
+            avoid: IDs of nodes that are probably lost or are being removed. Standby workers on these nodes are killed.
         """
         self.kill_on(avoid)
         self._world_size = world_size
@@ -253,7 +262,12 @@ class StandbyWorkers:
         return len(slots)
 
     def replace(self, num_lost: int, world_size: int) -> None:
-        """Start replacements for `num_lost` workers that died while they started, up to the number still allowed."""
+        """Start replacements for workers that died while they started, as long as replacements are still allowed.
+
+        Args:
+            num_lost: Number of workers that died.
+            world_size: Size of the group for which the replacements prepare.
+        """
         if not self._is_cancelled:
             left = self.replacements
             left.num_left -= self.start_more(min(num_lost, left.num_left), world_size)
@@ -261,9 +275,14 @@ class StandbyWorkers:
     def take_ready(
         self, count: int, timeout_s: float = 0.0, on_wait: Callable[[], None] = lambda: None
     ) -> list[StandbyWorker]:
-        """Take up to `count` ready workers out of standby and return them. Wait up to `timeout_s` for starting workers.
+        """Remove up to `count` ready workers from the standby workers and return them, so that they can join the group.
 
-        If too few workers are ready, recall workers on loan. `on_wait` is called regularly during the wait.
+        If too few workers are ready, first recall workers on loan, then wait for workers that are starting.
+
+        Args:
+            count: Largest number of workers to return.
+            timeout_s: Longest time to wait for workers that are starting.
+            on_wait: Called regularly during the wait.
         """
         deadline = self._platform.now() + timeout_s
         self.kill_unresponsive()
@@ -280,9 +299,15 @@ class StandbyWorkers:
     def take_needed(
         self, count: int, most: int, on_wait: Callable[[], None] | None = None
     ) -> list[StandbyWorker] | None:
-        """Wait until at least `count` workers are ready, then take up to `most` workers out of standby and return them.
+        """Wait until at least `count` workers are ready.
 
-        Return None if `count` workers can never become ready.
+        Then remove up to `most` workers from the standby workers and return them. Return None if `count` workers can
+        never become ready.
+
+        Args:
+            count: Smallest number of workers to return.
+            most: Largest number of workers to return.
+            on_wait: Called regularly during the wait.
         """
         taken = self.take_ready(max(0, count), math.inf, on_wait or self.look_after)
         if len(taken) >= count:
@@ -292,11 +317,11 @@ class StandbyWorkers:
         return None
 
     def lend(self) -> Loan | None:
-        """Lend a ready worker to a call beside the training, from which the group can recall it.
+        """Lend a ready worker to a call that runs beside training. The group can recall the worker.
 
         Return None if no worker is ready.
         """
-        with self._polling:  # first finish any check in another thread, so that no dead worker is lent
+        with self._polling:  # wait until another thread has finished its check, so that no dead worker is lent
             self._see_to_all()
         if not self._ready:
             return None
@@ -316,7 +341,10 @@ class StandbyWorkers:
         self._take_back()
 
     def _take_back(self) -> None:
-        """End loans whose call is over. Mark the workers as ready, or remove workers that died during the call."""
+        """End the loans whose call is over.
+
+        Mark their workers as ready, or remove workers that died during the call.
+        """
         for loan in [each for each in self._loans if each.is_over]:
             if not _take_out(self._loans, loan):
                 continue
@@ -327,11 +355,11 @@ class StandbyWorkers:
 
     @property
     def _idle(self) -> list[StandbyWorker]:
-        """Ready workers and workers on loan."""
+        """Standby workers that are ready or on loan."""
         return [*self._ready, *(loan.standby_worker for loan in self._loans)]
 
     def cancel(self) -> None:
-        """Abort all waits for standby workers. Called from another thread."""
+        """Abort all waits for standby workers. Call this from a thread other than the one that waits."""
         self._is_cancelled = True
 
     def kill_on(self, node_ids: frozenset[str]) -> None:
@@ -349,7 +377,7 @@ class StandbyWorkers:
             self.kill(worker)
 
     def look_after(self) -> None:
-        """Check which workers are ready and which have died or frozen. Call this regularly while workers start.
+        """Check which standby workers are ready and which have died or frozen. Call this regularly while workers start.
 
         May be called from any thread, because programs may request a status at any time.
         """
@@ -384,7 +412,10 @@ class StandbyWorkers:
             self.replace(num_died, self._world_size)
 
     def kill_unresponsive(self) -> None:
-        """Poll the ready workers and kill workers that do not answer. Between calls, no other code checks them."""
+        """Poll the ready standby workers and kill workers that do not answer.
+
+        Call this before workers are taken, because between calls no other code checks them.
+        """
         self.look_after()
         idle = self._idle
         if not idle:
@@ -406,7 +437,7 @@ class StandbyWorkers:
                 self.kill(each.worker)
 
     def kill(self, worker: RemoteWorker) -> None:
-        """Kill a worker and free its slot. The worker may be in standby or have been taken out of it."""
+        """Kill a worker and free its slot. The worker may be a standby worker or may have been taken out of standby."""
         self._startup.remove(worker)
         worker.kill()
         self._slots.give_back(worker.slot)

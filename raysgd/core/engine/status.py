@@ -1,4 +1,4 @@
-"""The result of `trainer.status()`. It prints as plain text and displays as a card in notebooks."""
+"""The result of `trainer.status()`. It prints as plain text, and notebooks display it as a card."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from raysgd.core.engine.snapshots import SnapshotPace, Snapshots
 from raysgd.core.text.cards import card, fitted, folded, grid, named_lines, two_column_table
 from raysgd.core.text.log_lines import listed
 
-_STRAGGLES = 1.2  # a straggler's own time is at least this multiple of the other ranks' median
+_STRAGGLES = 1.2  # a straggler's time without waiting is at least this multiple of the other ranks' median
 _MOST_ALONE = 16  # with more workers than this, similar workers share a row
 
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """The state of one worker.
+    """The state of one worker, as shown in a trainer's status.
 
     Attributes:
         rank: The worker's rank.
-        node: Address of its node.
-        pid: ID of its process.
+        node: Address of the worker's node.
+        pid: ID of the worker's process.
         heartbeat: The worker's last heartbeat. None if the worker did not answer.
     """
 
@@ -39,18 +39,18 @@ class WorkerStatus:
     def own_s(self) -> float | None:
         """Seconds of the current or last training call in which the worker did not wait for other workers.
 
-        None if this was not measured or the worker did not answer.
+        The value is None if this time was not measured or the worker did not answer.
         """
         return self.heartbeat.own_s if self.heartbeat is not None else None
 
 
 @dataclass(frozen=True)
 class SnapshotStatus:
-    """The snapshot that a restart would start from.
+    """The snapshot that a restart would start from, as shown in a trainer's status.
 
     Attributes:
         age_s: Seconds since the snapshot arrived in the driver.
-        num_calls_since: Number of completed calls that would be repeated after a restore.
+        num_calls_since: Number of completed calls that a restart would repeat after restoring the snapshot.
         is_inside: True if the snapshot was taken inside a call.
         replay_s: Total seconds that the calls to be repeated took when they first ran.
         has_newer: True if a newer snapshot is in transit. Until it arrives, only the workers have the newer state.
@@ -72,7 +72,7 @@ class SnapshotStatus:
 
 @dataclass(frozen=True, repr=False)
 class TrainerStatus:
-    """The state of a trainer.
+    """The state of a trainer at one moment.
 
     Attributes:
         workers: The workers, in rank order.
@@ -80,7 +80,7 @@ class TrainerStatus:
         num_spares: Number of spare workers that are ready.
         samples_per_s: Throughput of the current or last training call. None before the first training call.
         straggler: The rank that the other ranks wait for. None if no rank is clearly slower, or if not measured.
-        data: Samples used in the current epoch. None if the library does not shard the data.
+        data: Samples used in the current epoch. None if raysgd does not shard the data.
         failures: A description of each failure's effect on the training, oldest first. It says where survivors
             continued and what happened to the samples, what a restart started from, or what state remained if neither
             was possible.
@@ -91,7 +91,7 @@ class TrainerStatus:
         events: The history of the worker groups, oldest first.
         snapshot: The last snapshot. None if no snapshot has arrived yet.
         snapshot_pace: A description of how often snapshots are taken.
-        ledger: How much time the ranks spent on what, such as steps or loading data. None if not measured.
+        ledger: How the ranks spent their time, such as on steps or loading data. None if not measured.
         global_batch: A description of the global batch, if its size depends on the number of workers. Otherwise empty.
         has_session_ended: True if the workers ended with their Ray session.
     """
@@ -126,7 +126,10 @@ class TrainerStatus:
         return "\n".join([*named_lines(self._rows()), *(fitted(line, indent=4) for line in lines)])
 
     def __repr__(self) -> str:
-        """Return `str(self)`. Python prompts show the `repr`, and a list of all fields would fill pages."""
+        """Return `str(self)`.
+
+        Python prompts show the `repr`, and the default `repr` would list all fields over several pages.
+        """
         return str(self)
 
     def _repr_html_(self) -> str:
@@ -169,7 +172,7 @@ class TrainerStatus:
         return [_row(workers) for workers in self._shown_together()]
 
     def _shown_together(self) -> list[list[WorkerStatus]]:
-        """Return the workers by row of the status. With more than 16 workers, workers in the same phase share a row.
+        """Group the workers into rows of the status. With more than 16 workers, workers in the same phase share a row.
 
         Workers in different epochs don't share a row, and the straggler always has a separate row.
         """
@@ -183,10 +186,11 @@ class TrainerStatus:
 
 
 def find_straggler(own_s: Sequence[float | None]) -> int | None:
-    """Return the rank that is clearly slower than the other ranks, apart from waiting. None if no rank is slower.
+    """Return the rank that takes clearly longer than the other ranks, or None if no rank does. Waiting does not count.
 
     Args:
-        own_s: Seconds that each rank did not wait for other ranks, by rank. If any value is None, the result is None.
+        own_s: For each rank, the seconds in which it did not wait for other ranks. If any value is None, the result is
+            None.
     """
     known = [seconds for seconds in own_s if seconds is not None]
     if len(known) < len(own_s) or len(known) < 2:
@@ -208,7 +212,7 @@ def compose(
     pace: SnapshotPace | None = None,
     has_session_ended: bool = False,
 ) -> TrainerStatus:
-    """Build a trainer's status from its workers, their heartbeats, the group history and the snapshots."""
+    """Build a trainer's status from its workers, their heartbeats, the history of worker groups, and the snapshots."""
     workers = tuple(WorkerStatus(rank, info.node_ip, info.pid, heartbeats.get(rank)) for rank, info in enumerate(infos))
     ledgers = [worker.heartbeat.data for worker in workers if worker.heartbeat is not None]
     return TrainerStatus(
@@ -238,7 +242,7 @@ def _snapshot_status(snapshots: Snapshots) -> SnapshotStatus | None:
 
 
 def _row(workers: Sequence[WorkerStatus]) -> tuple[str, ...]:
-    """Return a table row for a group of workers: ranks, nodes, processes, activity and own time."""
+    """Return a row of the status table for workers that share a row: ranks, nodes, processes, activity and own time."""
     nodes = list(dict.fromkeys(worker.node for worker in workers))
     own_s = sorted(worker.own_s for worker in workers if worker.own_s is not None)
     return (
@@ -251,7 +255,7 @@ def _row(workers: Sequence[WorkerStatus]) -> tuple[str, ...]:
 
 
 def _doing(heartbeats: Sequence[Heartbeat]) -> str:
-    """Describe the activity of workers that are in the same phase of the same epoch."""
+    """Describe what workers in the same phase of the same epoch are doing."""
     if not heartbeats:
         return "no answer"
     steps = sorted(heartbeat.step for heartbeat in heartbeats if heartbeat.step >= 0)
@@ -260,7 +264,7 @@ def _doing(heartbeats: Sequence[Heartbeat]) -> str:
 
 
 def _span(numbers: Sequence[str]) -> str:
-    """Return the first and last of sorted numbers as a range, or one number if they are equal."""
+    """Return the first and last of sorted numbers as a range. Return a single number if they are equal."""
     return numbers[0] if numbers[0] == numbers[-1] else f"{numbers[0]} to {numbers[-1]}"
 
 

@@ -1,16 +1,19 @@
 """Transfers of large values, such as snapshots, between the driver and the workers.
 
-ADR 131 explains why workers send values from a separate thread.
+ADR 131 explains why workers send such values from a separate thread.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 from raysgd.core.engine.placement import session
+from raysgd.core.engine.shared.call import run_into
 from raysgd.core.engine.worker import LocalCall, node_here
 from raysgd.exceptions import WorkersLostError
 
@@ -32,10 +35,10 @@ class Transfer:
 
 @dataclass(frozen=True)
 class SharedValue:
-    """A value that all ranks read.
+    """A value that the driver passes to all ranks.
 
     Attributes:
-        value: The value. If it is stored, this is the copy in the object store of the driver's node.
+        value: The value. If it is stored in Ray's object store, this is the copy on the driver's node.
         reference: Ray's reference to the value. None if it is not stored.
     """
 
@@ -52,7 +55,11 @@ def store(value: Any) -> SharedValue:
 
 
 def transfer(call: Any) -> Transfer:
-    """Return a `Transfer` that receives the result of `call`. A call to a local worker runs at once."""
+    """Return a `Transfer` that receives the result of a call.
+
+    Args:
+        call: Ray's reference to a remote call, or a call to the local worker. A local call runs at once.
+    """
     if isinstance(call, LocalCall):
         value = call.function()
         return Transfer(lambda timeout_s: value)
@@ -71,9 +78,22 @@ def transfer(call: Any) -> Transfer:
     return Transfer(result, call)
 
 
+def in_thread(store_value: Callable[[], SharedValue]) -> Transfer:
+    """Start storing a value in a separate thread. Return a `Transfer` whose result is the `SharedValue`."""
+    future = Future[SharedValue]()
+    Thread(target=run_into, args=(future, store_value), name="raysgd-store", daemon=True).start()
+
+    def result(timeout_s: float | None) -> SharedValue:
+        if not wait([future], timeout_s).done:
+            raise TimeoutError("the value is not stored yet")
+        return future.result()
+
+    return Transfer(result)
+
+
 @dataclass(frozen=True)
 class StoredPart:
-    """A copy of a shard in the object store of a node.
+    """A copy of one shard, in the object store of a node.
 
     Attributes:
         node_id: ID of the node.
@@ -88,8 +108,8 @@ class StoredPart:
 class DividedValue:
     """A value that is sharded over the ranks, one shard per rank.
 
-    The driver holds the shards without unpacking them. Pickling a `DividedValue` sends references, so that each
-    receiving process reads only the shards that it needs.
+    The driver holds the shards without unpacking them. A pickled `DividedValue` contains only references, so each
+    process that receives it reads only the shards that it needs.
 
     Attributes:
         values: The shards that are in this process, by rank. None for the other shards.
@@ -107,7 +127,7 @@ class DividedValue:
         return len(self.places)
 
     def __getitem__(self, index: int) -> Any:
-        """Return a rank's shard.
+        """Return the shard of a rank.
 
         Raises:
             LostPartError: All copies of the shard were lost.
@@ -124,15 +144,19 @@ class DividedValue:
         raise LostPartError(f"The last snapshot is lost, because no remaining node has the shard of rank {index}.")
 
     def best_on(self, nodes: Collection[str]) -> DividedValue:
-        """Return the same value, but let readers try copies on `nodes` first, because other nodes may be lost.
+        """Return the same value with another order of copies: readers try copies on `nodes` first.
 
-        If this process holds a shard of which neither `nodes` nor this node has a copy, store a copy on this node.
+        If this process holds a shard, but no copy of it is on `nodes` or on this node, store a copy on this node.
+
+        Args:
+            nodes: IDs of nodes that are alive. Other nodes may be lost.
         """
         home, values, places = node_here()[0], list[Any](), list[tuple[StoredPart, ...]]()
         for value, places_of_part in zip(self.values, self.places, strict=True):
             best = tuple(sorted(places_of_part, key=lambda place: place.node_id not in nodes))
             if value is not None and best and not any(place.node_id in (*nodes, home) for place in best):
-                stored = store(value)  # otherwise readers wait until Ray notices that the node is lost: see ADR 92
+                # Without this copy, readers would wait until Ray notices that the node is lost: see ADR 92.
+                stored = store(value)
                 value, best = stored.value, (StoredPart(home, stored.reference),)
             values.append(value)
             places.append(best)
@@ -140,7 +164,7 @@ class DividedValue:
 
 
 class LostPartError(WorkersLostError):
-    """Raised if a shard of a snapshot cannot be read, because all of its copies were lost."""
+    """A shard of a snapshot cannot be read, because all copies of the shard were lost."""
 
 
 def together(
@@ -152,7 +176,7 @@ def together(
         transfers: The transfer of each rank's shard, by rank.
         nodes: ID of each rank's node, by rank.
         relays: The shards that are copied to a partner rank instead of the driver, by the rank that sends the shard.
-            Each item is a transfer that is done once the copy exists, and the copy.
+            Each item consists of a transfer that is done once the copy exists, and the copy.
     """
 
     def places(rank: int) -> tuple[StoredPart, ...]:

@@ -48,17 +48,17 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 _RAYS_BREAKPOINT = "ray.util.rpdb.set_trace"  # Ray sets PYTHONBREAKPOINT to this value
 _FOLDER = "/dev/fd"
-_RAYLET = "/raylet"  # the path of the raylet's socket ends with this
+_RAYLET = "/raylet"  # the path of the socket to Ray's node process (the raylet) ends with this
 
 
 class WorkerFailed(Exception):
-    """Raised in a worker to send a `Failure` to the driver, because Ray reports a raised exception at once."""
+    """An exception that carries a `Failure` from a worker to the driver. Ray reports a raised exception at once."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
         self.failure = failure
 
-    def __str__(self) -> str:  # short, because Ray includes it in its exception's message
+    def __str__(self) -> str:  # kept short, because Ray includes it in the message of its own exception
         return f"{self.failure.fault.type_name} on rank {self.failure.fault.rank}"
 
 
@@ -78,7 +78,10 @@ class WorkerAnswer:
 
 
 def with_rank(found: Outcome) -> Outcome:
-    """Return the outcome. If the worker failed before it knew its rank, set the rank in the failure."""
+    """Return the outcome of a worker's call.
+
+    If the worker failed before it knew its rank, add the rank to the failure.
+    """
     failure = found.failure
     if failure is None or failure.fault.rank >= 0:
         return found
@@ -86,17 +89,21 @@ def with_rank(found: Outcome) -> Outcome:
 
 
 def notes_of(found: Outcome) -> tuple[WorkerLogLine, ...]:
-    """Return the log lines that a worker sent with this outcome."""
+    """Return the log lines that a worker sent with the outcome of its call."""
     if found.failure is not None:
         return found.failure.notes
     return found.value.notes if isinstance(found.value, WorkerAnswer) else ()
 
 
 def packed_bytes(what: str, value: Any) -> bytes:
-    """Pickle `value` for a worker.
+    """Pickle a value that will be sent to a worker.
+
+    Args:
+        what: Description of the value, with which the error message starts.
+        value: The value to pickle.
 
     Raises:
-        UnpicklableError: `value` cannot be pickled. The message starts with `what`.
+        UnpicklableError: `value` cannot be pickled.
     """
     from ray import cloudpickle
 
@@ -120,8 +127,8 @@ def packed_bytes(what: str, value: Any) -> bytes:
 class SentData:
     """Wraps data that a program passes to a detached trainer. Unpickling the wrapper returns `data` itself.
 
-    Each call unpickles a new copy of the data. So that the trainer recognizes data that it has received before,
-    `identity` returns the same token for all copies.
+    Each call unpickles a new copy of the data. The function `identity` returns the same token for all copies, so that
+    the trainer recognizes data that it has received before.
 
     Attributes:
         argument: Name of the argument.
@@ -137,7 +144,7 @@ class SentData:
         return _received, (self.argument, self.data, self.token)
 
 
-_RECEIVED: dict[str, tuple[Any, str]] = {}  # by argument name: the last data received, and its token
+_RECEIVED: dict[str, tuple[Any, str]] = {}  # for each argument name, the last data received and its token
 
 
 def _received(argument: str, data: Any, token: str) -> Any:
@@ -146,12 +153,12 @@ def _received(argument: str, data: Any, token: str) -> Any:
 
 
 def identity(data: Any) -> Any:
-    """Return an object that identifies the data across calls: the data itself, or the token of `SentData`."""
+    """Return an object that identifies the data across calls: the data itself, or its token if it was `SentData`."""
     return next((token for received, token in _RECEIVED.values() if received is data), data)
 
 
 def is_sendable(value: Any) -> bool:
-    """Return True if `value` can be pickled for a worker."""
+    """Return True if the value can be pickled and sent to a worker."""
     try:
         packed_bytes("it", value)
     except UnpicklableError:
@@ -166,9 +173,19 @@ def pack(
     args: Sequence[Any],
     number: CallNumber | None = None,
 ) -> tuple[Any, ...]:
-    """Pickle a call, and return the arguments with which `WorkerProcess.on_packed` runs it on any number of workers.
+    """Pickle a call to a function on the replica.
 
-    Ray object references in `args` are returned as separate arguments, so that Ray replaces them with the objects.
+    Return the arguments to pass to `WorkerProcess.on_packed` on a worker.
+
+    The returned arguments can be sent to any number of workers. Ray object references in `args` are returned as
+    separate arguments, so that Ray replaces them with the objects.
+
+    Args:
+        function: Called as `function(replica, *args)`.
+        capture: True to copy the training state after the call.
+        landed: Token of the newest snapshot that has arrived in the driver.
+        args: The function's arguments.
+        number: Number of the call, if the trainer is detached.
     """
     from ray import ObjectRef
 
@@ -179,7 +196,10 @@ def pack(
 
 
 def _answer(process: WorkerProcess, value: Any, capture: bool, landed: int | None) -> WorkerAnswer:
-    """Return the answer to a call. If `capture` is True and the call completed, include a copy of the state."""
+    """Return the answer to a call.
+
+    If `capture` is True and the call completed, include a copy of the training state.
+    """
     part = None
     if capture and not isinstance(value, HeldAtStep):
         began = time.perf_counter()
@@ -206,7 +226,10 @@ def _guarded(method: MethodT) -> MethodT:
 
 
 def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
-    """Raise `BdbQuit` from `breakpoint()` in a worker, because Ray's version would wait forever for a debugger."""
+    """Raise `BdbQuit`.
+
+    In a worker, `breakpoint()` calls this function, because Ray's own would wait for a debugger forever.
+    """
     raise BdbQuit
 
 
@@ -230,12 +253,18 @@ class WorkerProcess:
         self._reply: WorkerAnswer | Failure | None = None
 
     def describe(self) -> WorkerInfo:
-        """Return this worker's node, process and GPUs. Works even during a call, so it also serves as a poll."""
+        """Return this worker's node, process and GPUs.
+
+        The worker answers even during a call, so this also serves as a poll.
+        """
         return WorkerInfo(*node_here(), os.getpid(), _gpu_ids())
 
     @_guarded
     def prepare(self, initialization_hook: Callable[[], Any] | None) -> WorkerInfo:
-        """Run the user's initialization hook, then import the framework. Return the worker's node, process and GPUs."""
+        """Run the user's initialization hook, then import the framework.
+
+        Return the worker's node, process and GPUs.
+        """
         return self._prepare(initialization_hook)
 
     def _prepare(self, initialization_hook: Callable[[], Any] | None) -> WorkerInfo:
@@ -254,17 +283,28 @@ class WorkerProcess:
     @_guarded
     def open_endpoint(self, host: str, rank: int) -> int:
         """Leave the current group, if any, and listen on a port for the ranks of the next group. Return the port."""
-        if self._replica is not None or self._world.size:  # a standby worker, or a worker whose `join` failed
+        # True even for a standby worker, which is in a group of its own, and for a worker whose `join` failed.
+        if self._replica is not None or self._world.size:
             self._connection.leave()
         return self._connection.open_endpoint(host, rank)
 
     @_guarded
     def build(self, world: World, rendezvous: Rendezvous, make_replica: ReplicaFactory, capture: bool) -> WorkerAnswer:
-        """Join a group and build the replica, which replaces the worker's previous replica."""
+        """Join a group and build the replica. If the worker already has a replica, replace it.
+
+        Args:
+            world: The worker's rank, group size and so on.
+            rendezvous: The addresses of all ranks.
+            make_replica: Creates the replica.
+            capture: True to copy the replica's state after `setup`.
+
+        Returns:
+            The answer with what the replica's `setup` returned.
+        """
         self._world = world
         if self._replica is not None:
             self._end_replica()
-            gc.collect()  # the new replica may need its memory
+            gc.collect()  # free the old replica's memory, which the new replica may need
         self._connection.join(rendezvous, world)
         self._replica = make_replica(world)
         return _answer(self, self._replica.setup(), capture, None)
@@ -275,7 +315,10 @@ class WorkerProcess:
     ) -> WorkerAnswer:
         """Prepare a standby worker: import the framework, then build and warm up the replica in a group of size 1.
 
-        If `make_replica` is None, the replica is built only once the worker has joined a group.
+        Args:
+            hook: The user's initialization hook.
+            world: The rank and group size with which to build the replica.
+            make_replica: Creates the replica. None to build it only once the worker has joined a group.
 
         Returns:
             An answer with this worker's node, process and GPUs.
@@ -306,7 +349,7 @@ class WorkerProcess:
 
     @_guarded
     def regroup(self, world: World, rendezvous: Rendezvous, handover: StateHandover) -> Any:
-        """Join a new group and continue there. Return what the replica's `regroup` returns."""
+        """Join a new group and continue the training there. Return what the replica's `regroup` returns."""
         self._world = world
         self._connection.join(rendezvous, world, even_alone=True)
         replica: Any = self.replica
@@ -314,19 +357,25 @@ class WorkerProcess:
 
     @_guarded
     def on_replica(self, function: Callable[..., Any], capture: bool, landed: int | None, *args: Any) -> WorkerAnswer:
-        """Run `function(replica, *args)`. If `capture` is True, copy the state right after the call."""
+        """Run `function(replica, *args)`. If `capture` is True, copy the training state right after the call."""
         return _answer(self, function(self.replica, *args), capture, landed)
 
     def on_packed(self, packed: bytes, *values: Any) -> WorkerAnswer:
-        """Run a call that `pack` pickled. `values` are the objects whose references `pack` returned separately.
+        """Run a call that `pack` pickled, and return the answer.
 
-        If this worker has already run a call with the same number, repeat the reply. That happens if the detached
-        trainer's process died during the call.
+        If this worker has already run a call with the same number, repeat the reply to that call. This happens if the
+        process of a detached trainer died during the call.
+
+        Args:
+            packed: The pickled call.
+            values: The objects whose references `pack` returned separately.
         """
         return self._told(_reply_of(self, packed, values))
 
     def attend(self, name: str, packed: bytes) -> WorkerAnswer | None:
-        """Run a call and answer it over a Unix socket. Then run the calls that arrive on the socket until it closes.
+        """Run a call and send the answer over a Unix socket.
+
+        Then run the calls that arrive on the socket until it closes.
 
         Args:
             name: Address of the socket.
@@ -340,7 +389,8 @@ class WorkerProcess:
             message: bytes | None = packed
             while message is not None:
                 reply = _reply_of(self, message)
-                self._busy_thread = _NO_THREAD  # set before the driver gets the answer and requests a stack
+                # This must be set before the driver gets the answer, because the driver may then request a stack.
+                self._busy_thread = _NO_THREAD
                 if isinstance(reply, Failure) or not line.answer(reply):
                     return self._told(reply)
                 message = line.next()
@@ -352,18 +402,26 @@ class WorkerProcess:
         return cast(WorkerAnswer, self._fail(reply) if isinstance(reply, Failure) else reply)
 
     def last_call(self) -> CallNumber | None:
-        """Return the number of the last state-changing call that this worker started, or None.
+        """Return the number of the last state-changing call that this worker started.
 
-        Only a detached trainer numbers its calls. This method is called from another thread.
+        Return None if no call had a number.
+
+        Only a detached trainer numbers its calls. This method runs in a thread other than the one that runs calls.
         """
         return self._number
 
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `function(*args, **kwargs)` in the thread that runs calls. Exceptions are raised unchanged."""
+        """Run `function(*args, **kwargs)` in the thread that runs calls.
+
+        Unlike for other calls, errors are raised unchanged.
+        """
         return function(*args, **kwargs)
 
     def host(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `function(replica, *args, **kwargs)` in the thread that runs calls, like `execute`."""
+        """Run `function(replica, *args, **kwargs)` in the thread that runs calls.
+
+        Errors are raised unchanged, as in `execute`.
+        """
         return function(self.replica, *args, **kwargs)
 
     def beside(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -372,14 +430,17 @@ class WorkerProcess:
         return None if replica is None else function(replica, *args)
 
     def send(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run `function(replica, *args)` in a third thread, so that a slow answer does not delay heartbeats."""
+        """Run `function(replica, *args)` in a third thread. A large result then does not delay heartbeats."""
         return self.beside(function, *args)
 
     def relay(self, references: Sequence[Any]) -> tuple[None, Any]:
-        """Copy another worker's result into the object store of this node, where it survives the loss of that worker.
+        """Copy another worker's result to the object store of this node, where it survives the loss of that worker.
 
         Ray treats the two return values as separate objects. The driver waits only for the first value, None, so the
         result itself is not sent to the driver.
+
+        Args:
+            references: A single reference to the result, in a list. Ray would replace a bare reference with the result.
         """
         import ray
 
@@ -387,11 +448,17 @@ class WorkerProcess:
         return None, value
 
     def interrupt(self) -> None:
-        """Interrupt collectives in which this rank waits for other ranks. Called from another thread."""
+        """Interrupt the collectives in which this rank waits for other ranks.
+
+        This method runs in a thread other than the one that runs calls.
+        """
         self._connection.interrupt()
 
     def stack(self) -> str:
-        """Return the stack of the thread that runs calls, without the engine's frames. Called from another thread."""
+        """Return the current stack of the thread that runs calls, without the engine's frames.
+
+        This method runs in a thread other than the one that runs calls.
+        """
         frame = sys._current_frames().get(self._busy_thread or 0)
         if frame is None:
             return "  no call was made yet\n" if self._busy_thread is None else "  no call is running\n"
@@ -413,20 +480,21 @@ class WorkerProcess:
 
     @property
     def replica(self) -> Replica:
-        """The worker's replica. Raises an error if it has not been built yet."""
+        """The worker's replica. Use this property only after the replica has been built."""
         assert self._replica is not None, "the worker has no replica yet"
         return self._replica
 
     def _failure(self, error: BaseException) -> Failure:
-        # A worker that is alone in its group has no connection to other ranks, so the error comes from user code.
+        # If the worker is alone in its group, it has no connection to other ranks. Its error then comes from user code.
         has_lost_group = self._world.is_distributed and self._connection.is_connection_error(error)
         kind: FailureKind = "disconnected" if has_lost_group else "user"
-        is_brief = kind == "disconnected"  # all survivors fail this way at once, so the descriptions must be cheap
+        # All survivors of a failure lose connections at once, so their descriptions must be cheap.
+        is_brief = kind == "disconnected"
         fault = describe_fault(error, self._world.rank, node_here()[1], portable=self._is_remote, brief=is_brief)
         joint_work_of = getattr(self._replica, "joint_work_of", lambda error: None)
         failure = Failure(kind, fault, log_lines.drain(), joint_work_of(error))
         if kind == "disconnected":
-            self._connection.give_up(error)  # lets ranks that wait for this rank notice the failure
+            self._connection.give_up(error)  # ranks that wait for this rank then notice the failure
         return failure
 
     def _fail(self, failure: Failure) -> Any:
@@ -434,12 +502,15 @@ class WorkerProcess:
         raise WorkerFailed(failure)
 
     def _is_from_call(self, error: BaseException) -> bool:
-        """Return True if the call raised the error. In the driver, a `KeyboardInterrupt` comes from Ctrl-C instead."""
+        """Return True if an error was raised by the call.
+
+        In the driver, a `KeyboardInterrupt` comes from Ctrl-C instead.
+        """
         return isinstance(error, (Exception, SystemExit, *((KeyboardInterrupt,) if self._is_remote else ())))
 
 
 def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ()) -> WorkerAnswer | Failure:
-    """Run a call that `pack` pickled and return the answer, or the failure if it raised an exception.
+    """Run a call that `pack` pickled, and return the answer. If the call raised an exception, return the failure.
 
     This is a function rather than a method because Ray wraps each method of an actor, and users would see the wrapper's
     frames in tracebacks.
@@ -468,7 +539,7 @@ def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ())
 
 
 def cannot_import(module: str | None) -> ModuleNotFoundError:
-    """Return the error for an object whose module the worker process cannot import."""
+    """Return an error which says that the worker process cannot import the module of an object that was sent to it."""
     message = (
         f"No module named '{module}' in the worker process: something that was sent there, such as the operator class "
         "or a function, is defined in it. Define it in the script that you run, install the module on every node, or "
@@ -479,12 +550,12 @@ def cannot_import(module: str | None) -> ModuleNotFoundError:
 
 @dataclass(frozen=True)
 class LocalCall:
-    """A call to the rank that runs in the driver. The driver runs the call when it gathers the ranks' answers."""
+    """A call to the worker in the driver process. It runs only when the driver gathers the ranks' answers."""
 
     function: Callable[[], Any]
 
     def run(self, rank: int) -> Outcome:
-        """Run the call. If it raises an exception, the returned failure contains its live traceback, for debuggers."""
+        """Run the call. If it raises an exception, the returned failure contains the live traceback, for debuggers."""
         try:
             return Outcome(rank, self.function())
         except WorkerFailed as carrier:
@@ -494,8 +565,8 @@ class LocalCall:
 class LocalWorker:
     """The driver's handle to the worker in the driver process (`use_local=True`).
 
-    It has the same methods as `RemoteWorker`, but a call runs only when the driver gathers the results. It then runs in
-    the driver's thread, so that a debugger can stop in it.
+    This handle has the same methods as `RemoteWorker`, but a call runs only when the driver gathers the results. It
+    then runs in the driver's thread, so that a debugger can stop in it.
     """
 
     is_local = True
@@ -505,11 +576,11 @@ class LocalWorker:
         self._process = WorkerProcess(connection, num_threads=None, is_remote=False)
 
     def submit(self, method: str, *args: Any) -> LocalCall:
-        """Return a `LocalCall` of the method without running it. `LocalCall.run` runs it."""
+        """Return a `LocalCall` of the worker's method. `LocalCall.run` then runs the method."""
         return LocalCall(partial(getattr(self._process, method), *args))
 
     def interrupt(self) -> None:
-        """Interrupt collectives in which this rank waits for other ranks. Called from another thread."""
+        """Interrupt the collectives in which this rank waits for other ranks. May be called from another thread."""
         self._process.interrupt()
 
     @property
@@ -518,7 +589,7 @@ class LocalWorker:
         return self._process.replica
 
     def kill(self) -> None:
-        """Close the replica. The process is the driver, so it stays alive.
+        """Close the worker's replica. The process stays alive, because it is the driver.
 
         Errors are only logged, because the other workers must be stopped, too.
         """
@@ -545,13 +616,13 @@ class RemoteWorker:
         self.actor = _actor_class().options(**options).remote(connection, num_threads, log_level=log_lines.level())
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Start a call of the worker's method `method`. Return Ray's reference to the result."""
+        """Start a call of one of the worker's methods. Return Ray's reference to the result."""
         if method not in _BESIDE:
             self._hang_up()
         return getattr(self.actor, method).remote(*args, **kwargs)
 
     def ask(self, packed: bytes, *values: Any) -> Any:
-        """Send a call that `pack` pickled over a Unix socket to the worker if possible, otherwise through Ray.
+        """Send a call that `pack` pickled to the worker. Use a Unix socket if possible, otherwise Ray.
 
         Return a `LineCall` or Ray's reference to the result.
         """
@@ -576,20 +647,27 @@ class RemoteWorker:
             self._call = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to pickle, without the Unix socket to the worker, which works only in this process."""
+        """Return the attributes to pickle.
+
+        The Unix socket to the worker is left out, because it works only in this process.
+        """
         return {**vars(self), "_call": None}
 
     def kill(self) -> None:
         import ray
 
-        if self._call is not None and self._call.is_answered:  # otherwise another thread may be waiting for the answer
+        # If the call is not answered, another thread may still be waiting for the answer.
+        if self._call is not None and self._call.is_answered:
             self._hang_up()
         if session() == self._session:
             ray.kill(self.actor, no_restart=True)
 
 
 class _HostedProcess(WorkerProcess):
-    """A worker process in a Ray actor. If Ray assigned no GPU to the actor, the node's GPUs are hidden from it."""
+    """The code of a worker in a Ray actor.
+
+    If Ray assigned no GPU to the actor, the node's GPUs are hidden from the process.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Garbage collection takes a sixth of the time of importing the framework. A standby worker may import it while
@@ -601,7 +679,7 @@ class _HostedProcess(WorkerProcess):
         super().__init__(*args, **kwargs)
 
     def _fail(self, failure: Failure) -> Any:
-        """Send the failure of a call to the driver by raising it, or if a connection was lost, by returning it.
+        """Send the failure of a call to the driver. If a connection was lost, return the failure, otherwise raise it.
 
         All survivors report a lost connection at the same time, and Ray transfers return values faster than exceptions.
         """
@@ -611,8 +689,8 @@ class _HostedProcess(WorkerProcess):
 def let_go_of_ray() -> None:
     """Make child processes that this worker forks close their copy of the worker's connection to Ray.
 
-    Ray notices that a worker was killed when its connection to the worker closes. A child process would keep the
-    connection open, so the death would be noticed only after `heartbeat_s`.
+    Ray notices that a worker was killed when the worker's connection to Ray closes. A child process would keep the
+    connection open. The death would then be noticed only after `heartbeat_s`.
     """
     numbers = [number for number in map(int, os.listdir(_FOLDER)) if _leads_to_ray(number)]
     os.register_at_fork(after_in_child=lambda: _drop(numbers))
@@ -627,11 +705,13 @@ def _leads_to_ray(number: int) -> bool:
 def _drop(numbers: Sequence[int]) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in numbers:
-        os.dup2(nowhere, number, inheritable=False)  # Ray's code still uses the number, so it must stay open
+        # Ray's code still uses this file descriptor, so redirect it instead of closing it.
+        os.dup2(nowhere, number, inheritable=False)
     os.close(nowhere)
 
 
-# Each of these Ray concurrency groups is one thread. Methods in "signs" must be fast: a worker silent there is killed.
+# Each of these Ray concurrency groups runs its methods in one thread. Methods in "signs" must be fast, because a worker
+# whose thread for them does not respond is killed.
 _GROUPS = {
     "beside": ("beside", "stack"),
     "signs": ("describe", "interrupt", "last_call"),
@@ -643,7 +723,10 @@ _BESIDE = {name for names in _GROUPS.values() for name in names}
 
 
 def _actor_class() -> Any:
-    """Return the workers' Ray actor class. It is created on first use, so that Ray is imported as late as possible."""
+    """Return the Ray actor class of workers.
+
+    The class is created on first use, so that Ray is imported as late as possible.
+    """
     global _ACTOR_CLASS
     if _ACTOR_CLASS is None:
         import ray
@@ -661,7 +744,7 @@ def _actor_class() -> Any:
 
 
 def _forwarding(name: str) -> Callable[..., Any]:
-    """Return a function that calls a `WorkerProcess` method. Ray sets attributes on the function, not on the method."""
+    """Return a function that calls a method of `WorkerProcess`. Otherwise, Ray would set attributes on the method."""
 
     def method(self: WorkerProcess, *args: Any) -> Any:
         return getattr(WorkerProcess, name)(self, *args)
@@ -673,7 +756,7 @@ _ACTOR_CLASS: Any = None
 
 
 def node_here() -> tuple[str, str]:
-    """Return this process's node ID and address. Without Ray, return the host name and the loopback address."""
+    """Return the ID and address of this process's node. Without Ray, return the host name and the loopback address."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         context = ray.get_runtime_context()

@@ -1,1 +1,1 @@
-"""A trainer's history: metrics by epoch, the time that each rank spent, their display as text, and Ray metrics."""
+"""The history of a trainer: its metrics by epoch, how each rank spent its time, their display, and Ray metrics."""

@@ -1,6 +1,6 @@
-"""Adds up the times that replicas report, to show how each rank has spent the time since the trainer's start.
+"""Adds up the times that replicas report, to show how each rank has spent its time since the trainer's start.
 
-Ranks outlive processes: if a process is lost, another process takes over its rank. The time that the lost process
+A rank outlives its process: if the process is lost, another process takes over the rank. The time that the lost process
 reported stays in the rank's account. The time without a process counts as recovery if a training call waited for the
 rank.
 """
@@ -48,11 +48,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Account:
-    """How one rank has spent its time.
+    """The record of how one rank has spent its time.
 
     Attributes:
         since: When the rank first existed, on the driver's clock.
-        seconds: Seconds by bin.
+        seconds: Seconds by bin (category of time).
         newest: The last report of the rank's current process.
         waited_in: The bin for the time until the current process took over the rank.
     """
@@ -72,7 +72,7 @@ class _Account:
 
 
 class Accounts:
-    """Adds up the times that replicas report. Keeps one account of seconds by bin (category) for each rank.
+    """Adds up the times that replicas report. Keeps an account for each rank: its seconds by bin (category of time).
 
     Args:
         clock: Returns the time in seconds. Only differences are used.
@@ -102,12 +102,15 @@ class Accounts:
         self._has_trained, self._call = True, (self._clock(), math.inf)
 
     def end_call(self) -> None:
-        """Record that a training call has ended. Call this after its ranks have reported their time."""
+        """Record that a training call has ended.
+
+        Call this method after the ranks have reported their times in that call.
+        """
         self._call = self._call[0], self._clock()
 
     @contextmanager
     def waiting_for_validation(self) -> Iterator[None]:
-        """Count the block's time as time that the ranks waited for a validation on another worker."""
+        """Count the duration of the `with` block as time spent waiting for a validation on another worker."""
         began = self._clock()
         try:
             yield
@@ -120,14 +123,18 @@ class Accounts:
             return time.time(), self._clock(), dict(self._accounts), dict(self._known), self._waited_s
 
     def take_over(self, kept: Any) -> None:
-        """Continue the accounts of another process, whose clock may differ."""
+        """Continue the accounts of another process. Its clock may differ from the clock of this process.
+
+        Args:
+            kept: What `kept` returned in that process.
+        """
         at, read, self._accounts, self._known, self._waited_s = kept
         later_s = self._clock() - read - (time.time() - at)
         for account in self._accounts.values():
             account.since += later_s
 
     def in_calls(self) -> dict[int, float]:
-        """Return, for each rank, the seconds in training calls that it has reported."""
+        """Return the seconds that each rank has spent in training calls, by rank, as far as they were reported."""
         with self._lock:
             return {rank: seconds_in_calls(account.seconds) for rank, account in self._accounts.items()}
 
@@ -136,13 +143,14 @@ class Accounts:
         self._is_over = True
 
     def note_times(self, told: Mapping[int, Heartbeat]) -> None:
-        """Record the times that the ranks' heartbeats contain. Ignore heartbeats without times."""
+        """Record the times that the ranks' heartbeats report. Ignore heartbeats that report no times."""
         with self._lock:
             now = self._clock()
             for rank, heartbeat in told.items():
                 if heartbeat.time is not None:
                     self._note(rank, heartbeat.time, now)
-            for heartbeat in told.values():  # a second loop, because two ranks may have swapped their processes
+            # Update these reports only after all ranks' accounts, because two ranks may have swapped their processes.
+            for heartbeat in told.values():
                 spent = heartbeat.time
                 before = None if spent is None else self._known.get(spent.of)
                 if spent is not None and (before is None or spent.total_s > before.total_s):
@@ -154,13 +162,13 @@ class Accounts:
             account = self._accounts[rank] = _Account(now - spent.total_s if self._known else self._began)
         before = self._known.get(spent.of)
         if before is not None and spent.total_s <= before.total_s:
-            return  # an outdated report
+            return  # ignore an outdated report
         if account.newest is None or account.newest.of != spent.of:
             self._change_hands(account, spent, before, now)
         for name in BINS:
             account.seconds[name] += spent.seconds.get(name, 0.0) - (before.seconds.get(name, 0.0) if before else 0.0)
         account.newest = spent
-        # positive if a process's first report was late, so that some time was counted twice
+        # Positive if a process's first report was late. Some time was then counted twice.
         late_s = account.told_until - now
         for name in (account.waited_in, DRIVER) if late_s > 0 else ():
             taken = min(late_s, account.seconds[name])
@@ -168,25 +176,38 @@ class Accounts:
             late_s -= taken
 
     def _change_hands(self, account: _Account, spent: TimeSpent, before: TimeSpent | None, now: float) -> None:
-        """When a new process takes over a rank, add the time without a process, and move the time of undone steps."""
+        """Record that another process has taken over a rank.
+
+        Add the time during which the rank had no process. If the new process repeats steps, move the time of the lost
+        steps to the bin for repeated steps.
+
+        Args:
+            account: The rank's account.
+            spent: The new process's first report for this rank.
+            before: The same process's last report for another rank. None if there is none.
+            now: The current time, on the driver's clock.
+        """
         last = account.newest
-        if last is not None and not spent.is_successor and before is None:  # the process continues from a snapshot
+        if last is not None and not spent.is_successor and before is None:  # the new process continues from a snapshot
             account.move(USEFUL, AGAIN, min(last.unsaved_s, account.seconds[USEFUL]))
         own_s = spent.total_s - (before.total_s if before is not None else 0.0)
         since, until = account.told_until, max(account.told_until, now - own_s)
         in_call_s = max(0.0, min(until, self._call[1]) - max(since, self._call[0]))
-        waited_s = until - since if last is None else in_call_s  # between calls, nothing waits for a rank
+        # Between calls, nothing waits for a rank, so only the time in a call counts as waiting.
+        waited_s = until - since if last is None else in_call_s
         account.waited_in = START_UP if last is None else REPLACE
         account.seconds[account.waited_in] += waited_s
         account.seconds[DRIVER] += until - since - waited_s
 
     def ledger(self, num_ranks: int | None = None) -> TimeLedger:
-        """Return what each rank's time was spent on. With `num_ranks`, warn about lower ranks without a report.
+        """Return how each rank has spent its time. Ranks that no longer exist are included.
 
-        The ledger still includes ranks that no longer exist.
+        Args:
+            num_ranks: Number of ranks in the current group. If given, the ledger mentions ranks that have not reported
+                yet.
         """
         ranks = {rank: dict(account.seconds) for rank, account in sorted(self._accounts.items())}
-        # ranks report the time in which the driver waited for a validation as time between calls
+        # Ranks report the time in which the driver waited for a validation as time between calls, so move that time.
         for seconds in ranks.values():
             waited_s = min(self._waited_s, seconds[DRIVER])
             seconds[DRIVER] -= waited_s
@@ -211,7 +232,10 @@ class Accounts:
         return notes
 
     def warn(self) -> None:
-        """If one avoidable cost takes much of the training time, log a warning with advice, once."""
+        """Log a warning with advice if one avoidable activity takes much of the time in training calls.
+
+        Warn only once.
+        """
         ledger = self.ledger()
         found = ledger.largest_avoidable()
         if found is None or found[1] <= _WARN_ABOVE or ledger.training_s < _WARN_AFTER_S * len(ledger.ranks):

@@ -1,4 +1,4 @@
-"""Exports the values of `trainer.status()` as Ray metrics. Exports nothing if Ray is not running."""
+"""Exports the values of `trainer.status()` as Ray metrics. Without a running Ray, it exports nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from raysgd.core.engine.shared.time_spent import BINS
 from raysgd.core.engine.status import TrainerStatus
 
-_PAUSE_S = 0.9  # slightly less than the time between two polls of the workers
+_PAUSE_S = 0.9  # shortest time between two exports, slightly less than the time between two polls of the workers
 _NOBODY = -1
 
 
@@ -57,7 +57,7 @@ _ZERO_AT_THE_END = ("raysgd_workers", "raysgd_spare_workers", "raysgd_samples_pe
 
 
 class Gauges:
-    """Exports the metrics of one trainer, at most once a second.
+    """Exports the status of one trainer as Ray metrics, at most once a second.
 
     Args:
         trainer: Tag that identifies the trainer in the metrics.

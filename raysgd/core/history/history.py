@@ -1,4 +1,4 @@
-"""`History`: the metrics of a trainer or a run, by call and by epoch."""
+"""Defines `History`: the metrics of a trainer or a run, by call and by epoch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Entry = TypeVar("Entry")
 Kind = Literal["train", "validation", "test"]
 
 _MOST_ELEMENTS = 1000
-_MOST_METRICS = 4  # in printed tables
+_MOST_METRICS = 4  # largest number of metrics in printed tables
 _MOST_ROWS = 20
 _ALLOWED: dict[Any, Any] = {float: (int, float)}
 MOST_EPOCHS = 10_000
@@ -31,12 +31,12 @@ MOST_EPOCHS = 10_000
 
 @dataclass(frozen=True)
 class CallRecord:
-    """One call to `train`, `validate` or `test`.
+    """The record of one call to `train`, `validate` or `test`.
 
     Attributes:
         kind: "train", "validation" or "test".
         epoch: Number of epochs started so far.
-        metrics: The call's result; empty with `reduce_results=False`.
+        metrics: The call's result. Empty if the call had `reduce_results=False`.
         began_at: Start time of the call, in seconds since the Unix epoch.
         seconds: Duration of the call, including recoveries.
         num_workers: Number of workers at the end of the call.
@@ -56,7 +56,7 @@ class CallRecord:
 
 
 class HistoryLimits(NamedTuple):
-    """How many rows, records and events a history had at some point."""
+    """The number of rows, records and events that a history had at some point."""
 
     rows: int = 0
     records: int = 0
@@ -104,7 +104,10 @@ class History(Sequence[dict[str, Any]]):
     @overload
     def __getitem__(self, index: str) -> list[Any]: ...
     def __getitem__(self, index: int | slice | str) -> Any:
-        """Return a row, a list of rows for a slice, or the values of a metric by name, with None where it's missing."""
+        """Return an epoch's row for an index, a list of rows for a slice, or a metric's values for a name.
+
+        The values of a metric include None for epochs without the metric.
+        """
         if isinstance(index, str):
             if index not in self.metrics:
                 raise KeyError(f"no epoch has the metric {index!r}: there are {self.metrics}")
@@ -119,14 +122,16 @@ class History(Sequence[dict[str, Any]]):
 
     @property
     def metrics(self) -> list[str]:
-        """All names in the rows, in order of first appearance."""
+        """Names of all entries in the rows, in order of first appearance."""
         return readable.names_in(self._rows)
 
     def add(self, record: CallRecord, row: dict[str, Any] | None = None) -> None:
-        """Add a call. A `train` call starts a row. A `validate` call after the epoch completes the row.
+        """Add the record of a call. A `train` call starts a new row.
+
+        A `validate` call after the epoch completes that row.
 
         Args:
-            record: The call.
+            record: The record of the call.
             row: The row that a `validate` call completes. Default: the last row, if `fit` made both this call and the
                 row's `train` call, or neither.
         """
@@ -140,32 +145,44 @@ class History(Sequence[dict[str, Any]]):
             row.update(validation, val_seconds=record.seconds)
 
     def row_for(self, of_fit: bool) -> dict[str, Any]:
-        """Return the row for a validation's metrics: the last row, if `fit` made both the row and the call, or neither.
+        """Return the row that a validation's metrics belong to.
 
-        If there is no such row, return a new dict that is not part of the history.
+        This is the last row, if `fit` made both the validation and the row's `train` call, or neither. If there is no
+        such row, return a new dict that is not part of the history.
+
+        Args:
+            of_fit: True if `fit` made the validation.
         """
         trained = next((record.of_fit for record in reversed(self.records) if record.kind == "train"), of_fit)
         return self._rows[-1] if self._rows and trained == of_fit else {}
 
     def add_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Add an epoch's metrics, or a report of a training function, as a new row. Return the row."""
+        """Add an epoch's metrics, or the metrics that a training function reported, as a new row. Return the row."""
         self._rows.append(dict(row))
         return self._rows[-1]
 
     def take_over(self, other: History) -> None:
-        """Prepend another history. Its `stop_reason` is ignored, because it belongs to an earlier run."""
+        """Insert the rows, records and events of an earlier run before this history's own.
+
+        The earlier run's `stop_reason` is ignored.
+        """
         self._rows[:0] = [dict(row) for row in other]
         self.records[:0] = other.records
         self.events[:0] = other.events
 
     @property
     def extent(self) -> HistoryLimits:
-        """How many rows, records and events were added so far, including those that `forget_old` has deleted."""
+        """The number of rows, records and events added so far, including those that `forget_old` has deleted."""
         rows, records, events = self._forgotten
         return HistoryLimits(rows + len(self._rows), records + len(self.records), events + len(self.events))
 
     def part(self, begin: HistoryLimits, end: HistoryLimits) -> History:
-        """Return the history between two values of `extent`, without a `stop_reason`. The entries must still exist."""
+        """Return the part of the history that was added between two points in time. The part has no `stop_reason`.
+
+        Args:
+            begin: Value of `extent` at the first point.
+            end: Value of `extent` at the second point. The entries in between must not have been deleted.
+        """
         rows, records, events = self._forgotten
         part = History(self.events[begin.events - events : end.events - events])
         part._rows = self._rows[begin.rows - rows : end.rows - rows]
@@ -173,7 +190,10 @@ class History(Sequence[dict[str, Any]]):
         return part
 
     def forget_old(self, most: int) -> None:
-        """Delete all but the newest `most` rows and calls. For speed, do nothing until they exceed `most` by 25 %."""
+        """Delete all but the newest `most` rows and records.
+
+        For speed, do nothing until there are 25% more than `most`.
+        """
         for name, entries in (("rows", self._rows), ("records", self.records)):
             surplus = len(entries) - most
             if surplus > most // 4:
@@ -181,9 +201,9 @@ class History(Sequence[dict[str, Any]]):
                 self._forgotten = self._forgotten._replace(**{name: getattr(self._forgotten, name) + surplus})
 
     def thinned(self, most: int) -> History:
-        """Return a history with at most `most` rows, `most` events and `most` calls of each kind, evenly spaced.
+        """Return a shorter history with at most `most` rows, `most` events and `most` records of each kind.
 
-        The first and last entries are always included.
+        The entries are evenly spaced. The first and last entries are always included.
         """
         thin = History(evenly(self.events, most))
         thin._rows = evenly(self._rows, most)
@@ -220,7 +240,7 @@ class History(Sequence[dict[str, Any]]):
 
     @classmethod
     def from_json(cls, text: str) -> History:
-        """Create a history from the result of `to_json`. Null metrics become NaN.
+        """Create a history from a string that `to_json` returned. Metrics that are null become NaN.
 
         Raises:
             ValueError: `text` is not the JSON of a history.
@@ -320,7 +340,16 @@ def _made(kind: Any, entry: Mapping[str, Any]) -> Any:
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
-    """Return a value, after checking that it matches a type hint: a type or a `Literal` of strings."""
+    """Return a value from JSON if it matches the type hint. Otherwise raise an error.
+
+    Args:
+        name: Name of the field, for the error.
+        value: The value.
+        hint: A type, or a `Literal` of strings.
+
+    Raises:
+        TypeError: The value does not match.
+    """
     words, base = get_args(hint), get_origin(hint)
     if base is Literal:
         is_right = isinstance(value, str) and value in words
@@ -342,13 +371,13 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class CallRecorder:
-    """Records a trainer's calls in its history.
+    """Adds a trainer's calls to its history.
 
     Args:
         events: The list of worker events, to which other objects append.
 
     Attributes:
-        history: The calls so far.
+        history: The history with the calls so far.
         trained: The epoch, from 1, in which the last call to `train` started.
         told_s: Returns the seconds that the ranks have spent in training calls since an earlier process of this trainer
             died. None if no process has died, or if a training call has been recorded since.
@@ -369,8 +398,19 @@ class CallRecorder:
         of_fit: bool = False,
         inside: tuple[int, int] | None = None,
     ) -> None:
-        """Add a finished call. `inside` is the epoch and step of a validation inside an epoch, otherwise None."""
-        if kind == "train" and self.told_s is not None:  # the earlier process may have started this call
+        """Add a call that has just finished to the history.
+
+        Args:
+            kind: "train", "validation" or "test".
+            result: What the call returned.
+            began_at: Start time of the call, in seconds since the Unix epoch.
+            seconds: Duration of the call.
+            num_workers: Number of workers at the end of the call.
+            of_fit: True if `fit` made the call as part of an epoch.
+            inside: The epoch and step of a validation inside an epoch. None for other calls.
+        """
+        # An earlier process of the trainer may have started this call, so add the time that it spent.
+        if kind == "train" and self.told_s is not None:
             missed_s, self.told_s = max(0.0, self.told_s() - seconds), None
             began_at, seconds = began_at - missed_s, seconds + missed_s
         metrics = dict(result) if isinstance(result, Mapping) else {}
@@ -382,7 +422,14 @@ class CallRecorder:
             self._add(CallRecord(kind, epoch, metrics, began_at, seconds, num_workers, of_fit, step), None)
 
     def begin_beside(self, of_fit: bool) -> RecordBeside:
-        """Return a function that adds a spare's validation to the current row, even if later calls finish first."""
+        """Return a function that records a validation on a spare worker, to be called when the validation has finished.
+
+        The function adds the metrics to the row that is current now, even if later calls finish before the validation
+        does.
+
+        Args:
+            of_fit: True if `fit` started the validation.
+        """
         epoch, row = self._epoch, self.history.row_for(of_fit)
 
         def add(result: Any, began_at: float, seconds: float) -> CallRecord:
@@ -395,7 +442,7 @@ class CallRecorder:
         return add
 
     def add_record(self, record: CallRecord) -> None:
-        """Add a call that another process recorded."""
+        """Add the record of a call that another process made."""
         with self._lock:
             self._add(record, None)
 
@@ -410,9 +457,13 @@ class CallRecorder:
 
 
 def recorded(kind: Kind) -> Callable[[Method], Method]:
-    """Return a decorator for a trainer's methods. It records each successful call in the trainer's `_recorder`.
+    """Return a decorator for a trainer's method. Each successful call of the method is added to the trainer's history.
 
-    `fit` passes `of_fit=True`. For a validation inside an epoch, it also passes `inside`, the epoch and step.
+    `fit` passes `of_fit=True` to the decorated method. For a validation inside an epoch, `fit` also passes `inside`,
+    the epoch and step.
+
+    Args:
+        kind: The kind of calls: "train", "validation" or "test".
     """
 
     def decorate(method: Method) -> Method:
@@ -433,5 +484,5 @@ def recorded(kind: Kind) -> Callable[[Method], Method]:
 
 
 def as_test(metrics: Mapping[str, Any]) -> Metrics:
-    """Rename the metrics of a `validate` result as `test` names them."""
+    """Return the result of a `validate` call with the names that `test` uses for metrics."""
     return Metrics({name_in_test(name): value for name, value in metrics.items()})

@@ -36,7 +36,7 @@ def number(value: Any) -> str:
 
 
 def seconds(value: float) -> str:
-    """Format a duration.
+    """Format a duration, given in seconds, with a suitable unit.
 
     Examples:
         >>> [seconds(value) for value in (0.0004, 0.25, 3.21, 59.99, 75, 4020, 90000)]
@@ -53,7 +53,7 @@ def seconds(value: float) -> str:
 
 
 def rate(per_second: float) -> str:
-    """Format a throughput.
+    """Format a throughput, given in samples per second.
 
     Examples:
         >>> [rate(value) for value in (0.5, 12.3, 894.8, 4321, 1234567)]
@@ -75,13 +75,19 @@ def counted(how_many: int, thing: str, things: str | None = None) -> str:
 
 
 def failures(events: Iterable[Any]) -> list[str]:
-    """Return a phrase that counts the worker failures among these events, in a list. Empty without failures."""
+    """Return a list with a phrase that counts the worker failures among the events.
+
+    Without failures, the list is empty.
+    """
     number = sum(event.is_failure for event in events)
     return [f"{counted(number, 'failure', 'failures')} of workers"] if number else []
 
 
 def samples_per_s(row: Mapping[str, Any]) -> float | None:
-    """Return the throughput from a history row's entries `num_samples` and `seconds`. None if either is missing."""
+    """Return the throughput of an epoch, from the entries `num_samples` and `seconds` of its history row.
+
+    Return None if either entry is missing or not a number.
+    """
     num_samples, took = row.get(_SAMPLES), row.get(_SECONDS)
     if not is_real(num_samples) or not is_real(took) or not took:
         return None
@@ -89,7 +95,7 @@ def samples_per_s(row: Mapping[str, Any]) -> float | None:
 
 
 def is_real(value: Any) -> bool:
-    """Return True for a number that can be plotted: not NaN or infinite, nor an integer too large for a float."""
+    """Return True for a number that can be plotted. NaN, infinity and integers too large for a float cannot."""
     try:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:
@@ -117,9 +123,9 @@ def metrics_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def most_telling(names: Iterable[str], most: int) -> list[str]:
-    """Return the `most` most informative metrics in their original order.
+    """Return up to `most` metrics that tell the most about training, in their original order.
 
-    Validation metrics are preferred to training metrics, and losses to other metrics.
+    Validation metrics come before training metrics, losses before other metrics, and the learning rate comes last.
 
     Examples:
         >>> most_telling(["train_loss", "grad_norm", "lr", "val_loss", "val_accuracy"], 4)
@@ -133,14 +139,14 @@ def most_telling(names: Iterable[str], most: int) -> list[str]:
 
 
 def chosen(row: Mapping[str, Any], metrics: Collection[str] | None) -> dict[str, Any]:
-    """Return the entries of a history row to show: the given metrics, or all metrics for None."""
+    """Return the entries of a history row to show: the metrics with the given names, or all metrics for None."""
     if metrics is None:
         return {name: value for name, value in row.items() if is_metric(name, value)}
     return {name: row[name] for name in metrics if name in row}
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
-    """Return an error message for an unknown metric.
+    """Return an error message about a metric name that does not exist. It suggests a similar name or lists all names.
 
     Examples:
         >>> unknown("val_los", ["val_loss", "lr"])

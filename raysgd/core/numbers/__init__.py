@@ -1,1 +1,1 @@
-"""Averages, timers, merged results and rankings."""
+"""Averages of metrics, timers, merged results of workers, rankings of checkpoints, and random seeds."""

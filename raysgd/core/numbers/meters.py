@@ -1,11 +1,11 @@
 """Averages over the batches of one pass, stored as sums and weights so that they can be merged exactly across workers.
 
-A mean is a float64 sum that is divided once by its weight. A value that is not a number raises an error. A tensor on a
-device is not read in the batch that produced it, because the host would wait for the device. A summary is a dict of
+A mean is a float64 sum that is divided by its weight only once. A value that is not a number raises an error. A tensor
+on a GPU is not read in the batch that produced it, because the host would then wait for the GPU. A summary is a dict of
 means that also carries the sums and weights.
 
-A metric object, as in torchmetrics, accumulates batches itself and has `compute` and `merge_state`. Nothing here
-imports a framework: the caller passes functions that read tensors and capture metric objects.
+A metric object, as in torchmetrics, accumulates batches itself and has the methods `compute` and `merge_state`. This
+module imports no framework: the caller passes functions that read tensors and capture metric objects.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 
 BATCH_WEIGHT = "batch_weight"
 _WEIGHT_OF = f"{BATCH_WEIGHT}_of_"
-# Most unread device tensors per metric. Reading them waits for the device, and storing them uses the device's memory.
+# Largest number of unread device tensors per metric. Reading them waits for the device, and storing them uses the
+# device's memory.
 MAX_PENDING = 256
 BATCH_COUNT = "batch_count"
 NUM_SAMPLES = "num_samples"
@@ -28,7 +29,7 @@ _TAKEN = frozenset({"epoch", "seconds", "num_workers", BATCH_COUNT})
 
 
 def refuse_taken(name: Any) -> None:
-    """Raise an error if a metric has a name under which the library itself reports a value.
+    """Raise an error if a metric has a name that raysgd uses for its own entries in results, such as `epoch`.
 
     Raises:
         ValueError: The name is reserved.
@@ -38,12 +39,12 @@ def refuse_taken(name: Any) -> None:
 
 
 def weight_of(name: Any) -> str:
-    """Return the key under which a batch reports one metric's weight."""
+    """Return the key under which a batch reports the weight of the metric `name`."""
     return f"{_WEIGHT_OF}{name}"
 
 
 def is_weight(name: Any) -> bool:
-    """Return True if a key of a batch's results holds a weight, not a metric."""
+    """Return True if the entry with this key in a batch's results is a weight, not a metric."""
     return name == BATCH_WEIGHT or str(name).startswith(_WEIGHT_OF)
 
 
@@ -79,7 +80,7 @@ RememberObjects = Callable[[Sequence[Any]], Callable[[], None]]
 
 
 class ObjectMeter:
-    """Holds one metric that is reported as a metric object: the last object, and the states captured from it."""
+    """Accumulates one metric that batches report as a metric object. Holds the last object and the captured states."""
 
     __slots__ = ("_capture", "_captured", "_live", "_name", "weight_name")
 
@@ -91,11 +92,11 @@ class ObjectMeter:
 
     @property
     def live(self) -> Any:
-        """The object if a batch reported it since the last capture, otherwise None."""
+        """The metric object that a batch has reported since the last capture, or None if no batch has reported one."""
         return self._live
 
     def read(self, value: Any, weight: Any) -> tuple[Any, Any]:
-        """Check a value, and return it and its weight as arguments for `add`.
+        """Check that a batch reported a metric object. Return the object and its weight as arguments for `add`.
 
         Raises:
             TypeError: The value is not a metric object.
@@ -112,11 +113,13 @@ class ObjectMeter:
         self._live = value
 
     def add_captured(self, state: CapturedMetric) -> None:
-        """Merge a state that another collection captured."""
+        """Merge a state that another collection captured into this metric."""
         self._captured = state if self._captured is None else self._captured.merged_with([state])
 
     def captured(self, already: dict[int, CapturedMetric]) -> CapturedMetric:
-        """Return the captured state. First capture the object if a batch reported it since the last capture.
+        """Return the captured state of this metric.
+
+        If a batch reported a metric object since the last capture, capture it first.
 
         Args:
             already: States already captured for the same summary, keyed by the object's id. Capturing resets the
@@ -131,15 +134,19 @@ class ObjectMeter:
 
 
 def is_metric_object(kind: type) -> bool:
-    """Return True for a class of metric objects, which accumulate batches themselves."""
+    """Return True if objects of this class are metric objects, which accumulate batches themselves."""
     return hasattr(kind, "merge_state") and hasattr(kind, "compute")
 
 
 def value_here(state: CapturedMetric, name: str) -> Any:
-    """Compute a metric on the data of this process alone. If that fails, for example on too little data, return NaN."""
+    """Compute a metric from the data of this process alone.
+
+    Return NaN if this fails, for example if there is too little data.
+    """
     try:
         return state.value()
-    except Exception as error:  # only the merged metric matters; if computing it fails, an error is raised
+    # Only the metric merged over all workers matters; an error in computing that one is raised.
+    except Exception as error:
         logger.warning(
             "metric `%s` cannot be computed on this worker's share alone, so it reports NaN: %s", name, error
         )
@@ -153,7 +160,7 @@ ToFloats = Callable[[list[Any]], list[float]]
 
 
 class NumberMeter:
-    """Sum, weight and last value of one metric, and the device tensors that have not been read yet."""
+    """Accumulates one metric: its sum, weight and last value, and the device tensors that have not been read yet."""
 
     __slots__ = ("_name", "_to_floats", "_weights", "count", "last", "pending", "total", "weight_name")
 
@@ -161,14 +168,16 @@ class NumberMeter:
         self._name, self.weight_name = name, weight_of(name)
         self._to_floats = to_floats
         self.last: Any = _UNREAD
-        # None if the weight is a tensor, which follows its value in `pending`
+        # An entry is None if the weight is a tensor. The weight then follows its value in `pending`.
         self._weights: list[int | float | None] = []
         self.pending: list[Any] = []
         self.total = 0.0
         self.count: int | float = 0
 
     def read(self, value: Any, weight: Any) -> tuple[Any, Any]:
-        """Return the arguments for `add`: a value and its weight, as numbers or as copies of tensors on a device.
+        """Check a value that a batch reported. Return the value and its weight as arguments for `add`.
+
+        A tensor on the CPU becomes a number. A tensor on another device is copied on that device and read later.
 
         Raises:
             TypeError: The value has a type that cannot be averaged.
@@ -191,7 +200,7 @@ class NumberMeter:
         return number, weight if type(weight) is int else self._checked(weight)
 
     def add(self, value: Any, weight: Any) -> None:
-        """Add a value and its weight, as returned by `read`."""
+        """Add a value and its weight, as `read` returned them."""
         if type(value) not in _PLAIN_NUMBERS:
             waits = is_tensor(type(weight))
             self.pending += [value, weight] if waits else [value]
@@ -201,19 +210,19 @@ class NumberMeter:
                 self.fold(self._to_floats(self.pending))
             return
         self.last = value
-        if weight:  # the value of a padding batch may be NaN, and 0 * NaN is NaN
+        if weight:  # a batch of padding has weight 0 but may have the value NaN, and 0 * NaN is NaN
             self.total += value * weight
             self.count += weight
 
     def add_total(self, total: float, count: float, last: Any) -> None:
-        """Add the sum and weight of another meter. Adopt its last value only if this meter has none."""
+        """Add the sum and weight of another meter. Use that meter's last value only if this meter has no last value."""
         self.total += total
         self.count += count
         if self.last is _UNREAD and not self.pending:
             self.last = last
 
     def copy(self) -> NumberMeter:
-        """Return a copy. There must be no pending tensors."""
+        """Return a copy of this meter. The meter must have no pending tensors."""
         other = NumberMeter(self._name, self._to_floats)
         other.total, other.count, other.last = self.total, self.count, self.last
         return other
@@ -241,12 +250,12 @@ class NumberMeter:
 
 
 def is_tensor(kind: type) -> bool:
-    """Return True for a tensor class."""
+    """Return True if the class is a tensor class."""
     return hasattr(kind, "detach")
 
 
 def float_each(tensors: list[Any]) -> list[float]:
-    """Return the values of single-element tensors."""
+    """Return the values of single-element tensors as floats."""
     return [float(tensor) for tensor in tensors]
 
 
@@ -274,7 +283,7 @@ _ABSENT = object()
 
 
 class MetricSummary(dict[str, Any]):
-    """The result of one pass: a dict that also stores the sums and weights of its means.
+    """The metrics of one pass, as a dict that also stores the sums and weights of its means.
 
     User code may edit the dict. An edited or removed value loses its sum and weight, so that merging uses the user's
     value. `copy.copy` and pickling preserve the sums and weights; `dict.copy` and `dict(...)` return a plain dict.
@@ -298,16 +307,19 @@ class MetricSummary(dict[str, Any]):
 
     @property
     def totals(self) -> dict[str, tuple[float, float]]:
-        """Sum and weight of each mean that was not edited."""
+        """Sum and weight of each mean that the user did not edit, by name."""
         return {name: total for name, total in self._totals.items() if self._stands(name)}
 
     def total_of(self, name: str) -> tuple[float, float] | None:
-        """Return the sum and weight of a mean, or None if the value was edited or is not a mean."""
+        """Return the sum and weight of the mean `name`.
+
+        Return None if the user edited the value, or if it is not a mean.
+        """
         return self._totals[name] if name in self._totals and self._stands(name) else None
 
     @property
     def objects(self) -> dict[str, CapturedMetric]:
-        """Captured state of each metric object whose value was not edited, by name."""
+        """Captured state of each metric object whose value the user did not edit, by name."""
         return {name: state for name, state in self._objects.items() if self._stands(name)} if self._objects else {}
 
     def _stands(self, name: str) -> bool:
@@ -423,10 +435,10 @@ class AverageMeterCollection:
         self.held = waiting
 
     def hold(self, metrics: Mapping[str, Any], n: int | float = 1, *, is_strict: bool = True) -> None:
-        """Store the metrics of a batch until its step completes. Then call `count_held`, or `drop_held` if it fails.
+        """Store the metrics of a batch until its step has completed. They do not count until `count_held` is called.
 
-        Arguments and exceptions are the same as for `update`, because values are checked now. Metric objects have
-        already accumulated the batch themselves.
+        If the step is interrupted, call `drop_held` instead. Arguments and exceptions are the same as for `update`,
+        because values are checked now. Metric objects have already accumulated the batch themselves.
         """
         num_samples = n if type(n) is int else float(n)
         if not 0 <= num_samples < math.inf:
@@ -446,7 +458,7 @@ class AverageMeterCollection:
         self.held.append((entries, num_samples))
 
     def count_held(self) -> None:
-        """Add the held metrics to the averages, because their step has completed."""
+        """Add the metrics of batches stored by `hold` to the averages. Called when their step has completed."""
         held, self.held = self.held, []
         meters = self._meters
         for entries, num_samples in held:
@@ -456,14 +468,17 @@ class AverageMeterCollection:
             self.n += num_samples
 
     def note_boundary(self) -> None:
-        """Store the states of metric objects at this step boundary, so that `drop_held` can restore them."""
+        """Store the states of metric objects at the end of a training step, so that `drop_held` can restore them."""
         meters = self._meters.values()
         metrics = [meter.live for meter in meters if isinstance(meter, ObjectMeter) and meter.live is not None]
         remember = self._remember_objects if metrics else None
         self._forget_rest = None if remember is None else remember(metrics)
 
     def drop_held(self) -> None:
-        """Discard the held metrics, and restore the metric objects' states stored by the last `note_boundary`."""
+        """Discard the metrics of batches stored by `hold`, because their step was interrupted.
+
+        Also restore the states of metric objects that the last `note_boundary` stored.
+        """
         self.held.clear()
         if self._forget_rest is not None:
             self._forget_rest()
@@ -489,12 +504,12 @@ class AverageMeterCollection:
             else:
                 totals[name] = meter.total, float(meter.count)
                 values[name] = meter.mean
-                if f"last_{name}" not in self._meters:  # unless the user reports a metric with this name
+                if f"last_{name}" not in self._meters:  # the user may report a metric with this name
                     values[f"last_{name}"] = meter.last
         return MetricSummary(values, totals, objects)
 
     def tally(self) -> tuple[tuple[Any, ...], list[float]]:
-        """Return the sums, including the held metrics but without metric objects.
+        """Return the sums, including the metrics stored by `hold`, but without metric objects.
 
         Returns:
             The names of the metrics, and a list of floats: the number of samples, then the sum, weight and last value
@@ -515,7 +530,12 @@ class AverageMeterCollection:
         return tuple(meters), [float(after.n), *itertools.chain(*sums)]
 
     def summary_of(self, names: tuple[Any, ...], row: Sequence[float]) -> MetricSummary:
-        """Return the summary of another collection, whose `tally` returned these names and values."""
+        """Return the summary of another rank's collection, from what that collection's `tally` returned.
+
+        Args:
+            names: The names of the metrics.
+            row: The list of floats.
+        """
         num_samples, *left = row
         values: dict[str, Any] = {NUM_SAMPLES: int(num_samples) if num_samples.is_integer() else num_samples}
         totals: dict[str, tuple[float, float]] = {}
@@ -526,7 +546,11 @@ class AverageMeterCollection:
         return MetricSummary(values, totals)
 
     def go_on_from(self, summary: MetricSummary) -> None:
-        """Add the metrics and counts in another collection's `summary`, for example from a process that has ended."""
+        """Add the metrics and counts of another collection, for example of a process that has ended.
+
+        Args:
+            summary: The summary of that collection.
+        """
         self.num_batches = max(self.num_batches, summary.get(BATCH_COUNT, 0))
         self.n += summary.get(NUM_SAMPLES, 0)
         for name, (total, count) in summary.totals.items():
@@ -542,18 +566,18 @@ class AverageMeterCollection:
             holder.add_captured(state)
 
     def correct(self, summary: MetricSummary) -> None:
-        """Replace the sums with the sums in `summary`. Metric objects are kept.
+        """Replace the sums in this collection with the sums in `summary`. Metric objects are kept.
 
-        A survivor of a failure needs this if another rank has completed one more step. That step counts, but this rank
-        has dropped its metrics. In each step, ranks send each other their sums, so `summary` contains the sums that the
-        other rank received from this rank in that step.
+        A survivor of a failure needs this method if another rank has completed one more step. That step counts, but
+        this rank has dropped its metrics. In each step, ranks send each other their sums, so `summary` contains the
+        sums that the other rank received from this rank in that step.
         """
         self._meters = {name: each for name, each in self._meters.items() if isinstance(each, ObjectMeter)}
         self.n = 0
         self.go_on_from(summary)
 
     def skip_to(self, num_batches: int) -> None:
-        """Set the number of batches, which may include batches that another collection counted."""
+        """Set the number of counted batches. It may include batches that another collection counted."""
         self.num_batches = num_batches
 
     @property

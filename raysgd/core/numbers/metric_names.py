@@ -10,7 +10,7 @@ _LAST = "last_"
 
 
 def validation_name(name: str) -> str:
-    """Return the name of a validation metric when it is reported together with training metrics.
+    """Return the name under which a validation metric appears next to training metrics.
 
     Examples:
         >>> [validation_name(name) for name in ("accuracy", "val_loss", "last_x", "validation_loss")]
@@ -22,7 +22,7 @@ def validation_name(name: str) -> str:
 
 
 def name_in_test(name: str) -> str:
-    """Return the name of a validation metric in the result of `test`.
+    """Return the name under which a validation metric appears in the result of `test`.
 
     Examples:
         >>> [name_in_test(name) for name in ("val_loss", "last_val_loss", "validation_loss", "num_samples")]
@@ -37,7 +37,7 @@ def name_in_test(name: str) -> str:
 
 
 def flattened(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dicts. Their keys are joined with slashes.
+    """Return nested dicts as one flat dict. The keys on the way to a value are joined with slashes.
 
     >>> flattened({"loss": 0.5, "config": {"lr": 0.1, "model": {}}})
     {'loss': 0.5, 'config/lr': 0.1, 'config/model': {}}
@@ -52,7 +52,9 @@ def flattened(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def value_at(metrics: Mapping[str, Any], name: str) -> Any:
-    """Return a metric by name, or None if it does not exist. Slashes in the name lead into nested dicts.
+    """Return the value of a metric by name, or None if there is no such metric.
+
+    A slash in a name leads into a nested dict.
 
     >>> value_at({"val": {"loss": 0.5}}, "val/loss")
     0.5

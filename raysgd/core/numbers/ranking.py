@@ -1,4 +1,7 @@
-"""Scores, and the rule that decides which checkpoints of a run to keep. Nothing here reads or writes files."""
+"""Scores of checkpoints, and the rule that decides which checkpoints of a run to keep.
+
+This module reads and writes no files.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +44,10 @@ class SavedCheckpoint(Generic[T]):
 
 @dataclass(frozen=True)
 class BestCheckpoints:
-    """The rule that decides which checkpoints of a run to keep: the best, plus the newest.
+    """The rule that decides which checkpoints of a run to keep: the best checkpoints, plus the newest.
 
-    NaN and a missing score rank below any number. Of two equal scores, the newer checkpoint ranks higher, so
-    checkpoints without a score are ordered by age.
+    NaN and a missing score rank below any number. Of two equal scores, the newer checkpoint ranks higher. Checkpoints
+    without a score are therefore ordered by age.
 
     >>> losses = [SavedCheckpoint(*each, None) for each in enumerate([math.nan, 3.0, 7.0, 5.0])]
     >>> kept, dropped = BestCheckpoints(num_best=2, order="min").divide(losses)
@@ -62,7 +65,7 @@ class BestCheckpoints:
     num_newest: int | None = 0
 
     def best(self, saved: Iterable[SavedCheckpoint[T]]) -> list[SavedCheckpoint[T]]:
-        """Return the `num_best` best checkpoints, worst first. This ignores the rule to keep the newest."""
+        """Return the `num_best` best checkpoints, worst first. Unlike `divide`, ignore `num_newest`."""
         ranked = sorted(saved, key=self._rank)
         return ranked if self.num_best is None else ranked[max(0, len(ranked) - self.num_best) :]
 
@@ -91,7 +94,10 @@ class BestCheckpoints:
 
 
 def as_score(value: Any) -> float | None:
-    """Return a value as a float for comparisons, or None if it is not a number. Single-element tensors are numbers."""
+    """Return a metric as a float for comparisons, or None if it is not a number.
+
+    A tensor with one element is a number.
+    """
     if isinstance(value, str | bytes | None):
         return None
     try:
@@ -101,12 +107,14 @@ def as_score(value: Any) -> float | None:
 
 
 def is_number(value: Any) -> bool:
-    """Return True for a number, including NumPy scalars and tensors with one element."""
+    """Return True if the value is a number. NumPy scalars and tensors with one element are numbers, too."""
     return as_score(value) is not None
 
 
 def mode_of(metric: str) -> str | None:
-    """Guess from a metric's name whether "max" or "min" is best. Return None if unknown. The last known word decides.
+    """Guess from a metric's name whether a high value ("max") or a low value ("min") is best. Return None if unknown.
+
+    The last known word in the name decides.
 
     >>> [mode_of(name) for name in ("val_accuracy", "val/top_5_acc", "MulticlassF1Score", "mIoU", "mAP50")]
     ['max', 'max', 'max', 'max', 'max']

@@ -1,8 +1,8 @@
 """Merges the metrics of all workers into one result. All functions are pure.
 
-Metrics are merged by name. Averages that the library computed arrive as sum and count and are divided only here. So N
-workers report the same result as one process with the same samples. Values that a user computed are weighted by their
-worker's `num_samples`.
+Metrics are merged by name. Averages that raysgd computed arrive as sum and weight, and are divided only here. N workers
+therefore report the same result as one process with the same samples. A value that user code computed is weighted by
+its worker's `num_samples`.
 
 ADR 1 explains why metrics are weighted by samples.
 """
@@ -22,7 +22,7 @@ _LAST = "last_"
 
 
 class Metrics(dict[str, Any]):
-    """The result of `train` or `validate`: a dict with typed properties for the library's counters.
+    """The result of `train` or `validate`: a dict of metrics. Its properties return raysgd's own counters.
 
     >>> result = Metrics(num_samples=64, epoch=1, batch_count=2, train_loss=0.5)
     >>> result.epoch, result["train_loss"]
@@ -62,7 +62,10 @@ class Metrics(dict[str, Any]):
 
 
 def merge(workers: Sequence[MetricSummary]) -> Metrics:
-    """Merge the workers' metrics into one result: `num_samples`, then the other metrics in order of appearance."""
+    """Merge the metrics of all workers into one result.
+
+    The result contains `num_samples`, then the other metrics in order of first appearance.
+    """
     if len(workers) == 1 and workers[0].get(NUM_SAMPLES):
         return _of_one(workers[0])
     counts = any(NUM_SAMPLES in worker for worker in workers)
@@ -74,7 +77,7 @@ def merge(workers: Sequence[MetricSummary]) -> Metrics:
 
 
 def _of_one(worker: MetricSummary) -> Metrics:
-    """Return the result if there is only one worker. Its means are the overall means."""
+    """Return the result of a call with only one worker. Its means are already the overall means."""
     merged = Metrics({NUM_SAMPLES: math.nan, **worker})
     objects = worker.objects
     for name, value in merged.items():
@@ -87,22 +90,22 @@ def _of_one(worker: MetricSummary) -> Metrics:
 
 
 def with_lost(worker: MetricSummary, lost: Sequence[MetricSummary], known: Collection[Any]) -> MetricSummary:
-    """Return a worker's metrics merged with the averages that lost workers had accumulated.
+    """Merge the metrics of a surviving worker with the averages that lost workers had accumulated.
 
-    Values that the user computed or removed stay unchanged. So does a result without any of the library's averages.
-    Metric objects cover only this worker's batches.
+    Values that user code computed or removed stay unchanged. If the survivor's metrics contain none of raysgd's
+    averages, all of them stay unchanged. Metric objects cover only the survivor's batches.
 
     Args:
         worker: Metrics of the worker that survived.
         lost: Metrics that each lost worker had accumulated.
-        known: Names of the metrics that the worker measured, before user code could edit them.
+        known: Names of the metrics that the surviving worker measured, before user code could edit them.
     """
     if not worker.totals and not worker.objects and worker.get(NUM_SAMPLES) != 0:
         return worker
     values, totals = dict(worker), worker.totals
     for each in lost:
         for name, total in each.totals.items():
-            if name in totals or name not in known:  # the user did not edit the value, or the worker never had it
+            if name in totals or name not in known:  # merge unless the user edited or removed the value
                 values[name], totals[name] = _averaged(totals.get(name, (0.0, 0.0)), total)
     if NUM_SAMPLES in values:
         values[NUM_SAMPLES] = _total_samples([worker, *lost])
@@ -110,13 +113,13 @@ def with_lost(worker: MetricSummary, lost: Sequence[MetricSummary], known: Colle
 
 
 def _averaged(*totals: tuple[float, float]) -> tuple[float, tuple[float, float]]:
-    """Return the mean of several (sum, count) pairs, together with their total sum and count."""
+    """Return the overall mean of several (sum, weight) pairs, together with their total sum and weight."""
     total, count = sum(total for total, weight in totals if weight), math.fsum(weight for _, weight in totals)
     return total / count if count else math.nan, (total, count)
 
 
 def num_samples_of(worker: MetricSummary) -> Any:
-    """Return the number of samples that a worker counted, or NaN if it does not count samples."""
+    """Return the number of samples that a worker counted. Return NaN if the worker does not count samples."""
     return _total_samples([worker])
 
 
@@ -131,7 +134,7 @@ def _merge_one(name: str, workers: Sequence[MetricSummary]) -> Any:
         return objects[0].merged_with(objects[1:]).value()
     values = [as_number(worker[name]) for worker in workers]
     present = [value for value in values if value is not None]
-    if len(present) < len(values):  # some values are not numbers: use the first worker's value
+    if len(present) < len(values):  # some values are not numbers, so return the first worker's value
         return workers[0][name]
     if name in _PER_WORKER or all(_is_last_value(str(name), worker) for worker in workers):
         return _plain_mean(present)
@@ -139,12 +142,18 @@ def _merge_one(name: str, workers: Sequence[MetricSummary]) -> Any:
 
 
 def _is_last_value(name: str, worker: MetricSummary) -> bool:
-    """Return True if `name` is the library's `last_` entry for another metric, not a metric that the user named so."""
+    """Return True if `name` is raysgd's entry for the last value of another metric, such as `last_loss`.
+
+    Return False for a metric of the user that merely has such a name.
+    """
     return name.startswith(_LAST) and name.removeprefix(_LAST) in worker and worker.total_of(name) is None
 
 
 def _sum_and_count(name: str, worker: MetricSummary) -> tuple[float, float]:
-    """Return a metric's sum and weight: exact if the library computed the mean, otherwise value times samples."""
+    """Return the sum and weight of a worker's metric.
+
+    If raysgd computed the mean, they are exact. Otherwise, the sum is the value times the worker's number of samples.
+    """
     total = worker.total_of(name)
     if total is not None and total[1]:
         return total
@@ -154,12 +163,15 @@ def _sum_and_count(name: str, worker: MetricSummary) -> tuple[float, float]:
 
 
 def _plain_mean(values: Sequence[Any]) -> Any:
-    """Return the unweighted mean. Equal integers, such as the epoch, stay integers."""
+    """Return the unweighted mean of the workers' values.
+
+    If all values are equal, return that value, so integers stay integers.
+    """
     return values[0] if all(value == values[0] for value in values) else sum(values) / len(values)
 
 
 def as_number(value: Any) -> Any:
-    """Return `value` as a Python number, or None if it is not a number.
+    """Return the value as a Python number, or None if it is not a number.
 
     Zero-dimensional tensors and arrays are numbers.
     """
@@ -178,7 +190,7 @@ class CallProgress:
     """The progress of a running call, as seen by rank 0.
 
     Attributes:
-        num_steps: Number of batches drawn so far.
+        num_steps: Number of batches drawn from the data so far.
         total: Total number of batches. None if unknown.
         epoch_idx: Index of the pass over the training data, from 0.
         num_epochs: Total number of epochs. None if unknown.

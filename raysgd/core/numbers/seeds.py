@@ -6,7 +6,7 @@ import hashlib
 
 
 def digest(*parts: object) -> int:
-    """Return a 64-bit hash of all parts.
+    """Return a 64-bit hash of the parts, joined with slashes as strings.
 
     >>> digest("1/2") == digest(1, 2)
     True
@@ -16,5 +16,5 @@ def digest(*parts: object) -> int:
 
 
 def seed_of(*parts: object) -> int:
-    """Return a seed derived from all parts. It has 63 bits, so that it fits a signed integer."""
+    """Return a random seed derived from the parts. It has 63 bits, so that it fits into a signed 64-bit integer."""
     return digest(*parts) >> 1

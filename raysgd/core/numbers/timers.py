@@ -1,7 +1,7 @@
 """Timers for the phases of training. They are cheap enough to leave in production code.
 
 A `TimerStat` stores the latest durations of one phase. A `TimerCollection` holds timers by name and can be disabled as
-a whole. Pure Python; tests can pass their own clock. All durations are in seconds.
+a whole. Tests can pass their own clock. All durations are in seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NOTHING = nullcontext()
 
 
 class TimerStat(AbstractContextManager[None]):
-    """Measures how long repeated `with` blocks take, and computes statistics over the latest durations.
+    """Measures how long repeated `with` blocks take, and computes statistics over the latest durations (the window).
 
     Examples:
         >>> timer = TimerStat(window_size=2)
@@ -55,8 +55,8 @@ class TimerStat(AbstractContextManager[None]):
         self._started_at = self._clock()
 
     def __exit__(self, *error: object) -> None:
-        """Stop the clock and store the duration, even if the timed work raised an error."""
-        if self._started_at is not None:  # otherwise `reset` was called inside the block
+        """Stop the clock and store the duration, even if the code in the `with` block raised an error."""
+        if self._started_at is not None:  # if `reset` was called inside the block, there is nothing to store
             self.push(self._clock() - self._started_at)
             self._started_at = None
 
@@ -70,7 +70,7 @@ class TimerStat(AbstractContextManager[None]):
         self._units_processed.append(num_units)
 
     def reset(self) -> None:
-        """Discard all durations, including a running measurement."""
+        """Discard all durations. If the timer is running, also discard the current measurement."""
         self._durations_s.clear()
         self._units_processed.clear()
         self._started_at = None
@@ -78,12 +78,12 @@ class TimerStat(AbstractContextManager[None]):
 
     @property
     def mean(self) -> float:
-        """Mean duration in the window; NaN if the window is empty."""
+        """Mean of the durations in the window; NaN if the window is empty."""
         return _mean(self._durations_s)
 
     @property
     def median(self) -> float:
-        """Median duration in the window; NaN if the window is empty."""
+        """Median of the durations in the window; NaN if the window is empty."""
         return float(statistics.median(self._durations_s)) if self._durations_s else float("nan")
 
     @property
@@ -117,12 +117,12 @@ class TimerStat(AbstractContextManager[None]):
 
     @property
     def mean_units_processed(self) -> float:
-        """Mean units per push in the window; NaN if the window is empty."""
+        """Mean number of units per `push_units_processed`, over the window; NaN if the window is empty."""
         return _mean(self._units_processed)
 
     @property
     def mean_throughput(self) -> float:
-        """Units per second over the window; 0.0 if no time has passed."""
+        """Number of units processed per second, over the window; 0.0 if no time has passed."""
         return float(sum(self._units_processed)) / self.sum if self.sum else 0.0
 
 
@@ -146,7 +146,10 @@ class TimerCollection:
         self._enabled = True
 
     def record(self, key: str) -> AbstractContextManager[None]:
-        """Time the body of a `with` block under a name. Do nothing while the timers are disabled."""
+        """Return a context manager that measures a `with` block with the timer `key`.
+
+        The context manager does nothing while timers are disabled.
+        """
         if not self._enabled:
             return _NOTHING
         timer = self._timers.get(key)
@@ -155,11 +158,11 @@ class TimerCollection:
         return timer
 
     def enable(self) -> None:
-        """Enable `record`."""
+        """Make `record` measure blocks again."""
         self._enabled = True
 
     def disable(self) -> None:
-        """Turn `record` into a no-op. Existing measurements are kept."""
+        """Make `record` do nothing. Existing measurements are kept."""
         self._enabled = False
 
     def reset(self) -> None:

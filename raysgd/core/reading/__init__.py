@@ -1,1 +1,1 @@
-"""Reads untrusted files without running code in them."""
+"""Reads files that may come from strangers, without running code that such files contain."""

@@ -1,8 +1,8 @@
-"""Reads NumPy values in checkpoint files of Ray's former `ray.util.sgd`, without trusting the files.
+"""Safely reads NumPy values in the checkpoint files of Ray's former library `ray.util.sgd`.
 
 The pickles in these files call NumPy functions that trust the file: for example, an array of objects would get its
-pointers from the file. Safe functions replace them. They create only numeric arrays whose size matches their bytes
-exactly.
+pointers from the file. Safe functions replace these NumPy functions. They create only numeric arrays whose size matches
+their bytes exactly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DTYPE = re.compile(r"[?biufc]\d{0,2}")
 
 
 class FormerValue:
-    """Stands for a NumPy dtype or array in a pickle, which first creates the object and then calls `__setstate__`.
+    """A placeholder for a NumPy dtype or array in a pickle. A pickle first creates such an object, then sets its state.
 
     Args:
         code: Type code of a dtype, such as "f4". None for an array.
@@ -39,7 +39,7 @@ class FormerValue:
 
     @property
     def value(self) -> Any:
-        """The NumPy dtype or array."""
+        """The NumPy dtype or array that this placeholder stands for."""
         if self._code is None:
             _, shape, dtype, is_fortran, content = self._state
             return _array(dtype, content).reshape(shape, order="F" if is_fortran else "C")
@@ -72,7 +72,7 @@ def _no_bytes() -> bytes:
 
 
 def _array_class() -> None:
-    """Replaces `numpy.ndarray`, which pickles name but do not call."""
+    """Replace `numpy.ndarray` in a pickle. A pickle only mentions this class and never calls it."""
 
 
 FORMER_FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -81,7 +81,7 @@ FORMER_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "numpy.ndarray": _array_class,
     **{
         f"numpy.{core}.multiarray.{name}": function
-        for core in ("core", "_core")  # NumPy 1 and NumPy 2
+        for core in ("core", "_core")  # names of the same package in NumPy 1 and NumPy 2
         for name, function in (("_reconstruct", _new_array), ("scalar", _scalar))
     },
 }
@@ -89,10 +89,10 @@ FORMER_FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class _FormerUnpickler(pickle.Unpickler):
-    """Reads a pickle of plain values and arrays."""
+    """Reads a pickle that may contain only plain values and NumPy arrays."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the safe function that replaces the function `module.name` named in the pickle.
+        """Return the safe function that replaces the function `module.name`, which the pickle wants to call.
 
         Raises:
             NotPlainError: The pickle may not call this function.
@@ -104,13 +104,13 @@ class _FormerUnpickler(pickle.Unpickler):
 
 
 def read_pickle(content: bytes) -> Any:
-    """Return the content of a pickle, with a `FormerValue` in place of each array.
+    """Return the content of a pickle, with a `FormerValue` in place of each NumPy array.
 
     Raises:
         NotPlainError: The pickle contains objects other than plain values and NumPy arrays.
         Exception: The pickle is damaged, which may raise any error.
     """
-    for opcode, argument, _ in pickletools.genops(content):  # raises an error if bytes are missing
+    for opcode, argument, _ in pickletools.genops(content):  # this raises an error if bytes are missing
         if opcode.name in ("PUT", "LONG_BINPUT"):
             require(argument is not None and argument < len(content), "it numbers more values than it has")
     return _FormerUnpickler(io.BytesIO(content)).load()

@@ -1,4 +1,4 @@
-"""Limits for the contents of untrusted checkpoint files, and the errors that reject them."""
+"""Limits on what a checkpoint file may contain if it may come from a stranger, and errors for other files."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MAX_DEPTH = 100
 
 
 class DamagedFileError(ValueError):
-    """The contents of a file are inconsistent, or larger or more deeply nested than allowed for a training state."""
+    """The contents of a file are inconsistent, or larger or more deeply nested than a training state may be."""
 
 
 class NotPlainError(Exception):
-    """A file contains more than plain data, so loading it could run code.
+    """A file contains more than plain data. Loading it could run code.
 
     Attributes:
         needed: Name of the class or function that loading the file would need.
@@ -30,7 +30,7 @@ class NotPlainError(Exception):
 
 
 def require(holds: bool, finding: str) -> None:
-    """Reject the file that is being read unless a condition holds.
+    """Raise an error about the file that is being read, unless a condition holds.
 
     Args:
         holds: The condition.
@@ -44,7 +44,7 @@ def require(holds: bool, finding: str) -> None:
 
 
 def check_depth(value: Any, what: str = "it") -> None:
-    """Reject a value that is nested too deeply, because states are traversed recursively.
+    """Raise an error for a value that is nested too deeply. Training states are processed by recursive functions.
 
     Args:
         value: Nested dicts, lists and tuples. A container may contain itself.
@@ -53,7 +53,7 @@ def check_depth(value: Any, what: str = "it") -> None:
     Raises:
         DamagedFileError: The value is nested too deeply. A subclass of `ValueError`.
     """
-    heights: dict[int, int] = {}  # heights of containers, by identity
+    heights: dict[int, int] = {}  # height of each container, by the container's `id`
 
     def height(item: Any, depth: int) -> int:
         if not isinstance(item, dict | list | tuple):
@@ -61,7 +61,7 @@ def check_depth(value: Any, what: str = "it") -> None:
         is_shallow = depth + heights.get(id(item), 1) <= _MAX_DEPTH
         require(is_shallow, f"{what} is nested more than {_MAX_DEPTH} levels deep")
         if id(item) not in heights:
-            heights[id(item)] = 0  # ends the recursion if an item contains itself
+            heights[id(item)] = 0  # this ends the recursion if an item contains itself
             parts = [*item.values(), *getattr(item, "__dict__", {}).values()] if isinstance(item, dict) else item
             heights[id(item)] = 1 + max((height(part, depth + 1) for part in parts), default=0)
         return heights[id(item)]
@@ -70,7 +70,11 @@ def check_depth(value: Any, what: str = "it") -> None:
 
 
 def check_stored(archive: zipfile.ZipFile, num_bytes: int) -> None:
-    """Reject an archive that could expand to more than its `num_bytes` bytes.
+    """Raise an error for an archive that could expand to more bytes than the file has.
+
+    Args:
+        archive: The archive.
+        num_bytes: Size of the file.
 
     Raises:
         DamagedFileError: Members are compressed, overlap, or start before the archive.
@@ -85,7 +89,9 @@ def check_stored(archive: zipfile.ZipFile, num_bytes: int) -> None:
 
 @contextlib.contextmanager
 def refusals_of(name: str, advice: str = "") -> Iterator[None]:
-    """Convert errors while reading a file into checkpoint errors with advice. An `OSError` stays unchanged.
+    """Convert errors raised in the `with` block, while a file is read, into checkpoint errors with advice.
+
+    An `OSError` stays unchanged.
 
     Args:
         name: The file's name in error messages.
@@ -107,11 +113,11 @@ def refusals_of(name: str, advice: str = "") -> Iterator[None]:
 
 
 def corrupted(name: str, finding: str) -> CheckpointCorruptedError:
-    """Return the error for a file whose contents have changed since it was written.
+    """Return an error about a checkpoint file that was damaged after it had been written.
 
     Args:
         name: The file's name.
-        finding: What is wrong with it.
+        finding: What is wrong with the file.
     """
     return CheckpointCorruptedError(
         f"`{name}` is not an intact checkpoint: {finding}. The file was damaged or only partly copied. Copy it again "
@@ -125,7 +131,12 @@ def in_short(error: Exception) -> str:
 
 
 def check_format(name: str, found: Any, newest: int) -> None:
-    """Reject a file of a later version of raysgd.
+    """Raise an error for a checkpoint file that was written by a later version of raysgd.
+
+    Args:
+        name: The file's name in error messages.
+        found: The format number in the file.
+        newest: The newest format number that this version of raysgd can read.
 
     Raises:
         ValueError: `found` is greater than `newest`, or not an integer.
@@ -138,7 +149,7 @@ def check_format(name: str, found: Any, newest: int) -> None:
 
 
 def checked_state(loaded: Any, name: str, keys: Collection[str]) -> dict[str, Any]:
-    """Return the content of a checkpoint file if it is a training state.
+    """Return the content of a checkpoint file. Raise an error if it is not a training state.
 
     Args:
         loaded: The content of the file.

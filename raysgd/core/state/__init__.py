@@ -1,1 +1,1 @@
-"""Encodes training states to send them to other processes, with a single copy, into memory that is reused."""
+"""Prepares training states to be sent to other processes. The data is copied only once, into memory that is reused."""

@@ -1,7 +1,9 @@
-"""Host memory for copies of training states. Blocks are reused, because their pages are then already mapped.
+"""Provides host memory for copies of training states.
 
-The first touch of a page costs several times as much as copying into it. Huge pages do not help, because finding free
-huge pages can take longer than touching all the small pages.
+Blocks of memory are reused, because their pages are already mapped.
+
+The first access to a page costs several times as much as copying into it. Huge pages do not help, because finding free
+huge pages can take longer than accessing all the small pages for the first time.
 """
 
 from __future__ import annotations
@@ -21,33 +23,42 @@ _MAX_BUFFERS = 2
 """Most buffers to retain: one holds the last copy while the next copy is written to the other."""
 
 _M_MMAP_THRESHOLD = -3  # the value of M_MMAP_THRESHOLD in the GNU C library's `malloc.h`
-_LARGE_BYTES = 2**17  # a typical large block: a worker's shard of a 1 MiB parameter on eight workers
+_LARGE_BYTES = 2**17  # size from which a block is large: a worker's shard of a 1 MiB parameter on eight workers
 
 
 @cache
 def return_large_blocks() -> None:
-    """Make this process return freed blocks of at least 128 KiB to the system immediately.
+    """Make this process return freed memory blocks of at least 128 KiB to the system immediately.
 
     By default, the C library keeps freed blocks for reuse. If long-lived small allocations are placed in such a block,
-    the rest of the block is too small for the next large request, so the process uses more and more memory.
+    the rest of the block is too small for the next large request. The process then uses more and more memory.
     """
-    with suppress(OSError, AttributeError):  # the system uses another C library, which has no such setting
+    with suppress(OSError, AttributeError):  # raised if the system uses another C library, which has no such setting
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 class HostBuffers:
-    """Hands out blocks of memory as arrays, and takes a block back when the last view of it is garbage collected."""
+    """Lends blocks of memory as arrays.
+
+    A block can be reused once the last view of its array has been garbage collected.
+    """
 
     def __init__(self) -> None:
         self._spare: list[_Memory] = []
-        self._lent: set[int] = set()  # ids of blocks in use; several threads may return blocks at the same time
+        # Ids of blocks in use; a set, because several threads may return blocks at the same time.
+        self._lent: set[int] = set()
 
     def take_buffer(self, num_bytes: int, *, pinned: bool = False) -> Bytes:
-        """Return `num_bytes` uninitialized bytes. A GPU can write into `pinned` memory directly."""
+        """Return an array of `num_bytes` uninitialized bytes.
+
+        Args:
+            num_bytes: Size of the array.
+            pinned: True for pinned memory, into which a GPU can write directly.
+        """
         fitting = (each for each in self._spare if each.num_bytes >= num_bytes and each.is_pinned == pinned)
         memory = next(fitting, None)
         if memory is None:
-            self._spare.clear()  # blocks that do not fit are freed before the new memory is allocated
+            self._spare.clear()  # free blocks that do not fit before the new memory is allocated
             memory = _Memory(num_bytes, pinned)
         else:
             self._spare.remove(memory)
@@ -59,7 +70,10 @@ class HostBuffers:
         return content
 
     def _give_back(self, memory: _Memory) -> None:
-        """Retain a block for reuse, unless enough are retained. Called in the thread that dropped the last view."""
+        """Keep a block for reuse, unless enough blocks are kept.
+
+        The thread that released the last view calls this method.
+        """
         self._lent.discard(id(memory))
         if len(self._lent) + len(self._spare) < _MAX_BUFFERS:
             self._spare.append(memory)
@@ -78,6 +92,6 @@ class _Memory:
             self._content = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def view(self) -> Bytes:
-        """Return a new array over the whole block."""
+        """Return a new NumPy array over the whole block."""
         content: Bytes = self._content.numpy() if self.is_pinned else np.frombuffer(self._content, dtype=np.uint8)
         return content

@@ -1,16 +1,16 @@
-"""Sends a training state to another process with a single copy.
+"""Sends a training state to another process with a single copy of its tensors.
 
 An encoded state consists of a skeleton and a buffer. The skeleton is a small pickle with a number in place of each
 tensor. The buffer is one flat array with the bytes of all tensors. With `lend`, large tensors are not copied into the
-buffer but are sent from their own memory. Pickle protocol 5 sends such arrays out of band. So Ray copies them into its
-object store once, and the receiver can use the tensors there without another copy.
+buffer but are sent from their own memory. Pickle protocol 5 sends such arrays out of band. Ray therefore copies them
+into its object store once, and the receiver can use the tensors there without another copy.
 
 The encoding preserves types and order of containers, classes of other objects (through cloudpickle), the identity of
 tensors, dtypes, strides of dense tensors, and `requires_grad`. It does not preserve the device (everything arrives on
 the CPU), views of a part of another tensor's memory, attributes set on a tensor, or a `DistributedDataParallel` wrapper
 around a model, which belongs to a process group.
 
-PyTorch is optional. Without PyTorch there are no tensors, and NumPy arrays work the same way.
+PyTorch is optional. Without PyTorch, a state has no tensors, and NumPy arrays work the same way.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LENT_BYTES = 2**16
 
 @dataclass(frozen=True, eq=False)
 class EncodedState:
-    """A state ready to send. Pickling it with protocol 5, as Ray does, does not copy its arrays again.
+    """A training state in a form that is ready to be sent. Pickling it with protocol 5, as Ray does, copies no arrays.
 
     Attributes:
         skeleton: The pickled structure, with a number in place of each tensor.
@@ -57,12 +57,12 @@ class EncodedState:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors in bytes, including padding."""
+        """Size of the state's tensors in bytes, including padding."""
         return sum(int(content.nbytes) for content in (self.buffer, *self.apart))
 
 
 class StateEncoder:
-    """Encodes states into reusable host buffers, whose memory pages are then already mapped.
+    """Encodes training states into host buffers. The buffers are reused, because their memory pages are already mapped.
 
     A buffer is reused only after all references to the encoded state, and to everything decoded from it with
     `copy=False`, are gone. At most two buffers are kept. An encoder must not be used from several threads at once; the
@@ -80,7 +80,7 @@ class StateEncoder:
         self._buffers = HostBuffers()
 
     def encode(self, state: Any) -> EncodedState:
-        """Copy `state` into host memory. Later changes to its tensors do not affect the copy.
+        """Copy a training state into host memory. Later changes to its tensors do not affect the copy.
 
         Tensors on a GPU are copied directly into the buffer, after the work queued on the current stream.
 
@@ -95,9 +95,9 @@ class StateEncoder:
 
 
 def lend(state: Any) -> EncodedState:
-    """Encode `state` without copying its large tensors, to send it immediately.
+    """Encode a training state without copying its large tensors. The result must be sent immediately.
 
-    If these tensors change before the state is sent, the changes are sent.
+    If these tensors change before the result is sent, the changes are sent, too.
 
     Raises:
         pickle.PicklingError: An object in the state cannot be pickled.
@@ -110,13 +110,13 @@ def lend(state: Any) -> EncodedState:
 
 
 def decode(encoded: EncodedState, copy: bool) -> Any:
-    """Rebuild a state.
+    """Rebuild a training state from its encoded form.
 
     Args:
         encoded: The result of `StateEncoder.encode` or `lend`, from this or another process.
-        copy: If True, the tensors own their memory. If False, the tensors are views of the encoded arrays and keep them
-            alive. Do not write to such views, because memory from Ray's object store is shared with other processes. In
-            both cases, each tensor has a separate storage of exactly its bytes.
+        copy: If True, the tensors own their memory. If False, the tensors are views of the encoded arrays and keep
+            these arrays alive. Do not write to such views, because memory from Ray's object store is shared with other
+            processes. In both cases, each tensor has a separate storage of exactly its bytes.
     """
     tensor_parts, array_parts, structure = pickle.loads(encoded.skeleton)
     tensors = _build_tensors(tensor_parts, encoded, copy)
@@ -125,7 +125,7 @@ def decode(encoded: EncodedState, copy: bool) -> Any:
 
 
 class _ArrayPart(NamedTuple):
-    """The position of a NumPy array's bytes."""
+    """The position of a NumPy array's bytes in the buffer."""
 
     start: int
     num_bytes: int
@@ -145,9 +145,9 @@ class _TensorPart(NamedTuple):
 
 
 class _Parts:
-    """Collects the tensors and arrays of a state without duplicates, and assigns consecutive positions to them.
+    """Collects the tensors and arrays of a state without duplicates, and assigns positions in the buffer to them.
 
-    It must not refer to the pickler, because the reference cycle would keep the tensors alive until garbage collection.
+    This object must not refer to the pickler. That cycle would keep the tensors alive until garbage collection.
     """
 
     def __init__(self, lends: bool = False) -> None:
@@ -166,7 +166,7 @@ class _Parts:
         return any(tensor.is_cuda for tensor in self._tensors)
 
     def add_tensor(self, tensor: torch.Tensor) -> int:
-        """Add a tensor and return its index. A tensor that was added before keeps its index."""
+        """Add a tensor and return its index. If the tensor was added before, return its existing index."""
         key = _identity(tensor)
         index = self._index_of.get(key)
         if index is None:
@@ -185,7 +185,10 @@ class _Parts:
         return False
 
     def copy_into(self, memory: Bytes) -> None:
-        """Copy all tensors and arrays that were added into `memory`, except tensors sent from their own memory."""
+        """Copy the tensors and arrays that were added into a buffer.
+
+        Tensors that are sent from their own memory are left out.
+        """
         for content, array_part in zip(self._arrays, self.array_parts, strict=True):
             _slice(memory, array_part)[:] = np.frombuffer(content, dtype=np.uint8)
         if self._tensors:
@@ -234,11 +237,14 @@ def _skeleton(state: Any, parts: _Parts) -> bytes:
 
 @cache
 def _skeleton_pickler() -> Any:
-    """Return the class that pickles skeletons. The class is created on first use, to import Ray as late as possible."""
+    """Return the class that pickles skeletons.
+
+    The class is created on first use, so that Ray is imported as late as possible.
+    """
     from ray.cloudpickle import CloudPickler
 
     class SkeletonPickler(CloudPickler):
-        """Pickles everything but the contents of tensors and large arrays."""
+        """Pickles everything in a state except the contents of tensors and large arrays."""
 
         def __init__(self, stream: io.BytesIO, parts: _Parts) -> None:
             super().__init__(stream, protocol=5, buffer_callback=parts.add_array)
@@ -250,7 +256,7 @@ def _skeleton_pickler() -> Any:
             return self._parts.add_tensor(obj) if torch is not None and _is_plain_tensor(obj, torch) else None
 
         def reducer_override(self, obj: Any) -> Any:
-            """Replace objects that cannot leave their process. Everything else is pickled as usual."""
+            """Replace objects that cannot leave their process with others. Everything else is pickled as usual."""
             torch = self._torch
             if torch is not None and isinstance(obj, torch.nn.parallel.DistributedDataParallel):
                 return _itself, (obj.module,)
@@ -262,7 +268,7 @@ def _skeleton_pickler() -> Any:
 
 
 class _SkeletonUnpickler(pickle.Unpickler):
-    """Unpickles a skeleton and inserts the tensors."""
+    """Unpickles the skeleton of a state, and inserts the state's tensors."""
 
     def __init__(self, structure: bytes, arrays: list[Bytes], tensors: list[torch.Tensor]) -> None:
         super().__init__(io.BytesIO(structure), buffers=arrays)
@@ -273,7 +279,10 @@ class _SkeletonUnpickler(pickle.Unpickler):
 
 
 def _loaded_torch() -> Any:
-    """Return PyTorch if this process has imported it, otherwise None. Without it, a state has no tensors."""
+    """Return the `torch` module if this process has imported it, otherwise None.
+
+    In a process without PyTorch, a state has no tensors.
+    """
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "nn") else None
 
@@ -304,14 +313,14 @@ def _is_plain_tensor(value: Any, torch: Any) -> bool:
 
 
 def _is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor's elements are contiguous and unmodified in host memory."""
+    """Return True if a tensor's memory contains exactly its elements, in order, in host memory."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _identity(tensor: torch.Tensor) -> Hashable:
-    """Return a key that is equal for references to the same tensor.
+    """Return a key that is equal for two references to the same tensor.
 
-    Empty tensors have no address and are all distinct.
+    All empty tensors count as different tensors, because they have no address.
     """
     if tensor.numel() == 0:
         return id(tensor)
@@ -329,19 +338,26 @@ def _identity(tensor: torch.Tensor) -> Hashable:
 
 
 def _copy_tensor(tensor: torch.Tensor, target: torch.Tensor, part: _TensorPart) -> None:
-    """Copy a tensor's elements into the bytes `target`. Copies from a GPU are queued and finish later."""
+    """Copy a tensor's elements into a buffer. Copies from a GPU are only queued, and finish later.
+
+    Args:
+        tensor: The tensor.
+        target: The bytes of the buffer at the tensor's position.
+        part: The tensor's position, dtype, shape and strides.
+    """
     import torch
 
     source = tensor.detach().resolve_conj().resolve_neg()
     if part.stride is None and source.is_contiguous():
-        source = source.reshape(-1).view(torch.uint8)  # copy as bytes, which is fast and works for any dtype
+        # View the elements as bytes, which is fast to copy and works for any dtype.
+        source = source.reshape(-1).view(torch.uint8)
     else:
         target = _shaped(part, target)
     target.copy_(source, non_blocking=source.is_cuda)
 
 
 def _build_tensors(parts: list[_TensorPart], encoded: EncodedState, copy: bool) -> list[torch.Tensor]:
-    """Create the tensors from their bytes, without PyTorch's warning about read-only arrays."""
+    """Create the tensors of an encoded state from their bytes. Suppress PyTorch's warning about read-only arrays."""
     if not parts:
         return []
     import torch
@@ -358,7 +374,7 @@ def _build_tensors(parts: list[_TensorPart], encoded: EncodedState, copy: bool) 
 
 
 def _build_tensor(part: _TensorPart, content: torch.Tensor) -> torch.Tensor:
-    """Create one tensor whose storage is the bytes `content`."""
+    """Create one tensor of an encoded state. Its storage is the array of bytes `content`."""
     import torch
 
     tensor = _shaped(part, content) if part.num_bytes else torch.empty(part.shape, dtype=part.dtype)
@@ -374,7 +390,7 @@ def _shaped(part: _TensorPart, content: torch.Tensor) -> torch.Tensor:
 
 
 def _array(part: _ArrayPart, buffer: Bytes, copy: bool) -> Bytes:
-    """Return the bytes of one NumPy array."""
+    """Return the bytes of one NumPy array of an encoded state."""
     content = _slice(buffer, part)
     return content.copy() if copy else content
 

@@ -1,6 +1,6 @@
-"""Formats output for people: HTML cards for notebooks, on light and dark backgrounds, and lines for a terminal.
+"""Formats output for people: HTML cards for notebooks, and lines for a terminal.
 
-All text in the HTML is escaped.
+The cards work on light and dark backgrounds. All text in the HTML is escaped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STYLE = """<style>
 
 
 def card(title: str, *parts: str, note: str = "") -> str:
-    """Return an HTML card.
+    """Return an HTML card with a heading.
 
     Args:
         title: The heading, as plain text.
@@ -58,13 +58,16 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "raysgd
 
 
 def folded(summary: str, lines: Sequence[str]) -> str:
-    """Return a collapsed HTML list that opens on a click, or an empty string if there are no lines."""
+    """Return lines as an HTML list that is collapsed until the user clicks it.
+
+    Return an empty string if there are no lines.
+    """
     items = "".join(f"<li>{safe(line)}</li>" for line in lines)
     return f"<details><summary>{safe(summary)}</summary><ul>{items}</ul></details>" if lines else ""
 
 
 def note(text: str) -> str:
-    """Return a remark as HTML, to be passed to `card` as one of its parts."""
+    """Return a remark as HTML. Pass it to `card` as one of the parts."""
     return f'<div class="raysgd-note">{safe(text)}</div>'
 
 
@@ -82,10 +85,10 @@ def width() -> int:
 
 
 def named_lines(rows: Iterable[tuple[str, str]], indent: int = 12) -> list[str]:
-    """Return names and values as lines that fit the terminal, with the values in one column."""
+    """Return names and values as lines that fit the terminal. The values are aligned in one column."""
     return [fitted(f"{name + ':':<{indent}}{value}", indent) for name, value in rows]
 
 
 def safe(text: object) -> str:
-    """Return text escaped for HTML."""
+    """Return a value as text that is escaped for HTML."""
     return html.escape(str(text))

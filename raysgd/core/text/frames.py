@@ -1,6 +1,6 @@
-"""Decides which frames of a traceback are the user's code, and describes code locations.
+"""Decides which frames of a traceback are the user's code, and describes locations in code.
 
-Code of the standard library, of installed packages and of raysgd is not the user's.
+Code of the standard library, of installed packages and of raysgd does not count as the user's.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ TRACEBACK_VARIABLE = "RAYSGD_TRACEBACK"
 _PLACE_WITHOUT_CODE = re.compile(r"([^\n]+):(\d+) in [\w<>.]+")
 _PACKAGE = str(Path(__file__).absolute().parents[2]) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
-_MADE_BY_TENSORFLOW = f"{os.sep}__autograph_generated_file"  # generated from a user's function
+# Part of the names of files that TensorFlow generates from a user's function.
+_MADE_BY_TENSORFLOW = f"{os.sep}__autograph_generated_file"
 _FOLDERS_OF_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
 def shows_all_frames() -> bool:
-    """Return True if errors keep library frames, because `RAYSGD_TRACEBACK` is "full"."""
+    """Return True if errors should show the frames of raysgd, because `RAYSGD_TRACEBACK` is "full"."""
     return os.environ.get(TRACEBACK_VARIABLE, "").lower() == "full"
 
 
 def is_of_user(frame: FrameType) -> bool:
     """Return True if the user wrote the frame's code, in a file or at a prompt.
 
-    Code that Python generates is not the user's.
+    Code that Python generates does not count as the user's.
     """
     name, module = frame.f_code.co_filename, frame.f_globals
     if name.startswith("<"):
@@ -39,15 +40,15 @@ def is_of_user(frame: FrameType) -> bool:
 
 
 def is_of_library(filename: str) -> bool:
-    """Return True for a file of the standard library, an installed package, raysgd or TensorFlow's AutoGraph."""
+    """Return True if a file belongs to the standard library, an installed package, raysgd or TensorFlow's AutoGraph."""
     parts = (*_FOLDERS_OF_PACKAGES, _MADE_BY_TENSORFLOW)
     return filename.startswith((_PACKAGE, _STANDARD_LIBRARY)) or any(part in filename for part in parts)
 
 
 def frames_of_user(trace: TracebackType | None, most: int) -> TracebackType | None:
-    """Return a traceback with only the user's frames, or None if there are none.
+    """Return a traceback with only the frames of the user's code. Return None if there are none.
 
-    If there are more than `most`, keep the first frame and the last `most - 1` frames.
+    If there are more than `most` such frames, keep the first frame and the last `most - 1` frames.
     """
     links = []
     while trace is not None:
@@ -61,9 +62,9 @@ def frames_of_user(trace: TracebackType | None, most: int) -> TracebackType | No
 
 
 def with_code(place: str) -> str:
-    """Return a location, `file:line in function`, with its line of code if this process can read the file.
+    """Return a location, `file:line in function`, followed by its line of code if this process can read the file.
 
-    The process that raised the error may lack the file: a worker on another node has neither the driver's script nor a
+    The process that raised the error may lack the file. A worker on another node has neither the driver's script nor a
     notebook's cells.
     """
     parts = _PLACE_WITHOUT_CODE.fullmatch(place)
@@ -72,7 +73,7 @@ def with_code(place: str) -> str:
 
 
 def short_name(filename: str) -> str:
-    """Shorten the path of a library's file so that it starts at the package's folder. Other paths stay unchanged.
+    """Shorten the path of a library's file: start the path at the package's folder. Other paths stay unchanged.
 
     >>> short_name("/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py"), short_name("/home/me/train.py")
     ('torch/nn/modules/linear.py', '/home/me/train.py')
@@ -87,9 +88,9 @@ def short_name(filename: str) -> str:
 
 
 def defined_at(owner: type[Any], method: str) -> str:
-    """Return a sentence that says where the user defined a class's method, or "" if the user did not define it.
+    """Return a sentence that says where the user defined a method of a class. Return "" if the user did not define it.
 
-    Used in errors about a method's return value, because their traceback does not point to the method.
+    Errors about the method's return value contain this sentence, because their traceback does not point to the method.
     """
     code = getattr(getattr(owner, method, None), "__code__", None)
     if code is None or is_of_library(code.co_filename):

@@ -1,4 +1,4 @@
-"""raysgd's logging: warnings are shown by default, and the driver shows its workers' log lines with their ranks.
+"""raysgd's logging: shows warnings by default, and shows the workers' log lines in the driver, with their ranks.
 
 A library usually leaves logging to its user. raysgd warns about lost workers and about anything that changes training
 results, so it shows warnings until the user configures logging. From then on, only the user's handlers decide. A
@@ -21,13 +21,13 @@ _NAME = "raysgd"
 _FORMAT = "%(asctime)s raysgd %(levelname)s: %(message)s"
 _TIME = "%Y-%m-%d %H:%M:%S"
 _LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING, "ERROR": logging.ERROR}
-_MOST_NOTES = 1000  # most lines that a worker stores for the driver; older lines are dropped
-_MOST_TOLD = 10_000  # most lines that a driver remembers, to log each line only once
+_MOST_NOTES = 1000  # largest number of lines that a worker stores for the driver; older lines are dropped
+_MOST_TOLD = 10_000  # largest number of lines that a driver remembers, to log each line only once
 
 
 @dataclass(frozen=True)
 class WorkerLogLine:
-    """A log line that a worker sends to the driver."""
+    """A line of the log that a worker sends to the driver."""
 
     name: str
     level: int
@@ -35,7 +35,7 @@ class WorkerLogLine:
 
 
 class DefaultHandler(logging.Handler):
-    """Writes raysgd's log lines to stderr if the user has configured no handler for them."""
+    """Writes raysgd's log lines to stderr, unless the user has configured a handler for them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class DefaultHandler(logging.Handler):
 
 
 class LogBuffer(logging.Handler):
-    """Stores a worker process's log lines until the driver takes them."""
+    """Stores the log lines of a worker process until they are sent to the driver."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,13 +66,14 @@ class LogBuffer(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if os.getpid() == self._pid:
             self._notes.append(WorkerLogLine(record.name, record.levelno, self.format(record)))
-        elif logging.lastResort is not None:  # a loader process cannot send lines to the driver
+        # Show the line here, because a data loader's process cannot send lines to the driver.
+        elif logging.lastResort is not None:
             logging.lastResort.handle(record)
 
     def glance(self) -> tuple[WorkerLogLine, ...]:
-        """Return new lines for a heartbeat.
+        """Return new lines, to be sent with a heartbeat.
 
-        `drain` returns them again, because the driver may never read the heartbeat.
+        `drain` returns these lines again, because the driver may never read the heartbeat.
         """
         notes = _taken_from(self._notes)
         self._glanced_at.extend(notes)
@@ -87,16 +88,16 @@ class LogBuffer(logging.Handler):
 
 
 class LogRelay:
-    """Logs workers' log lines in the driver. Each line is logged once, with the ranks that it came from."""
+    """Logs the workers' log lines in the driver. Each line is logged only once, with the ranks that sent it."""
 
     def __init__(self) -> None:
         self._told: set[tuple[str, str]] = set()
 
     def tell(self, notes: Mapping[str, Sequence[WorkerLogLine]]) -> None:
-        """Log the lines that have not been logged before.
+        """Log the workers' lines that have not been logged before.
 
         Args:
-            notes: Lines by source: the rank as a string, such as `"0"`, or a description of a worker without a rank.
+            notes: Lines by sender: a rank as a string, such as `"0"`, or a description of a worker without a rank.
         """
         speakers: dict[WorkerLogLine, list[str]] = {}
         for speaker, said in notes.items():
@@ -114,7 +115,10 @@ class LogRelay:
 
 
 def install() -> None:
-    """Show warnings by default, or the level set in `RAYSGD_LOG_LEVEL`. Called in every process that imports raysgd."""
+    """Make raysgd show warnings by default, or the level set in `RAYSGD_LOG_LEVEL`.
+
+    Every process that imports raysgd calls this function.
+    """
     logger = logging.getLogger(_NAME)
     if not any(isinstance(handler, DefaultHandler | LogBuffer) for handler in logger.handlers):
         logger.addHandler(DefaultHandler())
@@ -128,12 +132,16 @@ def install() -> None:
 
 
 def level() -> int:
-    """Return the lowest level that is logged in this process."""
+    """Return the lowest level of raysgd's log lines that is logged in this process."""
     return logging.getLogger(_NAME).getEffectiveLevel()
 
 
 def collect(from_level: int) -> None:
-    """Store log lines for the driver instead of showing them. For worker processes."""
+    """Store log lines for the driver instead of showing them. Worker processes call this function.
+
+    Args:
+        from_level: The lowest level of the lines to store.
+    """
     global _notebook
     logger = logging.getLogger(_NAME)
     logger.handlers = [each for each in logger.handlers if not isinstance(each, DefaultHandler | LogBuffer)]
@@ -143,15 +151,18 @@ def collect(from_level: int) -> None:
 
 
 def glance() -> tuple[WorkerLogLine, ...]:
-    """Return new log lines of this worker for a heartbeat. The next `drain` returns them again.
+    """Return new log lines of this worker, to be sent with a heartbeat. The next `drain` returns them again.
 
-    Empty in a process that is not a worker.
+    Return an empty tuple in a process that is not a worker.
     """
     return () if _notebook is None else _notebook.glance()
 
 
 def drain() -> tuple[WorkerLogLine, ...]:
-    """Return the log lines of this worker since the last `drain`. Empty in a process that is not a worker."""
+    """Return the log lines of this worker since the last `drain`.
+
+    Return an empty tuple in a process that is not a worker.
+    """
     return () if _notebook is None else _notebook.drain()
 
 
@@ -168,7 +179,9 @@ def _named(who: Sequence[str]) -> str:
 
 
 class Once:
-    """Distinguishes the first call with a key from later calls, for example to warn only once. Thread-safe.
+    """Tells the first call with a key from later calls, for example to log a warning only once.
+
+    Several threads may use the same object.
 
     >>> once = Once()
     >>> once.is_first("weights"), once.is_first("weights"), once.is_first("accuracy")
@@ -179,13 +192,16 @@ class Once:
         self._first: dict[Hashable, object] = {}
 
     def is_first(self, key: Hashable) -> bool:
-        """Return True on the first call for `key`."""
+        """Return True if this is the first call with this key."""
         mark = object()
         return self._first.setdefault(key, mark) is mark  # `setdefault` is atomic, so only one thread gets True
 
 
 def listed(ranks: Collection[int]) -> str:
-    """Format ranks as an ascending list, for use in sentences. Four or more consecutive ranks become a range."""
+    """Format ranks as an ascending list for use in a sentence.
+
+    Four or more consecutive ranks become a range such as `0-3`.
+    """
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""Keys and passwords: the only list of their names, and the only function that masks them in output."""
+"""Finds and masks keys and passwords in output. No other module lists their names or masks them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, overload
 
 _HIDDEN = "***"
 
-# Patterns for secrets: anywhere in a name, at the end of a name, and as the last separate word of a name.
+# Patterns of names of secrets: words that may be anywhere in a name, at its end, or only its last separate word.
 _ANYWHERE = r"passw(?:or)?d|passphrase|passcode|pwd|secret|credential|private_?key|conn(?:ection)?_?str"
 _AT_THE_END = (
     r"(?:(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)token)|(?:db|smtp|user|root)_?pass"
@@ -18,7 +18,8 @@ _AS_A_WORD = r"sig|sas|dsn|jwt|auth|authorization|bearer"
 _NAME = rf"(?:(?:{_ANYWHERE})\w{{0,40}}|(?:{_AT_THE_END}|(?<![a-z0-9])(?:{_AS_A_WORD}))\d*)"
 _IS_SECRET = re.compile(rf"{_NAME}$", re.IGNORECASE)
 
-# User and key before the `@` of a URI, even if the key has slashes. A port in a URI without a bucket is not a key.
+# Matches the user and key before the `@` of a URI, even if the key has slashes. In a URI without a bucket, a port
+# number does not count as a key.
 _USER = re.compile(
     r"""(?:\b(s3[an]?|gs|gcs|az|abfss?|wasbs?|oss):)?(?<=:)(?P<slashes>//?)"""
     r"""(?P<user>[^/@\s'"`]*:(?(1)|(?!\d+/))[^@\s'"`]{0,1000}@(?:[^/@\s'"`]*@)*)""",
@@ -36,7 +37,7 @@ _ENTRY = re.compile(
 
 
 def has_secret(text: str) -> bool:
-    """Return True if a string, such as a URI, contains keys or passwords.
+    """Return True if a string, such as a URI, contains a key or password.
 
     >>> has_secret("s3://id:secret@bucket/a"), has_secret("s3://bucket/a")
     (True, False)
@@ -45,7 +46,7 @@ def has_secret(text: str) -> bool:
 
 
 def user_of(uri: str) -> str:
-    """Return the user and key in a URI, including the `@` that follows them, or "" if it has none.
+    """Return the user and key in a URI, including the `@` that follows them. Return "" if the URI has no user and key.
 
     >>> user_of("s3://id:a/secret@bucket/a"), user_of("s3://bucket/a")
     ('id:a/secret@', '')
@@ -63,10 +64,10 @@ def masked(value: Any) -> Any: ...
 
 
 def masked(value: Any) -> Any:
-    """Mask the keys and passwords in a value, so that it can be shown.
+    """Return a value with its keys and passwords masked, so that the value can be shown.
 
-    Masks dict entries with secret names, and secrets in strings. An object whose `repr` contains a secret is replaced
-    by its masked `repr`. A value without secrets is returned unchanged.
+    Entries of dicts whose name says that they are secret are masked, and secrets within strings. An object whose `repr`
+    contains a secret is replaced by its masked `repr`. A value without secrets is returned unchanged.
 
     >>> masked({"lr": 0.1, "db": {"password": "abc"}, "data": ["s3://id:secret@bucket/a?region=x&sig=y"]})
     {'lr': 0.1, 'db': {'password': '***'}, 'data': ['s3://***@bucket/a?region=x&sig=***']}
@@ -111,7 +112,7 @@ def _masked_entry(name: Any, value: Any, inside: frozenset[int]) -> Any:
 def _masked_object(value: Any) -> Any:
     try:
         text = repr(value)
-    except Exception:  # the user's `repr` failed; showing a value must not end a run
+    except Exception:  # the `repr` of a user's class may raise, but showing a value must not end a run
         return value
     shown = _masked_text(text)
     return value if shown == text else shown

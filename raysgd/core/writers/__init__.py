@@ -1,4 +1,4 @@
-"""Sinks write rows of metrics to a file or a service. There is one class for each format. Logger callbacks use them.
+"""Sinks: classes that write rows of metrics to a file or a service, one class per format. Logger callbacks use them.
 
 A sink is opened for a run, accepts rows, and is closed. It knows nothing about trainers or callbacks. Its file is
 complete after each row, except for TensorBoard files, which are flushed within two seconds. A sink raises an error if

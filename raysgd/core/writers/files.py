@@ -38,7 +38,9 @@ class SafeFallbackEncoder(json.JSONEncoder):
 
 
 class JsonLines(FileSink):
-    """Writes one JSON object per line. If the last line was cut off by a full disk or a kill, a new line is started.
+    """Writes one JSON object per line.
+
+    If a full disk or a kill has cut off the last line, writing continues on a new line.
 
     Args:
         name: The file: an absolute path, or a name in the run's folder.
@@ -64,7 +66,7 @@ class JsonLines(FileSink):
 
 
 def keep_lines(path: Path, step: int, last_step: int | None = None) -> None:
-    """Rewrite a file of JSON lines with only the reports up to a step. Other lines are removed.
+    """Remove all lines from a file of JSON lines except the reports up to a step.
 
     Args:
         path: The file to rewrite.
@@ -78,14 +80,14 @@ def keep_lines(path: Path, step: int, last_step: int | None = None) -> None:
 
 
 def is_until(step: int, report: Mapping[str, Any], last_step: int | None = None) -> bool:
-    """Return True if a report is from `step` or earlier.
+    """Return True if a report is from the epoch or report number `step`, or earlier.
 
-    A report is numbered by its epoch, or for a training function, by `training_iteration`.
+    A report's number is its epoch. The number of a training function's report is its `training_iteration`.
 
     Args:
         step: The last epoch or report number that counts.
         report: The report, a dict of metrics.
-        last_step: In the epoch after `step`, reports up to this step count too. None if no reports from that epoch
+        last_step: In the epoch after `step`, reports up to this step count, too. None if no reports from that epoch
             count.
     """
     try:
@@ -97,7 +99,10 @@ def is_until(step: int, report: Mapping[str, Any], last_step: int | None = None)
 
 
 def report_in(line: str) -> dict[str, Any] | None:
-    """Return the report in a line of JSON. None if the line is no JSON dict, for example cut off by a kill."""
+    """Return the report in a line of JSON.
+
+    Return None if the line is not a JSON dict, for example because it was cut off.
+    """
     try:
         report = json.loads(line)
     except (ValueError, RecursionError):
@@ -106,13 +111,16 @@ def report_in(line: str) -> dict[str, Any] | None:
 
 
 class JsonList(FileSink):
-    """Writes a file that contains one JSON list and is valid after each row. An existing file is replaced."""
+    """Writes a file that contains one JSON list. The file is valid JSON after each row.
+
+    An existing file is replaced.
+    """
 
     def _begin(self, first_step: int | None) -> None:
         self._num_bytes = self.path.write_text("[]") - 1
 
     def write(self, row: Any, step: int) -> None:
-        """Write a row before the closing bracket, even if an earlier row could not be written."""
+        """Write a row before the list's closing bracket. This works even if writing an earlier row has failed."""
         text = f"{', ' if self._num_bytes > 1 else ''}{as_json(row)}".encode()
         with open(self.path, "r+b") as file:
             file.truncate(self._num_bytes)
@@ -146,9 +154,9 @@ def _plain(value: Any, strict: bool, depth: int) -> Any:
 
 
 def open_to_append(path: Path) -> IO[bytes]:
-    """Open a file of lines for appending. If the last line has no line break, add it.
+    """Open a file of lines for appending. If its last line has no line break, add a line break.
 
-    Close the file after one report, because a file object on which a write failed may reject all later writes.
+    Close the file after each report, because a file object on which a write failed may reject all later writes.
     """
     file = open(path, "ab+")  # noqa: SIM115
     if file.tell():
@@ -159,9 +167,9 @@ def open_to_append(path: Path) -> IO[bytes]:
 
 
 class CsvTable(FileSink):
-    """Writes a CSV table. Nested metrics get columns such as `val/loss`.
+    """Writes metrics to a CSV table. Metrics in nested dicts get columns such as `val/loss`.
 
-    A new metric adds a column to the whole table.
+    If a row has a new metric, the whole table is rewritten with an additional column.
     """
 
     def _begin(self, first_step: int | None) -> None:
@@ -179,7 +187,12 @@ class CsvTable(FileSink):
             file.write(_encoded(self._columns, [flat]))
 
     def _rewrite(self, is_kept: Callable[[Mapping[str, Any]], bool], added: Sequence[str] = ()) -> list[str]:
-        """Rewrite the file with the rows for which `is_kept` is true and with added columns. Return all columns."""
+        """Rewrite the table with only some of its rows. Return the names of all columns.
+
+        Args:
+            is_kept: Returns True for the rows to keep.
+            added: Names of columns to add.
+        """
         columns = [*self._columns, *added]
         with _reading(self.path) as lines:
             rows = [row for row in csv.DictReader(lines) if is_kept(row)]
@@ -189,7 +202,7 @@ class CsvTable(FileSink):
 
 
 def _columns_in(path: Path) -> list[str]:
-    """Return the columns of the existing file, or an empty list if there is no file."""
+    """Return the columns of an existing table, or an empty list if there is no file."""
     if not path.exists():
         return []
     with _reading(path) as lines:
@@ -198,7 +211,10 @@ def _columns_in(path: Path) -> list[str]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[Iterator[str]]:
-    """Yield the lines of a table, even of a damaged table: drop null bytes, which `csv` in Python 3.10 rejects."""
+    """Yield the lines of a table, even if the table is damaged.
+
+    Null bytes are removed, because `csv` in Python 3.10 rejects them.
+    """
     with open(path, encoding="utf-8", errors="replace", newline="") as file:
         yield (line.replace("\0", "") for line in file)
 
@@ -213,10 +229,10 @@ logger = logging.getLogger(__name__)
 
 
 class EventFile(Sink):
-    """Writes metrics to a TensorBoard event file. A thread flushes it within two seconds.
+    """Writes metrics to a TensorBoard event file. A background thread flushes the file within two seconds.
 
-    tensorboardX imports PyTorch, which takes a second if the driver has not imported it. So another thread opens the
-    file after the first row. Neither the start of a run nor a row waits for the import, unless rows are flushed.
+    tensorboardX imports PyTorch, which takes a second if the driver has not imported it. Another thread therefore opens
+    the file after the first row. Neither the start of a run nor a row waits for the import, unless rows are flushed.
 
     Args:
         folder: The file's folder: an absolute path, or a path relative to the run's folder. "" stands for the run's
@@ -246,7 +262,10 @@ class EventFile(Sink):
         self._opener, self._waiting = None, []
 
     def write(self, row: Mapping[str, Any], step: int) -> None:
-        """Write a row once the file is open. Skip unsupported values, with one warning per name."""
+        """Write a row of metrics, or store it until the file is open.
+
+        Skip unsupported values, with one warning per name.
+        """
         self._waiting.append((dict(row), step))
         if self._opener is None:
             self._opener = ThreadPoolExecutor(1, thread_name_prefix="raysgd-tensorboard")
@@ -255,7 +274,7 @@ class EventFile(Sink):
             self._write_waiting()
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Write the waiting rows, and close the file and its threads."""
+        """Write the rows that are still stored, then close the file and end its threads."""
         opener, self._opener = self._opener, None
         if opener is None:
             return
@@ -267,7 +286,8 @@ class EventFile(Sink):
 
     def _write_waiting(self) -> None:
         writer = self._opening.result()
-        while self._waiting:  # if a row fails, the rows after it are retried on the next call
+        # If writing a row fails, the rows after it stay stored and are tried again on the next call.
+        while self._waiting:
             self._write_row(writer, *self._waiting.pop(0))
         if self._flushes:
             writer.flush()
@@ -288,7 +308,7 @@ class EventFile(Sink):
         elif isinstance(value, list | np.ndarray) and len(value) > 0:
             try:
                 writer.add_histogram(name, value, global_step=step)
-            except (TypeError, ValueError):  # raised for a list of values that are not numbers
+            except (TypeError, ValueError):  # raised for a list that contains anything but numbers
                 self._warn(name, value)
         elif not isinstance(value, Mapping):
             self._warn(name, value)
@@ -304,7 +324,7 @@ def _writer_in(folder: Path) -> Any:
 
 
 def _write_scalars(writer: Any, scalars: Mapping[str, Any], step: int) -> None:
-    """Write all scalars in one event, because each event wakes the writer thread."""
+    """Write all scalars of a row in a single event, because each event wakes the thread that writes the file."""
     summary = require("tensorboardX.summary", extra="tensorboard", purpose="a file for TensorBoard")
     if scalars:
         first, *others = (summary.scalar(name, value) for name, value in scalars.items())

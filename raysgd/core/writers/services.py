@@ -18,7 +18,9 @@ from raysgd.core.writers.sink import Sink
 
 
 class ServiceRun(Sink):
-    """Writes to a run of a tracking service: the run that is active in this process, which stays open, or a new run.
+    """Writes metrics to a run of a tracking service.
+
+    If a run of the service is active in this process, that run is used and stays open. Otherwise, a new run is started.
 
     Args:
         package: The service's Python package.
@@ -27,8 +29,8 @@ class ServiceRun(Sink):
         name: Name of a new run. Default: the name of the raysgd run.
 
     Attributes:
-        run_id: ID of the service's run. If it is set before `open`, that run is continued, unless the raysgd run is
-            new.
+        run_id: ID of the service's run. If this ID is set before `open`, the run with this ID is continued, unless the
+            raysgd run is new.
 
     Raises:
         ModuleNotFoundError: The package is not installed.
@@ -43,7 +45,10 @@ class ServiceRun(Sink):
 
     @property
     def _service(self) -> Any:
-        """The service's package. It is not stored in an attribute, because modules cannot be copied."""
+        """The service's Python package.
+
+        The package is imported on each use, because a sink that stores a module cannot be copied.
+        """
         return require(self._package, self._extra)
 
     def open(self, run: Any, first_step: int | None = None) -> None:
@@ -63,11 +68,20 @@ class ServiceRun(Sink):
 
     @abstractmethod
     def _start(self, run: Any) -> Any:
-        """Start a run of the service for the raysgd run `run`. If `run_id` is set, continue the run with that ID."""
+        """Start a run of the service. If `run_id` is set, continue the run with that ID.
+
+        Args:
+            run: The raysgd run.
+        """
 
     @abstractmethod
     def _end(self, started: Any, has_failed: bool) -> None:
-        """End a run that this sink started."""
+        """End a run of the service that this sink started.
+
+        Args:
+            started: The service's run.
+            has_failed: True if the raysgd run has failed.
+        """
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -83,12 +97,13 @@ def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 logger = logging.getLogger(__name__)
 
-# stores that this module has set as the default, because MLflow cannot distinguish them from a user's choice
+# URIs that this module has passed to `mlflow.set_tracking_uri` as defaults. MLflow itself cannot distinguish them from
+# a URI that the user has set.
 _default_stores: set[str] = set()
 
 
 class MLflowRun(ServiceRun):
-    """Writes to an MLflow run.
+    """Writes metrics to an MLflow run.
 
     Args:
         tracking_uri: URI of the store for runs. Default: the value of `mlflow.set_tracking_uri` or of the environment
@@ -99,7 +114,7 @@ class MLflowRun(ServiceRun):
         experiment_name: Without an id, the name of an experiment, which is created if necessary. Default:
             MLFLOW_EXPERIMENT_NAME, otherwise the name of the raysgd run.
         tags: Tags to set on the run.
-        joins: True to write to the active run if one exists.
+        joins: True to write to the active run if there is an active run.
         name: Name of a new run.
         purpose: What needs MLflow, for the error if MLflow is missing.
     """
@@ -139,9 +154,9 @@ class MLflowRun(ServiceRun):
         self._service.end_run(status="FAILED" if has_failed else "FINISHED")
 
     def _log_parameters(self, parameters: Mapping[str, Any]) -> None:
-        """Log the parameters. If MLflow rejects any, log those that it accepts one by one.
+        """Log the parameters of a run. If MLflow rejects any of them, log the parameters that it accepts one by one.
 
-        MLflow rejects parameters to which an active run has already assigned other values.
+        MLflow rejects a parameter to which an active run has already assigned another value.
         """
         try:
             self._service.log_params(parameters)
@@ -156,7 +171,7 @@ class MLflowRun(ServiceRun):
         self._service.log_metrics(_by_allowed_names(numbers_in(row)), step=step)
 
     def add_folder(self, folder: Path) -> None:
-        """Upload a folder as an artifact with the folder's name."""
+        """Upload a folder to the run, as an artifact with the folder's name."""
         self._service.log_artifacts(str(folder), artifact_path=folder.name)
 
     def _choose_store(self, default: Path) -> None:
@@ -166,7 +181,8 @@ class MLflowRun(ServiceRun):
             mlflow.set_tracking_uri(self._tracking_uri or str(default))
         if not self._tracking_uri and not is_chosen:
             _default_stores.add(str(default))
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # required by MLflow 3 for a store in a folder
+            # MLflow 3 requires this variable for a store in a folder.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         if self._registry_uri:
             mlflow.set_registry_uri(self._registry_uri)
 
@@ -187,14 +203,14 @@ class MLflowRun(ServiceRun):
 
 
 def _parameters(config: Any) -> dict[str, Any]:
-    """Return a training function's config, which may be of any type, as a dict of parameters."""
+    """Return the config of a training function as a dict of parameters. The config may be of any type."""
     if config is None or isinstance(config, Mapping):
         return dict(config or {})
     return dict(vars(config)) if hasattr(config, "__dict__") else {"config": config}
 
 
 def _by_allowed_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the characters that MLflow does not allow in names with underscores.
+    """Return a dict whose names MLflow allows. Other characters are replaced with underscores.
 
     >>> from raysgd.utils import BATCH_SIZE
     >>> _by_allowed_names({BATCH_SIZE: 64, "top@5": 0.9})
@@ -204,7 +220,7 @@ def _by_allowed_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class WandbRun(ServiceRun):
-    """Writes to a Weights & Biases run.
+    """Writes metrics to a Weights & Biases run.
 
     Args:
         name: Name of a new run.
@@ -237,7 +253,7 @@ class WandbRun(ServiceRun):
 
 
 class CometRun(ServiceRun):
-    """Writes to a Comet experiment.
+    """Writes metrics to a Comet experiment.
 
     Args:
         online: True to send the experiment to Comet. False to write an archive into the run's folder, for `comet
@@ -260,7 +276,8 @@ class CometRun(ServiceRun):
 
     def _active(self) -> Any:
         active = self._service.get_running_experiment()
-        return active if active is not None and active.alive else None  # Comet may return an experiment that has ended
+        # Ignore an experiment that has ended, which Comet may return.
+        return active if active is not None and active.alive else None
 
     def _start(self, run: Any) -> Any:
         options = dict(self._options)

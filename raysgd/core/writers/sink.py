@@ -1,4 +1,4 @@
-"""`Sink`, the interface of all metric writers, and `SafeSink`, whose failures never end a training run."""
+"""The interface of classes that write metrics (sinks), and a wrapper whose failures never end a training run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunInFolder:
-    """A stand-in for a run that has only a folder, for sinks that need nothing else."""
+    """A stand-in for a run that has only a folder. It is for sinks that need no other part of a run."""
 
     folder: Path
     config: Any = None
@@ -27,7 +27,7 @@ class RunInFolder:
 
 
 class Sink(ABC):
-    """Writes a run's rows to one destination in one format. Methods raise errors instead of logging them.
+    """Writes a run's rows of metrics to one destination in one format. Methods raise errors instead of logging them.
 
     Before `open`, a sink is plain data that can be copied and pickled.
     """
@@ -45,7 +45,7 @@ class Sink(ABC):
 
     @abstractmethod
     def write(self, row: Any, step: int) -> None:
-        """Write one row of metrics."""
+        """Write one row of metrics to the destination."""
 
     def close(self, *, has_failed: bool = False) -> None:  # noqa: B027
         """Close the sink, even if `open` failed halfway. The sink may be opened again for the next run.
@@ -56,13 +56,13 @@ class Sink(ABC):
 
 
 class FileSink(Sink):
-    """Base class of sinks that write one file. A row is completely in the file when `write` returns.
+    """Base class of sinks that write one file. When `write` returns, the row is completely in the file.
 
     Args:
         name: The file: an absolute path, or a name in the run's folder.
 
     Attributes:
-        path: The file's path. Before `open`, its name.
+        path: The file's path. Before `open`, the file's name.
         last_step: If a run continues in the middle of an epoch, rows of that epoch are kept up to this step. None to
             keep no rows of that epoch.
     """
@@ -79,16 +79,20 @@ class FileSink(Sink):
 
     @abstractmethod
     def _begin(self, first_step: int | None) -> None:
-        """Create the file, or remove rows of an earlier run from it. See `Sink.open` for `first_step`."""
+        """Create the file. If the file exists, remove rows of an earlier run from it.
+
+        Args:
+            first_step: The step from which the run continues. See `Sink.open`.
+        """
 
 
 def place_in(run: Any, name: Path) -> Path:
-    """Return a path in a run's folder. An absolute path stays unchanged."""
+    """Return the path of a file in a run's folder. If `name` is an absolute path, return it unchanged."""
     return name if name.is_absolute() else run.folder / name
 
 
 class SafeSink:
-    """Wraps a sink. Turns its failures into warnings, once per error type, and continues writing later rows.
+    """Wraps a sink so that its failures become warnings, one per error type. Later rows are still written.
 
     Args:
         sink: The sink to write to.
@@ -104,31 +108,31 @@ class SafeSink:
         self._is_open = False
 
     def warns(self) -> AbstractContextManager[None]:
-        """Return a context manager that turns an exception of its block into a warning."""
+        """Return a context manager that turns an exception raised in the `with` block into a warning."""
         return failures_warned(self._owner, self._warned)
 
     def open(self, run: Any, first_step: int | None = None) -> None:
-        """Open the sink.
+        """Open the wrapped sink.
 
         Raises:
-            Exception: The sink cannot be opened. Each row tries again.
+            Exception: The sink cannot be opened. Each later `write` tries to open it again.
         """
         self.begin(run, first_step)
         self._open_once()
 
     def begin(self, run: Any, first_step: int | None = None) -> None:
-        """Set the run without opening the sink. The first `write` opens it."""
+        """Set the run without opening the wrapped sink. The first `write` opens the sink."""
         self._run, self.first_step, self._is_open = run, first_step, False
 
     def write(self, row: Any, step: int) -> None:
-        """Write one row. If that fails, log a warning."""
+        """Write one row to the wrapped sink. If that fails, log a warning."""
         with self.warns():
             self._open_once()
             shown = {name: row[name] for name in row if name not in self._hidden} if self._hidden else row
             self._sink.write(shown, step)
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Close the sink if it is open. If that fails, log a warning."""
+        """Close the wrapped sink if it is open. If that fails, log a warning."""
         with self.warns():
             if self._is_open:
                 self._is_open, self._run = False, None
@@ -140,7 +144,7 @@ class SafeSink:
         assert self._run is not None, "a sink is opened before it is written to"
 
         def end() -> None:
-            with suppress(Exception):  # the sink may be half open
+            with suppress(Exception):  # the sink may be half open, so closing it may fail
                 self._sink.close(has_failed=True)
 
         with OnFailure(end):
@@ -150,7 +154,7 @@ class SafeSink:
 
 @contextmanager
 def failures_warned(owner: str, warned: Once) -> Iterator[None]:
-    """Turn an exception of the block into a warning, once per error type.
+    """Turn an exception raised in the `with` block into a warning, once per error type.
 
     Args:
         owner: Name by which the warning refers to the failing object.
@@ -158,7 +162,7 @@ def failures_warned(owner: str, warned: Once) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:  # an error of any type, from a disk or service or bug, must not end a long run
+    except Exception as error:  # no error, whether caused by a disk, a service or a bug, may end a long run
         kind = type(error).__name__
         if warned.is_first(kind):
             logger.warning(

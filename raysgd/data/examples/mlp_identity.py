@@ -52,12 +52,12 @@ def _pair(x: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dataset_creator() -> Dataset:
-    """Create the dataset of the points, in batches of 32."""
+    """Create the dataset: numbers that are both inputs and labels, in batches of 32."""
     return Dataset(POINTS, batch_size=32, max_concurrency=2, download_func=_pair)
 
 
 def main(num_workers: int = 2, num_steps: int = 200, use_gpu: bool = False) -> float:
-    """Train, print the network's output for 0.5, and return it.
+    """Train the network, print its output for the input 0.5, and return that output.
 
     Args:
         num_workers: Number of workers.

@@ -27,7 +27,7 @@ def model_creator(config: dict[str, Any]) -> Any:
 
 
 def make_data_creator(tf_ds: Any) -> Callable[[dict[str, Any]], tuple[Any, None]]:
-    """Return a data creator that reads the worker's shard repeatedly.
+    """Return a data creator for `TFTrainer` that reads its worker's shard of a dataset again and again.
 
     Args:
         tf_ds: A `TFMLDataset` with as many shards as there are workers.
@@ -49,7 +49,7 @@ def _rank() -> int:
 
 
 def main(num_replicas: int = 2, num_epochs: int = 5, num_steps: int = 100) -> float:
-    """Train, print the network's output for 0.5, and return it.
+    """Train the network, print its output for the input 0.5, and return that output.
 
     Args:
         num_replicas: Number of workers and of shards.

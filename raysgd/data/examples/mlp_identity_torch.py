@@ -41,7 +41,7 @@ def make_train_operator(ds: Any) -> type[Any]:
 
 
 def main(num_workers: int = 2, num_epochs: int = 5, num_steps: int = 100) -> float:
-    """Train, print the network's output for 0.5, and return it.
+    """Train the network, print its output for the input 0.5, and return that output.
 
     Args:
         num_workers: Number of workers and of shards.

@@ -88,8 +88,9 @@ def read(path: str | os.PathLike[str], *, name: str | None = None) -> dict[str, 
 
     Raises:
         FileNotFoundError: The file does not exist.
-        CheckpointCorruptedError: The file is damaged or not a checkpoint. Both a `ValueError` and a `RuntimeError`.
-        UnsafeCheckpointError: A file written by `ray.util.sgd` contains more than arrays. A `ValueError`.
+        CheckpointCorruptedError: The file is damaged or not a checkpoint. This is also a `ValueError` and a
+            `RuntimeError`.
+        UnsafeCheckpointError: A file written by `ray.util.sgd` contains more than arrays. This is also a `ValueError`.
         ValueError: The content is not a training state, or a newer version of raysgd wrote it.
     """
     name = name or os.fspath(path)
@@ -122,7 +123,7 @@ def _encoded(value: Any, path: str, arrays: dict[str, np.ndarray[Any, Any]]) -> 
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
-        return value  # Python's JSON also supports NaN and infinity
+        return value  # also NaN and infinity, which Python's `json` module can write and read
     if isinstance(value, bytes):
         return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
@@ -170,13 +171,17 @@ def _unused(name: str, arrays: dict[str, Any]) -> str:
 
 
 def _storable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the array in a dtype that NumPy's file format supports. bfloat16 and similar dtypes become integers."""
+    """Return an array that NumPy's file format can store. bfloat16 and similar dtypes are viewed as integers."""
     array = np.ascontiguousarray(array) if array.ndim else array
     return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
 
 
 def _array(content: bytes, dtype_name: str, shape: list[int]) -> Any:
-    """Return the array in a `.npy` member after checking its shape against the index and the member's size."""
+    """Return the array in a `.npy` member of the archive, with the dtype and the shape that `state.json` records.
+
+    Raises:
+        DamagedFileError: The array in the member has another shape.
+    """
     require(math.prod(shape) <= len(content), "an array is larger than its member")
     member = io.BytesIO(content)
     array = np.lib.format.read_array(member, allow_pickle=False)
@@ -186,7 +191,10 @@ def _array(content: bytes, dtype_name: str, shape: list[int]) -> Any:
 
 
 def _small_float(name: str) -> np.dtype[Any]:
-    """Return a dtype that NumPy itself lacks, such as bfloat16. Arrays of such dtypes are stored as integers."""
+    """Return the dtype with this name, which NumPy itself lacks, such as bfloat16.
+
+    Arrays with such a dtype are stored as integers.
+    """
     import ml_dtypes  # noqa: F401 - registers the dtype with NumPy
 
     dtype = np.dtype(name)

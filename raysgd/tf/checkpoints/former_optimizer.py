@@ -27,9 +27,14 @@ _SLOTS = {
 
 
 def arranged(optimizer: Any, weights: Sequence[Any]) -> list[Any] | None:
-    """Return a value for each variable of `optimizer`: from `weights` if they contain it, else its current value.
+    """Return a value for each variable of a current optimizer, using the weights from a file of `ray.util.sgd`.
 
-    Return None if the shapes of `weights` do not match the optimizer's variables.
+    Variables that the file does not contain keep their current values. Return None if the shapes of the weights do not
+    match the optimizer's variables.
+
+    Args:
+        optimizer: The current optimizer.
+        weights: The weights from the file.
     """
     variables, inner = registration.variables_of_optimizer(optimizer), getattr(optimizer, "inner_optimizer", optimizer)
     if hasattr(inner, "_create_all_weights"):  # a pre-Keras-2.11 optimizer, which uses the same order as the file
@@ -37,7 +42,7 @@ def arranged(optimizer: Any, weights: Sequence[Any]) -> list[Any] | None:
     else:
         slots = [getattr(inner, attribute, None) or () for attribute in _SLOTS.get(type(inner).__name__, ())]
         homes = [inner.iterations, *(variable for one in slots for variable in one)]
-    homes = homes if len(weights) > 1 else homes[:1]  # ignore the slots that tf_keras creates for SGD without momentum
+    homes = homes if len(weights) > 1 else homes[:1]  # SGD without momentum: ignore the slots that tf_keras creates
     if [np.shape(weight) for weight in weights] != [tuple(home.shape) for home in homes]:
         return None
     values = {id(home): np.asarray(weight) for home, weight in zip(homes, weights, strict=True)}

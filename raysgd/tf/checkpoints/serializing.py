@@ -11,7 +11,7 @@ from raysgd.tf.objects import registration
 
 
 def model_to_json(model: Any) -> str:
-    """Serialize a model to JSON, including its compile configuration."""
+    """Serialize a model without its weights to JSON, including the arguments of its `compile` call."""
     keras = registration.keras_of(model)
     made = keras.saving.serialize_keras_object(model)
     if type(model).__name__ == "Sequential":
@@ -20,7 +20,10 @@ def model_to_json(model: Any) -> str:
 
 
 def _fill_in_input_shapes(layers: Sequence[dict[str, Any]]) -> None:
-    """Fill in the input shapes that tf_keras omits if a layer was adapted before its model was built."""
+    """Fill in missing input shapes in the serialized layers of a Sequential model.
+
+    tf_keras omits input shapes if a layer's `adapt` was called before the model was built.
+    """
     known: Sequence[Any] = ()
     for layer in reversed(layers):
         known = (layer.get("build_config") or {}).get("input_shape") or known
@@ -30,7 +33,7 @@ def _fill_in_input_shapes(layers: Sequence[dict[str, Any]]) -> None:
 
 
 def model_from_json(text: str, custom_objects: Mapping[str, Any] | None = None) -> Any:
-    """Rebuild a model with newly initialized weights. It is compiled if the original was."""
+    """Rebuild a model from JSON, with newly initialized weights. Compile the model if the original was compiled."""
     parts = json.loads(text)
     saving = importlib.import_module(parts["keras"]).saving
     return saving.deserialize_keras_object(parts["model"], custom_objects=dict(custom_objects or {}))

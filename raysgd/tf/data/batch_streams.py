@@ -48,8 +48,9 @@ class StreamItem:
 class Passes:
     """A dataset, and the number of passes over it that this process has started.
 
-    If a dataset is reshuffled in each pass, its order depends on how many passes were started. To go back to an earlier
-    pass, this class therefore replaces the dataset with an unused copy, and starts the earlier passes over the copy.
+    A dataset that is reshuffled in each pass has an order that depends on how many passes were started. To go back to
+    an earlier pass, this class replaces the dataset with an unused copy, and then starts a pass over the copy for each
+    pass before the wanted one.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -61,23 +62,23 @@ class Passes:
         self.is_shuffled = datasets.is_shuffled(dataset)
 
     def begin_pass(self) -> None:
-        """Increment the count of passes that were started over the dataset."""
+        """Count one more pass over the dataset. Call this when a pass starts."""
         self.num_begun += 1
 
     def can_repeat(self) -> bool:
         """Return True if this process can repeat a pass in the same order.
 
-        For a shuffled dataset, this makes a copy.
+        To repeat a pass of a shuffled dataset, an unused copy of the dataset is needed, which this method creates.
         """
         if self.is_shuffled and self._copy is None:
             self._copy = datasets.unused_copy(self._original)
         return not self.is_shuffled or self._copy is not None
 
     def go_to(self, index: int) -> bool:
-        """Make `index` the index of the next pass. Return False if that is impossible.
+        """Make the next pass over the dataset the pass with this index. Return False if that is impossible.
 
-        This starts all earlier passes, to advance the shuffle. Without a shuffle, all passes are the same, so this
-        method does nothing.
+        To advance the shuffle, this method starts all earlier passes. If the dataset is not shuffled, all passes are
+        equal, and the method does nothing.
         """
         if not self.is_shuffled:
             return True
@@ -93,7 +94,7 @@ class Passes:
     def counted(self, skipped: int) -> Any:
         """Return the dataset without its first `skipped` batches, for Keras's loops.
 
-        Iterating over it counts a pass.
+        For a shuffled dataset, each iteration over the returned dataset is counted as a pass.
         """
         if not self.is_shuffled:
             return self.dataset.skip(skipped) if skipped else self.dataset
@@ -128,10 +129,10 @@ class TFDividedSource:
         self._num_global = world.size if num_global is None else num_global
 
     def join(self, ranks: Any) -> None:
-        """Do nothing: ranks compute their shards of the dataset without communication."""
+        """Do nothing, because the ranks compute their shards of the dataset without communication."""
 
     def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
-        if self._pads:  # the order of a training pass depends only on its index, not on earlier passes
+        if self._pads:  # in training, the order of a pass must depend only on the index of the pass
             self._passes.go_to(pass_index)
         self._passes.begin_pass()
         batches = self._global(datasets.after_samples(self._passes.dataset, consumed))
@@ -144,7 +145,7 @@ class TFDividedSource:
 
     @property
     def num_samples(self) -> int | None:
-        """Number of samples per pass. None until a pass has ended."""
+        """Number of samples in a pass over the dataset. None until this process has finished a pass."""
         return self._passes.num_samples
 
     def num_steps(self) -> int | None:
@@ -155,15 +156,15 @@ class TFDividedSource:
         return datasets.global_batches(dataset, self._sharding, self._num_global)
 
     def go_to_pass(self, index: int) -> bool:
-        """Make `index` the index of the next pass. Return False if that is impossible."""
+        """Make the next pass over the dataset the pass with this index. Return False if that is impossible."""
         return self._passes.go_to(index)
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """See `raysgd.trainer.worker.data.feed.DataFeed`."""
+        """Return what this source adds to a saved position in the data: the seed of the order."""
         return {"seed": self._seed}
 
     def load_state(self, position: Mapping[str, Any]) -> bool:
-        """See `raysgd.trainer.worker.data.feed.DataFeed`."""
+        """Go to a saved position in the data. Return False if this process cannot repeat the order of the samples."""
         is_mid_pass = position["is_mid_pass"]
         num_passes = position["pass_index"] + (0 if is_mid_pass else 1)
         is_same_order = position["seed"] == self._seed or not self._passes.is_shuffled
@@ -196,10 +197,10 @@ class OwnSource:
         self._dataset, self._votes = dataset, votes
 
     def join(self, ranks: Any) -> None:
-        """Do nothing: the votes already use the current group's connections."""
+        """Do nothing, because the votes already use the connections of the current group."""
 
     def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
-        """Start a pass and yield its batches."""
+        """Start a pass over this rank's dataset and yield the batches of the pass."""
         batches = self._alone() if self._votes is None else in_lockstep(self._alone(), self._votes)
         last = None
         for item in batches:
@@ -228,20 +229,25 @@ TFSource: TypeAlias = TFDividedSource | OwnSource | StreamSource
 
 
 def in_lockstep(items: Iterator[Any], votes: EarlyVotes) -> Iterator[Any]:
-    """Yield this rank's items, then None until every rank has run out of items."""
+    """Yield this rank's items. Then yield None in each step until every rank has run out of items.
+
+    Args:
+        items: This rank's items.
+        votes: Votes by which the ranks find out in each step whether any rank has another item.
+    """
     coming = next(items, None)
     vote = votes.ask(coming is not None)
     while vote():
         item, coming = coming, next(items, None) if coming is not None else None
-        vote = votes.ask(coming is not None)  # the other ranks' votes arrive while this step is computed
+        vote = votes.ask(coming is not None)  # asked early, so that the votes travel while this step is computed
         yield item
 
 
 def lockstep_dataset(dataset: Any, votes: EarlyVotes) -> Any:
     """Return a dataset for `fit` with this rank's batches, followed by empty batches until all ranks have run out.
 
-    The dataset does not prefetch, because ranks vote on each batch, and a `fit` may end before it has drawn all
-    batches.
+    TensorFlow must not prefetch from the returned dataset. The ranks vote on each batch that is drawn, and with
+    prefetching they would also vote on batches that `fit` never uses.
     """
     import tensorflow as tf
 
@@ -256,7 +262,7 @@ def lockstep_dataset(dataset: Any, votes: EarlyVotes) -> Any:
 
 
 class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
-    """Yields the batches of a source. It draws one batch in advance, to know during a step whether it is the last.
+    """Yields the batches of a source, and draws one batch in advance to know whether the current step is the last.
 
     Args:
         source: Source of the batches.
@@ -266,7 +272,7 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
             the other ranks' collectives. Its argument is a padding batch, which provides the shapes.
 
     Attributes:
-        consumed: Number of samples that all ranks together have used in the current pass so far.
+        consumed: Number of samples that all ranks together have drawn in the current pass so far.
     """
 
     consumed = 0
@@ -292,9 +298,9 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
         return self._completed
 
     def ledger(self) -> DataLedger | None:
-        """Return the sample counts of the current pass. Return None if raysgd does not shard the data.
+        """Return how many samples of the current pass are completed and in flight. Can be called from any thread.
 
-        Callable from any thread.
+        Return None if raysgd does not shard the data.
         """
         if not has_divided_source(self):
             return None
@@ -323,7 +329,7 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
 
 @dataclass(frozen=True)
 class TFRanks:
-    """One replica's view of its group. A stream's source uses it to all-reduce numbers between two steps.
+    """A replica's rank and group. The source that reads a stream uses them to all-reduce numbers between two steps.
 
     Attributes:
         rank: This replica's rank.
@@ -336,9 +342,10 @@ class TFRanks:
     group: Group
 
     def adding(self) -> StartSum:
-        """Return a function that starts an all-reduce sum.
+        """Return a function that adds up numbers over all ranks and returns a function with the sums.
 
-        It runs synchronously, because the collectives of a group must have the same order on all ranks.
+        The all-reduce runs at once instead of in the background, because all ranks must run the collectives of a group
+        in the same order.
         """
 
         def start(numbers: Numbers) -> Callable[[], Numbers]:
@@ -349,7 +356,13 @@ class TFRanks:
 
 
 def data_of(stream: Stream, name: str, world: World) -> StreamData:
-    """Check a registered stream and read its list of shards. `name` is "train" or "validation"."""
+    """Check a registered stream and read its list of shards.
+
+    Args:
+        stream: The stream that the user registered.
+        name: "train" or "validation".
+        world: This rank and the number of ranks.
+    """
     return stream_data(stream, name, Division, world.size)
 
 
@@ -373,7 +386,10 @@ def _item(
 
 
 def dataset_of(stream: Stream) -> Any:
-    """Return a stream's batches as a `tf.data.Dataset` in shard order. This reads the stream's first row."""
+    """Return the batches of a stream as a `tf.data.Dataset`, in the order of the shards.
+
+    This reads the first row of the stream, to determine the element spec.
+    """
     import tensorflow as tf
 
     in_order = replace(check_batched(stream, "a stream"), buffer=1)

@@ -33,7 +33,7 @@ _ADVICE = "Pass a function `(config, batch_size)` that makes the dataset in each
 
 
 def check(dataset: Any, name: str = "dataset", *, with_fit: bool = False, training: bool = False) -> None:
-    """Check that a call can use `dataset`.
+    """Check that a call such as `trainer.validate` can use the data that the user passed to it.
 
     Args:
         dataset: The data that the user passed to the call.
@@ -43,7 +43,7 @@ def check(dataset: Any, name: str = "dataset", *, with_fit: bool = False, traini
 
     Raises:
         TypeError: The type of `dataset` is not supported.
-        ValueError: Keras's own loops cannot use `dataset`.
+        ValueError: The call trains with Keras's own `fit`, which uses only the dataset from `data_creator`.
     """
     if dataset is None:
         return
@@ -62,11 +62,11 @@ def check(dataset: Any, name: str = "dataset", *, with_fit: bool = False, traini
 
 
 def kind_of(dataset: Any) -> Kind | None:
-    """Return the `Kind` of a call's data, or None if its type is not supported."""
+    """Return what kind of data a user passed to a call, such as "rows". Return None if the type is not supported."""
     if _is_dataset(dataset) or isinstance(dataset, Stream):
         return "batches"
     kind = data_kinds.kind_of(dataset)
-    return None if kind == "shards" else kind  # the batches of shards are lists of PyTorch tensors
+    return None if kind == "shards" else kind  # sharded datasets yield lists of PyTorch tensors
 
 
 def _is_dataset(dataset: Any) -> bool:
@@ -75,7 +75,7 @@ def _is_dataset(dataset: Any) -> bool:
 
 
 def call_data_of(dataset: Any, config: Mapping[str, Any], seed: int, *, travels: bool) -> CallData | None:
-    """Prepare a call's data to be sent to workers. Return None if its type is not supported.
+    """Prepare the data that a user passed to a call for the workers. Return None if its type is not supported.
 
     Args:
         dataset: The data that the user passed to the call.
@@ -111,7 +111,7 @@ def _dataset_maker(data: Arrays, config: Mapping[str, Any], seed: int) -> Callab
 
 
 def _dataset_over(arrays: Any, form: BatchForm, size: int, num_shuffled: int, drop_last: bool, seed: int) -> Any:
-    """Return the rows as a dataset of batches. Runs in workers.
+    """Return arrays as a `tf.data.Dataset` of batches. Called in the workers.
 
     If `num_shuffled` is not 0, it is the size of the shuffle buffer, and the rows are reshuffled in each pass.
     """
@@ -123,7 +123,9 @@ def _dataset_over(arrays: Any, form: BatchForm, size: int, num_shuffled: int, dr
 
 
 def batches_of(share: CallData, is_distributed: bool) -> Any:
-    """Return the batches of the call's data in a worker. If every worker has the whole data, it is sharded later.
+    """Return the batches of the data that the user passed to a call. Called in a worker.
+
+    If every worker has received the whole data, the returned batches are not sharded yet.
 
     Raises:
         TypeError, ValueError: A creator did not return a dataset of batches.
@@ -152,11 +154,11 @@ KINDS = (
 
 
 def source_to_predict(data: Any, asked: BatchRequest) -> Found:
-    """Return the source of the batches to predict, and the container for the results.
+    """Return the source of the batches for a `predict` call, and the container that collects the predictions.
 
     Raises:
         TypeError: The type of `data` is not supported.
-        ValueError: The order of the rows cannot be preserved.
+        ValueError: The data is a shuffled dataset, so predictions could not be matched to rows.
     """
     if isinstance(data, Arrays):
         data = replace(data, data=plain(data.data))
@@ -186,7 +188,7 @@ def _of_dataset(dataset: Any) -> PredictionSource:
 
 
 def _as_given(batch: Any) -> Any:
-    """Convert a batch's tensors, of any framework, to arrays."""
+    """Convert the tensors in a batch that the user's iterator yielded to NumPy arrays."""
     return plain(tuple(batch) if isinstance(batch, list) else batch)
 
 
@@ -197,13 +199,18 @@ def batches_to_predict(work: Work) -> Iterator[tuple[Any, int]]:
 
 
 def plain(data: Any) -> Any:
-    """Convert tensors in `data` to arrays."""
+    """Convert all tensors in nested data to NumPy arrays."""
     is_tree = isinstance(data, tuple | Mapping) or hasattr(data, "numpy")
     return trees.mapped(data, lambda leaf: leaf.numpy() if hasattr(leaf, "numpy") else leaf) if is_tree else data
 
 
 def inputs(batch: Any, has_target: bool) -> Any:
-    """Return the model's inputs from a batch, without target and sample weights."""
+    """Return only the model's inputs from a batch that may also contain targets and sample weights.
+
+    Args:
+        batch: The batch. If it is not a tuple, it contains only inputs.
+        has_target: True if the tuple's first item holds the inputs. If False, all items are inputs.
+    """
     if not isinstance(batch, tuple):
         return batch
     return batch[0] if has_target or len(batch) == 1 else batch

@@ -15,18 +15,19 @@ from raysgd.tf.objects.datasets import prepare_dataset_shard
 
 
 def loader_of(batches: RayBatches, config: Mapping[str, Any], world: World) -> RayLoader:
-    """Return a loader for a Ray Data dataset. The loader receives this worker's shard later.
+    """Return a loader for a Ray Data dataset. In each call, the loader receives this worker's shard from the driver.
 
     Raises:
-        ValueError: There is no batch size.
+        ValueError: Neither `batches` nor the config has a batch size.
     """
     return RayLoader(batches.sized(config), world, as_batch)
 
 
 def dataset_over(loader: RayLoader) -> Any:
-    """Return a `tf.data.Dataset` over the batches that a loader receives later. raysgd does not shard it again.
+    """Return a `tf.data.Dataset` over the batches of a loader, which receives them later.
 
-    This reads the first row of the Ray Data dataset to determine the element spec.
+    The dataset is marked as already sharded. To determine the element spec, this function reads the first row of the
+    Ray Data dataset.
     """
     import tensorflow as tf
 
@@ -36,12 +37,12 @@ def dataset_over(loader: RayLoader) -> Any:
 
 
 def as_batch(arrays: Any, form: BatchForm) -> Any:
-    """Convert columns to a batch for a step: arrays in the dtypes that models expect, in the structure of `form`."""
+    """Convert columns to a batch of arrays, in the dtypes that models expect and in the structure of `form`."""
     return formed(trees.mapped(arrays, as_array), form, _joined)
 
 
 def as_array(values: Any) -> Any:
-    """Return a column as an array. Convert float64 to Keras's `floatx`, float32 by default."""
+    """Return a column's values as an array. Convert float64 to Keras's default dtype `floatx`, usually float32."""
     import tensorflow as tf
 
     values = stacked(values)
@@ -49,17 +50,17 @@ def as_array(values: Any) -> Any:
 
 
 def array_collate() -> ArrayCollate:
-    """Return a collate function that produces arrays in the dtypes that models expect."""
+    """Return a function that collates rows into a batch of arrays, in the dtypes that models expect."""
     return ArrayCollate(lambda values: as_array(np.asarray(values)))
 
 
 def _joined(columns: list[Any]) -> Any:
-    """Concatenate columns to a matrix. A column of scalars has width 1."""
+    """Concatenate columns into one matrix with a row per sample. A column of scalars becomes one matrix column."""
     return np.concatenate([column[:, None] if column.ndim == 1 else column for column in columns], axis=1)
 
 
 def spec_of(values: Any) -> Any:
-    """Return the `TensorSpec` of a batch's array, with a variable number of rows."""
+    """Return the `TensorSpec` of an array in a batch, with a variable number of rows."""
     import tensorflow as tf
 
     tensor = tf.convert_to_tensor(values)

@@ -1,1 +1,1 @@
-"""The driver's part of `TFTrainer`: argument checks."""
+"""The code of `TFTrainer` that runs only in the driver: checks of the trainer's arguments."""

@@ -31,7 +31,7 @@ def resolve_num_workers(num_workers: Any, num_replicas: Any) -> int:
 
 
 def resolve_operator(operator_cls: Any, model_creator: Any, data_creator: Any) -> type[TrainingOperator]:
-    """Return the given operator class, or create an operator class from the creators."""
+    """Return the operator class that the user passed, or create one from the user's creator functions."""
     if operator_cls is None:
         missing = [
             name
@@ -52,7 +52,7 @@ def resolve_operator(operator_cls: Any, model_creator: Any, data_creator: Any) -
 
 
 def creator_of_model(operator_cls: Any) -> Callable[[dict[str, Any]], Any]:
-    """Return the model creator of an operator class that was created from creators."""
+    """Return the user's `model_creator` from an operator class that `resolve_operator` created."""
     creator: Callable[[dict[str, Any]], Any] = operator_cls._model_creator
     return creator
 

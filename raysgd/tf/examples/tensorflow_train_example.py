@@ -17,7 +17,7 @@ _NUM_EPOCHS = 2
 
 
 def linear_dataset(size: int) -> Any:
-    """Return points on the line, with random x between 0 and 1."""
+    """Return `size` points on the line `y = x / 2`, with random x between 0 and 1."""
     x = np.random.default_rng(size).random((size, 1), dtype="float32")
     return tf.data.Dataset.from_tensor_slices((x, x / 2))
 
@@ -38,7 +38,10 @@ def simple_dataset(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def create_config(batch_size: int) -> dict[str, Any]:
-    """Return the config for these creators. An epoch has as many steps as are needed to use each point about once."""
+    """Return the config for `simple_model` and `simple_dataset`.
+
+    It gives an epoch as many steps as are needed to use each point about once.
+    """
     return {
         "batch_size": batch_size,
         "fit_config": {"steps_per_epoch": NUM_TRAIN_SAMPLES // batch_size},

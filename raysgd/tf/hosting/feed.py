@@ -1,4 +1,4 @@
-"""Provides a replica's batches: creates each dataset's source, and reports whether its order can be repeated."""
+"""Provides a replica's batches: creates a batch source for each dataset, and keeps the position in the data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class TFFeed(feed.DataFeed):
-    """Creates batch streams over an operator's datasets and over the data of calls.
+    """Creates batch streams over an operator's datasets, and over data that users pass to calls such as `validate`.
 
     Args:
         operator_of: Returns the operator that registered the datasets.
@@ -76,10 +76,13 @@ class TFFeed(feed.DataFeed):
         return TFBatchStream(source, self._synchronizer.step, begin_pass, self._take_part)
 
     def _take_part(self, batch: Any) -> None:
-        """In a step for which only other ranks have samples, join their collectives without calling `train_batch`.
+        """Take part in a step for which only other ranks have samples, without calling the user's `train_batch`.
+
+        This rank repeats the all-reduces of an earlier step with a weight of zero.
 
         Raises:
-            IncompatibleModelError: It is unknown which collectives the user's `train_batch` performs.
+            IncompatibleModelError: There was no earlier step, and the user has overridden `train_batch`. It is
+                therefore unknown which all-reduces a step consists of.
         """
         operator = self._operator_of()
         if not self._synchronizer.step.usual and type(operator).train_batch is not TrainingOperator.train_batch:
@@ -141,15 +144,19 @@ class TFFeed(feed.DataFeed):
         return OwnSource(dataset, connections.votes() if training and world.is_distributed else None)
 
     def take_place(self, world: World) -> None:
-        """Reshard the remaining data after this replica has moved to another group, where its rank may differ."""
+        """Reshard the remaining data of the pass after this replica has joined another group.
+
+        Args:
+            world: The replica's rank and the number of ranks in the new group.
+        """
         self.go_to(self.epoch, self.position())
         self._world = world
         self._is_regrouped = True
 
     def align_validation(self) -> None:
-        """Reset a shuffled validation dataset to its first order if the ranks' orders may differ.
+        """Reset a shuffled validation dataset to the order of its first pass, if its order may differ between ranks.
 
-        Orders differ after workers were replaced, because a new worker starts with the first order. They may also
+        The order differs after workers were replaced, because a new worker starts with the first order. It may also
         differ if the training dataset contains the same shuffle, because each pass over it changes the order.
         """
         internals = self._operator_of()._raysgd
@@ -182,5 +189,5 @@ class TFFeed(feed.DataFeed):
 
 
 def _refuse_missing(name: str) -> Iterator[Any]:
-    """Return an iterator in place of a dataset that was not registered. It raises an error when a batch is drawn."""
+    """Raise an error when a batch is drawn from a dataset that was not registered."""
     raise NoDataError(f"`{name}` was not registered: pass it to `register_data` in `setup`.")

@@ -1,4 +1,4 @@
-"""`TFHostedOperator`: an operator inside a worker, with its data, loop, state, and rank in a group."""
+"""`TFHostedOperator`: a user's operator inside a worker, with what raysgd needs to run it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _LEGACY_KERAS = (
 
 
 class TFHostedOperator(hosted.HostedOperator):
-    """Runs a user's TensorFlow operator inside a worker, with its data, loop and state."""
+    """A user's TensorFlow operator inside a worker, with the objects that provide its batches, loop and state."""
 
     settings: TFSettings
     operator: TrainingOperator
@@ -64,14 +64,14 @@ class TFHostedOperator(hosted.HostedOperator):
         self._num_workers = settings.num_workers or world.size
         counts_steps = settings.recovery.snapshot_every_n_steps is not None
         self.synchronizer = Synchronizer(world, self._num_workers, counts_steps)
-        # If the config sets the global batch size, a step always consists of as many batches as there should be
-        # workers, even if some workers are missing.
+        # If the config sets the global batch size, each step must have that size even if workers are missing. A step
+        # therefore always takes as many batches of the dataset as the trainer should have workers.
         num_global = self._num_workers if BATCH_SIZE in settings.config else None
         feed = TFFeed(lambda: self.operator, self.synchronizer, world, settings.seed, num_global)
         super().__init__(settings, world, feed, ledger)
 
     def build(self) -> RunnerFacts:
-        """Create the operator, make its models' weights equal to rank 0's, and return facts about it for the driver."""
+        """Create the user's operator, copy rank 0's model weights to all ranks, and return facts for the driver."""
         settings, synchronizer = self.settings, self.synchronizer
         makes_fit = issubclass(settings.training_operator_cls, CreatorOperator)
         operator = self._make_operator(makes_fit)
@@ -149,7 +149,7 @@ class TFHostedOperator(hosted.HostedOperator):
     def edited_by(self, candidate: TFHostedOperator) -> learning_rates.Rates:
         mine, other = self.operator, candidate.operator
         chosen = zip(mine._raysgd.chosen_rates, other._raysgd.chosen_rates, strict=True)
-        present = learning_rates.read(mine._optimizers)  # read separately: tf_keras's state does not include the rates
+        present = learning_rates.read(mine._optimizers)  # the optimizer state of tf_keras does not include the rates
         wanted = [rate if new == old else new for (old, new), rate in zip(chosen, present, strict=True)]
         return learning_rates.differing(learning_rates.read(other._optimizers), wanted)
 
@@ -161,18 +161,18 @@ class TFHostedOperator(hosted.HostedOperator):
         learning_rates.apply(self.operator._raysgd.chosen_rates, self.operator._optimizers)
 
     def warm_up(self) -> None:
-        """Train on zeros to do work such as tracing in advance, if the operator's `warms_up` allows it."""
+        """Train on batches of zeros to do one-time work such as tracing, if the operator's `warms_up` allows it."""
         operator = self.operator
         if not operator.warms_up or self.epoch_obstacle is not None or operator.train_dataset is None:
             return
-        self.synchronizer.regroup(World(0, 1))  # a single-rank group, so that warming up communicates with no one
+        self.synchronizer.regroup(World(0, 1))  # a group of one rank, so that this step needs no other workers
         with self.synchronizer.exchanges.surfacing_errors():
             operator.warm_up()
 
     def take_place(self, world: World) -> None:
         self.feed.take_place(world)
         self.synchronizer.regroup(world)
-        self.synchronizer.exchanges.forget_call()  # measure from zero, because new ranks have measured nothing yet
+        self.synchronizer.exchanges.forget_call()  # restart the measurements, so that they are comparable on all ranks
         take_place(self.operator, world)
 
     def send(self, state: Any, takers: Sequence[int]) -> None:
@@ -182,7 +182,7 @@ class TFHostedOperator(hosted.HostedOperator):
         return self.synchronizer.group.receive(source, takers)
 
     def settle_in(self) -> None:
-        """Do nothing: Keras models, unlike PyTorch's parallel wrappers, do not refer to the group."""
+        """Do nothing, because Keras models hold no reference to the group that would need an update."""
 
     @contextmanager
     def training(self, run: EpochRun, stream: Any) -> Iterator[None]:
@@ -205,7 +205,7 @@ class TFHostedOperator(hosted.HostedOperator):
 
     @contextmanager
     def predicting(self) -> Iterator[None]:
-        """Restore random states after the block, so that prediction does not affect training."""
+        """After the block, restore all random states, because a prediction must not affect later training."""
         with self.synchronizer.exchanges.surfacing_errors(), self.giving_back_random_numbers():
             yield
 
@@ -215,7 +215,7 @@ class TFHostedOperator(hosted.HostedOperator):
         if not found:
             return None
         names = [f"`{getattr(v, 'path', v.name)}` of model {number} (`{type(m).__name__}`)" for number, m, v in found]
-        arrays = (np.asarray(variable.numpy()) for _, _, variable in found)  # lazily, to hold one array at a time
+        arrays = (np.asarray(variable.numpy()) for _, _, variable in found)  # a generator, to hold one array at a time
         rows = [(sums_of_array(array), tolerance_of(array.itemsize)) for array in arrays]
         numbers, tolerances = np.array([sums for sums, _ in rows]), tuple(tolerance for _, tolerance in rows)
         shapes = tuple(tuple(variable.shape) for _, _, variable in found)
@@ -238,7 +238,7 @@ class TFHostedOperator(hosted.HostedOperator):
 
 
 def refuse_stateful(models: Iterable[Any]) -> None:
-    """Check that no recurrent layer is stateful across batches.
+    """Check that no recurrent layer carries its state from batch to batch (`stateful=True`).
 
     Raises:
         IncompatibleModelError: A recurrent layer is stateful.
@@ -253,7 +253,7 @@ def refuse_stateful(models: Iterable[Any]) -> None:
 
 
 def _make_variables(operator: TrainingOperator, uses_fit: bool, synchronizer: Synchronizer) -> None:
-    """Create the variables of models and optimizers before the first step, as far as possible.
+    """Create the variables of models and optimizers before the first step, if that is possible.
 
     Args:
         operator: Operator with registered models and optimizers.
@@ -291,28 +291,31 @@ def check_loss(operator: TrainingOperator, synchronizer: Synchronizer) -> None:
 
 
 def _works_ahead(what: str, function: Callable[..., Any], *args: Any) -> bool:
-    """Try to do some of the first step's work ahead of time. Return True if it succeeded.
+    """Try to do some work before the first step that would otherwise be part of it. Return True if it succeeded.
 
     Args:
-        what: Describes the work, for the log.
-        function: Does the work.
+        what: Description of the work for the log, such as "build a model".
+        function: Function that does the work.
         args: Arguments of `function`.
 
     Raises:
-        IncompatibleModelError: The model cannot be used at all.
+        IncompatibleModelError: raysgd does not support the model. Other exceptions are only logged.
     """
     try:
         function(*args)
     except IncompatibleModelError:
         raise
-    except Exception as error:  # from user code; the first step raises a permanent error again
+    except Exception as error:  # from user code; if the cause is permanent, the first step raises the error again
         logger.debug("could not %s ahead of the first step: %s", what, error)
         return False
     return True
 
 
 def _has_traced_train_step(operator: TrainingOperator, synchronizer: Synchronizer) -> bool:
-    """Create each optimizer's variables by tracing the user's `train_step`. Return True if tracing succeeded."""
+    """Trace the user's `train_step`, which creates the variables of its optimizers. Return True if tracing succeeded.
+
+    Return False without tracing if the model runs eagerly or uses Keras's own `train_step`.
+    """
     model = operator._models[0]
     if model.run_eagerly or not registration.has_own_train_step(model):
         return False
@@ -326,7 +329,7 @@ def _has_traced_train_step(operator: TrainingOperator, synchronizer: Synchronize
 
 
 class OperatorLoop(Loop):
-    """Runs the training loop of an operator whose `train_epoch` iterates over batches that raysgd draws.
+    """The training loop of an operator whose `train_epoch` iterates over batches that raysgd draws.
 
     Attributes:
         fit: Holds the position of Keras's `fit`. None in this class, because no `fit` runs.
@@ -379,9 +382,9 @@ class OperatorLoop(Loop):
 
 
 class FitLoop(OperatorLoop):
-    """Runs the training loop of an operator that calls Keras's `fit`.
+    """The training loop of an operator that calls Keras's `fit`.
 
-    Keras draws the batches, so waits for data are not timed.
+    Keras draws the batches itself, so raysgd cannot measure the time spent waiting for data.
     """
 
     first_bin = USEFUL
@@ -397,7 +400,7 @@ class FitLoop(OperatorLoop):
         return self.fit.is_whole
 
     def begin_call(self) -> None:
-        self.fit.end()  # do not resume a `fit` that an exception in user code ended
+        self.fit.end()  # forget the position of the last `fit`, which may have ended with an exception in user code
         super().begin_call()
 
     def end_call(self) -> None:
@@ -420,7 +423,7 @@ class FitLoop(OperatorLoop):
         self.fit.break_off()
 
     def ledger(self) -> None:
-        """Return None: there are no sample counts, because in Keras's `fit` only steps are counted."""
+        """Return None instead of sample counts, because only steps are counted during Keras's `fit`."""
 
     def progress_text(self) -> str:
         place = self.fit.state()

@@ -1,7 +1,7 @@
-"""The state of a Keras replica: reads it, checks that a state to load matches, and loads it.
+"""Reads and loads the state of a Keras replica. Before loading a state, checks that it matches the replica.
 
-The state includes random states. These are equal on all ranks while replicas are created, and differ between ranks
-afterwards.
+The module also seeds the replica: with equal seeds on all ranks while models and datasets are created, and with
+different seeds afterwards.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from raysgd.trainer.worker.state.replica_state import RESUME, ReplicaState
 
 
 class KerasState(ReplicaState):
-    """Reads and loads the state of models, optimizers and a `fit`.
+    """Reads and loads the state of a replica: models, optimizers, and the position in the data or in Keras's `fit`.
 
     Args:
         operator: Operator with the registered objects and the user's own state.
-        feed: Holds the position in the data.
+        feed: Object that holds the position in the data.
         fit: Holds the position of Keras's `fit`. None if the operator draws batches itself.
     """
 
@@ -67,7 +67,7 @@ class KerasState(ReplicaState):
 
     def check_own(self, own: Sequence[Any]) -> None:
         seeds = self._seeds()
-        if len(own) == len(seeds):  # otherwise, ignore the saved seeds: that model had different layers
+        if len(own) == len(seeds):  # otherwise, the state is of a model with other layers: ignore its seeds
             _check_fit(seeds, own, "the random generators")
 
     def restore_own(self, own: Sequence[Any]) -> None:
@@ -137,14 +137,14 @@ def _check_fit(variables: Sequence[Any], values: Sequence[Any], what: str) -> No
 
 
 def seed_alike(seed: int) -> None:
-    """Set the same seed on all ranks, so that models start in sync and shuffled datasets have the same order."""
+    """Seed all random generators equally on all ranks before `setup`, which creates models and shuffled datasets."""
     import tensorflow as tf
 
-    tf.keras.utils.set_random_seed(seed)  # seeds TensorFlow, NumPy and `random`, and through them the layers
+    tf.keras.utils.set_random_seed(seed)  # seeds TensorFlow, NumPy and `random`, from which layers draw their seeds
 
 
 def part_ways(seed: int, rank: int, models: Sequence[Any]) -> None:
-    """Seed each rank differently, so that random numbers during training, such as dropout masks, differ."""
+    """Seed each rank's random generators differently after `setup`, so that ranks draw different dropout masks."""
     import tensorflow as tf
 
     tf.random.set_seed(seed + rank)
@@ -165,7 +165,7 @@ def restore_random_states(states: Any) -> None:
 
 
 def seeds_of(models: Sequence[Any]) -> list[Any]:
-    """Return the variables in which Keras 3 layers store random seeds: the models' variables that are not weights."""
+    """Return the variables in which Keras 3 layers store random seeds: all variables that are not weights."""
     known = {id(variable) for model in models for variable in registration.weights_of(model)}
     return [
         variable

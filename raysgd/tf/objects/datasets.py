@@ -8,8 +8,8 @@ Each replica creates the same dataset and takes its part of every step:
   them in order, and slices the result in the same way.
 
 A step of N workers therefore has the same samples in the same order as a single-process step on the global batch, and
-each sample is used once per pass. A dataset whose auto-shard policy is OFF is not sharded, because each worker has its
-own part.
+each sample is used once per pass. A dataset whose auto-shard policy is OFF is not sharded, because this policy says
+that each worker's dataset is already a shard.
 
 ADR 2 explains why data is sharded by global batches.
 """
@@ -31,7 +31,7 @@ NO_FIRST_ORDER = (
     "repeated or skipped. Remove the shuffle, because validation does not need it"
 )
 
-_IGNORE = 1  # TensorFlow's policy for serializing a dataset without external state, such as that of Python functions
+_IGNORE = 1  # TensorFlow's policy for serializing a dataset without external state, such as Python functions
 
 _ADVICE = "`tf.data.Dataset.from_tensor_slices(...).batch(...)`, or with `from_generator`"
 _ADVICE_FOR_INDEXED = (  # a `PyDataset` of Keras 3, or a `Sequence` of tf_keras
@@ -44,12 +44,12 @@ Sharding = Literal["global", "worker"]
 
 
 def signature_of(dataset: Any) -> str:
-    """Return a string describing the dataset. It must be identical on all ranks if raysgd shards the dataset."""
+    """Return a string with the dataset's properties, which must be equal on all ranks if raysgd shards the dataset."""
     return f"{int(dataset.cardinality())} batches of {dataset.element_spec!r}"
 
 
 def is_divided(dataset: Any) -> bool:
-    """Return True if raysgd shards the dataset, which is the case unless its auto-shard policy is OFF."""
+    """Return True if raysgd shards the dataset. It shards every dataset except those whose auto-shard policy is OFF."""
     import tensorflow as tf
 
     policy = dataset.options().experimental_distribute.auto_shard_policy
@@ -57,7 +57,7 @@ def is_divided(dataset: Any) -> bool:
 
 
 def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:
-    """Mark a `tf.data.Dataset` that is already one worker's shard, so that raysgd does not shard it again."""
+    """Return a copy of a `tf.data.Dataset` that is marked as one worker's shard, so that raysgd does not shard it."""
     import tensorflow as tf
 
     options = tf.data.Options()
@@ -71,7 +71,7 @@ def is_shuffled(dataset: Any) -> bool:
 
 
 def share_a_shuffle(first: Any, second: Any) -> bool:
-    """Return True if both datasets contain the same shuffle. A pass over one then changes the order of the other."""
+    """Return True if both datasets contain the same shuffle, so that a pass over one changes the order of the other."""
     return not _shuffles_of(first).isdisjoint(_shuffles_of(second))
 
 
@@ -87,10 +87,10 @@ def _inputs_of(dataset: Any) -> Sequence[Any]:
 
 
 def unused_copy(dataset: Any) -> Any:
-    """Return a copy of the dataset in the state before its first pass, or None if it cannot be copied.
+    """Return a copy of the dataset in the state before its first pass, or None if the dataset cannot be copied.
 
-    A shuffle draws the order of each pass from a random generator that TensorFlow stores under a name, outside the
-    dataset. The copy refers to new generators under new names. Arrays in the dataset are copied, too.
+    TensorFlow stores the random generator of each shuffle outside the dataset, under a name. The copy gets new
+    generators under new names. Arrays that are part of the dataset are copied, too.
     """
     import tensorflow as tf
 
@@ -103,7 +103,7 @@ def unused_copy(dataset: Any) -> Any:
 
 
 def in_first_order(dataset: Any) -> Any:
-    """Return the dataset with its shuffles reset to their first order, as in a new worker."""
+    """Return the dataset with its shuffles reset to the order of the first pass, as in a new worker."""
     copy = unused_copy(dataset) if is_shuffled(dataset) else dataset
     if copy is None:
         logger.warning(NO_FIRST_ORDER)
@@ -111,11 +111,11 @@ def in_first_order(dataset: Any) -> Any:
 
 
 def _packed_graph(dataset: Any, change: Callable[[Any], None]) -> bytes:
-    """Serialize a dataset.
+    """Serialize a dataset to bytes, after a check or a change of its graph.
 
     Args:
         dataset: The dataset to serialize.
-        change: Called with the dataset's graph before it is serialized, to check or modify it.
+        change: Function to call with the dataset's graph before it is serialized, to check or modify the graph.
 
     Raises:
         ValueError: The dataset cannot be serialized, for example because it is too large, or `change` raised an error.
@@ -128,7 +128,7 @@ def _packed_graph(dataset: Any, change: Callable[[Any], None]) -> bytes:
         graph = tf.compat.v1.GraphDef.FromString(text)
         change(graph)
         packed: bytes = graph.SerializeToString()
-    except Exception as error:  # TensorFlow and protobuf raise various classes
+    except Exception as error:  # TensorFlow and protobuf raise errors of various classes
         raise ValueError(str(error)) from error
     return packed
 
@@ -141,14 +141,14 @@ def _dataset_of(graph: bytes, element_spec: Any) -> Any:
 
 @dataclass(frozen=True)
 class PackedDataset:
-    """A serialized dataset that can be sent to other processes. The graph includes the dataset's arrays."""
+    """A serialized dataset that can be sent to other processes. It includes the dataset's arrays."""
 
     graph: bytes
     element_spec: Any
     is_divided: bool
 
     def make(self) -> Any:
-        """Create the dataset, in the state before its first pass."""
+        """Recreate the dataset in this process, in the state before its first pass."""
         dataset = _dataset_of(self.graph, self.element_spec)
         return dataset if self.is_divided else prepare_dataset_shard(dataset)
 
@@ -181,12 +181,12 @@ def packed(name: str, dataset: Any, advice: str | None = None) -> PackedDataset:
 
 
 def unpacked(dataset: Any) -> Any:
-    """Return the dataset. Recreate it first if it is a `PackedDataset`."""
+    """Return a dataset unchanged, or the dataset that a `PackedDataset` contains."""
     return dataset.make() if isinstance(dataset, PackedDataset) else dataset
 
 
 def check_can_be_divided(name: str, data: Any) -> None:
-    """Check that workers can shard the data. This does not load TensorFlow.
+    """Check that workers can shard a user's validation data. The check does not load TensorFlow in the driver.
 
     Raises:
         TypeError: `data` contains an object that is neither a dataset nor an array.
@@ -238,7 +238,7 @@ def evaluation_dataset(name: str, data: Any, batch_size: int) -> Any:
 
 
 def _rename_generators(graph: Any) -> None:
-    """Give each shuffle in a dataset's graph a new random generator, by renaming the generator in the graph."""
+    """Give each shuffle in a dataset's graph a new random generator, by changing the generator's name in the graph."""
     nodes = {node.name: node for node in graph.node}
     for node in graph.node:
         if node.op not in ("ShuffleDatasetV3", "ShuffleAndRepeatDatasetV2"):
@@ -250,7 +250,7 @@ def _rename_generators(graph: Any) -> None:
 
 
 def noting_passes(dataset: Any, skipped: int, note: Callable[[], None]) -> Any:
-    """Return the dataset without its first `skipped` batches. It calls `note` at the start of each iteration."""
+    """Return the dataset without its first `skipped` batches, and call `note` whenever an iteration over it starts."""
     import tensorflow as tf
 
     def begin(_: Any) -> Any:
@@ -292,7 +292,7 @@ def check_dataset(name: str, dataset: Any) -> None:
 
 
 def refuse_sparse(dataset: Any) -> None:
-    """Check that batches can be sliced.
+    """Check that a dataset's batches can be sliced into one part per worker.
 
     Raises:
         ValueError: The batches contain a `SparseTensor`.
@@ -308,9 +308,10 @@ def refuse_sparse(dataset: Any) -> None:
 
 
 def global_batches(dataset: Any, sharding: Sharding, num_batches: int) -> Any:
-    """Return a dataset of global batches.
+    """Return a dataset that yields one global batch for each step.
 
-    With "global" sharding, this is the dataset itself. Otherwise, every `num_batches` batches are concatenated.
+    With "global" sharding, this is the dataset itself. With "worker" sharding, each global batch is the concatenation
+    of `num_batches` batches of the dataset.
     """
     refuse_sparse(dataset)
     if sharding == "global" or num_batches == 1:
@@ -320,7 +321,10 @@ def global_batches(dataset: Any, sharding: Sharding, num_batches: int) -> Any:
 
 
 def part_of(dataset: Any, rank: int, num_workers: int) -> Any:
-    """Return this rank's part of each global batch. A part may be empty if there are fewer samples than workers."""
+    """Return a dataset with this rank's part of each global batch.
+
+    If a global batch has fewer samples than there are workers, some ranks' parts are empty.
+    """
     return dataset.map(_on_element(dataset, lambda batch: _part(batch, rank, num_workers))).prefetch(2)
 
 
@@ -344,14 +348,15 @@ def counted_part_of(dataset: Any, rank: int, num_workers: int) -> Any:
 
 
 def without_empty(dataset: Any) -> Any:
-    """Drop empty batches. Only for evaluation, in which ranks may have different numbers of batches."""
+    """Return the dataset without its empty batches."""
     return dataset.filter(_on_element(dataset, lambda batch: num_samples(batch) > 0))
 
 
 def own_part_of(dataset: Any, num_workers: int) -> Any:
-    """For a dataset that raysgd does not shard, split each batch into one piece per worker, and yield all pieces.
+    """Split each batch of this worker's own dataset into one piece per worker, and yield all pieces as batches.
 
-    TensorFlow's strategies produce batches of the same size. Empty pieces are dropped.
+    If the user batches by the global batch size, each piece has the size of one worker's batch, as with TensorFlow's
+    strategies. Empty pieces are dropped.
     """
 
     def pieces(batch: Any) -> Any:
@@ -376,7 +381,7 @@ def after_samples(dataset: Any, consumed: int) -> Any:
 
 
 def num_samples(batch: Any) -> Any:
-    """Return the number of samples in a batch, as a tensor: the size of its first tensor's first dimension."""
+    """Return the number of samples in a batch as a tensor: the size of the first dimension of its first tensor."""
     import tensorflow as tf
 
     first = tf.nest.flatten(batch)[0]
@@ -388,7 +393,7 @@ def num_samples(batch: Any) -> Any:
 
 
 def sum_of_weights(batch: Any) -> Any:
-    """Return the sum of the sample weights in a batch `(x, y, sample_weight)`, or 0 without weights."""
+    """Return the sum of the sample weights in a batch `(x, y, sample_weight)`. Return 0 if the batch has no weights."""
     import tensorflow as tf
 
     weights = batch[2] if isinstance(batch, tuple) and len(batch) > 2 else None
@@ -396,16 +401,19 @@ def sum_of_weights(batch: Any) -> Any:
 
 
 def zeros_like(dataset: Any) -> Any:
-    """Return a dataset with the same element spec that contains one batch of zeros."""
+    """Return a dataset that contains one batch of zeros and has the same element spec as the given dataset."""
     import tensorflow as tf
 
     batch = zeros(dataset.element_spec, 1)
     made = tf.data.Dataset.from_generator(lambda: iter([batch]), output_signature=dataset.element_spec)
-    return made.apply(tf.data.experimental.assert_cardinality(1))  # otherwise, Keras warns that it ran out of data
+    return made.apply(tf.data.experimental.assert_cardinality(1))  # without the length, Keras warns at the end
 
 
 def zeros(element_spec: Any, num_samples: int) -> Any:
-    """Return a batch of zeros or empty strings. `num_samples` replaces unknown sizes."""
+    """Return a batch of zeros, or of empty strings, with the given element spec.
+
+    Dimensions of unknown size get the size `num_samples`.
+    """
     import tensorflow as tf
 
     def of(part: Any) -> Any:
@@ -416,9 +424,10 @@ def zeros(element_spec: Any, num_samples: int) -> Any:
 
 
 def _on_element(dataset: Any, function: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Adapt a function of one element for `dataset.map` and similar, which pass a tuple's items as separate arguments.
+    """Adapt a function of one element for `dataset.map` and similar methods.
 
-    AutoGraph is off, because the functions do not need it, and it would write a file for each function.
+    These methods pass the items of a tuple as separate arguments. AutoGraph is disabled for the function, because the
+    functions here do not need it, and it would write a file for each function.
     """
     import tensorflow as tf
 
@@ -447,7 +456,7 @@ def _part(batch: Any, rank: Any, num_workers: int) -> Any:
 
 
 def _joined(batches: Any) -> Any:
-    """Concatenate several batches in order."""
+    """Concatenate several batches, which `dataset.ragged_batch` has stacked, to one batch."""
     import tensorflow as tf
 
     def join(tensor: Any) -> Any:

@@ -17,13 +17,14 @@ _first_counts: Mapping[str, int] | None = None  # Keras's counters before the fi
 def begin_names() -> None:
     """Reset Keras's name counters, so that the next `setup` gets the same names as in a new process.
 
-    Results are named after metrics, and `auc` would become `auc_1` on workers that have already run a `setup`.
+    The entries of results are named after the metrics. Without the reset, a metric `auc` would be called `auc_1` on a
+    worker that has already run a `setup`, and its name would differ between workers.
     """
     global _first_counts
     import tensorflow as tf
 
     is_first = _first_counts is None
-    reset_legacy = getattr(tf.keras.backend, "reset_uids", None)  # exists in tf_keras only
+    reset_legacy = getattr(tf.keras.backend, "reset_uids", None)  # only tf_keras has this function
     if reset_legacy is not None:
         _first_counts = _first_counts or {}
         if not is_first:
@@ -37,7 +38,7 @@ def begin_names() -> None:
 
 
 def _counts_of_keras() -> dict[str, int]:
-    """Return Keras 3's name counters of this thread, or a new dict if this Keras version does not expose them."""
+    """Return the dict in which Keras 3 counts names in this thread, or a new dict if this Keras version has none."""
     attribute: Any = find_name("keras.src.backend.common.global_state:get_global_attribute")
     fresh: dict[str, int] = defaultdict(int)
     if attribute is None:

@@ -33,11 +33,11 @@ def metrics_of(given: Any) -> RegisteredParts:
 
 
 def _has(name: str, item: Any) -> bool:
-    return hasattr(type(item), name)  # checks the class, because some properties of an unbuilt model raise an error
+    return hasattr(type(item), name)  # not the item itself: some properties of an unbuilt model raise errors
 
 
 def optimizers_in(model: Any) -> list[Any]:
-    """Return all optimizers in a model's and its layers' attributes, starting with the optimizer from `compile`.
+    """Return a model's optimizers: the one from `compile` first, then those in attributes of the model and its layers.
 
     If an optimizer is wrapped in a `LossScaleOptimizer`, only the wrapper is returned.
     """
@@ -61,7 +61,7 @@ def layers_in(model: Any) -> list[Any]:
 
 
 def replace_method(owner: Any, name: str, function: Any) -> None:
-    """Replace a method on an instance of a model or optimizer, bypassing Keras's attribute tracking."""
+    """Replace a method of one model or optimizer object, without Keras tracking the new method as an attribute."""
     function._is_of_raysgd = True
     object.__setattr__(owner, name, function)
 
@@ -72,12 +72,12 @@ def is_replaced(owner: Any, name: str) -> bool:
 
 
 def is_legacy(keras_object: Any) -> bool:
-    """Return True if an object belongs to tf_keras (Keras 2), False if it belongs to Keras 3."""
+    """Return True if an object's class is from tf_keras (Keras 2), False if it is from Keras 3."""
     return any(base.__module__.partition(".")[0] == "tf_keras" for base in type(keras_object).__mro__)
 
 
 def keras_of(keras_object: Any) -> Any:
-    """Return the package that an object belongs to: Keras 3 or tf_keras."""
+    """Return the package from which an object's class comes: `keras` (Keras 3) or `tf_keras`."""
     return importlib.import_module("tf_keras" if is_legacy(keras_object) else "keras")
 
 
@@ -95,7 +95,7 @@ def steps_per_execution(model: Any) -> int:
 
 
 def check_framework(model: Any) -> None:
-    """Check that Keras runs on TensorFlow.
+    """Check that TensorFlow is the backend of a model's Keras package.
 
     Raises:
         IncompatibleModelError: Keras 3 uses another backend.
@@ -144,9 +144,10 @@ def weights_of(model: Any) -> list[Any]:
 
 
 def take_weights_in(model: Any) -> None:
-    """After a model's weights were set, update the values that its layers cache.
+    """Update the values that a model's layers compute from their weights and cache.
 
-    Layers with an `adapt` method, such as `Normalization`, cache values that they compute from their weights.
+    Call this after the model's weights were set. Layers with an `adapt` method, such as `Normalization`, have such
+    values.
     """
     for layer in layers_in(model):
         finalize = getattr(layer, "finalize_state", None)
@@ -155,26 +156,29 @@ def take_weights_in(model: Any) -> None:
 
 
 def variables_outside(models: Sequence[Any], variables: Iterable[Any]) -> list[str]:
-    """Return the names of those `variables` that do not belong to any of `models`."""
+    """Return the names of the variables that belong to none of the models."""
     known = {id(variable) for model in models for variable in model.variables}
     return [str(getattr(one, "path", None) or one.name) for one in variables if id(one) not in known]
 
 
 def variables_of_optimizer(optimizer: Any) -> list[Any]:
-    """Return an optimizer's variables: counters and slots, including those of an optimizer wrapped for loss scaling."""
+    """Return an optimizer's variables: the step counter, and per-variable state such as momentums.
+
+    If the optimizer is wrapped for loss scaling, the variables of both optimizers are returned.
+    """
     variables = optimizer.variables
     return list(variables() if callable(variables) else variables)
 
 
 def build_model(model: Any, element_spec: Any) -> None:
-    """Create a model's variables, if necessary by calling the model on zeros."""
+    """Create a model's variables by calling the model on zeros, unless it has variables already."""
     if model.built and model.weights:
         return
     model(zeros(element_spec[0] if isinstance(element_spec, tuple) and element_spec else element_spec, 1))
 
 
 def has_own_train_step(model: Any) -> bool:
-    """Return True if the user has overridden `train_step`."""
+    """Return True if the user has overridden the model's `train_step`."""
     return not is_stock(type(model).train_step)
 
 
@@ -184,10 +188,12 @@ def is_stock(part: Any) -> bool:
 
 
 def refuse_unreduced_loss(model: Any) -> None:
-    """Check that a compiled loss is reduced to a scalar, because unreduced losses cannot be combined across ranks.
+    """Check that all losses from a model's `compile` are reduced to a scalar.
+
+    Losses of single samples cannot be combined across ranks. Models with a `train_step` of the user are not checked.
 
     Raises:
-        IncompatibleModelError: The loss is unreduced. Keras's own step would sum it.
+        IncompatibleModelError: A loss has the reduction "none".
     """
     import tensorflow as tf
 
@@ -201,14 +207,14 @@ def refuse_unreduced_loss(model: Any) -> None:
 
 
 def trace_train_step(model: Any, element_spec: Any) -> None:
-    """Create the variables of all optimizers that a `train_step` uses, by tracing it without running it."""
+    """Trace a model's `train_step` without running it, which creates the variables of all optimizers that it uses."""
     import tensorflow as tf
 
     tf.function(model.train_step, autograph=is_legacy(model)).get_concrete_function(element_spec)
 
 
 def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Create an optimizer's variables, such as momentums, for these model variables."""
+    """Create an optimizer's variables, such as momentums, for the model variables that it will train."""
     if hasattr(optimizer, "build"):
         if not getattr(optimizer, "built", False) or is_legacy(optimizer):
             optimizer.build(list(variables))

@@ -1,4 +1,4 @@
-"""Settings of a TensorFlow replica, and its operator's internal records: registered objects and compiled steps."""
+"""The settings of a TensorFlow replica, and the internal attributes of its operator."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class OperatorContext:
 
 @dataclass(frozen=True)
 class RegisteredObjects:
-    """The objects passed to `register`. Empty before `register` is called."""
+    """The objects that the operator has passed to `register`. Before that call, there are none."""
 
     models: list[Any] = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
@@ -62,14 +62,14 @@ class RegisteredObjects:
 
 @dataclass(frozen=True)
 class RegisteredData:
-    """The datasets passed to `register_data`.
+    """The datasets that the operator has passed to `register_data`.
 
     Attributes:
         train_dataset: The training dataset, unsharded.
         validation_dataset: The validation dataset, unsharded.
         sharding: "worker" if a batch is for one worker, "global" if it is a global batch.
         ray_loaders: Loaders for datasets of Ray Data, under the keys "train" and "validation".
-        streams: Registered streams, under the same keys.
+        streams: Registered streams, under the keys "train" and "validation".
     """
 
     train_dataset: Any = None
@@ -80,7 +80,7 @@ class RegisteredData:
 
 
 class TFInternals(Internals):
-    """The internal attributes of a TensorFlow operator. A separate object, so that users' attributes cannot clash.
+    """The internal attributes of a TensorFlow operator, kept in this object to avoid clashes with users' attributes.
 
     Attributes:
         registered: The registered models, optimizers, loss and metrics.
@@ -88,7 +88,8 @@ class TFInternals(Internals):
         train_function: The compiled `train_step`, or None until it is first needed.
         test_function: The compiled `test_step`, or None until it is first needed.
         chosen_rates: The learning rates that `setup` chose, with None for an optimizer whose rate cannot be set.
-        num_left_out: Number of steps without samples for this rank that `train_epoch` has not counted yet.
+        num_left_out: Number of steps in which only other ranks had samples, and which `train_epoch` has not yet added
+            to `global_step`.
         fit: Holds the position of Keras's `fit`, for operators created from creator functions.
     """
 
@@ -104,16 +105,19 @@ class TFInternals(Internals):
         self._predict_function: Any = None
         self.num_left_out = 0
         self.chosen_rates: list[float | None] = []
-        self._trained: tuple[int, tuple[int, ...]] | None = None  # ids of the optimizer and the variables
+        self._trained: tuple[int, tuple[int, ...]] | None = None  # ids of optimizer and variables in compiled steps
 
     def compiled(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile a step to a graph, unless the operator runs eagerly."""
+        """Compile a method such as `train_step` to a graph. If the operator runs eagerly, return it unchanged."""
         import tensorflow as tf
 
         return method if self._operator.run_eagerly else tf.function(method, reduce_retracing=True)
 
     def forget_stale_steps(self) -> None:
-        """Discard the compiled steps if variables or optimizers have changed, so that they are traced again."""
+        """Discard the compiled steps if the optimizer or the set of trainable variables has changed.
+
+        The next call then traces the steps again.
+        """
         models = self.registered.models
         trained = [id(variable) for model in models if model.built for variable in model.trainable_variables]
         kind = (id(getattr(self._operator, "optimizer", None)), tuple(trained))
@@ -123,7 +127,10 @@ class TFInternals(Internals):
         self._trained = kind
 
     def mean_loss(self, loss: Any, target: Any, output: Any, weight: Any) -> Any:
-        """Return a batch's loss as a scalar, scaled so that averaging over ranks gives the single-process loss."""
+        """Return a batch's loss as a scalar, scaled for the sample-weighted average over ranks.
+
+        This average then equals the loss that a single process would compute on the global batch.
+        """
         import tensorflow as tf
 
         losses = self.context.synchronizer.losses
@@ -141,7 +148,7 @@ class TFInternals(Internals):
             return self._predict_function(inputs(batch, info.get(HAS_TARGET, False)))
 
     def num_samples(self, batch: Any) -> int:
-        """Return the number of samples in a batch, not counting padding."""
+        """Return the number of this rank's samples in a batch. A batch of padding has 0 samples."""
         known = self.context.synchronizer.step.num_samples
         return int(num_samples(batch)) if known is None else known
 
@@ -162,5 +169,5 @@ class TFInternals(Internals):
 
 
 def _number(value: Any) -> Any:
-    """Convert a tensor to a NumPy value."""
+    """Convert a tensor to a NumPy value. Return any other value unchanged."""
     return value.numpy() if hasattr(value, "numpy") else value

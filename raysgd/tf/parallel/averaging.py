@@ -20,7 +20,7 @@ _EQUAL_WEIGHTS = 1e-6
 """Maximum difference from 1 at which the sum of the ranks' weights counts as 1, so that no division is needed."""
 
 REFUSALS = (IncompatibleModelError, InvalidRegistrationError)
-"""Exceptions for user mistakes. raysgd raises them while TensorFlow traces a step."""
+"""Exceptions that raysgd raises while TensorFlow traces a step, because the user's model or step does not work."""
 
 _ALIGNMENT = 64
 """Alignment of gradients in the buffer, in bytes. With this alignment, TensorFlow uses them without a copy."""
@@ -36,7 +36,7 @@ class ExchangeRecord:
         num_completed: Number of completed exchanges.
         num_per_step: Number of exchanges in a step of a Keras loop.
         own_s: Seconds of the training call spent outside exchanges, up to the most recent exchange.
-        ledger: Notified when exchanges start and finish.
+        ledger: Object that is told when exchanges start and finish; None before the first training call.
     """
 
     def __init__(self, group: Group) -> None:
@@ -51,12 +51,12 @@ class ExchangeRecord:
         self._error: BaseException | None = None
 
     def forget_call(self) -> None:
-        """Reset the measurements. Call this at the start of a training call."""
+        """Reset the measured time and number of samples. Call this at the start of a training call."""
         self.own_s, self._num_samples = 0.0, 0.0
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Measure the time inside the block, which runs a training call or a part of it."""
+        """Around a training call or a part of it, measure the time that is spent outside gradient all-reduces."""
         self._left_at = time.perf_counter()
         try:
             yield
@@ -64,9 +64,9 @@ class ExchangeRecord:
             self._left_at = None
 
     def own_so_far(self) -> float:
-        """Return how long the training call has spent outside all-reduces.
+        """Return for how many seconds the training call has run outside gradient all-reduces so far.
 
-        The time keeps growing if user code hangs.
+        The time since the last all-reduce is included, so the result keeps growing if user code hangs.
         """
         own_s, left_at = self.own_s, self._left_at
         return own_s + (0.0 if left_at is None else time.perf_counter() - left_at)
@@ -78,7 +78,11 @@ class ExchangeRecord:
 
     @contextmanager
     def exchanging(self, num_samples: float) -> Iterator[None]:
-        """Count and time the block, a gradient all-reduce to which this rank contributes `num_samples` samples."""
+        """Around a gradient all-reduce, count it and measure its time.
+
+        Args:
+            num_samples: Number of samples that this rank contributes.
+        """
         is_measured = self._left_at is not None
         if self._left_at is not None:
             self.own_s, self._left_at = self.own_so_far(), None
@@ -91,7 +95,10 @@ class ExchangeRecord:
 
     @contextmanager
     def surfacing_errors(self) -> Iterator[None]:
-        """If a gradient all-reduce fails, raise the original exception instead of the one that TensorFlow raises."""
+        """Around a block that runs a graph, raise the original exception of a failed all-reduce.
+
+        TensorFlow would raise an exception of another class in its place.
+        """
         self._error = None
         try:
             yield
@@ -102,7 +109,7 @@ class ExchangeRecord:
             raise cause from error
 
     def note_error(self, error: BaseException) -> None:
-        """Record an exception for `surfacing_errors`, because TensorFlow will replace it. Store the first one only."""
+        """Record the exception that `surfacing_errors` will raise. Only the first recorded exception is kept."""
         self._error = self._error or error
 
     @contextmanager
@@ -116,9 +123,9 @@ class ExchangeRecord:
 
 
 class GradientLayout:
-    """Maps a step's gradients to positions in a flat buffer. The buffer's last element is the rank's weight.
+    """Maps a step's gradients to positions in a flat buffer, whose last element is the rank's weight.
 
-    Buffers are reused as soon as nothing references them.
+    Buffers are reused when no array or tensor refers to them anymore.
     """
 
     def __init__(self, gradients: Sequence[Array]) -> None:
@@ -135,11 +142,14 @@ class GradientLayout:
         self._buffers = HostBuffers()
 
     def free_buffer(self) -> Array:
-        """Return a buffer that is not in use. Create it if necessary."""
+        """Return a flat buffer that is not in use. Create a new buffer if all are in use."""
         return self._buffers.take_buffer(self._num_numbers * self._dtype.itemsize).view(self._dtype)
 
     def fill(self, buffer: Array, gradients: Sequence[Array], weight: float) -> None:
-        """Copy the gradients, multiplied by the weight, into the buffer. With weight 0, even NaN gradients become 0."""
+        """Multiply the gradients by the rank's weight and copy them into the buffer, together with the weight.
+
+        With weight 0, the buffer is filled with zeros, even if gradients are NaN.
+        """
         if not weight:
             buffer[:] = 0
             return
@@ -148,7 +158,7 @@ class GradientLayout:
         buffer[-1] = weight
 
     def split(self, buffer: Array) -> list[Array]:
-        """Return the gradients as views of the buffer, or as copies if the dtype differs."""
+        """Return the gradients in the buffer, as views if they have the buffer's dtype and else as copies."""
         return [
             buffer[place].reshape(shape).astype(dtype, copy=False)
             for place, shape, dtype in zip(self._slices, self._shapes, self._dtypes, strict=True)
@@ -179,14 +189,14 @@ class GradientAverager:
         self._layouts: dict[tuple[Any, ...], GradientLayout] = {}
 
     def forget_full_step(self) -> None:
-        """Discard the number of samples in a full step, and assume that the next step is full.
+        """Forget the number of samples in a full step. The next step is then assumed to be full.
 
-        Call this for a new group, in which ranks must agree on this number again.
+        Call this when the group has changed, because all ranks of a group must use the same number.
         """
         self._full_step = None
 
     def average(self, gradients: Sequence[Any], repeat: Exchange) -> list[Any]:
-        """Return the mean of all ranks' gradients, as tensors. A None in `gradients` stays None.
+        """Return the sample-weighted mean of all ranks' gradients, as tensors. A None in `gradients` stays None.
 
         Args:
             gradients: This rank's gradients.
@@ -203,14 +213,14 @@ class GradientAverager:
         sent = [*dense, *sparse]
         exchange = partial(self._exchange, len(dense), repeat)
         found = tf.numpy_function(exchange, [count, *sent], [tensor.dtype for tensor in sent])
-        received = tf.nest.flatten(found)  # in eager mode, a single tensor is not returned in a list
+        received = tf.nest.flatten(found)  # in eager mode, `numpy_function` returns a single tensor without a list
         for index, (before, after) in enumerate(zip(sent, received, strict=True)):
             after.set_shape(before.shape if index < len(dense) else [None, *before.shape[1:]])
         averages, joined = iter(received), iter(received[len(dense) :])
         return [_like(gradient, averages, joined) for gradient in gradients]
 
     def _exchange(self, num_dense: int, repeat: Exchange, count: Array, *gradients: Array) -> list[Array]:
-        """All-reduce the gradients. Called whenever the graph runs, in one of TensorFlow's threads."""
+        """All-reduce the gradients. TensorFlow calls this in one of its threads each time that the graph runs."""
         with self._exchanges.noting(BaseException):
             if self._exchanges.before_exchange is not None:
                 self._exchanges.before_exchange()
@@ -235,7 +245,12 @@ class GradientAverager:
         return [*layout.split(buffer), *joined]
 
     def _joined(self, weight: float, parts: Sequence[Array]) -> list[Array]:
-        """Concatenate all ranks' sparse gradients. `parts` alternates between values and indices."""
+        """Return the sparse gradients of all ranks, concatenated.
+
+        Args:
+            weight: The share of this rank in the mean, by which its values are multiplied.
+            parts: The values and the indices of this rank's first sparse gradient, then of the second, and so on.
+        """
         group = self._exchanges.group
         own = [part if index % 2 else (part * weight).astype(part.dtype) for index, part in enumerate(parts)]
         counts = group.gather(np.array([len(part) for part in own], np.int64))
@@ -247,9 +262,10 @@ def _parts(gradient: Any) -> tuple[Any, Any]:
 
 
 def _like(gradient: Any, averages: Iterator[Any], joined: Iterator[Any]) -> Any:
-    """Return the next average, dense or sparse like `gradient`. A sparse average has the rows of all ranks.
+    """Return the average of one gradient, from `averages` if the gradient is dense, from `joined` if it is sparse.
 
-    Duplicate rows must be kept, because optimizers handle duplicate and missing rows in special ways.
+    A sparse average has the rows of all ranks. Rows with the same index are not summed here, because optimizers treat
+    duplicate rows in their own way.
     """
     import tensorflow as tf
 

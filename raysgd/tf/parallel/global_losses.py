@@ -6,8 +6,8 @@ its inputs, and `ignore_class` determine the divisor. Such a loss is multiplied 
 
     (its divisor on this rank / on all ranks) / (samples on this rank / on all ranks)
 
-in `compute_loss` of a compiled model, or in an operator's default `forward`. Losses whose divisor cannot be determined
-are rejected.
+in `compute_loss` of a compiled model, or in an operator's default `forward`. A loss is rejected if its divisor cannot
+be determined.
 
 ADR 31 explains why a loss is scaled by its own attributes.
 """
@@ -36,7 +36,7 @@ _ONE = np.float64(1.0)
 
 
 class GlobalLosses:
-    """Scales this rank's losses so that averaging by samples gives the global loss.
+    """Scales this rank's losses so that their sample-weighted average over all ranks is the loss of the global batch.
 
     Attributes:
         evaluates_together: True if a Keras loop evaluates the same global batches on all ranks.
@@ -54,8 +54,9 @@ class GlobalLosses:
         return 1.
 
         Args:
-            counted: Number of samples counted in the batch. -1 if no step of a Keras loop is traced.
-            repeat: Function that repeats the current all-reduce without samples, to record it for later steps.
+            counted: Number of samples counted in the batch by a step of a Keras loop. -1 if no such step runs.
+            repeat: Function that repeats the current all-reduce without samples. It is recorded for later steps in
+                which this rank has no samples.
         """
         known = self._step.use(repeat) if self._exchanges.group.size > 1 else self._step.num_samples
         if known is not None:
@@ -63,7 +64,10 @@ class GlobalLosses:
         return counted if counted >= 0 else 1
 
     def compute_loss_of(self, model: Any) -> Callable[..., Any]:
-        """Return a replacement for a model's `compute_loss` that scales each loss by scaling its sample weights."""
+        """Return a replacement for a model's `compute_loss` that scales the loss of each model output.
+
+        A loss is scaled by multiplying its sample weights.
+        """
         inner = model.compute_loss
 
         def compute_loss(
@@ -77,7 +81,11 @@ class GlobalLosses:
         return compute_loss
 
     def _scaled_weights(self, model: Any, y: Any, y_pred: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
-        """Return sample weights that scale a model's losses, and the losses whose reduction must become a sum."""
+        """Return sample weights that scale the losses of a model's outputs.
+
+        Also return the losses whose reduction must be changed to a sum, because these sample weights already include
+        their divisor.
+        """
         import tensorflow as tf
 
         given = [loss for loss in tf.nest.flatten(getattr(model, "loss", None)) if loss is not None]
@@ -103,7 +111,10 @@ class GlobalLosses:
         return tf.nest.pack_sequence_as(y_pred, scaled), by_weights
 
     def _scale(self, keras: Any, loss: Any, target: Any, output: Any, weight: Any) -> Any:
-        """Return the factor for a loss's sample weights. It includes the divisor of a weighted mean."""
+        """Return the factor by which to multiply a loss's sample weights, or None if the loss needs no scaling.
+
+        If the loss is a mean weighted by sample weights, the factor also divides by the sum of these weights.
+        """
         import tensorflow as tf
 
         if _reduction_of(loss) == SUM:
@@ -117,7 +128,7 @@ class GlobalLosses:
         return tf.math.divide_no_nan(scale, tf.cast(divisor, scale.dtype))
 
     def mean(self, loss: Any, target: Any, output: Any, weight: Any) -> Any:
-        """Return a batch's mean loss, scaled so that averaging over the ranks gives the global loss.
+        """Return a batch's mean loss, scaled so that its sample-weighted average over ranks is the global loss.
 
         Raises:
             IncompatibleModelError: The loss is a function that returns a scalar, or mixes the samples of a batch.
@@ -136,7 +147,10 @@ class GlobalLosses:
         return value if divisor is None else value * tf.cast(self.factor(divisor), value.dtype)
 
     def _refuse_over_batch(self, keras: Any, loss: Any, target: Any, output: Any) -> None:
-        """Reject a loss that does not return one value per sample, during tracing or in the first such step."""
+        """Reject a loss that does not return one value per sample.
+
+        If the number of values is unknown while the step is traced, the check runs in each step instead.
+        """
         import tensorflow as tf
 
         if loss is None:
@@ -162,19 +176,25 @@ class GlobalLosses:
         tf.cond(is_uneven, lambda: tf.group(tf.numpy_function(refuse, [], [])), tf.no_op)
 
     def weighted(self, loss: Any, weight: Any) -> Any:
-        """Scale a loss that is a mean with the divisor `weight`."""
+        """Scale a loss that the user has computed as a mean over `weight` units, such as tokens."""
         import tensorflow as tf
 
         return loss * tf.cast(self.factor(weight), loss.dtype)
 
     def factor(self, divisor: Any) -> Any:
-        """Return the scaling factor for a loss with the given divisor, a tensor or `SUM`. This all-reduces divisors."""
+        """Return the factor by which to scale a loss on this rank, as a tensor.
+
+        Whenever the tensor is computed, the ranks all-reduce their divisors.
+
+        Args:
+            divisor: The loss's divisor on this rank, or `SUM` if the loss is a sum.
+        """
         is_sum = divisor is SUM
         self._traced.note_exchange(partial(self._compared, is_sum, 0.0))
         return self._compared(is_sum, 0.0 if is_sum else divisor)
 
     def _compared(self, is_sum: bool, divisor: Any) -> Any:
-        """Return the scaling factor as a tensor. Computing it all-reduces the divisors."""
+        """Return the tensor for `factor`, without recording the all-reduce for later steps."""
         import tensorflow as tf
 
         compare = partial(self._compare, self._traced.is_test, is_sum)
@@ -184,9 +204,9 @@ class GlobalLosses:
         return factor
 
     def _compare(self, is_test: bool, is_sum: bool, count: Array, divisor: Array) -> np.float64:
-        """All-reduce the divisors and return the factor. Called whenever the graph runs.
+        """All-reduce the ranks' divisors and return this rank's factor.
 
-        The factor of a rank without samples is 0, because its loss does not count.
+        TensorFlow calls this each time that the graph runs. On a rank without samples, the factor is 0.
         """
         if is_test and not self.evaluates_together:
             return _ONE
@@ -208,7 +228,10 @@ class GlobalLosses:
 
 
 def refuse_by_name(gradients: Sequence[Any]) -> None:
-    """Reject gradients that were clipped by one rank's norm, or whose loss was divided by a sample count.
+    """Reject gradients that a user's step has computed in a way that is wrong with several ranks.
+
+    These are gradients clipped by `tf.clip_by_global_norm`, and gradients of a loss from `tf.nn.compute_average_loss`.
+    Both are recognized by the operations in the graph.
 
     Raises:
         IncompatibleModelError: The graph being traced contains such an operation.
@@ -243,10 +266,10 @@ def _ignored_by(loss: Any) -> int | None:
 
 
 def _divisor(keras: Any, loss: Any, target: Any, output: Any, weight: Any) -> Any:
-    """Return a loss's divisor as a tensor. Return None if it is the number of samples, or the loss is not divided.
+    """Return a loss's divisor as a tensor. Return None if the divisor is the number of samples or there is no divisor.
 
-    The divisor is computed with another Keras loss, which sums ones, because Keras masks and weights both losses in the
-    same way.
+    The divisor is computed as the sum of another Keras loss, whose values are all 1. Keras applies the same mask and
+    weights to both losses, so this sum is the number of values, or the sum of weights, by which Keras divides.
     """
     import tensorflow as tf
 
@@ -267,7 +290,8 @@ def _divisor(keras: Any, loss: Any, target: Any, output: Any, weight: Any) -> An
 def _is_masked(keras: Any, output: Any) -> bool:
     """Return True if Keras would apply a mask to a loss of this output.
 
-    In eager mode, always return True: batch shapes may differ between ranks, but all ranks must get the same result.
+    In eager mode, always return True. There, the answer could differ between ranks with batches of different shapes,
+    but all ranks must run the same all-reduces.
     """
     import tensorflow as tf
 
@@ -277,7 +301,7 @@ def _is_masked(keras: Any, output: Any) -> bool:
 
 
 def _counting(keras: Any, values: Callable[[Any, Any], Any], reduction: str) -> Any:
-    """Wrap the function `values`, which computes a loss's values, in a Keras loss with this reduction."""
+    """Return a Keras loss with the given reduction that computes its unreduced values with the function `values`."""
 
     class Counting(keras.losses.Loss):
         def call(self, y_true: Any, y_pred: Any) -> Any:
@@ -287,12 +311,12 @@ def _counting(keras: Any, values: Callable[[Any, Any], Any], reduction: str) -> 
 
 
 def _named(keras: Any, loss: Any) -> Any:
-    """Return the loss. If it is a string, look it up by its name in Keras."""
+    """Return a loss unchanged, or the Keras loss function with this name if the loss is a string."""
     return keras.losses.get(loss) if isinstance(loss, str) else loss
 
 
 def _refuse_axes(loss: Any, output: Any) -> None:
-    """Reject a Keras loss that mixes a batch's samples, because of its `axis` or because it compares samples."""
+    """Reject a Keras loss that combines several samples of a batch, such as one whose `axis` is the batch dimension."""
     kind = _name_of(loss)
     default = None if kind.lower() in ("dice", "tversky") else -1
     axes = loss.get_config().get("axis", default) if hasattr(loss, "get_config") else default
@@ -312,14 +336,14 @@ def _without_values(loss: Any, advice: str) -> IncompatibleModelError:
 
 
 def _values_of(keras: Any, loss: Any, target: Any, output: Any) -> Any:
-    """Return the values of a user's loss before reduction."""
+    """Return the values that a user's loss computes for a batch, before Keras reduces them to a scalar."""
     inner, found = getattr(loss, "call", loss), []
 
     def values(y_true: Any, y_pred: Any) -> Any:
         found.append(inner(y_true, y_pred))
         return found[-1]
 
-    _counting(keras, values, "none")(target, output)  # through a Keras loss, to convert the arguments as Keras does
+    _counting(keras, values, "none")(target, output)  # calls `values` with arguments converted as Keras does
     return found[-1]
 
 
@@ -336,7 +360,16 @@ def _name_of(loss: Any) -> str:
 
 
 def _by_output(model: Any, name: str, given: Any, outputs: Any) -> list[Any]:
-    """Return the part of `given`, such as the losses or targets, for each model output, matched as Keras does."""
+    """Split something that the user gave per model output, such as losses or targets, into a list by output.
+
+    Entries are matched with outputs in the same way as in Keras.
+
+    Args:
+        model: The model.
+        name: Name of the given argument, for error messages.
+        given: One entry for all outputs, or a container of entries.
+        outputs: The model's outputs.
+    """
     import tensorflow as tf
 
     num_outputs = len(tf.nest.flatten(outputs))
@@ -357,7 +390,10 @@ def _by_output(model: Any, name: str, given: Any, outputs: Any) -> list[Any]:
 
 @contextmanager
 def _as_sums(losses: Sequence[Any]) -> Iterator[None]:
-    """Inside the block, set the losses' reduction to a sum, because their sample weights include the divisor."""
+    """Inside the block, change the reduction of losses from a weighted mean to a sum.
+
+    Their sample weights already include the divisor of the mean.
+    """
     for loss in losses:
         loss.reduction = SUM
     try:

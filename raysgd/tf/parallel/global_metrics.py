@@ -1,4 +1,7 @@
-"""Merges variables over all ranks. Metrics follow their `aggregation`; statistics such as BatchNorm's are averaged."""
+"""Merges variables of Keras objects over all ranks.
+
+The variables of metrics are merged as their `aggregation` says. Statistics such as BatchNorm's are averaged.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ _SUM, _MEAN, _FIRST = "sum", "mean", "only_first_replica"
 class GlobalMetrics:
     """Makes Keras models report an epoch's metrics over all ranks instead of over one rank.
 
-    Keras uses `get_metrics_result` for an epoch's results only if it returns the same names as the last step. The
-    replacement therefore returns these names. For a metric, it returns the result over all ranks, and for any other
-    number its sample-weighted mean over the ranks.
+    Keras takes an epoch's results from the model's `get_metrics_result`, but only if it returns the same names as the
+    last step. This class replaces that method with one that returns these names. For a metric, the new method returns
+    the result over all ranks, and for any other number its sample-weighted mean over the ranks.
 
     Args:
         group: Returns the group of ranks.
@@ -33,18 +36,18 @@ class GlobalMetrics:
     def __init__(self, group: Callable[[], Group], traced: TracedStep, evaluates_together: Callable[[], bool]) -> None:
         self._group, self._traced, self._evaluates_together = group, traced, evaluates_together
         self._is_merging = False
-        self._last: Any = None  # variable: number of samples in a Keras loop's last batch, and 1 if in evaluation
-        self._returned: dict[bool, dict[str, Any]] = {}  # by `is_test`: variables with the last returned numbers
-        self._batches: dict[bool, list[Array]] = {}  # by `is_test`: sizes of batches, and the mean metrics after each
+        self._last: Any = None  # TensorFlow variable: number of samples in the last batch, and 1 if in evaluation
+        self._returned: dict[bool, dict[str, Any]] = {}  # by `is_test`: variables with the step's last metrics
+        self._batches: dict[bool, list[Array]] = {}  # by `is_test`, for each batch: its size, and metrics after it
 
     def note_batch(self, count: Any) -> None:
-        """Record the number of samples in the batch of the step being traced."""
+        """Add operations to the step that is being traced, which store the number of samples in its batch."""
         import tensorflow as tf
 
         self._last = _assigned(self._last, tf.stack([tf.cast(count, tf.int64), int(self._traced.is_test)]))
 
     def note_returned(self, numbers: Any) -> None:
-        """Record the metrics that the user's own `train_step` or `test_step` returned."""
+        """Add operations to the step that is being traced, which store the metrics that the user's own step returns."""
         import tensorflow as tf
 
         before, is_test = self._returned.get(self._traced.is_test, {}), self._traced.is_test
@@ -55,10 +58,10 @@ class GlobalMetrics:
         self._returned[is_test] = {**dict.fromkeys(numbers), **noted} if is_known else {}
 
     def note_means(self, model: Any, count: Any) -> None:
-        """Record a model's mean metrics after a step.
+        """Add an operation to the step that is being traced, which records the model's mean metrics after each batch.
 
-        Some of the metrics may weight all batches equally instead of by samples. `results_of` corrects these at the end
-        of an epoch.
+        Some of these metrics may weight all batches equally, although shards of a batch differ in size.
+        `get_metrics_result` corrects these metrics at the end of an epoch.
         """
         import tensorflow as tf
 
@@ -70,20 +73,23 @@ class GlobalMetrics:
             tf.numpy_function(note, [values], [])
 
     def _note_batch(self, is_test: bool, values: Array) -> None:
-        """Store a batch's values. Called whenever the graph runs."""
+        """Store the size of a batch and the metrics after it. TensorFlow calls this each time that the graph runs."""
         batches = self._batches.setdefault(is_test, [])
-        # If no count has grown, the metrics were reset since the last batch, so another epoch has started.
+        # If no metric's count has grown since the last batch, the metrics were reset, so another epoch has started.
         if batches and values[0] and (values[2::2] <= batches[-1][2::2]).all():
             batches.clear()
         batches.append(values)
 
     def _set_means_of_batches(self, model: Any, is_test: bool) -> None:
-        """Set metrics that weight all batches equally to the values that a single process would compute."""
+        """Correct metrics that weight all batches equally.
+
+        They get the values that a single process would compute, in which a batch is a global batch and not a shard.
+        """
         means, group, batches = _means_of(model), self._group(), self._batches.pop(is_test, [])
         if group.size == 1 or not means or (is_test and not self._evaluates_together()):
             return
         own = np.zeros([int(group.largest(float(len(batches)))), 1 + 2 * len(means)])
-        if batches:  # align the ranks' batches at the end, because a rank that joined later has only the last batches
+        if batches:  # fill from the end: a rank that joined in the middle of an epoch has only its last batches
             own[-len(batches) :] = np.diff(batches, axis=0, prepend=0.0)
             own[-len(batches) :, 0] = [each[0] for each in batches]
         numbers, totals, counts = own[:, :1], own[:, 1::2], own[:, 2::2]
@@ -98,7 +104,7 @@ class GlobalMetrics:
 
     @contextmanager
     def merging(self) -> Iterator[None]:
-        """Inside the block, replace models' results at the end of each epoch with results over all ranks."""
+        """Inside the block, let models return results over all ranks at the end of each epoch."""
         self._is_merging = True
         try:
             yield
@@ -125,9 +131,15 @@ class GlobalMetrics:
         return get_metrics_result
 
     def _as_returned(self, known: Mapping[str, Any], results: Any, has_seen: Mapping[str, bool]) -> Any:
-        """Return results under the names that the user's own `train_step` or `test_step` last returned.
+        """Return an epoch's results under the names that the user's own `train_step` or `test_step` last returned.
 
-        If the user has not overridden the step, return `results` unchanged.
+        If the user has not overridden the step, return `results` unchanged. A number that is not the result of a metric
+        is averaged over the ranks, weighted by samples.
+
+        Args:
+            known: Results over all ranks, by name.
+            results: The result of the model's own `get_metrics_result`.
+            has_seen: For each metric's name, whether the metric was updated.
         """
         count, is_test = (0, 0) if self._last is None else self._last.numpy()
         returned = self._returned.get(bool(is_test))
@@ -146,7 +158,10 @@ class GlobalMetrics:
 
 
 def _means_of(model: Any) -> list[Any]:
-    """Return a model's metrics that may weight all batches equally: its outputs' losses, and plain functions."""
+    """Return a model's metrics that may weight all batches equally.
+
+    These are the losses of single outputs, and metrics that were given as functions.
+    """
     metrics: Any = registration.keras_of(model).metrics
     found = [inner for metric in model.metrics for inner in getattr(metric, "metrics", None) or [metric]]
     return [one for one in found if type(one) in (metrics.Mean, metrics.MeanMetricWrapper) and one.name != "loss"]
@@ -154,7 +169,10 @@ def _means_of(model: Any) -> list[Any]:
 
 @contextmanager
 def merged(group: Group, metrics: Sequence[Any]) -> Iterator[None]:
-    """Merge the metrics' variables over all ranks by their `aggregation`. Restore them after the block."""
+    """Inside the block, the metrics' variables have values merged over all ranks, as their `aggregation` says.
+
+    After the block, they have this rank's values again.
+    """
     variables = [] if group.size == 1 else _variables_of(metrics)
     if not variables:
         yield
@@ -171,7 +189,7 @@ def merged(group: Group, metrics: Sequence[Any]) -> Iterator[None]:
 
 
 def check_aggregation(metrics: Sequence[Any]) -> None:
-    """Check that all variables of the metrics have an aggregation, so that they can be merged over workers.
+    """Check that each variable of the metrics has an `aggregation`, which says how to merge it over workers.
 
     Raises:
         IncompatibleModelError: A variable has no aggregation.
@@ -189,7 +207,7 @@ def check_aggregation(metrics: Sequence[Any]) -> None:
 
 
 def merge_statistics(group: Group, models: Sequence[Any]) -> None:
-    """Average the non-trainable weights, such as BatchNorm's statistics, over all ranks."""
+    """Average the non-trainable weights of models, such as BatchNorm's statistics, over all ranks."""
     variables = [v for model in models for v in model.non_trainable_weights if _is_float(v)]
     if group.size > 1 and variables:
         _assign_sums(group, variables, _values(variables), [1.0 / group.size] * len(variables))
@@ -201,7 +219,7 @@ def share_first(group: Group, variables: Sequence[Any]) -> None:
         return
     for variable in variables:
         array = np.array(variable.numpy())
-        if array.dtype.hasobject:  # variables with strings are not broadcast
+        if array.dtype.hasobject:  # strings have no fixed size and are not broadcast
             continue
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         group.from_first(flat)
@@ -215,7 +233,10 @@ def _aggregation_of(variable: Any) -> str:
 
 
 def _assigned(variable: Any, value: Any) -> Any:
-    """Assign a value to a variable and return it. Replace a variable that is None or has another shape."""
+    """Assign a value to a variable and return the variable.
+
+    If the variable is None or has another shape than the value, create and return a new variable.
+    """
     import tensorflow as tf
 
     if variable is None or variable.shape != value.shape:
@@ -235,7 +256,14 @@ def _values(variables: Sequence[Any]) -> list[Array]:
 
 
 def _assign_sums(group: Group, variables: Sequence[Any], own: Sequence[Array], shares: Sequence[float]) -> None:
-    """Assign to each variable the sum over all ranks of its value multiplied by its share."""
+    """Assign to each variable a weighted sum of its values on all ranks.
+
+    Args:
+        group: The group of ranks.
+        variables: The variables to assign.
+        own: This rank's values of the variables.
+        shares: For each variable, the weight of this rank's value in the sum.
+    """
     flat = np.concatenate([array.reshape(-1) * np.float64(share) for array, share in zip(own, shares, strict=True)])
     group.add_up(flat)
     start = 0

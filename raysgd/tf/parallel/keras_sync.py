@@ -31,7 +31,9 @@ from raysgd.tf.parallel.step import TFStep, TracedStep, applying_zeros, repeat_w
 
 
 class Synchronizer:
-    """Watches one replica's optimizers and models: replaces their methods with versions that work across ranks.
+    """Makes one replica's optimizers and models work across ranks, by replacing some of their methods.
+
+    An optimizer or model with replaced methods is called watched.
 
     Args:
         world: This rank and the number of ranks.
@@ -59,7 +61,7 @@ class Synchronizer:
         self._traced = traced = TracedStep()
         self._losses = GlobalLosses(self.exchanges, traced, self.step, self.validation_step)
         self.losses = self._losses if is_one_of_many else None
-        self._registered: Callable[[], Sequence[Any]] | None = None  # the argument of `restrict_to`
+        self._registered: Callable[[], Sequence[Any]] | None = None  # returns the registered models
         self._averagers: list[GradientAverager] = []
         self._metrics = GlobalMetrics(lambda: self.group, traced, lambda: self._losses.evaluates_together)
 
@@ -69,18 +71,28 @@ class Synchronizer:
         return self.exchanges.group
 
     def regroup(self, world: World) -> None:
-        """Switch to a group that all its ranks have already joined. Watched optimizers and models stay watched."""
+        """Use another group for all-reduces, after all its ranks have joined it.
+
+        Watched optimizers and models stay watched.
+        """
         self.exchanges.group = group_of(world)
         if self.watches:
             for averager in self._averagers:
                 averager.forget_full_step()
 
     def restrict_to(self, registered: Callable[[], Sequence[Any]]) -> None:
-        """Reject later optimizer steps that train variables outside the registered models."""
+        """Reject all later optimizer steps that train variables outside the registered models.
+
+        Args:
+            registered: Function that returns the registered models.
+        """
         self._registered = registered
 
     def watch(self, optimizer: Any) -> None:
-        """Make an optimizer average gradients across all ranks. Do nothing if the optimizer is already watched."""
+        """Replace an optimizer's method that applies gradients, so that gradients are averaged over all ranks first.
+
+        Do nothing if the method was already replaced.
+        """
         name = _name_of_apply(optimizer)
         if not self.watches or registration.is_replaced(optimizer, name):
             return
@@ -89,7 +101,7 @@ class Synchronizer:
         wrapper = self._apply if name == "apply" else self._apply_gradients
         self._averagers.append(GradientAverager(self.exchanges, self._traced, self._losses.num_samples_of))
         wrapped = wrapper(optimizer, getattr(optimizer, name), self._averagers[-1])
-        # Replace the method on the instance. A saved model refers to the class, which must stay unchanged.
+        # Replace the method on this optimizer only. Its class must stay unchanged, because saved models refer to it.
         registration.replace_method(optimizer, name, tf.autograph.experimental.do_not_convert(wrapped))
 
     def require_watched(self, optimizer: Any) -> None:
@@ -108,7 +120,10 @@ class Synchronizer:
             )
 
     def _refuse_strangers(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Reject variables outside the registered models, because they would not be saved or sent to new workers."""
+        """Reject an optimizer step that trains variables outside the registered models.
+
+        Such variables would not be saved or sent to new workers.
+        """
         if self.exchanges.group.size == 1 or self._registered is None:
             return
         strangers = registration.variables_outside(self._registered(), variables)
@@ -120,7 +135,7 @@ class Synchronizer:
             )
 
     def _apply(self, optimizer: Any, inner: Callable[..., Any], averager: GradientAverager) -> Any:
-        """Return a replacement for a Keras 3 optimizer's `apply` that averages gradients first."""
+        """Return a replacement for a Keras 3 optimizer's `apply` that averages gradients over all ranks first."""
 
         def apply(grads: Any, trainable_variables: Any = None) -> Any:
             import tensorflow as tf
@@ -129,7 +144,7 @@ class Synchronizer:
             if trainable_variables is None:
                 require_names(optimizer, "_trainable_variables")
             variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
-            with tf.init_scope():  # outside the graph; variables created in a branch of it would stay uninitialized
+            with tf.init_scope():  # outside the graph, because variables created in a branch would stay uninitialized
                 registration.build_optimizer(optimizer, variables)
             averaged = self._averaged(optimizer, variables, gradients, averager)
             with _after(averaged):
@@ -138,7 +153,7 @@ class Synchronizer:
         return apply
 
     def _apply_gradients(self, optimizer: Any, inner: Callable[..., Any], averager: GradientAverager) -> Any:
-        """Return a replacement for a tf_keras optimizer's `apply_gradients` that averages gradients first."""
+        """Return a replacement for a tf_keras optimizer's `apply_gradients` that averages over all ranks first."""
 
         def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             pairs = list(grads_and_vars)
@@ -152,7 +167,10 @@ class Synchronizer:
     def _averaged(
         self, optimizer: Any, variables: list[Any], gradients: list[Any], averager: GradientAverager
     ) -> list[Any]:
-        """Return the mean of all ranks' gradients. If a step is being traced, record this all-reduce in it."""
+        """Return the mean of all ranks' gradients, and record the all-reduce if a step is being traced.
+
+        On an empty batch, the traced step repeats its recorded all-reduces.
+        """
         with self.exchanges.noting(*REFUSALS):
             self._refuse_strangers(optimizer, variables)
             if self.losses is not None:
@@ -164,17 +182,17 @@ class Synchronizer:
     def watch_model(self, model: Any) -> None:
         """Make a compiled model train and evaluate together with the other ranks' models.
 
-        This watches all optimizers in the model's attributes, counts the samples of each batch, scales the losses, and
-        merges the metrics when an epoch or an evaluation ends.
+        This method makes all optimizers in the model's attributes average gradients. It also replaces the model's
+        methods, so that they count the samples of each batch, scale the losses, and merge the metrics when an epoch or
+        an evaluation ends.
 
         Raises:
-            IncompatibleModelError: The model is compiled with XLA, which cannot call Python, or a metric cannot be
-                merged.
+            IncompatibleModelError: The model is compiled with XLA, or a metric cannot be merged over ranks.
         """
         if not self.watches:
             return
         refuse_xla(model)
-        model.jit_compile = False  # "auto" may mean XLA on a GPU
+        model.jit_compile = False  # with "auto", Keras might use XLA on a GPU
         for optimizer in registration.optimizers_in(model):
             self.watch(optimizer)
         check_aggregation(model.metrics)
@@ -191,7 +209,7 @@ class Synchronizer:
             registration.replace_method(model, name, function)
 
     def _training_step(self, model: Any) -> Callable[[Any], Any]:
-        """Wrap a model's `train_step` so that it raises an error if it does not average gradients over the ranks."""
+        """Wrap a model's `train_step` so that it raises an error if no watched optimizer applies its gradients."""
         inner = model.train_step
 
         def train_step(data: Any) -> Any:
@@ -208,9 +226,10 @@ class Synchronizer:
         return train_step
 
     def _step_function(self, model: Any, step_of_user: Callable[[Any], Any], is_test: bool = False) -> Any:
-        """Wrap a model's `train_step` or `test_step` so that it counts samples.
+        """Wrap a model's `train_step` or `test_step` so that it counts samples and works on empty batches.
 
-        On an empty batch, the wrapper only repeats the all-reduces of a step on a non-empty batch, with zeros.
+        A rank has an empty batch if only other ranks have samples in a step. The wrapper then repeats the all-reduces
+        of a step on a non-empty batch, with zeros.
         """
         usual_step: tuple[Sequence[Any], Any] = (), None  # all-reduces and result of a step on a non-empty batch
         is_own = not registration.is_stock(type(model).test_step if is_test else type(model).train_step)
@@ -219,7 +238,8 @@ class Synchronizer:
             result = step_of_user(data)
             if is_own:
                 self._metrics.note_returned(result)
-            # Runs while a step is traced. An evaluation step applies no gradients, so it leaves the number unchanged.
+            # Set the number of all-reduces per step while a step is traced. An evaluation step applies no gradients
+            # and leaves the number unchanged.
             self.exchanges.num_per_step = self._traced.num_applied or self.exchanges.num_per_step
             return result
 
@@ -250,12 +270,12 @@ class Synchronizer:
         return step
 
     def take_part(self, train_step: Callable[[Any], Any], batch: Any) -> None:
-        """Take part in a step for which this rank has no samples, by repeating its last step's all-reduces.
+        """Take part in a step for which this rank has no samples, by repeating the all-reduces of its last step.
 
         Args:
-            train_step: The operator's step. If this rank has not taken a step yet, it is traced to learn its
-            all-reduces.
-            batch: Batch for tracing.
+            train_step: The operator's `train_step`. If this rank has not taken a step yet, this function is traced to
+                find out which all-reduces a step has.
+            batch: Batch with which to trace the step.
         """
         import tensorflow as tf
 
@@ -269,7 +289,7 @@ class Synchronizer:
         self.step.skip()
 
     def merging_metrics(self) -> AbstractContextManager[None]:
-        """Inside the block, replace watched models' results at the end of each epoch with results over all ranks."""
+        """Inside the block, let watched models return results over all ranks at the end of each epoch."""
         return self._metrics.merging() if self.watches else nullcontext()
 
     @contextmanager
@@ -283,7 +303,11 @@ class Synchronizer:
 
     @contextmanager
     def evaluating(self, together: bool) -> Iterator[None]:
-        """Run a Keras evaluation in the block. `together` is True if all ranks evaluate the same global batches."""
+        """Use this around a Keras evaluation, so that losses are scaled for the way in which the ranks share the data.
+
+        Args:
+            together: True if each rank evaluates its part of the same global batches.
+        """
         self._losses.evaluates_together = together
         try:
             yield
@@ -312,9 +336,12 @@ def _name_of_apply(optimizer: Any) -> str:
 
 
 def _after(averaged: Sequence[Any]) -> Any:
-    """Return a context manager. Operations created in it run only after the all-reduce that computes `averaged`.
+    """Return a context manager inside which new graph operations are made to run after an all-reduce.
 
-    If the all-reduce fails, these operations therefore do not run, and even the optimizer's step counter is unchanged.
+    If the all-reduce fails, these operations do not run, and not even the optimizer's step counter changes.
+
+    Args:
+        averaged: The averaged gradients that the all-reduce computes.
     """
     import tensorflow as tf
 
@@ -325,7 +352,7 @@ def _after(averaged: Sequence[Any]) -> Any:
 def _has_variables_to_train(model: Any) -> bool:
     try:
         return bool(model.trainable_variables)
-    except ValueError:  # raised by tf_keras for a model that is used without being built
+    except ValueError:  # tf_keras raises this for a model that was never built
         return any(layer.trainable_variables for layer in model.layers)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from raysgd.exceptions import IncompatibleModelError
 
 Exchange = Callable[[], object]
-"""Repeats one of a step's all-reduces without contributing samples."""
+"""A function that repeats an all-reduce of a step with zeros, on a rank that has no samples."""
 
 
 @dataclass
@@ -25,8 +25,7 @@ class TFStep:
         num_global: The step's total number of samples over all ranks, or 0 if unknown.
         weights: This rank's sum of sample weights, and the sum over all ranks. Both are 0 without sample weights.
         began_at: Time at which the loop started to draw the batch.
-        usual: Functions that repeat the last step's all-reduces with zero samples from this rank. Steps without
-            all-reduces are ignored.
+        usual: Functions that repeat the all-reduces of the last step that had any, with zero samples from this rank.
     """
 
     num_samples: int | None = None
@@ -39,7 +38,7 @@ class TFStep:
     _is_last_waiting: bool = False
 
     def begin_batch(self, num_samples: int, num_global: int, weights: tuple[float, float]) -> None:
-        """Start a step. Call this before the step's batch is yielded to user code."""
+        """Start a step with the sample counts of its batch. Call this before the batch is yielded to user code."""
         self.num_samples, self.num_global, self.weights = num_samples, num_global, weights
         if self._exchanged:
             self.usual, self._exchanged = self._exchanged, []
@@ -47,29 +46,29 @@ class TFStep:
         self._is_last_waiting = True
 
     def confirm(self) -> None:
-        """End the step. A drawn batch stays open until user code trains on it."""
+        """End the step, unless user code has drawn a batch on which it has not trained yet."""
         if not self._waiting:
             self.num_samples = None
 
     def end_stream(self) -> None:
-        """Do nothing when the call has no more batches."""
+        """Called when a training call has no more batches. There is nothing to do."""
 
     def forget(self) -> None:
-        """Discard the open batches when a call ends.
+        """Forget the batches that user code has drawn without training on them. Call this when a call ends.
 
-        Steps that user code takes between two calls then do not count as steps on the call's data.
+        Otherwise, a step that user code takes between two calls would count as a step on such a batch.
         """
         self.num_samples, self._waiting, self._is_last_waiting = None, [], False
 
     def use(self, exchange: Exchange | None = None) -> int | None:
-        """Record that user code trains on the batch. Return this rank's number of samples in the batch.
+        """Record that user code trains on the batch that it has drawn. Return this rank's number of samples in it.
 
         Args:
-            exchange: Function that repeats the step's all-reduce without samples.
+            exchange: Function that repeats an all-reduce of this step without samples, to record it for later steps.
 
         Raises:
-            RuntimeError: Several batches with different numbers of samples are open, so it is unknown which batch user
-                code trains on.
+            RuntimeError: User code has drawn several batches with different numbers of samples, so it is unknown which
+                of them it trains on.
         """
         if len(set(self._waiting)) > 1:
             counts = ", ".join(str(own) for own, _ in self._waiting)
@@ -84,15 +83,15 @@ class TFStep:
         return self.num_samples
 
     def skip(self) -> None:
-        """Close the last batch, because user code has trained on it or skips it. Further calls do nothing."""
+        """Record that user code has trained on the last batch or skips it. Further calls do nothing."""
         if self._is_last_waiting:
             self._waiting.pop()
             self._is_last_waiting = False
 
     def factor(self, divisor: float | None) -> float:
-        """Return the factor by which to scale a loss, computed from the batch's counts.
+        """Return the factor by which to scale a loss on this rank, computed from the sample counts of the batch.
 
-        Return 1 if the counts are unknown.
+        No all-reduce is needed. Return 1 if the counts are unknown.
 
         Args:
             divisor: The loss's divisor on this rank, or None for a loss that is a sum.
@@ -108,9 +107,9 @@ class TFStep:
 
     @property
     def batch(self) -> TFStep:
-        """The current batch.
+        """The object that describes the current batch: this object, because each step has exactly one batch.
 
-        Each step has one batch, so the step object describes the batch, too. See `PlaceInStep`.
+        See `PlaceInStep`.
         """
         return self
 
@@ -121,7 +120,7 @@ class TFStep:
 
 
 def applying_zeros(optimizer: Any, variables: Sequence[Any], gradients: Sequence[Any]) -> Exchange:
-    """Return a function that makes an optimizer apply zeros in place of a step's gradients."""
+    """Return a function that makes an optimizer take a step with zeros in place of this rank's gradients."""
     makers = [_zeros_like(*pair) for pair in zip(gradients, variables, strict=True)]
 
     def apply() -> None:
@@ -148,7 +147,12 @@ class TracedStep:
 
     @contextmanager
     def tracing(self, num_samples: Any, is_test: bool) -> Iterator[None]:
-        """Inside the block, a step on a batch with `num_samples` samples is traced, or runs eagerly."""
+        """Use this around a step that is traced or runs eagerly, to record its all-reduces.
+
+        Args:
+            num_samples: Number of samples in the step's batch.
+            is_test: True in an evaluation step.
+        """
         self.num_samples, self.exchanges, self.num_applied, self.is_test = num_samples, [], 0, is_test
         try:
             yield
@@ -156,13 +160,18 @@ class TracedStep:
             self.num_samples, self.exchanges, self.num_applied, self.is_test = None, [], 0, False
 
     def note_exchange(self, exchange: Exchange, is_applied: bool = False) -> None:
-        """Record an all-reduce of the step being traced. Do nothing if no step is being traced."""
+        """Record an all-reduce of the step that is being traced. Do nothing if no step is being traced.
+
+        Args:
+            exchange: Function that repeats the all-reduce without samples.
+            is_applied: True if an optimizer applies the averaged gradients.
+        """
         if self.num_samples is not None:
             self.exchanges.append(exchange)
             self.num_applied += is_applied
 
     def num_samples_or_unknown(self) -> Any:
-        """Return the number of samples as a tensor, or -1 if no step is being traced."""
+        """Return the number of samples in the traced step's batch as a tensor, or -1 if no step is being traced."""
         import tensorflow as tf
 
         return tf.constant(-1, tf.int64) if self.num_samples is None else tf.cast(self.num_samples, tf.int64)
@@ -190,10 +199,10 @@ def repeat_with_zeros(exchanges: Sequence[Exchange], result: Any) -> Any:
 
 
 def _zeros_like(gradient: Any, variable: Any) -> Callable[[], Any]:
-    """Return a function that creates a zero gradient of the same type.
+    """Return a function that creates a zero gradient, dense or sparse like the given gradient.
 
-    It returns a function because a tensor could not be used in another graph later. A dense zero gradient has the shape
-    of the variable, because the shape of the gradient may be unknown in a graph.
+    A tensor created here could not be used in another graph later. A dense zero gradient gets the shape of the
+    variable, because the shape of the gradient may be unknown in a graph.
     """
     import tensorflow as tf
 

@@ -1,1 +1,1 @@
-"""Reads and writes PyTorch checkpoints. Writes are atomic, and reads reject damaged or unsafe files."""
+"""Reads and writes PyTorch checkpoints. Files are written atomically, and damaged or unsafe files are rejected."""

@@ -1,4 +1,4 @@
-"""The checkpoint file, which is written atomically and verified when it is read.
+"""Reads and writes checkpoint files. A file is written atomically, and verified when it is read.
 
 The file is an ordinary `torch.save` archive of plain values, so `torch.load(path)` can read it even on a machine
 without raysgd. `plain_state` defines which values are plain. raysgd adds two things:
@@ -12,15 +12,16 @@ without raysgd. `plain_state` defines which values are plain. raysgd adds two th
 docs/checkpoints.md explains how other tools can verify the checksum. docs/adr/0061-xxh128-for-checkpoint-files.md
 explains why this checksum was chosen.
 
-A write goes to a temporary file next to the target. The temporary file is renamed to the target only once it is
-complete on disk. If the process is killed in the middle, the earlier checkpoint stays intact, and a file
-`.raysgd-*.tmp` remains. The next write into the folder deletes it.
+Content is first written to a temporary file next to the target. The temporary file is renamed to the target only once
+it is complete on disk. If the process is killed before that, the earlier checkpoint stays intact, and a file
+`.raysgd-*.tmp` remains. The next write into the folder deletes the temporary file.
 
-The checksum is verified before torch reads the file, which takes about 10 ms for 200 MiB. There are two functions to
-read a file. `read` copies it into new memory. `mapped` maps the tensors from the file, for just long enough to copy
-them to their destination. It is faster for a large state, because allocating memory takes longer than everything else.
-It relies on no program writing to the file meanwhile. raysgd itself never writes to an existing file but replaces it. A
-write by another program is detected afterwards, but a program that truncates the file may crash this process.
+The checksum is verified before torch reads the file. This takes about 10 ms for 200 MiB. There are two functions to
+read a file. `read` copies the tensors into new memory. `mapped` maps the tensors from the file, for just long enough to
+copy them to their destination. For a large state, `mapped` is faster, because allocating memory takes longer than
+everything else. No program may write to the file while it is mapped. raysgd itself never writes to an existing file but
+replaces the file. If another program writes to the file, this is detected afterwards. If another program truncates the
+file, this process may crash.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ import pickle
 import re
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
@@ -57,10 +59,10 @@ if TYPE_CHECKING:
     import xxhash
 
 FORMAT_VERSION = 1
-"""Newest format that this version of raysgd reads, and the format that it writes."""
+"""Version of the file format that this version of raysgd writes, and the newest version that it reads."""
 
 FORMAT_KEY = "raysgd_format"
-"""Key of the file format's version, added to the state as its last key."""
+"""Key for the version of the file format, which is the last key in a file's state."""
 
 REQUIRED_KEYS = ("epoch", "operator", "models", "optimizers")
 """Keys that a training state must have."""
@@ -80,16 +82,16 @@ _IF_TRUSTED = (
     "If you trust the source of the file, pass `weights_only=False`, as in `load(path, weights_only=False)`; never do "
     "so for other files."
 )
-_UNKNOWN_GLOBAL = re.compile(r"GLOBAL (\S+)")  # names the rejected class in PyTorch's error message
+_UNKNOWN_GLOBAL = re.compile(r"GLOBAL (\S+)")  # finds the name of the rejected class in PyTorch's error message
 _allowing_former = threading.Lock()
 
 
 def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Write `state` to `path` atomically: at any moment, `path` is either the complete old or the complete new file.
+    """Write a training state to a checkpoint file, atomically: readers see either the old or the new file, complete.
 
     Args:
-        path: Destination: a URI, or a path whose folder exists. A symbolic link is followed.
-        state: State with at least the keys in `REQUIRED_KEYS`. Pass it through `packed` first.
+        path: A URI, or a path in a folder that exists. A symbolic link is followed.
+        state: State with at least the keys in `REQUIRED_KEYS`. The caller must convert it with `packed` first.
 
     Raises:
         ValueError: `state` lacks keys that `read` requires.
@@ -111,10 +113,10 @@ def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
 
 
 def read(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str, Any]:
-    """Read a checkpoint, check that it is undamaged, and return its state with tensors on the CPU.
+    """Read a checkpoint file, check that it is undamaged, and return its state with tensors on the CPU.
 
-    This also reads files of the old library (`ray.util.sgd`) and files that `torch.save` wrote directly. They have no
-    checksum.
+    This function also reads files of the old library (`ray.util.sgd`) and files that `torch.save` wrote directly. Such
+    files have no checksum.
 
     Args:
         path: Path of the checkpoint file.
@@ -132,26 +134,55 @@ def read(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str
         return state
 
 
+@dataclass(frozen=True)
+class StateInFile:
+    """Reference to a verified checkpoint file, sent to ranks on the same node instead of the state.
+
+    Each rank maps the file itself, and checks that it is the file whose checksum the driver has verified.
+
+    Attributes:
+        path: Absolute path of the file.
+        identity: Device, inode, size and modification time of the verified file.
+    """
+
+    path: str
+    identity: tuple[int, int, int, int]
+
+
 @contextlib.contextmanager
 def mapped(
     path: str | os.PathLike[str], *, weights_only: bool = True, name: str | None = None, maps: bool = True
 ) -> Iterator[dict[str, Any]]:
-    """Read a checkpoint like `read`, but map its tensors from the file instead of copying them into memory.
+    """Read a checkpoint file like `read`, but map the tensors from the file instead of copying them into memory.
 
-    Copy what you need inside the `with` block, and do not use the tensors after it. Writing to a tensor changes it in
-    memory only. A file without a checksum, or on a file system that does not support memory mapping, is copied into
-    memory.
+    Copy what you need inside the `with` block, and do not use the tensors after the block. Writing to a tensor does not
+    change the file. The tensors are copied into memory if the file has no checksum, or if its file system does not
+    support memory mapping.
 
     Args:
         path: Path of the checkpoint file.
-        weights_only: See `read`.
+        weights_only: True to reject everything except tensors, NumPy arrays, plain values and containers of them.
         name: Name that errors show instead of `path`, for example if `path` is a downloaded copy.
         maps: False to copy the tensors into memory instead of mapping them.
 
     Raises:
-        CheckpointCorruptedError: See `read`. Also raised at the end of the block if another process wrote to the file
-            during the block.
-        FileNotFoundError, UnsafeCheckpointError, ValueError: See `read`.
+        FileNotFoundError: The file does not exist.
+        CheckpointCorruptedError: The file is damaged or not a checkpoint. Also raised at the end of the `with` block if
+            another process wrote to the file during the block.
+        UnsafeCheckpointError: The file needs `weights_only=False`.
+        ValueError: The content is not a training state, or a newer version of raysgd wrote it.
+    """
+    with mapped_with_place(path, weights_only=weights_only, name=name, maps=maps) as (state, _):
+        yield state
+
+
+@contextlib.contextmanager
+def mapped_with_place(
+    path: str | os.PathLike[str], *, weights_only: bool = True, name: str | None = None, maps: bool = True
+) -> Iterator[tuple[dict[str, Any], StateInFile | None]]:
+    """Read a checkpoint like `mapped`. Also yield a reference with which processes on this node can map the file.
+
+    The reference is None if the tensors are not mapped from the file, or if the file may contain arbitrary objects.
     """
     path = os.fspath(path)
     name = name or path
@@ -164,8 +195,7 @@ def mapped(
             if seal_of(checksum.hexdigest()) != seal:
                 raise corrupted(name, "its checksum does not match its content")
         maps = maps and seal is not None and _can_be_mapped(file)
-        by_descriptor = f"/dev/fd/{file.fileno()}"  # refers to the open file, even if the path is replaced
-        place = by_descriptor if os.path.exists(by_descriptor) else path
+        place = _by_descriptor(file, path)
         if weights_only:
             with refusals_of(name, _IF_TRUSTED):
                 if is_archive:
@@ -179,20 +209,65 @@ def mapped(
                 loaded = unpacked(loaded, before.st_size)
         version = loaded.pop(FORMAT_KEY, FORMAT_VERSION) if isinstance(loaded, dict) else FORMAT_VERSION
         check_format(name, version, FORMAT_VERSION)
-        yield checked_state(loaded, name, REQUIRED_KEYS)
-        after = os.fstat(file.fileno())
-        if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+        can_be_mapped_again = maps and weights_only
+        reference = StateInFile(os.path.abspath(path), _identity(before)) if can_be_mapped_again else None
+        yield checked_state(loaded, name, REQUIRED_KEYS), reference
+        if _identity(os.fstat(file.fileno())) != _identity(before):
             raise corrupted(name, "it was written to while it was read")
+
+
+@contextlib.contextmanager
+def mapped_again(reference: StateInFile) -> Iterator[tuple[dict[str, Any] | None, Callable[[], bool]]]:
+    """Map a file whose checksum the driver on this node has verified.
+
+    Yields:
+        The state, or None if this process does not see the same file. And a function that returns True if no process
+        has written to the file since the driver verified it. Call it after using the state.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            file = held.enter_context(open(reference.path, "rb", buffering=0))
+        except OSError:
+            yield None, lambda: False
+            return
+        if not _is_as_verified(file, reference):
+            yield None, lambda: False
+            return
+        loaded = unpacked(_load_strictly(_by_descriptor(file, reference.path), maps=True), reference.identity[2])
+        del loaded[FORMAT_KEY]
+        yield loaded, lambda: _is_as_verified(file, reference)
+
+
+def _is_as_verified(file: IO[bytes], reference: StateInFile) -> bool:
+    return _identity(os.fstat(file.fileno())) == reference.identity
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _by_descriptor(file: IO[bytes], path: str) -> str:
+    """Return a path that refers to the open file, even if another file replaces `path`. On Windows, return `path`."""
+    by_descriptor = f"/dev/fd/{file.fileno()}"
+    return by_descriptor if os.path.exists(by_descriptor) else path
 
 
 def _load_trusted(source: str, maps: bool, name: str, is_sealed: bool) -> Any:
     """Load a file with PyTorch's unrestricted reader, which unpickles any object.
 
-    An error is raised unchanged if the checksum proved the file intact, or if the error's type does not suggest damage.
+    Args:
+        source: Path of the file.
+        maps: True to map tensors from the file.
+        name: Name of the file for errors.
+        is_sealed: True if the checksum has proved that the file is intact.
+
+    Raises:
+        CheckpointCorruptedError: The file seems to be damaged.
+        Exception: Loading failed, and the file is intact, or the type of the exception does not suggest damage.
     """
     try:
         return torch.load(source, map_location="cpu", weights_only=False, mmap=maps)
-    except Exception as error:  # damaged bytes and user code may raise anything
+    except Exception as error:  # damaged files and classes of user code may raise any exception
         if is_sealed or isinstance(error, OSError | AttributeError | ImportError | MemoryError):
             raise
         raise corrupted(name, f"torch cannot read it ({in_short(error)})") from error
@@ -221,7 +296,7 @@ def _check_archive(source: str | IO[bytes], num_bytes: int) -> None:
 
 
 def _can_be_mapped(file: IO[bytes]) -> bool:
-    """Return True if an open file's file system can map files into memory."""
+    """Return True if an open file is on a file system that can map files into memory."""
     try:
         mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ).close()
     except OSError:
@@ -247,7 +322,7 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[Any, torch.Tensor]:
 def _former_functions() -> Iterator[None]:
     """Let PyTorch's `weights_only` reader load NumPy values in files of the old library, during the `with` block.
 
-    Safe functions of raysgd replace NumPy's unsafe functions.
+    Such files name NumPy functions that would be unsafe to call. Safe functions of raysgd are called instead.
     """
     functions: list[Any] = [(function, name) for name, function in FORMER_FUNCTIONS.items()]
     with _allowing_former, torch.serialization.safe_globals([*functions, FormerValue]):
@@ -255,12 +330,16 @@ def _former_functions() -> Iterator[None]:
 
 
 def seal_of(hexdigest: str) -> bytes:
-    """Return the seal for a checksum: the archive comment that contains it."""
+    """Return the archive comment that contains a checksum (the seal)."""
     return f"{_PREFIX}{hexdigest}".encode()
 
 
 def seal_at_end_of(tail: bytes) -> bytes | None:
-    """Find the seal, the archive comment with the checksum, in a file's last bytes. Return None if there is no seal."""
+    """Return the archive comment with the checksum (the seal) at the end of a file; None if the file has none.
+
+    Args:
+        tail: Last bytes of the file.
+    """
     found = _COMMENT.search(tail)
     if found is None:
         return None
@@ -269,9 +348,14 @@ def seal_at_end_of(tail: bytes) -> bytes | None:
 
 
 def checksum_of(file: IO[bytes], num_bytes: int) -> xxhash.xxh3_128:
-    """Hash the first `num_bytes` bytes of an unbuffered file, or the whole file if it is shorter.
+    """Hash the first `num_bytes` bytes of a file, or the whole file if it is shorter.
 
-    Return the hash object, which can be updated with more bytes.
+    Args:
+        file: File that was opened without a buffer.
+        num_bytes: Number of bytes to hash.
+
+    Returns:
+        The hash object, which the caller can update with more bytes.
     """
     import xxhash
 
@@ -289,9 +373,9 @@ def checksum_of(file: IO[bytes], num_bytes: int) -> xxhash.xxh3_128:
 
 
 class _ChecksummedStream:
-    """File-like object for `torch.save` that writes to a file and computes the checksum of the bytes.
+    """File-like object for `torch.save` that writes to a file and computes the checksum of the written bytes.
 
-    `torch.save` lets other threads run while it writes to such an object, but not while it writes to a path.
+    While `torch.save` writes to a file-like object, other threads can run. While it writes to a path, they cannot.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -304,7 +388,7 @@ class _ChecksummedStream:
     def save(self, content: dict[str, Any]) -> None:
         """Write `content` with `torch.save`. If writing to the file fails, raise the original error.
 
-        torch itself would hide that error behind a `RuntimeError` about an unexpected position.
+        `torch.save` itself would raise a `RuntimeError` about an unexpected position instead of the original error.
 
         Raises:
             OSError: A write failed.
@@ -319,7 +403,7 @@ class _ChecksummedStream:
             raise cause from None
 
     def write(self, content: memoryview | bytes) -> int:
-        """Write bytes to the file and add them to the checksum. Called by torch."""
+        """Write bytes to the file and add them to the checksum. `torch.save` calls this method."""
         try:
             num_written = self._file.write(content)
         except (OSError, ValueError) as error:
@@ -329,7 +413,7 @@ class _ChecksummedStream:
         return num_written
 
     def flush(self) -> None:
-        """Pass buffered bytes to the operating system. Called by torch."""
+        """Pass buffered bytes to the operating system. `torch.save` calls this method."""
         self._file.flush()
 
 
@@ -339,9 +423,19 @@ def _is_zip_end(tail: bytes) -> bool:
 
 
 def _seal_of(file: IO[bytes], size: int, name: str) -> tuple[bytes | None, bool]:
-    """Inspect a file's first and last bytes. Return its seal, or None, and whether it is a zip archive.
+    """Inspect the first and last bytes of a file. Raise if they are not those of a checkpoint file.
 
-    A file that `torch.save` wrote directly has no seal. Before version 1.6, torch did not write zip archives.
+    Args:
+        file: The open file.
+        size: Size of the file in bytes.
+        name: Name of the file for errors.
+
+    Returns:
+        The archive comment with the checksum (the seal), and True if the file is a zip archive. The seal is None for a
+        file that `torch.save` wrote directly. Before version 1.6, torch did not write zip archives.
+
+    Raises:
+        CheckpointCorruptedError: The first or last bytes are not those of a checkpoint file.
     """
     start = file.read(len(_OLD_TORCH_START))
     file.seek(max(0, size - _MAX_SEAL_BYTES))

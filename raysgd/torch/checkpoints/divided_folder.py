@@ -1,10 +1,10 @@
-"""A checkpoint folder for sharded models: how it is written and read.
+"""Reads and writes checkpoint folders, in which sharded models are saved.
 
 Each rank writes its tensors into a file with `torch.save`: a dict of tensors by their paths in the state. The driver
 writes everything else into two checkpoint files in the same folder. `ranks.pt` contains the states of every rank's
-random number generators. Only the driver reads it. `rest.pt` contains the remaining state, an index of the tensors'
-dtypes and shapes, and the size and checksum of each rank's file. `rest.pt` is written last. The folder gets its final
-name once it is complete.
+random number generators. Only the driver reads this file. `rest.pt` contains the remaining state, an index of the
+tensors' dtypes and shapes, and the size and checksum of each rank's file. `rest.pt` is written last. The folder gets
+its final name once it is complete.
 
 The index contains only plain values and is covered by the checksum of `rest.pt`. Before any memory is allocated, the
 sizes in the index are compared with the sizes of the files. Then the content of the files is compared with the index.
@@ -59,11 +59,11 @@ _FORMER = ".old"
 
 @dataclass(frozen=True)
 class StateInFolder:
-    """Reference to a checkpoint folder, sent to the ranks instead of a state. Each rank reads the folder itself.
+    """Reference to a checkpoint folder. The driver sends the reference to all ranks, and each rank reads the folder.
 
     Attributes:
         path: Path of the folder.
-        weights_only: True to reject content that could run code.
+        weights_only: True to reject files whose loading could run arbitrary code.
     """
 
     path: str
@@ -75,9 +75,9 @@ class WrittenPart:
     """What a rank reports to the driver after it wrote its file into a checkpoint folder.
 
     Attributes:
-        rest: State without tensors, from rank 0; None from other ranks.
-        index: Index of the tensors, from rank 0; None from other ranks.
-        own: State that differs between ranks, such as the states of this rank's random number generators.
+        rest: The state without tensors; None except from rank 0.
+        index: Index of the tensors in the state; None except from rank 0.
+        own: State that differs between ranks: the states of this rank's random number generators.
         file: Size and checksum of the file that the rank wrote.
     """
 
@@ -88,7 +88,7 @@ class WrittenPart:
 
 
 def part_name(rank: int) -> str:
-    """Return the name of the file with a rank's tensors."""
+    """Return the name of the file in a checkpoint folder that contains the tensors of one rank."""
     return f"part-{rank}.pt"
 
 
@@ -101,13 +101,16 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def write_part(folder: str, state: Mapping[str, Any], own: Any, rank: int) -> WrittenPart:
-    """Write this rank's tensors into a checkpoint folder. Return the remaining state, and the file's size and checksum.
+    """Write this rank's tensors into a file in a checkpoint folder.
 
     Args:
         folder: Path of the folder.
         state: State with this rank's rows of the sharded tensors.
-        own: State that differs between ranks, such as the states of random number generators. It is returned unchanged.
+        own: State that differs between ranks: the states of this rank's random number generators.
         rank: Rank of this process, which determines the file's name.
+
+    Returns:
+        A report for the driver, with everything that is not in the file, and with the file's size and checksum.
     """
     content, path = content_of(state, rank), Path(folder, part_name(rank))
     torch.save(_each_with_its_memory(content["tensors"]), path)
@@ -116,9 +119,10 @@ def write_part(folder: str, state: Mapping[str, Any], own: Any, rank: int) -> Wr
 
 
 def _each_with_its_memory(tensors: Tensors) -> Tensors:
-    """Clone tensors that share memory with another tensor or cover only a part of their memory.
+    """Clone each tensor that shares memory with another tensor, or covers only a part of its memory.
 
-    Otherwise, `torch.save` would store shared memory only once, and would store all memory behind a view.
+    Otherwise, `torch.save` would store the memory that tensors share only once, and would store the full memory of a
+    tensor that covers only a part.
     """
     apart, seen = {}, set[int]()
     for path, tensor in tensors.items():
@@ -137,9 +141,10 @@ def _facts_of(path: Path) -> FileFacts:
 
 @contextlib.contextmanager
 def making(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a new temporary folder next to `path`. If the `with` block succeeds, rename the folder to `path`.
+    """Yield a temporary folder next to `path`, into which a checkpoint is written in the `with` block.
 
-    An earlier checkpoint at `path` is replaced.
+    After the block, rename the folder to `path`, replacing an earlier checkpoint there. If the block raises, delete the
+    folder instead.
 
     Raises:
         OSError: The folder could not be written, or `path` is a folder with other content.
@@ -163,16 +168,17 @@ def _take_name(folder: Path, target: Path) -> None:
     if target.is_dir():
         target.rename(folder.with_name(f"{folder.name}{_FORMER}"))
     elif target.exists():
-        target.unlink()  # the earlier checkpoint is a file, which renaming a folder cannot replace
+        target.unlink()  # a folder cannot be renamed to the path of an existing file, here of an earlier checkpoint
     folder.rename(target)
-    formers = f".raysgd-{glob.escape(target.name)}-????????.tmp{_FORMER}"  # also matches leftovers of killed saves
+    # The pattern also matches folders that a killed process has left.
+    formers = f".raysgd-{glob.escape(target.name)}-????????.tmp{_FORMER}"
     for former in target.parent.glob(formers):
         shutil.rmtree(former, ignore_errors=True)
     flush_to_disk(target.parent)
 
 
 def emptied(folder: Path) -> str:
-    """Delete the files left in a folder by a failed save, so that the save can be retried. Return the folder's path."""
+    """Delete the files that a failed attempt to save has left in a checkpoint folder. Return the folder's path."""
     for entry in folder.iterdir():
         entry.unlink()
     return str(folder)
@@ -184,10 +190,10 @@ def finish(folder: Path, parts: Sequence[WrittenPart], rest: dict[str, Any]) -> 
     Args:
         folder: Folder into which the ranks wrote.
         parts: What the ranks reported, in the order of the ranks.
-        rest: State without tensors.
+        rest: The state without tensors.
 
     Raises:
-        OSError: The driver cannot see a rank's file, or could not write its own files.
+        OSError: The driver cannot see a rank's file, or cannot write its own files.
     """
     files = {part_name(rank): part.file for rank, part in enumerate(parts)}
     missing = [name for name, (num_bytes, _) in files.items() if _size_of(folder / name) != num_bytes]
@@ -216,14 +222,18 @@ def _size_of(path: Path) -> int | None:
 
 
 class DividedFolder(DividedState):
-    """The sharded state in a checkpoint folder, opened for reading. Call `check` before you read any tensor."""
+    """The sharded state in a checkpoint folder. Call `check`, which verifies checksums, before you read any tensor."""
 
     def __init__(self, path: str, rest: dict[str, Any], index: Index, files: Sequence[FileFacts]) -> None:
         super().__init__(rest, index, len(files), self._read_part)
         self._path, self._files = path, files
 
     def check(self, rank: int, num_ranks: int) -> None:
-        """Verify size and checksum of every `num_ranks`-th file from `rank` on. Together, the ranks verify all files.
+        """Verify the sizes and checksums of some files in the folder. Together, the ranks verify all files.
+
+        Args:
+            rank: Rank of this process, which verifies every `num_ranks`-th file, starting with the file of this rank.
+            num_ranks: Number of ranks.
 
         Raises:
             CheckpointCorruptedError: A file is missing or was changed.
@@ -234,7 +244,7 @@ class DividedFolder(DividedState):
                 raise self.corrupted(f"`{path.name}` is missing or does not match its checksum")
 
     def read_whole(self) -> dict[str, Any]:
-        """Verify all files, and return the full state, assembled in this process."""
+        """Verify all files, read all tensors, and return the full state."""
         self.check(0, 1)
         return self.whole()
 
@@ -244,7 +254,7 @@ class DividedFolder(DividedState):
             self._check_part(rank, found)
         except (OSError, MemoryError):
             raise
-        except Exception as error:  # damaged bytes may raise anything
+        except Exception as error:  # reading a damaged file may raise any exception
             raise self.corrupted(f"`{part_name(rank)}` cannot be read ({str(error)[:100]})") from error
         return found
 
@@ -259,22 +269,26 @@ class DividedFolder(DividedState):
             require(is_it, "a tensor differs from its entry in the index")
 
     def corrupted(self, finding: str) -> CheckpointCorruptedError:
-        """Return the error to raise for a damaged folder. `finding` describes the damage."""
+        """Return the error to raise for a damaged folder.
+
+        Args:
+            finding: Description of the damage.
+        """
         return corrupted(self._path, finding)
 
 
 def opened(path: str, weights_only: bool, *, for_rank: bool = False) -> DividedFolder:
-    """Open a folder and read everything except the tensors.
+    """Open a checkpoint folder and read everything except the tensors.
 
     Args:
         path: Path of the folder.
-        weights_only: True to reject content that could run code.
+        weights_only: True to reject files whose loading could run arbitrary code.
         for_rank: True to skip `ranks.pt`, which contains the states of every rank's random number generators. A rank
             gets the states of its own generators from the driver.
 
     Raises:
         CheckpointCorruptedError: The folder is damaged or has another format.
-        UnsafeCheckpointError: The result of the operator's `state_dict` needs `weights_only=False`.
+        UnsafeCheckpointError: What the operator's `state_dict` returned cannot be loaded with `weights_only=True`.
     """
     rest = checkpoint_file.read(Path(path, REST), weights_only=weights_only)
     facts = rest.pop(DIVIDED, None)
@@ -320,14 +334,14 @@ def _rank_states(path: str) -> Any:
 
 
 def read(place: StateInFolder, make_room: MakeRoom, group: Any) -> Mapping[str, Any]:
-    """Read this rank's shard of the state in a checkpoint folder. All ranks must call this together.
+    """Read this rank's shard of the state in a checkpoint folder, without loading it into the models.
 
-    The models themselves are not changed.
+    All ranks must call this function together.
 
     Args:
-        place: Folder to read, and whether to reject content that could run code.
-        make_room: Allocates the tensors of this rank that are filled from the files.
-        group: Process group of all ranks, whose backend can all-reduce tensors in host memory.
+        place: Reference to the folder.
+        make_room: Function that allocates this rank's tensors, into which the files are read.
+        group: Process group of all ranks. Its backend must be able to all-reduce tensors in host memory.
 
     Raises:
         CheckpointCorruptedError: The folder is damaged. Raised on every rank.
@@ -341,11 +355,17 @@ def read(place: StateInFolder, make_room: MakeRoom, group: Any) -> Mapping[str, 
 
 
 def _together(folder: DividedFolder, group: Any, read: Callable[[], None]) -> None:
-    """Call `read`. If it fails on any rank, raise on all ranks, so that no rank waits for a failed rank."""
+    """Call `read`. If it raises on any rank, raise on all ranks. Otherwise, other ranks would wait for that rank.
+
+    Args:
+        folder: The checkpoint folder, for errors.
+        group: Process group of all ranks.
+        read: Function that reads a part of the folder.
+    """
     found: Exception | None = None
     try:
         read()
-    except Exception as error:  # of any class; raised below, on all ranks
+    except Exception as error:  # raised below, after this rank has told the other ranks that it failed
         found = error
     verdict = torch.tensor([found is not None], dtype=torch.uint8)
     dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)
@@ -353,4 +373,5 @@ def _together(folder: DividedFolder, group: Any, read: Callable[[], None]) -> No
         told = found or folder.corrupted(
             "another worker reported that a file is missing, cannot be read, or was changed"
         )
-        raise told.with_traceback(None)  # drop the traceback, because workers that all fail alike are not replaced
+        # Remove the traceback, which differs between ranks. Workers that all raise the same error are not replaced.
+        raise told.with_traceback(None)

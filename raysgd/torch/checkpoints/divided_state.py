@@ -1,10 +1,10 @@
-"""The state of models that are sharded over the ranks.
+"""`DividedState`: the state of models that are sharded over the ranks, in one part for each rank.
 
-A sharded state consists of an index, which describes all tensors, and one part for each rank. A rank's part contains
-its rows of each sharded tensor, split like `torch.chunk` splits. The part of rank 0 also contains the tensors that are
-not sharded. The parts of a snapshot (the state that the driver retains for recovery) are in Ray's object store, where
-they outlive the workers. The parts of a checkpoint are files. When the state is restored into a worker group of any
-size, each rank reads only the rows that it needs. The full state is assembled only in a process that requests it.
+Besides the parts, a sharded state has an index, which describes all tensors. A rank's part contains the rank's rows of
+each sharded tensor, which is split like `torch.chunk` splits. The part of rank 0 also contains the tensors that are not
+sharded. The parts of a snapshot (the state that the driver keeps for recovery) are in Ray's object store, where they
+outlive the workers. The parts of a checkpoint are files. When the state is restored into a worker group of any size,
+each rank reads only the rows that it needs. The full state is assembled only in a process that requests it.
 
 ADR 92 explains why no rank gathers the full state.
 """
@@ -27,19 +27,22 @@ Path_ = tuple[str | int, ...]
 Tensors = Mapping[Path_, torch.Tensor]
 
 Index = Mapping[Path_, tuple[torch.dtype, tuple[int, ...], bool]]
-"""By tensor path: the tensor's dtype, its full shape, and True if it is sharded."""
+"""For each tensor in a state, by its path: dtype, full shape, and True if the tensor is sharded."""
 
 MakeRoom = Callable[[Mapping[str, Any], Sequence[Path_]], dict[Path_, torch.Tensor]]
-"""Allocates a rank's tensors to read a state into.
+"""Function that allocates the tensors into which a rank reads its shard of a state.
 
-Its arguments are the state with tensors that take no memory (see `DividedState.outline`), and the tensors' paths in it.
+It gets the state with placeholder tensors (see `DividedState.outline`), and the paths of these tensors in the state.
 """
 
 _PARTS = ("models", "criterion", "optimizers")
 
 
 def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Path_, torch.Tensor]]:
-    """Remove the tensors of models and optimizers from a state. Return the remaining state, and the tensors by path.
+    """Split a state into the tensors of its models, criterion and optimizers, by path, and the remaining state.
+
+    Returns:
+        The remaining state, and the tensors. The state passed to this function does not change.
 
     Examples:
         >>> rest, tensors = split({"epoch": 1, "models": [{"weight": torch.ones(2)}]})
@@ -62,7 +65,12 @@ def _without(value: Any, path: Path_, tensors: dict[Path_, torch.Tensor]) -> Any
 
 
 def joined(rest: Mapping[str, Any], paths: Iterable[Path_], tensor_of: Callable[[Path_], Any]) -> dict[str, Any]:
-    """Return the state with its tensors inserted. Inverse of `split`.
+    """Insert tensors into a state from which `split` has removed them. Return the complete state.
+
+    Args:
+        rest: State without the tensors.
+        paths: Paths of the tensors in the state.
+        tensor_of: Function that returns the tensor for a path.
 
     Examples:
         >>> joined({"models": [{}]}, [("models", 0, "weight")], str)
@@ -79,7 +87,12 @@ def joined(rest: Mapping[str, Any], paths: Iterable[Path_], tensor_of: Callable[
 
 
 def _copied(value: Any, made: dict[int, Any]) -> Any:
-    """Copy nested dicts and lists, each only once even if it occurs several times. Other values are not copied."""
+    """Copy nested dicts and lists, but not other values. A dict or list that occurs several times is copied once.
+
+    Args:
+        value: Value to copy.
+        made: The copies so far, by the ID of the original.
+    """
     if not isinstance(value, Mapping | list):
         return value
     if id(value) in made:
@@ -94,10 +107,10 @@ def _copied(value: Any, made: dict[int, Any]) -> Any:
 
 
 def content_of(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Return the part of a state that a rank stores, without copying tensors.
+    """Return the part of a sharded state that a rank stores. Tensors are not copied.
 
-    The part is a dict with the keys `tensors` (tensors by path), `rest` (the state without tensors) and `index`. The
-    values of `rest` and `index` are None except on rank 0.
+    The part is a dict with the keys `tensors` (this rank's tensors by path), `rest` (the state without tensors) and
+    `index` (a description of all tensors). The values of `rest` and `index` are None except on rank 0.
     """
     rest, tensors = split(state)
     is_divided = {path: _is_divided(tensor) for path, tensor in tensors.items()}
@@ -109,17 +122,17 @@ def content_of(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
 
 
 class DividedState:
-    """A sharded state. It has one part for each rank that wrote it, and a part is read when it is first used.
+    """A sharded state, with one part for each rank that wrote the state. A part is read when it is needed first.
 
     Args:
         rest: State without the tensors of its models and optimizers.
-        index: Dtype, shape and sharding of each of these tensors.
-        num_parts: Number of ranks over which the state was sharded.
-        read_part: Reads the part that a rank wrote. It takes the rank and returns tensors by path.
+        index: Dtype and shape of each of these tensors, and whether it is sharded.
+        num_parts: Number of ranks that wrote the state.
+        read_part: Function that gets a rank and returns the tensors in its part, by path.
 
     Attributes:
         rest: State without the tensors of its models and optimizers.
-        index: Dtype, shape and sharding of each of these tensors.
+        index: Dtype and shape of each of these tensors, and whether it is sharded.
     """
 
     def __init__(self, rest: dict[str, Any], index: Index, num_parts: int, read_part: Callable[[int], Tensors]) -> None:
@@ -136,7 +149,7 @@ class DividedState:
         return joined(self.rest, self.index, shape_of)
 
     def whole(self) -> dict[str, Any]:
-        """Return the full state, copied into new memory."""
+        """Read all parts, and return the full state. Its tensors are copies in new memory."""
 
         def tensor_of(path: Path_) -> torch.Tensor:
             if not self.index[path][2]:
@@ -146,10 +159,10 @@ class DividedState:
         return joined(copy.deepcopy(self.rest), self.index, tensor_of)
 
     def make_room(self, make: MakeRoom) -> dict[Path_, torch.Tensor]:
-        """Allocate tensors for `fill`, sharded like this rank's models. The models are not changed.
+        """Allocate the tensors into which `fill` reads this rank's shard. They are not the tensors of the models.
 
         Args:
-            make: Allocates the tensors, given the outline and the tensors' paths.
+            make: Function that gets the outline and the paths of the tensors, and allocates them.
 
         Raises:
             ValueError, KeyError: The state does not fit the models.
@@ -171,12 +184,16 @@ class DividedState:
                 local[first - begin : last - begin].copy_(self._part(rank)[path][first - at : last - at])
 
     def joined(self, tensors: Tensors) -> dict[str, Any]:
-        """Return the complete state, with its tensors taken from `tensors`."""
+        """Return the complete state with the given tensors, one for each path in the index."""
         return joined(self.rest, self.index, tensors.__getitem__)
 
 
 def of_snapshot(parts: DividedValue) -> DividedState:
-    """Wrap the parts of a snapshot, one for each rank, as a sharded state. Each part is decoded on first use."""
+    """Return the sharded state in a snapshot. Each part is decoded when it is needed first.
+
+    Args:
+        parts: Encoded parts of the snapshot, one for each rank.
+    """
 
     @cache
     def content(rank: int) -> dict[str, Any]:
@@ -188,7 +205,7 @@ def of_snapshot(parts: DividedValue) -> DividedState:
 
 
 def whole(shared_state: Any, copy: bool) -> Any:
-    """Return the full state from a snapshot in the driver.
+    """Return the full state in a snapshot that the driver has.
 
     Args:
         shared_state: Encoded state of the snapshot, or its parts if it is sharded.
@@ -199,7 +216,11 @@ def whole(shared_state: Any, copy: bool) -> Any:
 
 
 def outline(shared_state: Any) -> Any:
-    """Return a snapshot's state for inspecting its structure. If it is sharded, zeros replace its tensors' values."""
+    """Return the state in a snapshot, to inspect its structure. The tensors of a sharded state have only zeros.
+
+    Args:
+        shared_state: Encoded state of the snapshot, or its parts if it is sharded.
+    """
     is_divided = isinstance(shared_state, DividedValue)
     return of_snapshot(shared_state).outline() if is_divided else decode(shared_state, copy=False)
 
@@ -210,7 +231,7 @@ def outline(shared_state: Any) -> Any:
 def _placement(tensor: Any) -> Any:
     """Return how a `DTensor` is sharded (its placement). Return None for a plain tensor, which each rank has in full.
 
-    It checks for the attribute, because importing `DTensor` is slow.
+    A `DTensor` is recognized by an attribute, because importing the class `DTensor` is slow.
     """
     placements = getattr(tensor, "placements", None)
     return None if placements is None else placements[0]
@@ -224,7 +245,7 @@ def _is_divided(tensor: Any) -> bool:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """Return this process's shard of a `DTensor`; a plain tensor is returned unchanged."""
+    """Return this rank's shard of a `DTensor`. Return a plain tensor unchanged."""
     local: torch.Tensor = tensor if _placement(tensor) is None else tensor.to_local()
     return local
 
@@ -241,7 +262,17 @@ def begin_of(total: int, num_ranks: int, rank: int) -> int:
 
 
 def overlaps(total: int, num_ranks: int, begin: int, end: int) -> list[tuple[int, int, int]]:
-    """Return the ranks that hold rows between two positions, as tuples (rank, first position, end position).
+    """Return which ranks hold the rows from `begin` to `end` (exclusive) of a tensor.
+
+    Args:
+        total: Number of rows of the tensor.
+        num_ranks: Number of ranks over which the rows are split, like `torch.chunk` splits them.
+        begin: Index of the first row.
+        end: Index after the last row.
+
+    Returns:
+        For each rank that holds some of the rows: the rank, the index of the first of them, and the index after the
+        last of them.
 
     Examples:
         >>> overlaps(10, 3, 2, 9)  # the ranks have 4, 4 and 2 rows

@@ -1,9 +1,9 @@
-"""Plain states: the content of a checkpoint file, in a form that PyTorch's `weights_only` reader can load.
+"""Converts a training state to a plain state, which PyTorch's `weights_only` reader can load from a file, and back.
 
 A plain state consists of tensors, numbers, strings, bytes, and containers of them. PyTorch's reader runs no code while
-it loads these. It does not support NumPy arrays. Allowing NumPy's functions would be a security hole: a file could
-contain an array of objects with arbitrary pointers. So an array is written as a marked tensor: a dict whose only key is
-`raysgd_numpy` and whose value is the tensor. Everything else is written as `torch.save` writes it.
+it loads these, but does not support NumPy arrays. Allowing NumPy's functions would be a security hole: a file could
+contain an array of objects with arbitrary pointers. Therefore, an array is written as a marked tensor: a dict with the
+single key `raysgd_numpy` and the tensor as its value. Everything else is written as `torch.save` writes it.
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ from raysgd.core.reading.former_pickles import FormerValue
 from raysgd.core.reading.strict_reading import check_depth, require
 
 NUMPY_KEY = "raysgd_numpy"
-"""Only key of a dict that represents a NumPy array."""
+"""The only key of a dict that represents a NumPy array in a plain state. Its value is a tensor."""
 
 _PLAIN_TYPES = frozenset({type(None), bool, float, complex, str, bytearray, torch.Size, torch.dtype, torch.device})
 _MAX_INT_BITS = 2000
 """Largest integer that counts as plain. PyTorch's reader does not support the pickle opcode for larger integers."""
 
 _MAX_EXPANSION = 16
-"""Largest ratio of a state's size to its file's size. It may exceed 1, because tensors in a file may share memory."""
+"""Largest allowed ratio of a state's size in memory to the size of its file.
+
+The ratio of a valid file may exceed 1, because tensors in a file may share memory.
+"""
 
 
 def packed(state: Any, *, allow_pickle: bool = False) -> Any:
-    """Return a copy of the structure of `state` that can be written and loaded. Tensors are not copied.
+    """Return a plain state with the content of `state`. Containers are copied, tensors are not.
 
-    NumPy scalars become Python numbers, and NumPy arrays become dicts with the key `raysgd_numpy` and a tensor. To test
-    a value of any other type, it is saved and loaded once. So classes that were allowed through
-    `torch.serialization.add_safe_globals` are accepted.
+    NumPy scalars become Python numbers, and NumPy arrays become dicts with the key `raysgd_numpy` and a tensor. A value
+    of any other type is saved and loaded once, to test whether PyTorch's reader accepts it. The reader also accepts
+    classes that were passed to `torch.serialization.add_safe_globals`.
 
     Args:
         state: State to write.
@@ -52,14 +55,19 @@ def packed(state: Any, *, allow_pickle: bool = False) -> Any:
 
 
 class _Packing:
-    """Implements a call to `packed`: copies the containers of a state and checks that each value can be loaded."""
+    """Implements `packed`: copies the containers of one state, and checks that each value in them can be loaded."""
 
     def __init__(self, allow_pickle: bool) -> None:
         self._allow_pickle = allow_pickle
         self._copies: dict[int, Any] = {}
 
     def of(self, value: Any, path: str) -> Any:
-        """Return `value` in the form in which it is written. `path` locates the value in error messages."""
+        """Return a value in the form in which it is written.
+
+        Args:
+            value: Any value in the state, or the state itself.
+            path: Path of the value in the state, for errors.
+        """
         kind = type(value)
         if kind in _PLAIN_TYPES or (kind is int and value.bit_length() <= _MAX_INT_BITS):
             return value
@@ -81,7 +89,13 @@ class _Packing:
         return value
 
     def _fill(self, copy: Any, value: Any, path: str) -> None:
-        """Copy the content of a container, which may contain itself."""
+        """Fill an empty container with the converted content of another.
+
+        Args:
+            copy: Container to fill.
+            value: Container with the content. It may contain itself.
+            path: Path of the container in the state, for errors.
+        """
         if isinstance(value, list):
             copy.extend(self.of(item, f"{path}[{i}]") for i, item in enumerate(value))
         elif isinstance(value, dict):
@@ -90,11 +104,13 @@ class _Packing:
                 if key == NUMPY_KEY and not self._allow_pickle:
                     raise ValueError(f"`{item_path}`: this key marks NumPy arrays in checkpoints. Use another one.")
                 copy[self.of(key, f"key of {item_path}")] = self.of(item, item_path)
-            if isinstance(value, collections.OrderedDict):  # state dicts store modules' versions as an attribute
+            if isinstance(value, collections.OrderedDict):  # a model's state dict has the attribute `_metadata`
                 vars(copy).update(self.of(vars(value), f"vars({path})"))
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> Any:
-        """Return an array as a marked tensor. If PyTorch lacks its dtype and pickles are allowed, return it unchanged.
+        """Return a NumPy array as a marked tensor, a dict with the key `raysgd_numpy` and the tensor.
+
+        If PyTorch lacks the array's dtype and pickles are allowed, return the array unchanged.
 
         Raises:
             ValueError: PyTorch lacks the dtype, and pickles are not allowed.
@@ -102,7 +118,7 @@ class _Packing:
         try:
             native = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])
             return {NUMPY_KEY: torch.from_numpy(native)}
-        except TypeError as error:  # PyTorch has no such dtype
+        except TypeError as error:  # PyTorch has no dtype for this array
             if self._allow_pickle:
                 return array
             raise ValueError(
@@ -111,9 +127,17 @@ class _Packing:
             ) from error
 
     def _try(self, sample: Any, value: Any, path: str) -> None:
-        """Save `sample` and load it with `weights_only=True`. Raise an error about `value` if that fails.
+        """Check that a value can be loaded with `weights_only=True`, by saving and loading it.
 
-        `sample` is either `value` or the attributes of `value`. With `allow_pickle`, nothing is tested.
+        With `allow_pickle`, do nothing.
+
+        Args:
+            sample: What is saved and loaded: `value`, or its attributes.
+            value: The value.
+            path: Path of the value in the state, for errors.
+
+        Raises:
+            ValueError: The value cannot be loaded.
         """
         if self._allow_pickle:
             return
@@ -122,7 +146,7 @@ class _Packing:
             torch.save(sample, stream)
             stream.seek(0)
             torch.load(stream, weights_only=True)
-        except Exception as error:  # objects of users may raise anything
+        except Exception as error:  # pickling a user's object may raise any exception
             raise ValueError(
                 f"`{path}` is a `{type(value).__module__}.{type(value).__qualname__}`, which a checkpoint "
                 "cannot restore without running code. Allowed are tensors, arrays of numbers, numbers, strings, "
@@ -132,7 +156,7 @@ class _Packing:
 
 
 class _NoBytes:
-    """Stands in for `b""`, which pickle writes in a form that PyTorch's reader does not support."""
+    """Replaces empty bytes in a state. Pickle writes these in a form that PyTorch's reader does not support."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return codecs.encode, ("", "latin1")
@@ -157,15 +181,19 @@ def unpacked(loaded: Any, num_bytes: int) -> Any:
 
 
 class _Unpacking:
-    """Implements a call to `unpacked`: converts marked tensors to NumPy arrays and limits the state's total size."""
+    """Implements `unpacked`: converts marked tensors in one state to NumPy arrays, and limits the state's total size.
+
+    Args:
+        num_bytes_left: Largest total size of the state.
+    """
 
     def __init__(self, num_bytes_left: int) -> None:
         self._num_bytes_left = num_bytes_left
         self._places: set[Any] = set()
-        self._done: dict[int, tuple[Any, Any]] = {}  # (container, replacement), by the container's ID
+        self._done: dict[int, tuple[Any, Any]] = {}  # by the ID of a container: the container and its replacement
 
     def of(self, value: Any) -> Any:
-        """Return `value` with NumPy arrays restored at any depth."""
+        """Return a value in which all marked tensors, at any depth, are replaced with NumPy arrays."""
         if isinstance(value, FormerValue):
             return value.value
         if isinstance(value, torch.Tensor):
@@ -174,7 +202,7 @@ class _Unpacking:
             self._count(id(value), len(value))
         elif type(value) in (dict, collections.OrderedDict, list, tuple):
             if id(value) not in self._done:
-                self._done[id(value)] = value, value  # recorded before its content, because it may contain itself
+                self._done[id(value)] = value, value  # record the container first, because it may contain itself
                 self._done[id(value)] = value, self._container(value)
             return self._done[id(value)][1]
         return value
@@ -212,6 +240,10 @@ class _Unpacking:
 
 
 def _check_attributes(value: Any) -> None:
-    """Raise `DamagedFileError` if the file sets an attribute that shadows a method of its object."""
+    """Check that no attribute of an object from a file has the name of one of the object's methods.
+
+    Raises:
+        DamagedFileError: An attribute would replace a method.
+    """
     names: Iterable[str] = getattr(value, "__dict__", ())
     require(not any(hasattr(type(value), name) for name in names), "an attribute has the name of a method")

@@ -1,8 +1,8 @@
-"""Weights files: files in the safetensors format that contain only models and can be read by other programs.
+"""Reads and writes weights files: safetensors files that contain only models, and that other programs can read.
 
-In a file of one model, tensors are named as in its `state_dict`. With several models, each name is prefixed with the
-model's index and a dot. Tied weights, which have several names, are stored under the first name. The metadata maps the
-other names to the first.
+In a file of one model, tensors are named as in the model's `state_dict`. With several models, each name is prefixed
+with the model's index and a dot. Tied weights, which have several names, are stored under the first name. The file's
+metadata maps the other names to the first name.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from raysgd.exceptions import CheckpointCorruptedError
 
 _NUM_MODELS, _TIED, _LEFT_OUT = "raysgd_models", "raysgd_tied", "raysgd_left_out"
 LEFT_OUT = "remade"
-"""Key in a state that lists frozen parameters, which the file omits because the operator's `setup` recreates them."""
+"""Key in a state for digests of the frozen parameters that the state omits because `setup` recreates them."""
 _HEADER_AT = 8
 """Position of the file's JSON header. The first 8 bytes hold the header's length."""
 _MAX_MODELS = 10_000
 
 
 def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Write a state's models to a path or URI atomically: readers see either the complete old or the complete new file.
+    """Write the models in a state to a weights file, atomically: readers see either the old or the new file, complete.
+
+    Args:
+        path: Path or URI of the file.
+        content: State with the key `models`.
 
     Raises:
         ImportError: safetensors is not installed.
@@ -44,12 +48,16 @@ def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
 
 
 def check_writable() -> None:
-    """Raise `ImportError` if safetensors is not installed."""
+    """Check that safetensors is installed.
+
+    Raises:
+        ImportError: safetensors is not installed.
+    """
     _library("safetensors.torch")
 
 
 def is_weights_file(path: str) -> bool:
-    """Return True if a file's first bytes are those of a safetensors file."""
+    """Return True if the first bytes of a file are those of a safetensors file."""
     with open(path, "rb") as file:
         start = file.read(_HEADER_AT + 1)
     return start[_HEADER_AT:] == b"{"
@@ -58,12 +66,13 @@ def is_weights_file(path: str) -> bool:
 def read(path: str, name: str) -> dict[str, Any]:
     """Read a weights file.
 
-    Return a dict whose key `models` has a list of the models' state dicts, with tensors on the CPU. If the file omits
-    parameters, the key `LEFT_OUT` has a list of their names.
-
     Args:
         path: Path of the file.
         name: Name of the file to show in errors.
+
+    Returns:
+        A dict. The key `models` has a list of the models' state dicts, with tensors on the CPU. If the file omits
+        parameters, the key `LEFT_OUT` has the digests of these parameters.
 
     Raises:
         CheckpointCorruptedError: The file is damaged.
@@ -83,7 +92,9 @@ def read(path: str, name: str) -> dict[str, Any]:
 
 
 def with_tied(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's saved state dict, adding the names of tied weights that a weights file stores under one name.
+    """Return a model's saved state dict, in which tied weights occur under all their names.
+
+    A weights file stores tied weights under only one of their names.
 
     Args:
         saved: State dict from a file.
@@ -100,7 +111,7 @@ def with_tied(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
 
 
 def _flat(models: Sequence[Mapping[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return a dict of all models' tensors by name, in which tied weights occur once, and the file's metadata."""
+    """Return the tensors of all models by name, with tied weights under one name only, and the file's metadata."""
     tensors: dict[str, torch.Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[int, str] = {}

@@ -1,1 +1,1 @@
-"""PyTorch loaders and datasets: sharding over the workers, and resuming in the middle of an epoch."""
+"""Shards PyTorch loaders and datasets over the workers, and resumes them in the middle of an epoch."""

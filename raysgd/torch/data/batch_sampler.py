@@ -1,16 +1,18 @@
 """Determines which samples of a pass each rank gets next, for a worker group of any size.
 
-All ranks step together. A *pass* is one order of all samples, identical on every rank. A *step* takes the next
-`world_size * batch_size` samples of that order and splits them over the ranks, contiguously and evenly. The consumed
-samples are therefore always a prefix of the order, and a position is just (pass index, samples consumed). A position
-stays valid when the group shrinks or grows, so each sample of a pass is still used exactly once.
+All ranks step together. A *pass* is one time through the data, in an order that is identical on every rank. A *step*
+takes the next `world_size * batch_size` samples of that order and splits them over the ranks, contiguously and evenly.
+The consumed samples are therefore always a prefix of the order, and the position in the data is just two numbers: the
+index of the pass, and how many samples were consumed. A position stays valid when the group shrinks or grows, so each
+sample of a pass is still used exactly once.
 
 In each step, N workers see exactly the samples that one process with an N times larger batch would see, in the same
 order. This includes the last step, which may be smaller and split unevenly: `Share.weight` makes the mean of the ranks'
 gradients equal to the mean over the samples.
 
 This module does not count consumed samples. A `DataLoader` prefetches, so only the training loop knows how many samples
-were consumed, and it passes the number to resume a pass. Planning a pass is arithmetic on positions and needs no data.
+were consumed. To resume a pass, the loop passes this number to `begin_pass`. Planning a pass is arithmetic on positions
+and needs no data.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ class Share(NamedTuple):
         start: Position of the batch's first sample in the order of the pass.
         stop: Position after the batch's last sample.
         num_samples: Number of samples that count: `stop - start`, or 0 for padding, whose samples do not count.
-        weight: Factor for the rank's gradient before the unweighted mean over the ranks. It is 1.0 exactly when all
-            ranks have the same number of samples. The ranks' weights always average to 1.
+        weight: Factor by which the rank's gradient is multiplied before the unweighted mean over the ranks is taken. It
+            is exactly 1.0 if all ranks have the same number of samples. The ranks' weights always average to 1.
         num_global: Number of samples that all ranks together get in the step.
         is_first: True if this is the rank's first batch of the step.
         is_last: True if this is the rank's last batch of the step.
@@ -59,13 +61,15 @@ class Share(NamedTuple):
 class PassPlan:
     """A plan for the rest of a pass: its global batches, and how each global batch is split over the ranks.
 
+    A global batch is what all ranks train on in one step.
+
     Attributes:
         num_samples: Number of samples in the whole pass.
         consumed: Number of samples that were already used, by a group of any size.
         division: Rule for splitting a global batch over the ranks.
         drop_last: True to leave out an incomplete last step.
-        pad: What a rank without samples gets while other ranks have samples. True: samples of that step, repeated with
-            weight 0 (training). False: no batch (evaluation).
+        pad: What a rank gets in a step in which only other ranks have samples. True: samples of the step, repeated with
+            weight 0 (for training). False: no batch (for evaluation).
         bounds: Positions at which the pass's global batches start, then the position at which the last one ends. None
             if all global batches have the same size.
 
@@ -103,7 +107,7 @@ class PassPlan:
 
     @property
     def num_steps(self) -> int:
-        """Number of global steps left in this pass."""
+        """Number of global steps in the rest of the pass."""
         return len(self._starts)
 
     def _span(self, step: int) -> tuple[int, int]:
@@ -114,7 +118,7 @@ class PassPlan:
         return start, min(start + self.division.global_size, self.num_samples)
 
     def consumed_after(self, steps: int) -> int:
-        """Return how many samples are consumed after `steps` more global steps: all of them after the last step.
+        """Return how many samples of the pass are consumed after `steps` more global steps.
 
         Raises:
             ValueError: `steps` is negative or exceeds the number of remaining steps.
@@ -137,7 +141,7 @@ class PassPlan:
 
     @cached_property
     def _sizes(self) -> Counter[int]:
-        """The number of remaining global batches, by their size."""
+        """For each size of a global batch, the number of remaining global batches of that size."""
         sizes, first = Counter[int](), 0
         if self.bounds is None and self.num_steps > 1:  # all global batches but the last have the same size
             first = sizes[self.division.global_size] = self.num_steps - 1
@@ -194,7 +198,17 @@ class PassPlan:
 
 
 def check_range(name: str, value: int, *, minimum: int, maximum: int | None = None) -> None:
-    """Raise `ValueError` if `value` is out of range."""
+    """Check that a number is in a range.
+
+    Args:
+        name: Name of the number, for the error message.
+        value: The number.
+        minimum: Smallest allowed value.
+        maximum: Largest allowed value; None for no limit.
+
+    Raises:
+        ValueError: The number is out of range.
+    """
     if value < minimum or (maximum is not None and value > maximum):
         allowed = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
         raise ValueError(f"`{name}={value}`: must be {allowed}. Check which group it belongs to.")
@@ -206,12 +220,13 @@ _WHEN_LOADED = 1
 
 @dataclass(frozen=True)
 class GlobalBatchRule:
-    """Rule for splitting global batches over the ranks, for loaders whose batch size is the total over all ranks.
+    """Rule for splitting global batches over the ranks, if a loader's batch size is the total of all ranks.
 
     Attributes:
         cap: Largest number of samples in one batch of a rank; None for no limit.
-        num_shards: Number of logical shards in a global batch; 0 if global batches are split by rank.
-        multiple: Number of loader batches that make up a global batch.
+        num_shards: With `deterministic=True`, the number of logical shards into which each global batch is divided. 0
+            if global batches are divided only by rank.
+        multiple: Number of batches of the user's loader that make up a global batch.
     """
 
     cap: int | None = None
@@ -220,7 +235,7 @@ class GlobalBatchRule:
 
     @property
     def of_streams(self) -> Callable[[int, int], Division | ShardedGlobalBatch]:
-        """Function that splits the global batches of streams, whose batch size is always the total over all ranks."""
+        """The method `division` for streams, whose batch size is always that of a global batch."""
         return replace(self, multiple=1).division
 
     def division(self, global_size: int, world_size: int) -> Division | ShardedGlobalBatch:
@@ -233,7 +248,7 @@ class GlobalBatchRule:
 
 
 class SeededIndices(list[int]):
-    """The sample indices of a logical shard, with the random seed to set before the samples are loaded."""
+    """The sample indices of a logical shard, with a seed. The seed is set before the samples are loaded."""
 
     def __init__(self, indices: Iterable[int], seed: int) -> None:
         super().__init__(indices)
@@ -246,19 +261,20 @@ class SeededIndices(list[int]):
 class ElasticBatchSampler(Sampler[list[int]]):
     """Yields the batches of one rank, from any position in a pass and for a group of any size.
 
-    Pass it to a `DataLoader` as `batch_sampler`. Before each iteration, call `begin_pass` with the start position.
+    Pass the sampler to a `DataLoader` as `batch_sampler`. Before each iteration, call `begin_pass` with the start
+    position.
 
     An iterator keeps the plan that it was created with. It may prefetch, and later calls to `begin_pass` or `reshape`
-    do not affect it.
+    do not affect the iterator.
 
-    Iterating before the first call to `begin_pass` yields all samples once. Shuffled data gets a new order in each
-    iteration. The order is the same on all ranks, because it comes from a fixed seed until the ranks have agreed on a
-    seed.
+    Iterating before the first call to `begin_pass` goes through all samples once. Shuffled data gets a new order in
+    each iteration. The ranks have not agreed on a seed at this time, so the order comes from a fixed seed, which is the
+    same on all ranks.
 
     Attributes:
         order: Order of the samples.
-        batch_size: Number of samples in a full step, per rank or, with `rule`, in total. Not used if `order` consists
-            of batches.
+        batch_size: Number of samples of one rank in a full step or, with `rule`, of all ranks. Not used if a user's
+            batch sampler forms the batches.
         drop_last: True to leave out an incomplete last global step.
         pad: True to give a rank without samples in the last step repeated samples. See `PassPlan`.
         rank: This worker's rank in the group.
@@ -305,11 +321,11 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self.reshape(rank, world_size, batch_size)
 
     def begin_pass(self, pass_index: int, seed: int, consumed: int = 0, order: SampleOrder | None = None) -> PassPlan:
-        """Start a pass, or resume it after `consumed` samples, and return the plan for the rest of the pass.
+        """Start a pass, or resume the pass after `consumed` samples, and return the plan for the rest of the pass.
 
         Args:
-            pass_index: Number of the pass, from 0.
-            seed: Determines the order, together with `pass_index`. It must be identical on every rank.
+            pass_index: Index of the pass, from 0.
+            seed: Seed for the order of the samples. It must be identical on every rank.
             consumed: Number of samples of this pass that were already used, by a group of any size.
             order: Order for this pass instead of the sampler's `order`. It must be identical on every rank.
 
@@ -325,14 +341,15 @@ class ElasticBatchSampler(Sampler[list[int]]):
         if self._fingerprint is None and isinstance(self.order, SamplerOrder):
             drawn = self._indices
             content = memoryview(drawn) if isinstance(drawn, array) else repr(drawn).encode()
-            digest = hashlib.blake2b(content, digest_size=5).digest()  # short, so that the ranks' sum fits into 63 bits
+            # Use only 40 bits, because the ranks compare their hashes by sums, which must fit into 63 bits.
+            digest = hashlib.blake2b(content, digest_size=5).digest()
             self._fingerprint = int.from_bytes(digest, "big")
         return self._fingerprint
 
     def reshape(self, rank: int, world_size: int, batch_size: int | None = None) -> None:
         """Change the rank, the group size and, unless `batch_size` is None, the batch size.
 
-        This ends the current pass. To resume it, call `begin_pass` with its position.
+        This ends the current pass. To resume the pass, call `begin_pass` with its index and its consumed samples.
 
         Raises:
             ValueError: A value is out of range.
@@ -366,14 +383,17 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     @property
     def most_batches(self) -> int:
-        """Number of batches that a rank processes in a full step. If users define the batches, 2 means several."""
-        if isinstance(self.order, BatchesOrder):  # batch sizes may differ from pass to pass
+        """Number of batches that a rank processes in a full step.
+
+        With a user's batch sampler, the number is not known in advance. In this case, 2 means that it may exceed 1.
+        """
+        if isinstance(self.order, BatchesOrder):  # a user's batch sampler may choose other batch sizes in each pass
             return 1 if self.rule is None or self.rule.cap is None else 2
         return self._division.num_batches(self._division.global_size)
 
     @property
     def num_shards(self) -> int:
-        """Number of logical shards in a global batch; 0 if global batches are split by rank."""
+        """With `deterministic=True`, the number of logical shards in each global batch; otherwise 0."""
         division = self._division
         return division.num_shards if isinstance(division, ShardedGlobalBatch) else 0
 

@@ -1,7 +1,7 @@
-"""Sources of a replica's batches, and the stream of batches that a training call reads from a source.
+"""Sources of one worker's batches, and the stream of batches that a training call reads from a source.
 
-The sources differ in what is known in advance. For a loader that the library shards, every rank's batches in every step
-are known. For any other loader, the ranks all-reduce their batch sizes before each step, in parallel with training.
+For a loader that the library shards, each rank knows in advance how many samples all ranks have in each step. For any
+other loader, the ranks all-reduce the sizes of their batches before each step, while they train on the previous step.
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ _WHEN_TRAINED = 2
 
 
 class DrawnItem(NamedTuple):
-    """A batch that a source yields, with its position in the global step and in the pass.
+    """A batch that a source yields, with its weight and its position in the pass, one time through the data.
+
+    In a global step, each rank trains on one batch, or on several batches one after the other.
 
     Attributes:
-        batch: The batch.
-        weight: Weight of the batch's gradient.
+        batch: The batch, as the loader yields it.
+        weight: Weight of the batch's gradient in the mean over the ranks.
         num_samples: Number of samples in the batch, without padding; None if it is unknown.
         total: Number of samples that all ranks together have in the global step; None if it is unknown.
         is_first: True if the global step starts with this batch.
         is_last: True if the global step ends with this batch.
-        seeds: Two random seeds: for this logical shard, and for the code after the step's last shard. None if random
-            number generators are not reseeded.
+        seeds: With `deterministic=True`, two seeds for the random number generators: one to set before this batch, one
+            to set after the last batch of the global step. Otherwise None.
         is_last_of_pass: True if the pass ends with this batch; None if that is not known yet.
     """
 
@@ -61,17 +63,18 @@ class DrawnItem(NamedTuple):
 class DividedLoaderSource:
     """Source for a loader that the library shards over the ranks.
 
-    A PyTorch loader draws a random seed for its worker processes whenever it is opened. This source lets it draw the
-    seed from a separate generator for this rank. As a result, ranks do not repeat each other's augmentations, and
-    interrupting and resuming a pass does not change the state of the global generators that the model uses.
+    A PyTorch loader draws a random seed for its worker processes whenever an iteration starts. Here, it draws the seed
+    from a separate random number generator for each rank. As a result, ranks do not repeat each other's augmentations,
+    and interrupting and resuming a pass does not change the state of the global generators that the model uses.
 
     Args:
         sharded: The user's loader, rebuilt to load this rank's batches.
-        seed: Determines the order of every pass. It must be identical on all ranks.
+        seed: Seed for the order of the samples in all passes. It must be identical on all ranks.
 
     Attributes:
-        order: Determines the order of every pass, together with the seed.
-        check_plan: Called with the plan for the rest of the pass whenever a pass is opened or resumed.
+        seed: Seed for the order of the samples in all passes.
+        order: Function of the seed and the index of a pass that gives the order of the samples.
+        check_plan: Function that is called when a pass starts or resumes. It gets the plan for the rest of the pass.
     """
 
     is_divided, left_out = True, 0
@@ -95,12 +98,24 @@ class DividedLoaderSource:
         self._ranks = ranks
 
     def _check_drawn(self, start_sum: Summation | None, world_size: int, is_resumed: bool) -> None:
-        """Check that a user's sampler gave all ranks the same order and, in a resumed pass, the order from before."""
+        """Check that a user's sampler yielded the samples in the same order on all ranks.
+
+        In a pass that resumes after a failure, also warn if the order differs from the order before the failure.
+
+        Args:
+            start_sum: Function that starts to sum a tensor over the ranks; None for a single rank.
+            world_size: Number of ranks.
+            is_resumed: True if the pass resumes.
+
+        Raises:
+            ValueError, DistNetworkError: The orders of the ranks differ.
+        """
         own, before = self._sharded.sampler.fingerprint(), self._order_before
         name, self._order_before = self.order.name, None
         assert own is not None, "only a rank's own order is checked"
         if start_sum is not None and not _are_alike(own, start_sum, world_size):
-            kind = DistNetworkError if is_resumed else ValueError  # triggers a restart, which recreates all samplers
+            # In a resumed pass, raise the error of a lost connection. It restarts all workers, with new samplers.
+            kind = DistNetworkError if is_resumed else ValueError
             raise kind(
                 f"The workers' {name} drew different orders. The library divides one order of all "
                 "samples, which the sampler has to draw alike on every worker: from the global generators of torch, "
@@ -116,13 +131,22 @@ class DividedLoaderSource:
             )
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """Return the seed, the size of a pass and, within a pass, a hash of its order, to save in a snapshot."""
+        """Return the entries for a snapshot: the seed, the size of a pass and, within a pass, a hash of its order.
+
+        Args:
+            consumed: Number of samples of the pass that were used.
+            is_mid_pass: True if the snapshot is taken within a pass.
+        """
         origin = {"seed": self.seed, **self._size}
         order = self._order_before or self._sharded.sampler.fingerprint() if is_mid_pass else None
         return origin if order is None else {**origin, "order": order}
 
     def load_state(self, position: Mapping[str, Any]) -> bool:
-        """Load a position that `state` returned. Return False if the size of the data has changed since."""
+        """Restore the position in the data from a snapshot. Return False if the size of the data has changed since.
+
+        Args:
+            position: Position from the snapshot, with the entries that `state` returned.
+        """
         if any(position.get(name) != number for name, number in self._size.items()):
             logger.warning("the size of the train data has changed since the state was saved: starting a new epoch")
             return False
@@ -131,7 +155,7 @@ class DividedLoaderSource:
         return True
 
     def layout(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """Return plain data from which the journal (`raysgd.journal`) can later determine a step's samples."""
+        """Return plain data from which the journal (`raysgd.journal`) can later find the samples of each step."""
         sampler = self._sharded.sampler
         return {
             "kind": "loader",
@@ -146,7 +170,7 @@ class DividedLoaderSource:
 
     @property
     def _size(self) -> dict[str, int]:
-        """Size of a pass, as stored in positions: in batches if a user's batch sampler forms them, else in samples."""
+        """Size of a pass, as stored in snapshots: the number of samples or, with a user's batch sampler, of batches."""
         is_of_batches = isinstance(self.order, BatchesOrder)
         return {"num_batches" if is_of_batches else "num_samples": self.num_samples}
 
@@ -157,17 +181,20 @@ class DividedLoaderSource:
 
     @property
     def num_shards(self) -> int:
-        """Number of logical shards in a global batch; 0 if global batches are split by rank."""
+        """With `deterministic=True`, the number of logical shards in each global batch; otherwise 0."""
         return self._sharded.sampler.num_shards
 
     @property
     def has_own_order(self) -> bool:
-        """True if a user's sampler generates the order. It may generate a different order the next time."""
+        """True if a user's sampler generates the order. Such a sampler may generate another order for the same pass."""
         return isinstance(self.order, SamplerOrder)
 
     @cached_property
     def is_repeatable(self) -> bool:
-        """True if another worker would get the same order. False for a user's sampler that counts its passes itself."""
+        """True if a new worker would get the same order of the samples.
+
+        False, for example, for a user's sampler that counts its passes itself.
+        """
         is_so = not isinstance(self.order, SamplerOrder) or self.order.is_repeatable(self.seed)
         if not is_so and self._ranks is not None and self._ranks.rank == 0:
             logger.warning(
@@ -208,7 +235,7 @@ class DividedLoaderSource:
             )
             if num_shards and share.is_last:
                 consumed += share.num_global
-        next(batches, None)  # exhausts the loader, so that it shuts down its processes
+        next(batches, None)  # exhaust the loader, so that it ends its worker processes
 
     def num_steps(self) -> int | None:
         plan = self._sharded.sampler.plan
@@ -220,28 +247,29 @@ class DividedLoaderSource:
 
 
 def _are_alike(own: int, start_sum: Summation, world_size: int) -> bool:
-    """Return True if all ranks pass the same 40-bit number. All ranks must call this together."""
-    halves = divmod(own, 2**20)  # small enough that the sum of squares does not overflow
+    """Return True if all ranks pass the same 40-bit number `own`. All ranks must call this function together."""
+    halves = divmod(own, 2**20)  # 20-bit numbers, so that the sum of their squares does not overflow
     numbers = torch.tensor([(half, half**2) for half in halves])
     start_sum(numbers)()
     return all(squares * world_size == total**2 for total, squares in numbers.tolist())
 
 
 class PlainSource:
-    """Source for any iterable, which is not sharded: for a single replica, an evaluation, or replicas in lockstep.
+    """Source for any iterable of batches, which the library does not shard.
 
-    In lockstep, a rank that runs out of batches repeats its last batch with weight 0 until all ranks have run out, so
-    that no rank waits forever in a collective.
+    In training, several ranks may have different numbers of batches, but all must take the same number of steps
+    (lockstep). A rank that runs out of batches repeats its last batch with weight 0 until all ranks have run out.
+    Otherwise, other ranks would wait forever in a collective.
 
     Args:
         loader: This rank's batches.
-        is_in_lockstep: True if the ranks step together, even if they have different numbers of batches.
+        is_in_lockstep: True if all ranks must take the same number of steps.
 
     Attributes:
         is_divided: True if the library shards the data. See `raysgd.trainer.worker.data.feed.DataFeed`.
-        left_out: Number of rows that were left out because they could not be read.
+        left_out: Number of rows that the source left out because they could not be read.
         most_batches: Number of batches that a rank processes, one after the other, in a global step.
-        num_shards: Number of logical shards in a global batch; 0 if global batches are split by rank.
+        num_shards: With `deterministic=True`, the number of logical shards in each global batch; otherwise 0.
     """
 
     is_divided, left_out = False, 0
@@ -253,18 +281,23 @@ class PlainSource:
         self._loader, self._is_in_lockstep = loader, is_in_lockstep
 
     def join(self, ranks: RankSums) -> None:
-        """Switch to the worker group that runs the next call."""
+        """Use the rank and the sums of the worker group that runs the next call."""
         self._ranks = ranks
 
     def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
-        """Start a pass after `consumed` samples."""
+        """Start a pass from its first batch, and return an iterator over the batches.
+
+        Args:
+            pass_index: Index of the pass, from 0.
+            consumed: Not used, because this source cannot start in the middle of a pass.
+        """
         tell_epoch(self._loader, pass_index)
         if self._is_in_lockstep:
             return _in_lockstep(iter(self._loader), self._ranks.start_sum, self._ranks.world_size)
         return (DrawnItem(batch, 1.0, None, None) for batch in self._loader)
 
     def layout(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """Return plain data that tells the journal (`raysgd.journal`) that a step's samples are unknown."""
+        """Return plain data that tells the journal (`raysgd.journal`) that the samples of each step are unknown."""
         return {"kind": "undivided", "name": type(self._loader).__name__}
 
     def num_steps(self) -> int | None:
@@ -272,7 +305,7 @@ class PlainSource:
         return length_of(self._loader)
 
     def consumed_after(self, num_steps: int) -> int:
-        """Return 0, because this source does not know how many samples the ranks use in a number of steps."""
+        """Return 0, because it is unknown how many samples all ranks use in `num_steps` steps."""
         return 0
 
 
@@ -292,7 +325,8 @@ def _in_lockstep(batches: Iterator[Any], start_sum: Summation, world_size: int) 
             )
         own = count_samples(last) if has_own else 0
         coming = next(batches, _END) if has_own else _END
-        hear = ask(start_sum, _samples_in(coming))  # the all-reduce runs while this step is computed
+        # Start the all-reduce for the next step now, so that it runs while this rank trains on the current step.
+        hear = ask(start_sum, _samples_in(coming))
         yield DrawnItem(last, own * world_size / num_samples if num_samples else 0.0, own, num_samples)
 
 
@@ -301,10 +335,10 @@ LoaderSource: TypeAlias = DividedLoaderSource | PlainSource | StreamSource
 
 
 def ask(start_sum: Summation, num_samples: int | None) -> Callable[[], tuple[int, int]]:
-    """Start an all-reduce that counts the ranks that have a batch in the next step, and these batches' samples.
+    """Start to count the ranks that have a batch in the next step, and the samples in all ranks' batches.
 
     Args:
-        start_sum: Starts an all-reduce sum over the ranks.
+        start_sum: Function that starts to sum a tensor over the ranks.
         num_samples: Number of samples in this rank's batch; None if this rank has no batch.
 
     Returns:
@@ -326,11 +360,11 @@ def _samples_in(batch: Any) -> int | None:
 
 
 class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
-    """Yields the batches of a source, and computes the number of used samples from the source's plan."""
+    """The stream of batches that a training call reads from a source. It also counts the samples used in the pass."""
 
     _num_steps_in_pass = _began_at = 0
-    # Numbers of samples (in total, used) of the pass in progress when this worker left its previous group. Cleared when
-    # a pass is opened in the next group.
+    # When this worker leaves its group during a pass: the number of samples in that pass, and how many of them were
+    # used. None again once a pass starts in the next group.
     _before: tuple[int | None, int] | None = None
 
     @property
@@ -338,9 +372,9 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
         return self.ledger()[1]
 
     def ledger(self) -> tuple[int | None, int, int]:
-        """Return the pass's numbers of samples over all ranks: in total, used so far, and in the unfinished step.
+        """Return how many samples, over all ranks, the pass has, were used so far, and are in the unfinished step.
 
-        The total is None if it is unknown. A second thread may call this during training.
+        The first number is None if it is unknown. Another thread may call this method during training.
         """
         to_resume, num_steps, num_open = self._to_resume, self._num_steps_in_pass, self._num_open
         if self._before is not None:
@@ -385,7 +419,7 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
 
 
 def tell_epoch(loader: Any, pass_index: int) -> None:
-    """Call `set_epoch(pass_index)` on the loader's sampler, or else its batch sampler, if it has this method."""
+    """Call `set_epoch(pass_index)` on the loader's sampler or, if it has no such method, on its batch sampler."""
     for holder in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
         if holder is not None and hasattr(holder, "set_epoch"):
             holder.set_epoch(pass_index)

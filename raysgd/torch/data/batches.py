@@ -1,4 +1,4 @@
-"""For the operator's default methods: splits batches into inputs and target, reads model outputs, and collates batches.
+"""Splits batches into inputs and target, reads model outputs, and collates samples, for the operator's default methods.
 
 A batch is one of:
 
@@ -35,8 +35,9 @@ TARGET_NAMES = ("labels", "label", "targets", "target", "y")
 def split(batch: Any) -> tuple[tuple[Any, ...], Any]:
     """Return the inputs and the target of a batch.
 
-    A mapping or a dataclass is one input. Its target is the value with one of the `TARGET_NAMES`, or None. The fields
-    of a named tuple are separate inputs, except the target: the field with one of these names, or else the last field.
+    A mapping or a dataclass is one input. The target is the value in it with one of the `TARGET_NAMES`, or None. The
+    fields of a named tuple are separate inputs, except the target, which is the field with one of these names or, if
+    there is none, the last field.
 
     Raises:
         TypeError: The batch cannot be split.
@@ -69,9 +70,10 @@ def by_name(value: Any) -> Mapping[str, Any] | None:
 
 
 def call(model: Callable[..., Any], features: Sequence[Any]) -> Any:
-    """Call the model with a batch's inputs.
+    """Call a model with the inputs of a batch.
 
-    A lone dict or dataclass is passed as keyword arguments, without targets that the model does not accept.
+    If the only input is a dict or dataclass, its entries are passed as keyword arguments. Targets in it are omitted if
+    the model does not accept them.
     """
     named = by_name(features[0]) if len(features) == 1 else None
     if named is None:
@@ -82,13 +84,13 @@ def call(model: Callable[..., Any], features: Sequence[Any]) -> Any:
 
 
 def inputs(prepare: Callable[[Any], Any], batch: Any, has_target: bool, model: Any) -> Sequence[Any]:
-    """Return a model's inputs for a prediction, without a target.
+    """Return the inputs of a batch for a prediction, without a target.
 
     Args:
-        prepare: Splits a batch into inputs and target.
+        prepare: The operator's `prepare_batch`, which splits a batch into inputs and target.
         batch: Batch to predict, with or without a target.
-        has_target: True if the last element of a batch that is a tuple is the target. If False, `prepare` gets None as
-            the target.
+        has_target: True if the last element of a tuple batch is the target. If False, `prepare` gets the batch with
+            None as target.
         model: Model that predicts. If the batch is a dict or dataclass, a target in it is passed only to a model that
             requires it.
     """
@@ -110,7 +112,7 @@ def _without_targets(features: Any, model: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _targets_not_taken(model_class: Any) -> frozenset[str]:
-    """Return the `TARGET_NAMES` that the model's `forward` does not accept."""
+    """Return those of the `TARGET_NAMES` that are no parameters of a model's `forward`."""
     parameters = inspect.signature(model_class.forward).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return frozenset()
@@ -124,7 +126,7 @@ def own_loss(output: Any) -> torch.Tensor | None:
 
 
 def prediction(output: Any) -> Any:
-    """Return the part of a model's output to compare with the target: its `logits` if it has them, else all of it."""
+    """Return the part of a model's output to compare with the target: its `logits`, or the output if it has none."""
     if isinstance(output, torch.Tensor):
         return output
     logits = _named(output, "logits")
@@ -132,9 +134,10 @@ def prediction(output: Any) -> Any:
 
 
 def without_metrics(returned: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Separate the dict of metrics, if any, from the end of the tuple that `forward` returned.
+    """Split the return value of `forward` into the dict of metrics at its end, and everything before the dict.
 
-    Return everything before the dict, and the dict, which is empty if `forward` returned no dict.
+    Returns:
+        Everything before the dict, and the dict. The dict is empty if `forward` returned no metrics.
     """
     if not isinstance(returned, tuple | list) or len(returned) < 2 or not isinstance(returned[-1], Mapping):
         return returned, {}
@@ -143,7 +146,11 @@ def without_metrics(returned: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def parts_of_forward(returned: Any, operator_cls: type[Any]) -> tuple[Any, torch.Tensor, Any]:
-    """Split the result of `forward` into output, loss and weight. Missing parts are None.
+    """Split the return value of `forward` into output, loss and weight. A missing output or weight is None.
+
+    Args:
+        returned: Return value, without metrics.
+        operator_cls: Class of the operator, for errors.
 
     Raises:
         TypeError: `forward` returned an unsupported value.
@@ -171,12 +178,12 @@ def _named(output: Any, name: str) -> Any:
 
 
 def count_samples(batch: Any) -> int:
-    """Return the number of samples in a batch of any shape, inspecting only sizes.
+    """Return the number of samples in a batch of any structure, judging only by sizes.
 
-    The last array in a tuple or list is usually the target. Its first dimension is more likely than an input's to be
-    the number of samples. If the target is a list of dicts, as in object detection, each dict is one sample. If neither
-    is found, the first nested array is used or, without any array, the length of the list. Any other value counts as
-    one sample.
+    In a tuple or list, the last array is usually the target, so its first dimension is taken as the number of samples.
+    If the target is a list of dicts, as in object detection, each dict is one sample. If there is neither an array nor
+    such a list, the first nested array is used or, without any array, the length of the list. Any other value counts
+    as one sample.
 
     Examples:
         >>> count_samples((torch.zeros(3, 8, 8), torch.zeros(4)))
@@ -199,7 +206,7 @@ def samples_of(batch: Any, otherwise: int) -> int:
 
 
 def _counted(batch: Any) -> Any:
-    """Return the part of a batch that has one entry per sample; None if the batch has no array or list of samples."""
+    """Return the part of a batch that has one entry per sample. Return None if it has neither arrays nor such lists."""
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
     if len(parts) > 1 and _is_list_of_samples(parts):
         return parts
@@ -209,11 +216,11 @@ def _counted(batch: Any) -> Any:
 
 def _is_array(value: Any) -> bool:
     shape = getattr(value, "shape", None)
-    return isinstance(shape, tuple) and len(shape) > 0  # torch.Size is a tuple; NumPy arrays count, too
+    return isinstance(shape, tuple) and len(shape) > 0  # true for tensors (`torch.Size` is a tuple) and NumPy arrays
 
 
 def _is_list_of_samples(value: Any) -> bool:
-    """Return True for a list of samples before collation: dicts or dataclasses that all have the same names."""
+    """Return True for a list of samples that were not collated: dicts or dataclasses that all have the same names."""
     first = by_name(value[0]) if isinstance(value, (tuple, list)) and value else None
     if first is None:
         return False
@@ -221,7 +228,7 @@ def _is_list_of_samples(value: Any) -> bool:
 
 
 def _first_counted(parts: Iterable[Any]) -> Any:
-    """Return the first array or list of samples, at any depth; None if neither is found."""
+    """Return the first array or list of samples in nested containers; None if there is neither."""
     for part in parts:
         if _is_array(part) or _is_list_of_samples(part):
             return part
@@ -244,22 +251,22 @@ class TensorCollate:
         return batches[0] if len(batches) == 1 else _joined_batches(batches)
 
     def begin_process(self) -> None:
-        """Prepare a data loading process.
+        """Prepare a process that loads data. Called when the process has started.
 
-        PyTorch uses one thread in the process, because OpenMP threads do not survive a fork. Small tensors are pickled
-        by value.
+        PyTorch is limited to one thread, because OpenMP threads do not survive a fork. Small tensors are sent to the
+        worker as copies instead of in shared memory.
         """
         torch.set_num_threads(1)
         ForkingPickler.register(torch.Tensor, _reduced)
 
 
 def _reduced(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the function and arguments from which pickle recreates a tensor that a loader process sends.
+    """Return the function and arguments with which pickle recreates a tensor that a loader process sends to the worker.
 
-    PyTorch's default is to share the tensor's memory. The receiver must then contact the sending process. Copying a
+    By default, PyTorch shares the tensor's memory, for which the worker must contact the loader process. Copying a
     small tensor is cheaper.
     """
-    with suppress(TypeError, RuntimeError):  # NumPy lacks the dtype (bfloat16), or the tensor is not in CPU memory
+    with suppress(TypeError, RuntimeError):  # raised if NumPy lacks the dtype (bfloat16), or for a tensor on a GPU
         if tensor.nbytes <= _MOST_BYTES_COPIED:
             return torch.from_numpy, (tensor.numpy(),)
     shared: tuple[Any, ...] = reduce_tensor(tensor)
@@ -272,7 +279,7 @@ def _joined_batches(batches: list[Any]) -> Any:
         return torch.cat(batches)
     if isinstance(first, Mapping):
         return {name: _joined_batches([batch[name] for batch in batches]) for name in first}
-    if first and isinstance(first[0], str | bytes):  # a column of strings
+    if first and isinstance(first[0], str | bytes):  # strings are collated to a list, which cannot be concatenated
         return [value for batch in batches for value in batch]
     parts = [_joined_batches(list(each)) for each in zip(*batches, strict=True)]
     return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)

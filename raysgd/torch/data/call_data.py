@@ -1,6 +1,7 @@
-"""The data that a user passes to one call of `train`, `validate` or `predict`.
+"""Handles data that a user passes to a single call of `train`, `validate` or `predict`.
 
-For `train` and `validate`, each worker creates the data and reads its shard. For `predict`, the driver assigns rows.
+For `train` and `validate`, each worker creates a loader over the data and reads its shard. For `predict`, the driver
+decides which rows each worker reads.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ from raysgd.trainer.messages.prediction_data import (
 
 
 def kind_of(dataset: Any) -> Kind | None:
-    """Return how data passed to a call is read, such as "rows" or "batches"; None if its type is not supported."""
+    """Return how the data that a user passed to a call is read, such as "rows" or "batches".
+
+    Return None if the type of the data is not supported.
+    """
     kind = data_kinds.kind_of(dataset)
     if kind is None and isinstance(dataset, DataLoader | Stream):
         return "batches"
@@ -49,7 +53,7 @@ def kind_of(dataset: Any) -> Kind | None:
 
 
 def has_samples(dataset: Any) -> bool:
-    """Return True for indexed samples: a map-style dataset, an object with the same methods, or a list of dicts."""
+    """Return True if `dataset` yields samples by index: a map-style dataset, a similar object, or a list of dicts."""
     if isinstance(dataset, list):
         return bool(dataset) and all(isinstance(sample, Mapping) for sample in dataset)
     has_rows = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
@@ -57,11 +61,13 @@ def has_samples(dataset: Any) -> bool:
 
 
 def call_data_of(dataset: Any, config: Mapping[str, Any]) -> CallData | None:
-    """Wrap the data that a user passed to a call, to send it to the workers. Return None if its type is not supported.
+    """Wrap the data that a user passed to a call, so that it can be sent to the workers.
+
+    Return None if the type of the data is not supported.
 
     Args:
         dataset: The data that the user passed to the call.
-        config: Config of one worker.
+        config: The operator's config in one worker, which has the batch size.
 
     Raises:
         ValueError: The config has no batch size, or arrays have different numbers of rows.
@@ -71,13 +77,13 @@ def call_data_of(dataset: Any, config: Mapping[str, Any]) -> CallData | None:
         return CallData(kind, dataset)
     if kind != "rows":
         return data_kinds.call_data_of(dataset, config)
-    if data_kinds.kind_of(dataset) != "rows":  # a map-style dataset or a list of dicts, not arrays
+    if data_kinds.kind_of(dataset) != "rows":  # the data is a map-style dataset or a list of dicts instead of arrays
         size = size_of(f"a `{type(dataset).__name__}`", None, config)
         return CallData(kind, partial(_loader_over, dataset, {"batch_size": size}))
     data = dataset if isinstance(dataset, Arrays) else Arrays(dataset)
     size = size_of(f"a `{type(data.data).__name__}`", data.batch_size, config)
     arrays = as_arrays(data.data, in_columns=data.feature_columns is not None)
-    num_rows_of(arrays)  # raises if their numbers of rows differ
+    num_rows_of(arrays)  # raises if the arrays have different numbers of rows
     options = {"batch_size": size, "shuffle": data.shuffle, "drop_last": data.drop_last}
     return CallData(kind, partial(_loader_over_arrays, arrays, data.form, options))
 
@@ -112,7 +118,7 @@ class ArrayRows(Dataset[Any]):
         return self._num_rows
 
     def __getitems__(self, indices: list[int]) -> Any:
-        """Return a batch of the rows at these indices."""
+        """Return a batch of the rows at the positions in `indices`."""
         return self._make_batch(trees.mapped(self._arrays, lambda array: _taken(array, indices)))
 
     def __getitem__(self, index: int) -> Any:
@@ -124,17 +130,18 @@ def _taken(array: Any, indices: list[int]) -> Any:
 
 
 def batches_of(share: CallData, collate_fn: Any, make_batch: AsBatch = as_batch) -> Any:
-    """Return a worker's data as an iterable of batches.
+    """Return the data that a worker received as an iterable of batches.
 
-    Ray Data datasets and objects with `get_shard` are already sharded. Pass all other data to `divided` afterwards.
+    A worker receives only its shard of a Ray Data dataset or an object with `get_shard`. Of other data, it receives all
+    samples, and the caller passes the result to `divided`.
 
     Args:
         share: Data that this worker received.
-        collate_fn: Creates batches from samples, if the data itself has no such function.
-        make_batch: Creates batches from arrays.
+        collate_fn: Function that creates batches from samples, if the data itself has no such function.
+        make_batch: Function that creates batches from arrays.
 
     Raises:
-        TypeError: The user's data creator did not return an iterable of batches.
+        TypeError: The user passed a function as `dataset`, and it did not return an iterable of batches.
     """
     match share.kind:
         case "ray":
@@ -155,7 +162,7 @@ def batches_of(share: CallData, collate_fn: Any, make_batch: AsBatch = as_batch)
 
 
 def _in_tensors(batch: Any) -> Any:
-    """Convert a list of tuples of tensors to one tuple of joined tensors. Return other batches unchanged."""
+    """Convert a batch that is a list of tuples of tensors to a tuple of tensors. Return any other batch unchanged."""
     if isinstance(batch, list) and batch and isinstance(batch[0], tuple):
         return tuple(_joined(list(parts)) for parts in zip(*batch, strict=True))
     return batch
@@ -175,15 +182,17 @@ def collate_fn_of(loaders: Iterable[Any]) -> Any:
 def divided(
     loader: Any, rank: int, world_size: int, training: bool, rule: GlobalBatchRule | None = None
 ) -> ShardedLoader | Any:
-    """Shard the loader for this worker: by samples if possible, otherwise every `world_size`-th batch.
+    """Return a loader that yields only this worker's shard of the data.
+
+    If the library cannot shard the loader by samples, the shard consists of every `world_size`-th batch.
 
     Args:
         loader: Loader over the full data.
         rank: Rank of this worker.
         world_size: Number of workers.
         training: True for training data.
-        rule: How to split global batches, the batches that all workers together train on. None if the loader's batch
-            size applies to one worker.
+        rule: Rule for splitting each global batch, the batch of one step of all workers, among the workers. None if the
+            loader's batch size is that of one worker.
 
     Raises:
         ValueError: The rule requires sharding by samples, which this loader does not support.
@@ -215,7 +224,7 @@ def source_to_predict(data: Any, asked: BatchRequest) -> Found:
 
     Raises:
         TypeError: The data's type is not supported.
-        ValueError: The order of the rows cannot be preserved.
+        ValueError: The results could not be assigned to the rows, because the loader may yield rows in another order.
     """
     leaf = as_tensor if _is_of_tensors(data.data if isinstance(data, Arrays) else data) else trees.own
     found = prediction_data.source_of(data, BatchRequest(asked.batch_size, asked.has_size, asked.feature_columns, leaf))
@@ -252,7 +261,10 @@ def as_tensor(array: Any) -> Any:
 
 
 def _of_loader(loader: DataLoader[Any], asked: BatchRequest) -> PredictionSource:
-    """Return a source from which each worker loads some of the loader's rows. It ignores `drop_last`."""
+    """Return a source of the rows of a map-style loader, of which each worker loads some.
+
+    All rows are predicted, even if the loader has `drop_last=True`.
+    """
     batches = loader.batch_sampler
     if batches is None:
         raise ValueError(
@@ -288,7 +300,7 @@ def _check_iterable(loader: DataLoader[Any]) -> None:
 
 
 def _apart(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Yield the batches of a loader without advancing PyTorch's global random generator, which training uses."""
+    """Yield the batches of a loader without changing the state of PyTorch's global generator, which training uses."""
     before = torch.get_rng_state()
     batches = iter(loader)
     torch.set_rng_state(before)
@@ -296,11 +308,11 @@ def _apart(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 class PredictionLoader:
-    """Loads one worker's batches for the rounds of `predict`. The driver sends the rows to predict in rounds.
+    """Loads the batches that one worker predicts. In each round of a call to `predict`, the driver assigns some rows.
 
     Args:
-        collate_fn: Returns the function that creates batches from samples, if the data has none.
-        make_batch: Creates batches from arrays.
+        collate_fn: Function without arguments that returns a `collate_fn`, for data that has none.
+        make_batch: Function that creates batches from arrays.
     """
 
     def __init__(self, collate_fn: Callable[[], Any], make_batch: AsBatch = as_batch) -> None:
@@ -313,9 +325,10 @@ class PredictionLoader:
         """Yield the batches of a round, each with its number of rows.
 
         Args:
-            request: Round to load, with the key of its dataset.
+            request: Request of the driver for one round. Its `key` identifies the dataset.
             work: Batches or row ranges that this worker predicts in the round.
-            make_loader: Creates a loader over the rows of a dataset. Passed only in the first round over a dataset.
+            make_loader: Function that creates a loader over the rows of the dataset. The driver sends it only in the
+                first round over a dataset; later, it is None.
         """
         if request.key != self._key:
             self.close()
@@ -332,7 +345,7 @@ class PredictionLoader:
             self.close()
 
     def close(self) -> None:
-        """Release the dataset and its loader processes."""
+        """Release the dataset and end the loader's processes."""
         self._key = self._loader = None
 
 
@@ -343,12 +356,15 @@ def _loader_to_predict(
     if options.get("num_workers"):
         options["worker_init_fn"] = ending_with_parent(options["worker_init_fn"])
         options["persistent_workers"] = True
-    generator = torch.Generator()  # otherwise the loader would draw from the global generator, which training uses
+    generator = torch.Generator()  # otherwise, the loader would draw from the global generator, which training uses
     return DataLoader(dataset, batch_sampler=indices, generator=generator, **options)
 
 
 def plain(value: Any) -> Any:
-    """Convert a tensor to an array. Return other values unchanged. bfloat16, which NumPy lacks, becomes float32."""
+    """Convert a tensor to a NumPy array. Return any other value unchanged.
+
+    A bfloat16 tensor becomes a float32 array, because NumPy has no bfloat16.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach().cpu()

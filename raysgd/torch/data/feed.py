@@ -1,4 +1,4 @@
-"""Opens a replica's data loaders as streams of batches. All ranks agree on the order of the samples."""
+"""`TorchFeed`: opens one worker's data loaders as streams of batches, for calls to `train` and `validate`."""
 
 from __future__ import annotations
 
@@ -38,17 +38,20 @@ logger = logging.getLogger(__name__)
 
 
 class TorchFeed(feed.DataFeed):
-    """Opens batch streams over the loaders that the operator registered or that a call passed.
+    """Opens streams of batches over the loaders that the operator registered, or over data that the user passes.
+
+    The user may pass data for one call to `train` or `validate`, as its argument `dataset`.
 
     Args:
-        data_of: Returns the data registered under "train" or "validation".
-        parallel: Strategy that keeps the replicas in sync.
-        world_size: Number of replicas.
-        undo: Called in training before a padding batch, which a rank without samples gets. Returns a function that
-            undoes the side effects of the padding batch.
-        rank: This replica's rank.
-        rule: Rule for sharding loaders by global batches; None if the batch size is per worker.
-        make_batch: Creates batches from arrays that a call passes.
+        data_of: Function that gets "train" or "validation" and returns the data that the operator registered under this
+            name.
+        parallel: Strategy, such as DDP, that keeps the workers' models in sync.
+        world_size: Number of workers.
+        undo: Function that is called in training before a padding batch, which a rank without samples gets. It returns
+            a function that undoes the side effects of the padding batch.
+        rank: Rank of this worker.
+        rule: Rule for splitting each batch among the workers; None if a loader's batch size is that of one worker.
+        make_batch: Function that creates batches from arrays that the user passes.
     """
 
     def __init__(
@@ -98,9 +101,12 @@ class TorchFeed(feed.DataFeed):
         return call_data.batches_of(self.data_of_call[name], self.collate_fn(name), self._make_batch)
 
     def collate_fn(self, name: str) -> Any:
-        """Return the `collate_fn` of the loader registered as `name`, or else of the other registered loader.
+        """Return the `collate_fn` of the loader registered under `name`, or else of the other registered loader.
 
-        `name` is "train" or "validation". Returns None if neither loader creates batches from samples.
+        Return None if neither loader creates batches from samples.
+
+        Args:
+            name: "train" or "validation".
         """
         other = "train" if name == "validation" else "validation"
         return call_data.collate_fn_of(getattr(self._data_of(each), "loader", None) for each in (name, other))
@@ -141,8 +147,9 @@ class TorchFeed(feed.DataFeed):
         Args:
             rank: This worker's new rank.
             size: New number of workers.
-            batch_size: New per-worker batch size; None if unknown.
-            instead_of: Previous per-worker batch size. Loaders with any other batch size keep it.
+            batch_size: New batch size of one worker; None if unknown.
+            instead_of: Previous batch size of one worker, for which `batch_size` is substituted. Loaders with another
+                batch size keep theirs.
         """
         self._group = RankSums(self._parallel, rank, size)
         self._of_call = None, None
@@ -185,6 +192,10 @@ class TorchFeed(feed.DataFeed):
 
 
 def _refuse_missing(name: str) -> Iterator[Any]:
-    """Iterator that replaces a loader that was not registered. Iterating over it raises `NoDataError`."""
+    """Raise `NoDataError`. Called when a call iterates over a loader that the operator did not register.
+
+    Args:
+        name: "train" or "validation".
+    """
     way_out = ", or pass `dataset` to `train`." if name == "train" else " before you call `validate`."
     raise NoDataError(f"`{name}_loader` was not registered: pass it to `register_data` in `setup`{way_out}")

@@ -1,4 +1,4 @@
-"""Converts arrays and Ray Data batches to tensors."""
+"""Converts arrays, such as the columns of a Ray Data batch, to PyTorch tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def as_batch(arrays: Any, form: BatchForm, models: Iterable[torch.nn.Module] = (
 
     Args:
         arrays: An array, or a tuple or dict of arrays, such as the columns of a Ray Data batch.
-        form: Columns to use as inputs and target. Without columns, the batch has the structure of `arrays`.
+        form: Names of the columns to use as inputs and target. If it names none, the batch has the structure of
+            `arrays`.
         models: Models that get the batch. Floating-point values are converted to the dtype of the models' first
             floating-point parameter.
     """
@@ -27,9 +28,12 @@ def as_batch(arrays: Any, form: BatchForm, models: Iterable[torch.nn.Module] = (
 
 
 def as_tensor(values: Any, dtype: torch.dtype | None = None) -> Any:
-    """Convert an array to a tensor. Arrays without numbers, such as strings, are returned unchanged.
+    """Convert an array to a tensor. Return an array without numbers, such as an array of strings, unchanged.
 
-    Floating-point values are converted to `dtype` if it is given. Otherwise, float64 becomes PyTorch's default dtype.
+    Args:
+        values: The array.
+        dtype: Dtype to which floating-point values are converted. Default: float64 becomes PyTorch's default dtype, and
+            other dtypes stay the same.
     """
     values = stacked(values)
     if values.dtype.kind not in "biuf":

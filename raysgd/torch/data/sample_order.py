@@ -3,11 +3,11 @@
 Each order is a function of a seed and the index of the pass, so every rank computes the same order without
 communication.
 
-For large data, a permutation of the indices is computed as it is read and never stored. So reading can start at any
-position without extra work. Each index is split into the row and column of a roughly square table. Over several rounds,
-the row or the column is shifted by a hash of the other. Each shift is invertible, so different indices stay different
-(a Feistel network). An index that ends up past the end of the range, in the table's last row, is sent through the
-network again until it is in the range (cycle walking).
+A permutation of many indices is never stored. Each of its elements is computed when it is read, so reading can start at
+any position without extra work. The computation is a Feistel network: Each index is split into the row and column of a
+roughly square table. Over several rounds, the row or the column is shifted by a hash of the other. Each shift is
+invertible, so different indices stay different. The table may have more cells than there are indices. If an index ends
+up in a surplus cell, it is sent through the network again until it does not (cycle walking).
 
 ADR 2 explains why the user's order is kept, and why large data is shuffled differently.
 """
@@ -41,9 +41,9 @@ _READ_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class Permutation(Sequence[int]):
-    """A pseudorandom permutation of the numbers from 0 to `length - 1`, computed as it is read.
+    """A pseudorandom permutation of the numbers from 0 to `length - 1`. Elements are computed when they are read.
 
-    It depends only on `length` and `seed`, and is the same on every machine.
+    The permutation depends only on `length` and `seed`, and is the same on every machine.
 
     Attributes:
         length: Number of elements.
@@ -78,7 +78,7 @@ class Permutation(Sequence[int]):
         return found
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the permutation from its start, computing a few thousand numbers at a time."""
+        """Yield all numbers of the permutation in order, computing a few thousand at a time."""
         for start in range(0, self.length, _READ_AT_ONCE):
             yield from self[start : start + _READ_AT_ONCE]
 
@@ -90,7 +90,7 @@ class Permutation(Sequence[int]):
         return numbers
 
     def _moved(self, numbers: Numbers) -> Numbers:
-        """Apply the Feistel network once. It permutes all cells of the table, some of which are beyond `length`."""
+        """Apply the Feistel network once. Some of the returned numbers may be `length` or larger."""
         one, other = np.divmod(numbers, self._width)
         size, other_size = self._height, self._width
         for key in self._keys:
@@ -122,12 +122,15 @@ def _hashed(numbers: Numbers, key: np.uint64) -> Numbers:
 
 
 Indices: TypeAlias = Sequence[Any] | torch.Tensor
-"""Sample indices of a pass, in order: any object with `len` and slices. A tensor takes a quarter of a list's memory."""
+"""Sample indices of a pass, in order: any object with a length and slices.
+
+A tensor takes a quarter of the memory of a list.
+"""
 
 
 @dataclass(frozen=True)
 class JoinedBatches(Sequence[Any]):
-    """The concatenated sample indices of a pass whose batches may differ in size.
+    """The sample indices of all batches of a pass, concatenated. The batches may differ in size.
 
     Attributes:
         samples: Indices of the samples, batch after batch.
@@ -154,7 +157,11 @@ _DRAWN_BELOW = 2**20
 
 @dataclass(frozen=True)
 class SequentialOrder:
-    """The order that visits the dataset's indices in ascending order in every pass."""
+    """The order of a sequential loader: ascending indices in every pass.
+
+    Attributes:
+        num_samples: Number of samples in a pass.
+    """
 
     name = "sequential"
     num_samples: int
@@ -166,12 +173,12 @@ class SequentialOrder:
 
 @dataclass(frozen=True)
 class ShuffledOrder:
-    """A new permutation of the dataset in every pass.
+    """The order of a shuffled loader: a new permutation of the indices in every pass.
 
     Attributes:
         num_samples: Number of samples in a pass.
         drawn_below: With fewer samples than this, `torch.randperm` generates the permutation when a pass starts.
-            Otherwise, the permutation is computed as it is read.
+            Otherwise, `Permutation` computes each index when it is read.
     """
 
     name = "shuffled"
@@ -183,7 +190,7 @@ class ShuffledOrder:
         if self.num_samples >= self.drawn_below:
             return Permutation(self.num_samples, seed=f"{seed}/{pass_index}")
         generator = torch.Generator("cpu").manual_seed(seed_of(seed, pass_index))
-        # Always on the CPU, regardless of `torch.set_default_device`, because the data is indexed on the CPU.
+        # Use the CPU even if user code called `torch.set_default_device`, because the dataset is indexed on the CPU.
         return torch.randperm(self.num_samples, generator=generator, device="cpu")
 
 
@@ -201,21 +208,21 @@ class SamplerOrder:
 
     @property
     def num_samples(self) -> int:
-        """The sampler's current length."""
+        """Number of indices in a pass: the current length of the user's sampler."""
         return len(self.sampler)
 
     @property
     def name(self) -> str:
-        """Name of the sampler's class."""
+        """Description of the order for messages, with the class name of the user's sampler."""
         return f"sampler {type(self.sampler).__name__}"
 
     def indices(self, seed: int, pass_index: int) -> Indices:
-        """Return the sampler's indices for a pass: an array, or a list if they are not integers.
+        """Return the indices that the sampler yields in a pass: an array, or a list if they are not integers.
 
-        If a sampler yields fewer indices than its length, the pass has only these samples.
+        If the sampler yields fewer indices than its `len`, the pass has only these samples.
 
         Raises:
-            ValueError: The sampler yields more indices than its length; it may even be endless.
+            ValueError: The sampler yields more indices than its `len`. Some samplers never end.
         """
         limit = len(self.sampler)
         holders = (self.sampler, getattr(self.sampler, "sampler", None))
@@ -239,7 +246,10 @@ class SamplerOrder:
 
 @dataclass(frozen=True)
 class BatchesOrder(SamplerOrder):
-    """The order of the samples in a user's batch sampler. Here, `num_samples` is the number of batches."""
+    """The order in which a user's batch sampler yields batches of indices.
+
+    For this class, `num_samples` is the number of batches.
+    """
 
     def indices(self, seed: int, pass_index: int) -> JoinedBatches:
         """Return the sample indices of all batches that the batch sampler yields in a pass."""
@@ -251,8 +261,8 @@ class BatchesOrder(SamplerOrder):
 SampleOrder: TypeAlias = SequentialOrder | ShuffledOrder | SamplerOrder
 """The order in which a pass visits the samples: a pure function of seed and pass index.
 
-So every rank computes the same order, even a worker that joins in the middle of a pass. The ranks compare the `name` of
-an order to check that they use the same type of order.
+Therefore, every rank computes the same order, even a worker that joins in the middle of a pass. The ranks compare the
+attribute `name` to check that they use the same type of order.
 """
 
 
@@ -287,11 +297,11 @@ def divides_data(sampler: Any) -> bool:
 
 def _compact(drawn: list[Any]) -> Sequence[Any]:
     if any(isinstance(each, torch.Tensor) and each.ndim for each in drawn[:1]):
-        return drawn  # each element is a batch; an array would turn a one-element tensor into a number
+        return drawn  # each element is a batch, and an array would convert a batch of one index to a number
     try:
         return array("q", drawn)
     except (TypeError, OverflowError):
-        return drawn  # indices that are strings, tuples or integers beyond 64 bits
+        return drawn  # strings, tuples and integers beyond 64 bits do not fit into an array
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Shards a user's `DataLoader` over the workers by rebuilding it with an `ElasticBatchSampler`.
 
 A loader that cannot be rebuilt is used unchanged, and the reason is recorded. The processes of a rebuilt loader exit
-immediately when the worker that started them dies. PyTorch's loader processes check for that only every 5 s.
+immediately when the worker that started them dies. Without this, PyTorch's loader processes would exit up to 5 s later.
 
 ADR 2 explains why the user's order is kept.
 """
@@ -37,11 +37,10 @@ class ShardedLoader:
 
     Attributes:
         loader: Loader with the user's dataset and options, and `sampler` as its `batch_sampler`.
-        sampler: Batch sampler that selects this rank's samples. It can start a new pass, and reshard if the number of
-            workers changes.
+        sampler: Batch sampler that selects this rank's samples, and reshards them if the number of workers changes.
         own_sampler: The user's sampler, which yields sample indices or entire batches of indices.
-        seed_hint: Seed of the sample order on this worker: from the user's generator, or else PyTorch's initial seed.
-            It may differ between ranks, so all ranks must agree on the seed of one rank.
+        seed_hint: Seed that this worker suggests for the order of the samples: that of the user's generator or, without
+            one, PyTorch's initial seed. The suggestions of the ranks may differ, so all ranks use that of one rank.
         num_samples: Number of samples in a pass, over all ranks.
         signature: String that describes the data. The ranks compare it to check that they shard the same data.
     """
@@ -61,7 +60,7 @@ class ShardedLoader:
 
 @dataclass(frozen=True)
 class UndividedLoader:
-    """A loader that is used unchanged. Every rank iterates over all batches of the loader.
+    """A loader that the library does not shard. Every rank iterates over all batches of the loader.
 
     Attributes:
         loader: The user's loader.
@@ -100,13 +99,15 @@ def shard_loader(
 
     Args:
         loader: Object that the user registered or passed to a call.
-        rank: This worker's rank.
-        world_size: Size of the group.
-        training: True to give padding to ranks without samples in the last step, so that all ranks can take part in the
-            gradient all-reduce. False to give these ranks no batch, so that evaluation uses every sample once.
+        rank: Rank of this worker.
+        world_size: Number of workers.
+        training: True to give a padding batch to ranks that have no samples in the last step, so that all ranks can
+            take part in the gradient all-reduce. False to give these ranks no batch, so that evaluation uses every
+            sample once.
         pin_memory: True to put batches into pinned memory, from which a GPU can copy them while it computes, even if
-            the user's loader does not.
-        rule: How to split global batches, the batches of all workers together. None if `batch_size` is per worker.
+            the user's loader does not do this.
+        rule: Rule for splitting each global batch, the batch of one step of all workers, among the workers. None if the
+            loader's `batch_size` is that of one worker.
 
     Raises:
         ValueError: `rank` or `world_size` is out of range.
@@ -149,7 +150,7 @@ def _has_own_iteration(loader: DataLoader[Any]) -> bool:
 
 
 def _own_sampler(loader: DataLoader[Any]) -> Any:
-    """Return the user's sampler or custom batch sampler."""
+    """Return the sampler of a user's loader or, if the user passed a custom batch sampler, the batch sampler."""
     # If the user passed `batch_sampler=BatchSampler(...)`, `loader.sampler` is only PyTorch's unused default.
     batches: Any = loader.batch_sampler
     return batches.sampler if type(batches) is BatchSampler else batches
@@ -163,8 +164,8 @@ def _divides(loader: DataLoader[Any]) -> bool:
 _DIVIDES = "its sampler shards the data"
 
 
-# Each row is a condition under which a loader is not sharded, the reason to report, and whether to warn. Conditions are
-# checked in this order, so each may assume that those above it are false.
+# Each row is for a condition under which a loader is not sharded: a function that checks the condition, the reason to
+# report, and whether to warn. Functions are called in this order, and may assume that all earlier conditions are false.
 _RULES: tuple[tuple[Callable[[Any], bool], str, bool], ...] = (
     (lambda loader: not isinstance(loader, DataLoader), "not a torch DataLoader", False),
     (lambda loader: isinstance(loader.dataset, IterableDataset), "its dataset is iterable", False),
@@ -218,13 +219,13 @@ def kept_options(loader: Any, *more: str) -> dict[str, Any]:
 
     Args:
         loader: The user's loader.
-        *more: Names of options to include beyond the usual ones.
+        *more: Names of options to include in addition to `_KEPT_OPTIONS`.
     """
     return {name: getattr(loader, name) for name in (*_KEPT_OPTIONS, *more)}
 
 
 def ending_with_parent(user_function: Callable[[int], None] | None) -> Callable[[int], None]:
-    """Wrap a user's `worker_init_fn`, so that a loader process also exits when its parent process dies."""
+    """Return a `worker_init_fn` that calls the user's, and makes the loader process exit when its parent dies."""
     return partial(_begin_process, user_function)
 
 
@@ -235,10 +236,10 @@ def _begin_process(user_function: Callable[[int], None] | None, worker_id: int) 
 
 
 class SeededRows(Dataset[Any]):
-    """Wraps a map-style dataset to seed the random number generators before each batch is loaded.
+    """Wraps a map-style dataset and seeds the random number generators before each batch is loaded.
 
     As a result, random augmentation and random numbers in `collate_fn` depend only on the batch, not on the rank. All
-    other attributes are those of the wrapped dataset.
+    other attributes of this object are those of the wrapped dataset.
 
     Args:
         dataset: The user's dataset.
@@ -254,13 +255,13 @@ class SeededRows(Dataset[Any]):
         return self._dataset[index]
 
     def __getitems__(self, indices: list[int]) -> Any:
-        """Return the samples of a batch, after seeding the generators if `indices` carries a seed."""
+        """Return the samples of a batch. If `indices` has a seed, first seed the random number generators."""
         if isinstance(indices, SeededIndices):
             rng.seed_alike(indices.seed)
         whole = getattr(self._dataset, "__getitems__", None)
         return whole(list(indices)) if whole else [self._dataset[index] for index in indices]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_dataset":  # not set yet while unpickling; avoids infinite recursion
+        if name == "_dataset":  # while unpickling, the attribute is not set yet, so reading it would recurse forever
             raise AttributeError(name)
         return getattr(self._dataset, name)

@@ -1,1 +1,1 @@
-"""The driver's part of `TorchTrainer`: checks arguments and workers' results, and saves and loads files."""
+"""The parts of `TorchTrainer` in the driver: they check arguments and the workers' results, and save and load files."""

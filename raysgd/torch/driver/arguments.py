@@ -33,10 +33,13 @@ logger = logging.getLogger(__name__)
 
 
 def check_place(num_workers: int, use_local: Any) -> None:
-    """Raise if the workers could not communicate with these arguments.
+    """Check that the workers can communicate with these arguments.
 
-    Several workers need `torch.distributed`. With `use_local`, rank 0 runs in this process, so that other workers
-    cannot reach it if it is connected through Ray Client.
+    Several workers need `torch.distributed`. With `use_local`, the worker with rank 0 runs in this process. Other
+    workers cannot reach this process if it is connected to the cluster through Ray Client.
+
+    Raises:
+        ValueError: The workers cannot communicate.
     """
     if use_local:
         _check_use_local(num_workers)
@@ -65,7 +68,7 @@ _once = Once()
 
 
 def check_operator_class(operator_cls: Any) -> None:
-    """Raise unless `training_operator_cls` is a subclass of `TrainingOperator`."""
+    """Check that the trainer's argument `training_operator_cls` is a subclass of `TrainingOperator`."""
     checks.check_operator_class(operator_cls, TrainingOperator, "TrainingOperator")
 
 
@@ -73,7 +76,7 @@ def check_dataset(dataset: Any, name: str = "dataset", *, steps_apart: bool = Fa
     """Check that a dataset can be sharded over the workers.
 
     Args:
-        dataset: The dataset passed to a call; None for the registered data.
+        dataset: The dataset that the user passed to `train`, `validate` or `fit`; None for the registered data.
         name: Name of the argument, for errors.
         steps_apart: True if the workers' steps are not synchronized (`strategy="none"`).
         global_option: Name of the trainer's option that splits each batch over the workers, which needs data that can
@@ -105,7 +108,7 @@ def check_dataset(dataset: Any, name: str = "dataset", *, steps_apart: bool = Fa
 
 
 def resolve_use_gpu(use_gpu: bool | str) -> bool:
-    """Return whether the workers use GPUs. With "auto", they do if PyTorch sees a GPU in the driver's process."""
+    """Return True if the workers should use GPUs. "auto" means True if PyTorch sees a GPU in this process."""
     available = torch.cuda.is_available()
     if isinstance(use_gpu, str) and use_gpu == "auto":
         return available
@@ -116,7 +119,7 @@ def resolve_use_gpu(use_gpu: bool | str) -> bool:
 
 
 def warn_of_unused_gpus(use_gpu: bool | str) -> None:
-    """Warn if "auto" selects CPUs because the driver has no GPU, although the cluster's nodes have GPUs."""
+    """Warn if `use_gpu="auto"` selected CPUs because the driver has no GPU, although the cluster's nodes have GPUs."""
     if use_gpu == "auto" and not torch.cuda.is_available() and (found := num_gpus()):
         logger.warning(
             'the nodes have %g GPUs, but training runs on CPUs, because `use_gpu="auto"` checks only the driver. '
@@ -126,7 +129,7 @@ def warn_of_unused_gpus(use_gpu: bool | str) -> None:
 
 
 def check_num_gpus(num_gpus_per_worker: Any, backend: str, num_workers: int) -> None:
-    """Reject a GPU count that Ray cannot reserve, and NCCL for workers that share a GPU."""
+    """Reject a number of GPUs that Ray cannot reserve, and the backend NCCL for workers that share a GPU."""
     if (
         not is_number(num_gpus_per_worker)
         or num_gpus_per_worker <= 0
@@ -153,7 +156,7 @@ def resolve_backend(backend: str, use_gpu: bool) -> str:
 
 
 def check_horovod(precision: str, strategy: str, use_gpu: bool) -> None:
-    """Reject options that do not work with `backend="horovod"`. Raise if Horovod is not installed."""
+    """Check that Horovod is installed, and that the other options work with `backend="horovod"`."""
     hvd = import_horovod()
     if precision == "apex":
         raise ValueError(
@@ -180,7 +183,7 @@ def resolve_timeout(timeout_s: float | None, backend: str) -> float:
 
 
 def check_spares(group: GroupSettings, strategy: str) -> None:
-    """Reject the `spare_workers` option if spare workers could not replace a lost worker with these settings."""
+    """Reject the option `spare_workers` if the other settings do not let a spare worker replace a lost worker."""
     group.refuse_spares(
         ((strategy != "ddp", f'`strategy="{strategy}"`'), (group.backend == "horovod", '`backend="horovod"`')),
         'workers outside the driver, `Recovery(in_place=True)`, and `strategy="ddp"` on gloo or NCCL',
@@ -188,13 +191,17 @@ def check_spares(group: GroupSettings, strategy: str) -> None:
 
 
 def outlives_its_process(options: Mapping[str, Any]) -> bool:
-    """Return True if workers can survive the trainer's process, given the trainer's options as the user passed them."""
+    """Return True if the workers of a detached trainer can survive when the trainer's process dies.
+
+    Args:
+        options: Keyword arguments that the user passed to the trainer.
+    """
     is_ddp = options.get("strategy") in (None, "ddp") and options.get("wrap_ddp", True)
     return is_ddp and options.get("backend") != "horovod"
 
 
 def check_batch_size(settings: TorchSettings, num_workers: int) -> None:
-    """Check the batch size in the config. Warn if it will be changed because the workers cannot split it evenly."""
+    """Check the batch size in the config. If it is not divisible by `num_workers`, warn that the trainer changes it."""
     config = settings.config
     if BATCH_SIZE not in config:
         return
@@ -236,7 +243,7 @@ _OTHER_FSDP = {
     "mixed_precision": "Pass `mp_policy`.",
     "cpu_offload": "Pass `offload_policy`.",
 }
-"""Arguments of PyTorch's older FSDP1 that `strategy_options` does not support, and what to do instead."""
+"""Arguments of PyTorch's older FSDP1 that `strategy_options` does not support, with advice for error messages."""
 
 
 def fsdp_options(strategy_options: Any, strategy: str) -> FSDPOptions:
@@ -275,8 +282,8 @@ def fsdp_options(strategy_options: Any, strategy: str) -> FSDPOptions:
 def check_global_batches(settings: TorchSettings) -> None:
     """Reject options that do not work with `split_batches` or `deterministic`.
 
-    These two split each batch over the workers. The library must then shard the data by samples, and weight gradients
-    by sample counts.
+    With these two options, the library splits each batch among the workers. To do so, it must shard the data by samples
+    and weight the gradients by sample counts.
     """
     strategy, is_deterministic = settings.strategy, settings.batch_options.deterministic
     way_out = 'it needs `strategy="ddp"` on gloo or NCCL. Use that, or omit it'
@@ -381,7 +388,10 @@ _CREATORS = ("model_creator", "data_creator", "optimizer_creator", "scheduler_cr
 
 
 def refuse_other_name(given: Mapping[str, Any]) -> None:
-    """Raise if one of the unknown keyword arguments is an operator class, which the user passed under a wrong name.
+    """Raise if the user passed the operator class under another name than `training_operator_cls`.
+
+    Args:
+        given: The user's keyword arguments.
 
     Raises:
         TypeError: One of the arguments is an operator class.
@@ -392,7 +402,7 @@ def refuse_other_name(given: Mapping[str, Any]) -> None:
 
 
 def take_creators(given: dict[str, Any]) -> None:
-    """Remove creator functions, which older versions accepted, from the unknown keyword arguments in `given`.
+    """Remove creator functions, which `TorchTrainer` accepted in older versions, from the keyword arguments in `given`.
 
     Raises:
         DeprecationWarning: A creator function was passed.
@@ -405,7 +415,7 @@ def take_creators(given: dict[str, Any]) -> None:
 
 
 def take_others(given: dict[str, Any]) -> Any:
-    """Remove all other arguments of older versions from the unknown keyword arguments in `given`.
+    """Remove all other arguments that older versions accepted from the keyword arguments in `given`.
 
     Raises:
         DeprecationWarning: One of these arguments was passed with a value that would have an effect.

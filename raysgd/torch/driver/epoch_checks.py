@@ -15,14 +15,15 @@ logger = logging.getLogger(__name__)
 
 
 def check_alike(answers: Sequence[EpochAnswer]) -> None:
-    """Check that synchronized replicas did the same work in the same order, and have equal weights.
+    """Check that workers with synchronized models took the same steps in the same order and have equal weights.
 
     Args:
         answers: The workers' results, in the order of the ranks.
 
     Raises:
-        UnevenStepsError: The replicas did different work.
-        RanksDifferError: The replicas' weights differ.
+        UnevenStepsError: The workers trained on different numbers of batches, or their all-reduces and optimizer steps
+            differ.
+        RanksDifferError: The workers' weights differ.
     """
     counts = [answer.num_steps for answer in answers]
     if len(set(counts)) > 1:
@@ -37,12 +38,12 @@ def check_alike(answers: Sequence[EpochAnswer]) -> None:
 
 
 def warn_of_nothing(name: str, answers: Sequence[EpochAnswer], num_steps: int | None) -> None:
-    """Warn if no worker got a batch.
+    """Warn if no worker got a batch, for example because the data is empty.
 
     Args:
         name: Name of the data in the warning: "train" or "validation".
         answers: The workers' results.
-        num_steps: Number of steps that the user requested; None for the whole epoch. If it is 0, nothing is logged.
+        num_steps: Number of steps that the user requested; None for the whole epoch. With 0, there is no warning.
     """
     counts = {answer.metrics.get(BATCH_COUNT) for answer in answers if answer.metrics is not None}
     if num_steps != 0 and counts == {0}:

@@ -83,13 +83,15 @@ def checked_parts(parts: Any, strict: Any) -> tuple[str, ...] | None:
 
 
 def read(path: str, name: str, weights_only: bool, held: ExitStack) -> dict[str, Any]:
-    """Read a checkpoint file, a checkpoint folder or a weights file. Tensors may be mapped from the file.
+    """Read the state in a checkpoint file, a checkpoint folder or a weights file.
+
+    Tensors may be memory-mapped from the file, so that they are valid only while the file is open.
 
     Args:
         path: Path of the file or folder.
         name: Name of the file or folder to show in errors.
         weights_only: False to unpickle arbitrary objects.
-        held: Exit stack that keeps the file open. The tensors are valid until it is closed.
+        held: Exit stack that closes the file.
     """
     if divided_folder.is_folder(path):
         return divided_folder.opened(path, weights_only).read_whole()
@@ -101,14 +103,14 @@ def read(path: str, name: str, weights_only: bool, held: ExitStack) -> dict[str,
 def merged(
     snapshot: Snapshot, saved: Mapping[str, Any], parts: tuple[str, ...] | None, strict: bool
 ) -> tuple[dict[str, Any], LoadReport]:
-    """Return the current state with some parts replaced by those in a file, and a report of what did not fit.
+    """Return the trainer's state with some parts replaced by those in a file, and a report of what did not fit.
 
     Args:
         snapshot: Current state of the trainer.
         saved: Content of the file.
-        parts: Parts to take from the file; None for only the models.
-        strict: True to take all weights. If some do not fit, loading the returned state then raises. False to take only
-            weights that fit.
+        parts: Names of the parts to take from the file; None for only the models.
+        strict: True to take all weights. If some do not fit the models, loading the returned state into the workers
+            raises. False to take only the weights that fit.
 
     Raises:
         KeyError: The file lacks a part.
@@ -131,7 +133,7 @@ def merged(
 
 
 def _names_left_out(state: Mapping[str, Any]) -> list[Collection[str]]:
-    """Return, for each model, the names of frozen weights that the state omits because `setup` recreates them."""
+    """Return, for each model, the names of frozen weights that `state` omits because `setup` recreates them."""
     parts = state[REMADE]["parts"] if REMADE in state else ()
     return [parts[index] if index < len(parts) else () for index in range(len(state["models"]))]
 
@@ -159,10 +161,10 @@ def _take_models(
     Args:
         own: Current state dicts of the models, changed in place.
         saved: State dicts of the models from the file.
-        strict: See `merged`.
-        parts: Parts to name in the report.
-        left_out: For each model, names of frozen weights that the current state omits. If the file has them, the report
-            does not list them as unexpected.
+        strict: True to take all saved weights, even those that do not fit.
+        parts: Names of the parts to list in the report.
+        left_out: For each model, names of frozen weights that the current state omits because `setup` recreates them.
+            If the file has these weights, the report does not list them as unexpected.
     """
     if not isinstance(saved, list | tuple) or len(saved) != len(own):
         found = len(saved) if isinstance(saved, list | tuple) else f"a `{type(saved).__name__}` instead of"

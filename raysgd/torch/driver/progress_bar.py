@@ -1,4 +1,4 @@
-"""The progress bar of `use_tqdm=True`: one bar for each call to `train`, with labels like "1/5e" for epoch 1 of 5.
+"""The progress bar that `use_tqdm=True` shows in each call to `train`, with a label like "1/5e" for epoch 1 of 5.
 
 In a terminal or a notebook, the bar is cleared when the epoch ends. In a log file, it is a single line at the end of
 the epoch.
@@ -22,7 +22,7 @@ def epoch_bar(stream: Any = None) -> Iterator[Callable[[CallProgress], None]]:
     """Show a progress bar during the `with` block. Yield a function that updates the bar.
 
     Args:
-        stream: Stream to draw on. Default: standard error.
+        stream: File object to which the bar is written. Default: standard error.
     """
     bar, began = make_bar(stream or sys.stderr), time.monotonic()
     is_drawn, newest = type(bar) is not LineBar, list[CallProgress]()

@@ -10,13 +10,17 @@ from typing import Any, Literal
 
 from raysgd.core import arguments as checks
 from raysgd.core.engine.controller import ElasticController
+from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import World
-from raysgd.core.engine.snapshots import Snapshot, own_states
-from raysgd.core.engine.transfers import DividedValue
+from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot, own_states
+from raysgd.core.engine.transfers import DividedValue, SharedValue, Transfer, in_thread
+from raysgd.core.reading.strict_reading import corrupted
 from raysgd.core.state.state_codec import EncodedState, decode, lend
+from raysgd.exceptions import WorkersLostError
 from raysgd.storage import files
 from raysgd.torch.checkpoints import checkpoint_file, divided_folder, divided_state, weights_file
+from raysgd.torch.checkpoints.checkpoint_file import StateInFile
 from raysgd.torch.checkpoints.divided_folder import StateInFolder
 from raysgd.torch.driver import partial_loading
 from raysgd.torch.driver.partial_loading import LoadReport
@@ -30,9 +34,10 @@ from raysgd.trainer.worker.state.replica_state import RESUME
 from raysgd.trainer.worker.state.state_checks import check_parts, check_progress
 
 Content = tuple[dict[str, Any], tuple[Any, ...], bool]
-"""A state to load: the state that all ranks share, each rank's own state, and a flag.
+"""A state to load: the state that all ranks share, the separate state of each rank, and a flag.
 
-The flag is True if each current rank has its own state in it, so that the workers' state equals it after loading.
+The flag is True if the second item has a state for each rank of the current worker group. The loaded state is then the
+complete state of the workers, and recovery can restart from it.
 """
 
 
@@ -42,10 +47,11 @@ def load_state(controller: ElasticController, state: dict[str, Any], held: ExitS
     Args:
         controller: Controller of the workers.
         state: State to load.
-        held: Exit stack that keeps the state's file open, if its tensors are mapped from a file. See `_load`.
+        held: Exit stack that keeps a file open, if the state's tensors are memory-mapped from the file. It is closed
+            once the state is in Ray's object store.
 
     Raises:
-        ValueError, KeyError: The state does not fit the operator. The workers are unchanged.
+        ValueError, KeyError: The state does not fit the registered objects. The workers are unchanged.
     """
     _load(controller, _checked(controller, state, is_file=False), held)
 
@@ -54,7 +60,7 @@ def load_snapshot(controller: ElasticController, snapshot: Snapshot) -> None:
     """Load another trainer's snapshot into all workers of this trainer. The snapshot is not changed.
 
     Raises:
-        ValueError, KeyError: The snapshot does not fit the operator. The workers are unchanged.
+        ValueError, KeyError: The snapshot does not fit the registered objects. The workers are unchanged.
     """
     shared = snapshot.shared_state
     _check_parts(divided_state.outline(shared), controller.facts[0])
@@ -68,10 +74,10 @@ def load_snapshot(controller: ElasticController, snapshot: Snapshot) -> None:
 
 
 def _load_folder(controller: ElasticController, path: str, weights_only: bool) -> None:
-    """Load a checkpoint folder, the format in which sharded models are saved.
+    """Load a checkpoint folder into all workers. Trainers with sharded models save such folders.
 
-    If this trainer's models are sharded, too, each worker reads its shard from the folder. Otherwise, the driver reads
-    the full state and sends it.
+    If this trainer's models are sharded, too, each worker reads its shards from the folder. Otherwise, the driver reads
+    the full state and sends it to the workers.
     """
     folder = divided_folder.opened(path, weights_only)
     if not controller.facts[0].is_sharded:
@@ -87,8 +93,8 @@ def _checked(controller: ElasticController, state: dict[str, Any], is_file: bool
     check_progress(state["epoch"], state.get(RESUME))
     resume = dict(as_in_file(state).get(RESUME) or {})
     rank_states = _checked_rank_states(resume.pop(RNG, ()))
-    # A checkpoint saved by the same number of ranks has the state of each rank, so it equals the workers' state after
-    # loading.
+    # A file that was saved by the same number of ranks contains the separate state of each current rank. After loading,
+    # the workers' state equals the file.
     return {**state, RESUME: resume}, rank_states, is_file and len(rank_states) == controller.num_workers
 
 
@@ -97,9 +103,9 @@ def _load(controller: ElasticController, content: Content, held: ExitStack | Non
 
     Args:
         controller: Controller of the workers.
-        content: State to load. No reference to it is retained.
-        held: Exit stack that keeps the state's file open. It is closed once the state is copied to the object store.
-            Closing it raises if another process wrote to the file in the meantime.
+        content: State to load.
+        held: Exit stack that keeps the file open from which the state's tensors are memory-mapped. It is closed once
+            the state is in Ray's object store. Closing raises if another process wrote to the file in the meantime.
     """
     whole, rank_states, is_complete = content
     if controller.ensure_group().is_driver_only:
@@ -109,6 +115,56 @@ def _load(controller: ElasticController, content: Content, held: ExitStack | Non
     if held is not None:
         held.close()
     load_into_all(controller, TorchRunner.restore, stored, rank_states, is_complete)
+
+
+def _load_by_mapping(
+    controller: ElasticController, content: Content, reference: StateInFile, held: ExitStack, name: str
+) -> bool:
+    """Let each worker map a file and copy the state from it. The driver's copy for recovery is made afterwards.
+
+    Args:
+        controller: Controller of the workers.
+        content: State in the file.
+        reference: Reference to the file, for the workers.
+        held: Exit stack that keeps the file open. It is emptied if the state was loaded.
+        name: Name of the file in errors.
+
+    Returns:
+        False if the driver has to send the state to the workers, because they are on other nodes, for example. Nothing
+        has changed then.
+    """
+    whole, rank_states, is_complete = content
+    group = controller.ensure_group()
+    if not is_complete or group.is_driver_only or not group.is_on_one_node:
+        return False
+
+    def arguments(worlds: Sequence[World]) -> list[tuple[Any, Any]]:
+        return [(reference, own) for own in own_states(rank_states, len(worlds))]
+
+    def check(values: Sequence[bool | None]) -> None:
+        """Raise if a worker may hold a damaged state. The group is then replaced, with the state from before."""
+        if False in values:
+            raise corrupted(name, "it was written to while it was read")
+        if None in values and any(values):
+            raise WorkersLostError(f"Only some workers see the file `{name}`.")
+
+    with controller.turns.take_turn():  # another thread's call must not come between load and `adopt_coming`
+        values = controller.run(Call(TorchRunner.restore_from_file, arguments, keeps_alike=True, check=check))
+        if None in values:
+            return False
+        copied = _copied_later(group, whole, held.pop_all())
+        controller.snapshots.adopt_coming(NewestSnapshot(transfer=copied, rank_states=rank_states))
+    return True
+
+
+def _copied_later(group: WorkerGroup, whole: dict[str, Any], held: ExitStack) -> Transfer:
+    """Copy a state from its mapped file to the object store in a thread, then close the file."""
+
+    def copy() -> SharedValue:
+        with held:  # closing the file raises if another process has written to it
+            return group.store(lend(whole))
+
+    return in_thread(copy)
 
 
 def _checked_rank_states(states: Any) -> tuple[Any, ...]:
@@ -132,7 +188,7 @@ Writer = Callable[[str, dict[str, Any]], object]
 
 
 def check_format(name: Any) -> None:
-    """Raise unless `name` is a file format that `save` supports and its package is installed.
+    """Check that `save` supports the file format `name`, and that the format's package is installed.
 
     Raises:
         ValueError: The format is unknown.
@@ -148,14 +204,16 @@ def check_format(name: Any) -> None:
 def content_of(
     snapshot: Snapshot, weights_only: bool, file_format: FileFormat, frozen: EncodedState | None = None
 ) -> tuple[dict[str, Any], Writer]:
-    """Return the content to write into a file, and the function that writes it. Tensors share the snapshot's memory.
+    """Return the content of a checkpoint or weights file, and the function that writes the file.
+
+    The tensors in the content share the snapshot's memory.
 
     Args:
         snapshot: State to save.
-        weights_only: True to reject content that could only be loaded by running code.
+        weights_only: True to reject objects that `torch.load(..., weights_only=True)` would reject.
         file_format: Format of the file.
-        frozen: Frozen parameters that the snapshot omits and the file must include; None to omit them from the file,
-            too.
+        frozen: Frozen parameters that the snapshot omits and the file must include. None to omit them from the file,
+            as well.
 
     Raises:
         ValueError: A part of the state could not be loaded from the file.
@@ -171,11 +229,11 @@ def content_of(
 
 
 def _completed(state: dict[str, Any], tensors: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state, adding the frozen parameters that it omits.
+    """Return `state` with the frozen parameters that it omits.
 
     Args:
-        state: State whose models, and perhaps criterion, lack their frozen parameters.
-        tensors: The frozen parameters, by name, of each model and then of the criterion.
+        state: State in which the models, and perhaps the criterion, lack their frozen parameters.
+        tensors: Dicts of the frozen parameters by name, one for each model, then one for the criterion if it has any.
     """
     from raysgd.torch.objects.remade import completed
 
@@ -192,7 +250,7 @@ def save_folder(controller: ElasticController, checkpoint: Any, weights_only: bo
     Args:
         controller: Controller of the workers.
         checkpoint: Path of the folder.
-        weights_only: True to reject content that could only be loaded by running code.
+        weights_only: True to reject objects that `torch.load(..., weights_only=True)` would reject.
 
     Raises:
         ValueError: A part of the state could not be loaded from the folder.
@@ -222,15 +280,15 @@ def load(
 
     Args:
         checkpoint: Path or URI of the file or folder.
-        weights_only: True to reject content that could run code.
-        parts: Parts of the state to load; None for all parts.
-        strict: True if all weights must fit.
+        weights_only: True to reject files whose loading could run arbitrary code.
+        parts: Names of the parts of the state to load; None for all parts.
+        strict: True to raise if some weights do not fit the models. False to load only the weights that fit.
         controller: Controller of the workers.
-        saves: Record of saved and loaded files, which is notified of this file.
-        take_snapshot: Returns the trainer's current state. Parts that are not loaded keep their values from it.
+        saves: Record of the trainer's files, to which the loaded file is added.
+        take_snapshot: Function that returns the trainer's current state, from which parts that are not loaded are kept.
 
     Returns:
-        A report if only parts were loaded; otherwise None.
+        A report of what was loaded, if only parts were loaded; otherwise None.
     """
     name = files.shown(checkpoint)
     with ExitStack() as held:
@@ -244,7 +302,10 @@ def load(
             state, report = partial_loading.merged(take_snapshot(), saved, parts, strict)
             load_state(controller, state, held)
         else:
-            state = held.enter_context(checkpoint_file.mapped(path, weights_only=weights_only, name=name))
-            _load(controller, _checked(controller, state, is_file=True), held)
+            opened = checkpoint_file.mapped_with_place(path, weights_only=weights_only, name=name)
+            state, reference = held.enter_context(opened)
+            content = _checked(controller, state, is_file=True)
+            if reference is None or not _load_by_mapping(controller, content, reference, held, name):
+                _load(controller, content, held)
     saves.note_file(name)
     return report

@@ -1,1 +1,1 @@
-"""Example modules that existing user code imports. The repository's folder `examples` has scripts to run and read."""
+"""Example modules that existing programs import. To run or read examples, see the repository's folder `examples`."""

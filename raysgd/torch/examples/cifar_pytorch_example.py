@@ -30,7 +30,7 @@ def initialization_hook() -> None:
 
 
 class CifarTrainingOperator(TrainingOperator):
-    """A ResNet18 with stochastic gradient descent and a stepwise decreasing learning rate."""
+    """Trains a ResNet18 with stochastic gradient descent and a learning rate that decreases in steps."""
 
     def setup(self, config: dict[str, Any]) -> None:
         model = ResNet18(config)
@@ -72,7 +72,7 @@ def _load_data(config: dict[str, Any]) -> tuple[TensorDataset, TensorDataset]:
 
 
 def _read(files: list[Path]) -> TensorDataset:
-    """Read CIFAR-10's binary files. An image is stored as one byte for the label and 32x32 bytes per color channel."""
+    """Read binary files of CIFAR-10. An image is a byte for the label, then 32x32 bytes for each color channel."""
     rows = np.concatenate([np.fromfile(file, dtype=np.uint8) for file in files]).reshape(-1, 1 + 3 * 32 * 32)
     images = torch.from_numpy(rows[:, 1:].reshape(-1, 3, 32, 32))
     return TensorDataset(images, torch.from_numpy(rows[:, 0].astype(np.int64)))

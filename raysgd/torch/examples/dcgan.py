@@ -91,7 +91,7 @@ class GANOperator(TrainingOperator):
         self.models, self.optimizers, self.criterion = self.register(
             models=models, optimizers=optimizers, criterion=nn.BCELoss()
         )
-        self.model = nn.ModuleList(self.models)  # the default loop calls `.train()` on this
+        self.model = nn.ModuleList(self.models)  # the default training loop puts `self.model` into training mode
         self.classifier = _trained_classifier(images, labels).to(self.device)
         loader = DataLoader(TensorDataset(images), batch_size=config[BATCH_SIZE], shuffle=True)
         self.register_data(train_loader=loader)
@@ -116,7 +116,10 @@ class GANOperator(TrainingOperator):
 
 @torch.no_grad()
 def inception_score(classifier: nn.Module, images: torch.Tensor) -> float:
-    """Return a score from 1 to 10: how confidently images are classified, and how varied the classes are."""
+    """Return the inception score of images, from 1 to 10.
+
+    The score is high if the classifier assigns each image to one class with confidence, and if all classes occur.
+    """
     shares = classifier(images).softmax(dim=1)
     divergence = shares * (shares.clamp_min(1e-12) / shares.mean(dim=0).clamp_min(1e-12)).log()
     return float(divergence.sum(dim=1).mean().exp())
@@ -143,7 +146,12 @@ def _load_data(config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def read_mnist_file(folder: Path, name: str) -> np.ndarray[Any, Any]:
-    """Read the MNIST file `name`, gzipped or not. It may be in `folder` or any subfolder."""
+    """Read a file of MNIST, gzipped or not.
+
+    Args:
+        folder: Folder that contains the file, itself or in a subfolder.
+        name: Name of the file, without the ending `.gz`.
+    """
     found = sorted(path for ending in ("", ".gz") for path in folder.rglob(name + ending))
     if not found:
         raise FileNotFoundError(
@@ -159,7 +167,7 @@ def read_mnist_file(folder: Path, name: str) -> np.ndarray[Any, Any]:
 def train_example(
     num_workers: int = 1, use_gpu: bool = False, test_mode: bool = False, data_dir: str = "~/data/"
 ) -> list[dict[str, Any]]:
-    """Train, print the metrics of each epoch, and return them.
+    """Train the DCGAN, print the metrics of each epoch, and return them in a list.
 
     Args:
         num_workers: Number of workers.

@@ -51,7 +51,7 @@ def optimizer_creator(model: torch.nn.Module, config: dict[str, Any]) -> torch.o
 
 
 def scheduler_creator(optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> torch.optim.lr_scheduler.LRScheduler:
-    """Create a scheduler that reduces the learning rate by 10% every five scheduler steps."""
+    """Create a scheduler that reduces the learning rate by 10% after every five scheduler steps."""
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
 
 

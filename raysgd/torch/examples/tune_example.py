@@ -54,7 +54,7 @@ def _scheduler(optimizer: torch.optim.Optimizer, lr_reduce_on_plateau: bool) -> 
 
 
 def tune_example(operator_cls: type[TrainingOperator], num_workers: int = 1, use_gpu: bool = False) -> Any:
-    """Run the trials. The trainer steps the learning rate scheduler after each epoch. Return the best config.
+    """Run the trials, and return the best config. The trainer steps the learning rate scheduler after each epoch.
 
     Args:
         operator_cls: A class that `get_custom_training_operator` returned.
@@ -67,7 +67,7 @@ def tune_example(operator_cls: type[TrainingOperator], num_workers: int = 1, use
 
 
 def tune_example_manual(operator_cls: type[TrainingOperator], num_workers: int = 1, use_gpu: bool = False) -> Any:
-    """Run the trials. Each trial steps the learning rate scheduler with its validation loss. Return the best config.
+    """Run the trials, and return the best config. Each trial steps its scheduler with the validation loss.
 
     Args:
         operator_cls: A class that `get_custom_training_operator(lr_reduce_on_plateau=True)` returned.

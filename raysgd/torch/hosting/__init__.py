@@ -1,1 +1,1 @@
-"""Runs a user's PyTorch operator in a worker: its training steps, and reading and restoring its state."""
+"""Runs a user's `TrainingOperator` in a worker: tracks its training steps, and reads and restores its state."""

@@ -1,4 +1,4 @@
-"""Runs a user's PyTorch operator inside a worker, with the operator's data, training loop, state and rank."""
+"""`TorchHostedOperator`: a user's `TrainingOperator` inside a worker, with its data, training loop, state and rank."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFacts(RunnerFacts):
-    """Facts about a PyTorch operator.
+    """What a worker reports to the driver about its `TrainingOperator` after `setup`.
 
     Attributes:
         num_schedulers: Number of registered schedulers; None if no scheduler is registered.
-        is_synchronous: True if every step involves all ranks.
-        is_sharded: True if models are sharded, so that reading a model involves all ranks.
+        is_synchronous: True if all ranks take part in every optimizer step.
+        is_sharded: True if models are sharded, so that all ranks must take part in reading a model.
         plateau_metrics: Names of the epoch metrics that `ReduceLROnPlateau` schedulers need.
     """
 
@@ -73,10 +73,10 @@ class TorchFacts(RunnerFacts):
 
 
 class TorchHostedOperator(hosted.HostedOperator):
-    """Runs a user's PyTorch operator inside a worker, with the operator's data, training loop and state.
+    """A user's `TrainingOperator` inside a worker, with its data, training loop and state.
 
     Attributes:
-        parallel: Strategy that keeps the replicas in sync.
+        parallel: Strategy, such as DDP, that keeps the workers' models in sync.
     """
 
     settings: TorchSettings
@@ -91,12 +91,12 @@ class TorchHostedOperator(hosted.HostedOperator):
         rule = global_batches(settings)
         feed = TorchFeed(self._data, self.parallel, world.size, self._undo, world.rank, rule, self._make_batch)
         super().__init__(settings, world, feed, ledger)
-        self._modes: ModuleModes | None = None  # train/eval modes of the models before an evaluation, to restore later
+        self._modes: ModuleModes | None = None  # train/eval modes to restore after an evaluation; None otherwise
         self._prediction: PredictionLoader | None = None
 
     @property
     def internals(self) -> TorchInternals:
-        """Private state that the library keeps for the operator."""
+        """The library's private state for the operator."""
         return self.operator._raysgd
 
     def build(self) -> TorchFacts:
@@ -125,7 +125,11 @@ class TorchHostedOperator(hosted.HostedOperator):
         return facts
 
     def _check_data(self) -> None:
-        """Raise if the training data or the optimizers do not work with the trainer's batch options."""
+        """Check that the train loader and the optimizers work with `split_batches` and `deterministic`.
+
+        Raises:
+            ValueError: They do not work with these options of the trainer.
+        """
         train, options = self._data("train"), self.settings.batch_options
         if options.is_global and isinstance(train, UndividedLoader):
             name = "deterministic" if options.deterministic else "split_batches"
@@ -144,11 +148,12 @@ class TorchHostedOperator(hosted.HostedOperator):
         """Give this rank's random number generators states that differ from those on all other ranks."""
         rank = self.world.rank
         if self.has_trained:
-            if rank != self.operator.world_rank:  # a new worker at the old rank may have copied these generator states
+            # If this worker's rank has changed, a new worker with the old rank may have copied this worker's states.
+            if rank != self.operator.world_rank:
                 rng.fork(rng.capture(), ~rank)
         elif self.settings.seed is not None:
             rng.part_ways(self.settings.seed, rank)
-        elif not self.settings.batch_options.deterministic:  # `setup` may have seeded all ranks alike
+        elif not self.settings.batch_options.deterministic:  # user code in `setup` may have seeded all ranks alike
             rng.fork(self._drawn, rank)
 
     def facts(self) -> TorchFacts:
@@ -192,7 +197,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         differing = hyperparameters.differing(self.internals.chosen, candidate.internals.chosen)
         if not any(group for groups in differing for group in groups):
             return []
-        candidate.take_edited(differing)  # if this raises, the old class is still in use
+        candidate.take_edited(differing)  # if this raises, the worker still uses the old operator class
         return differing
 
     def take_edited(self, edited: list[Hyperparameters]) -> None:
@@ -210,7 +215,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         if not isinstance(data, ShardedLoader):
             return
         if is_stock(operator, "train_batch") and not (is_stock(operator, "train_epoch") or hasattr(operator, "model")):
-            return  # the default `train_batch` needs `self.model`, so the user's `train_epoch` must not use it
+            return  # the default `train_batch` needs `self.model`, so the user's `train_epoch` trains without it
         try:
             self.loop.begin_leg(0)
             batch = next(DividedLoaderSource(data, data.seed_hint).open(0, 0), None)
@@ -234,7 +239,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         self._part_ways()
         take_place(self.operator, world)
         self.feed.take_place(world.rank, world.size, now, before)
-        self.loop.forget_time()  # the ranks' step times are compared, and new ranks have none yet
+        self.loop.forget_time()  # the driver compares the step times of all ranks, and new ranks have none yet
 
     def send(self, state: Any, takers: Sequence[int]) -> None:
         handover.send(state, takers, self.operator.device)
@@ -276,10 +281,14 @@ class TorchHostedOperator(hosted.HostedOperator):
             parallel.end_leg()
 
     def _rows_of(self, run: EpochRun, stream: Any) -> StepRows | None:
-        """Return the object that sends metrics to the other ranks in each step; None if the call does not need it.
+        """Return the object that sends this rank's metrics to the other ranks in each step; None if this is not needed.
 
-        Only a call that can continue after losing a rank needs it: the lost rank's metrics are then known to other
-        ranks.
+        If a rank is lost, the other ranks then know its metrics. Only a call that can continue after losing a rank
+        needs them.
+
+        Args:
+            run: State of the call.
+            stream: Stream of batches on which the call trains.
         """
         exchange = self.parallel.row_exchange(run.rows.name, self.world.size)
         if exchange is None or self.epoch_obstacle is not None or not self.feed.is_divided(stream):
@@ -295,7 +304,15 @@ class TorchHostedOperator(hosted.HostedOperator):
         self._modes = self._prediction = None
 
     def _in_shares(self, run: EpochRun, source: Any) -> AbstractContextManager[Any]:
-        """Return a context manager that adds advice to PyTorch's errors, and checks the shares of global batches."""
+        """Return a context manager that adds advice to PyTorch's errors while the call trains.
+
+        If global batches are split into shares of different sizes, also check that batch norms and all-gathers in user
+        code can work with the shares.
+
+        Args:
+            run: State of the call.
+            source: Source of the batches on which the call trains.
+        """
         is_distributed = self.world.is_distributed
         is_divided = source.is_divided and (is_distributed or self.parallel.leg.shards is not None)
         if isinstance(source, DividedLoaderSource):
@@ -324,7 +341,10 @@ class TorchHostedOperator(hosted.HostedOperator):
 
     @contextmanager
     def predicting(self) -> Iterator[None]:
-        """Put the models into evaluation mode for the `with` block, then restore their modes and the random states."""
+        """Put the models into evaluation mode for the `with` block.
+
+        Then restore the models' previous modes and the states of the random number generators.
+        """
         registered, modes = self.internals.registered, ModuleModes()
         modes.evaluate([*registered.models, getattr(self.operator, "model", None)])
         try:
@@ -372,27 +392,32 @@ class TorchHostedOperator(hosted.HostedOperator):
             torch.cuda.empty_cache()
 
     def _undo(self) -> Callable[[], None]:
-        """Save the states of metric objects, and return a function that restores them after a padding batch."""
+        """Save the states of the operator's torchmetrics metrics before a padding batch.
+
+        Returns:
+            A function that restores the metrics, so that they do not count the padding.
+        """
         return metric_objects.remember(self.operator, self.internals.registered)
 
     def _data(self, name: str) -> Any:
-        """Return the data registered under "train" or "validation"; None if no data is registered."""
-        if self.operator is None:  # `setup` is still running
+        """Return the data that the operator registered under "train" or "validation"; None if it registered none."""
+        if self.operator is None:  # the operator's `setup` is still running
             return None
         data = self.internals.data
         return data.train if name == "train" else data.validation
 
 
 def _make_parallel(settings: TorchSettings, world: World, device: torch.device) -> Strategy:
-    if settings.use_horovod:  # even for one rank, so that its optimizers have Horovod's methods
+    if settings.use_horovod:  # even for a single rank, because user code may call Horovod's methods of the optimizers
         from raysgd.torch.parallel.horovod_parallel import HorovodByHand, HorovodParallel
 
         return HorovodByHand() if settings.strategy == "none" else HorovodParallel(world.size)
     if not (world.is_distributed or settings.may_grow) or settings.strategy == "none":
         return Strategy(has_others=world.is_distributed)
     if settings.strategy == "ddp":
-        return DDP(tells_rows=device.type == "cpu")  # on a GPU, sending metrics would wait for the device
-    from raysgd.torch.parallel.fsdp import FSDP  # imported here, because it loads more parts of PyTorch
+        # Do not send metrics in each step from a GPU, because reading them would wait for the device.
+        return DDP(tells_rows=device.type == "cpu")
+    from raysgd.torch.parallel.fsdp import FSDP  # imported only if needed, because it loads more parts of PyTorch
 
     return FSDP(device, world.size, settings.fsdp_options)
 

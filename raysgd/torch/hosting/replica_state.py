@@ -1,6 +1,6 @@
-"""Reads and restores the state of a replica, that is, of the PyTorch objects in one worker.
+"""`TorchState`: reads and restores the state of the PyTorch objects that the operator in one worker has registered.
 
-Before a state is loaded, it is checked against the registered objects.
+Before a state is loaded, it is compared with the registered objects.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ def _at(state: Any, path: Path_) -> Any:
     return state
 
 
-CRITERION = "criterion"  # key for the state of a criterion with parameters; files of the old library lack it
+CRITERION = "criterion"  # key for the state of a criterion with parameters; files of the old library lack the key
 REMADE = "remade"  # key for digests of frozen parameters that the state omits; see `raysgd.torch.objects.remade`
 # Keys in `RESUME`, the state's entry about progress within an epoch. Only snapshots contain these keys; files do not.
-TRAINED = "trained"  # which parameters are trainable, if `rewrap` has recorded a change since `setup`
-GRADIENTS = "gradients"  # accumulated gradients that no optimizer has used in a step yet
+TRAINED = "trained"  # frozen parameters and optimizers' parameter groups, if they have changed since `setup`
+GRADIENTS = "gradients"  # accumulated gradients with which no optimizer has stepped yet
 
 
 class TorchState(ReplicaState):
-    """Reads and replaces the state of models, optimizers, schedulers and mixed precision.
+    """Reads and replaces the state of models, optimizers, schedulers and mixed precision in one worker.
 
     Args:
         operator: Operator that registered these objects.
-        parallel: Strategy that keeps the replicas in sync.
-        feed: The replica's data. The current position in the data is part of the state.
-        waiting: Returns the parameters whose gradients no optimizer has used in a step yet.
+        parallel: Strategy, such as DDP, that keeps the workers' models in sync.
+        feed: This worker's data. The current position in the data is part of the state.
+        waiting: Function that returns the parameters that have gradients with which no optimizer has stepped yet.
     """
 
     def __init__(
@@ -87,7 +87,12 @@ class TorchState(ReplicaState):
         return parts
 
     def _without_remade(self, parts: dict[str, Any], remade: Any) -> dict[str, Any]:
-        """Replace the frozen parameters in a state, which `setup` recreates, with digests of their values."""
+        """Return `parts` with digests in place of the frozen parameters that `setup` recreates.
+
+        Args:
+            parts: State dicts of the models, the criterion and the optimizers.
+            remade: The operator's `RemadeParameters`.
+        """
         models = parts["models"]
         reduced = {**parts, "models": [remade.without(index, model) for index, model in enumerate(models)]}
         if CRITERION in parts:
@@ -95,7 +100,7 @@ class TorchState(ReplicaState):
         return {**reduced, REMADE: remade.record()}
 
     def remade_tensors(self) -> list[dict[str, torch.Tensor]]:
-        """Return a dict for each module: the frozen parameters that states omit, by name."""
+        """Return the frozen parameters that snapshots and checkpoints omit: one dict by name for each module."""
         remade = self._internals.remade
         return [] if remade is None else remade.tensors()
 
@@ -110,7 +115,7 @@ class TorchState(ReplicaState):
         return progress
 
     def _apply_more_progress(self, resume: Mapping[str, Any]) -> None:
-        """Load the gradients that no optimizer has used in a step. `_check_parts` has already applied `TRAINED`."""
+        """Load the gradients with which no optimizer has stepped. `_check_parts` has already applied `TRAINED`."""
         gradients = resume.get(GRADIENTS) or [{}] * len(self.registered.trained)
         for part, saved in zip(self.registered.trained, gradients, strict=True):
             for name, parameter in part.named_parameters():
@@ -149,7 +154,7 @@ class TorchState(ReplicaState):
     def read_parts(self) -> dict[str, Any]:
         """Return the state dicts of the models, the criterion and the optimizers.
 
-        If they are sharded, all ranks must call this together.
+        If models are sharded, all ranks must call this method together.
         """
         read, criterion, registered = self._state_of, self.criterion, self.registered
         return {
@@ -159,7 +164,7 @@ class TorchState(ReplicaState):
         }
 
     def read_divided(self) -> dict[str, Any]:
-        """Return the state with only this rank's shard of each sharded tensor."""
+        """Return the state of this worker, with only this rank's shard of each sharded tensor."""
         whole, self._state_of = self._state_of, self._parallel.part_of_state
         try:
             return self.read()
@@ -173,24 +178,24 @@ class TorchState(ReplicaState):
 
     @property
     def registered(self) -> RegisteredObjects:
-        """The objects that were passed to `register`."""
+        """The objects that the operator passed to `register`."""
         return self._internals.registered
 
     def room_for(self, outline: Mapping[str, Any], paths: Sequence[Path_]) -> dict[Path_, Any]:
-        """Allocate empty tensors for this rank's shard of a state. The caller fills them.
+        """Allocate the tensors into which the caller reads this rank's shard of a state.
 
         Args:
-            outline: Complete state with placeholder tensors, which have a shape but take no memory.
+            outline: The full state, with placeholder tensors, which have a shape but take no memory.
             paths: Paths of the tensors in the state.
 
         Raises:
-            ValueError, KeyError: The state does not fit this replica.
+            ValueError, KeyError: The state does not fit the registered objects.
         """
         self.check(outline)
         return {path: self._room_for_one(outline, path) for path in paths}
 
     def _room_for_one(self, outline: Mapping[str, Any], path: Path_) -> torch.Tensor:
-        """Allocate the tensor at `path` in the state, sharded like the parameter to which the tensor belongs."""
+        """Allocate the tensor for one path in the state, sharded like the parameter to which the tensor belongs."""
         wanted = _at(outline, path)
         part, *rest = path
         own: Any = None
@@ -210,7 +215,8 @@ class TorchState(ReplicaState):
     def _check_parts(self, state: Mapping[str, Any]) -> None:
         registered, precision = self.registered, self._internals.precision
         resume = state.get(RESUME) or {}
-        if TRAINED in resume:  # only then do the optimizers have the same parameter groups as the snapshot
+        if TRAINED in resume:
+            # Change the parameter groups first. The comparison of the optimizers below would fail otherwise.
             self._internals.follow_trained(resume[TRAINED])
         remade = self._remade_for(state)
         for index, (model, saved) in enumerate(zip(registered.original_models, state["models"], strict=True)):
@@ -226,7 +232,9 @@ class TorchState(ReplicaState):
             check_precision(precision.state_dict(), precision_state)
 
     def _remade_for(self, state: Mapping[str, Any]) -> Any:
-        """Return the object that tracks the frozen parameters that states omit; None without `remakes_frozen`.
+        """Return the operator's `RemadeParameters`, which tracks frozen parameters that states omit.
+
+        Return None if the operator does not set `remakes_frozen`.
 
         Raises:
             ValueError: The state omits frozen parameters, but the operator does not set `remakes_frozen`.
@@ -248,8 +256,8 @@ class TorchState(ReplicaState):
 
     def _apply_parts(self, state: Mapping[str, Any]) -> None:
         registered, precision = self.registered, self._internals.precision
-        # Schedulers and the precision retain references to the states that they load, so these states are copied. Copy
-        # them before anything is replaced, because a copy may fail.
+        # Copy these two states, because schedulers and the gradient scaler keep references to what they load. Copy them
+        # before anything is replaced, because copying may fail.
         schedulers = copy.deepcopy(list(state.get("schedulers", ())))
         precision_state = copy.deepcopy(saved_state(precision, dict(state)))
         for index, (model, saved) in enumerate(zip(registered.original_models, state["models"], strict=True)):
@@ -285,7 +293,7 @@ def _named(model: torch.nn.Module, name: Any) -> Any:
 
 
 def as_in_file(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a snapshot's state without the keys that only snapshots contain, to write it to a file."""
+    """Return the state of a snapshot in the form that files contain, without the keys that only snapshots have."""
     resume = state.get(RESUME)
     if not isinstance(resume, Mapping):
         return dict(state)

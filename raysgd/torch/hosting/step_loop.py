@@ -1,7 +1,8 @@
-"""Tracks the steps of a training call in one worker, and can undo a step that a failure interrupted.
+"""`StepLoop`: tracks the optimizer steps of a training call in one worker, and undoes a step that was interrupted.
 
-A boundary is a point between two steps, where the worker's state is the result of completed steps only. A leg is the
-part of a call that one worker group runs: if the group changes during a call, the call continues with another leg.
+A boundary is a point in time between two steps, at which the worker's state is the result of completed steps only. A
+leg is the part of a call that one worker group runs. If the group changes during a call, the call continues with
+another leg.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class _SinceBoundary:
 
     Attributes:
         global_step: The operator's `global_step` at the boundary.
-        stepped: IDs of the optimizers that have started to step.
-        waiting: Parameters whose gradients no optimizer had used when the current step started. None if no step has
-            started.
+        stepped: IDs of the optimizers that have started to step since the boundary.
+        waiting: Parameters that had gradients when the current step started, with which no optimizer had stepped. None
+            if no step has started.
     """
 
     def __init__(self, global_step: int) -> None:
@@ -57,21 +58,21 @@ class _SinceBoundary:
         self.waiting: list[torch.Tensor] | None = None
 
     def without_step(self, optimizers: Iterable[Any]) -> list[Any]:
-        """Return the given optimizers that have not stepped since the boundary."""
+        """Return those of the `optimizers` that have not stepped since the boundary."""
         return [each for each in optimizers if id(each) not in self.stepped]
 
 
 class StepLoop(Loop):
-    """Tracks the training steps of one operator. Hooks on its optimizers report when an optimizer starts to step.
+    """Tracks the optimizer steps of one operator. Hooks on its optimizers report when an optimizer starts to step.
 
     A step counts as completed once the training loop requests the next batch, which calls `note_boundary`. Until then,
-    the operator's `global_step` is one ahead, and `return_to_boundary` can undo the step.
+    the operator's `global_step` already includes the step, but `return_to_boundary` can undo the step.
 
     Args:
         operator: Operator that trains.
-        parallel: Strategy that keeps the replicas in sync.
+        parallel: Strategy, such as DDP, that keeps the workers' models in sync.
         feed: Provides the operator's data.
-        undo: Copies the state that batches change; None if batches are never repeated after a failure.
+        undo: Copies the state that batches change, and restores it. None if batches are never repeated after a failure.
     """
 
     _feed: TorchFeed
@@ -82,20 +83,23 @@ class StepLoop(Loop):
         super().__init__(feed)
         self._operator = operator
         self._parallel = parallel
-        self._leg: Leg | None = None  # the call's latest leg; None if the call has not started one
+        self._leg: Leg | None = None  # tracks the latest leg of the call; None before the call's first leg
         self.undo = undo
         self._optimizers = operator._raysgd.registered.optimizers
         self._works: dict[int, str] = {}  # names for the optimizers' steps in `GlobalRecord`, by the optimizer's ID
         self._log = _SinceBoundary(0)
-        self._not_stepped: list[Any] = []  # optimizers that were not called in the last completed step
-        self._keeps_gradients = needs_copies(operator) is not False  # True if gradients may persist across steps
+        self._not_stepped: list[Any] = []  # optimizers whose `step` was not called in the last completed step
+        self._keeps_gradients = needs_copies(operator) is not False  # True if a later step may use a batch's gradients
         self._watches = undo is not None or self._keeps_gradients
         self._may_run_backward = not is_stock(operator, "train_epoch", "train_batch", "backward")
-        self._has_own_gradients = False  # True if unused gradients exist that were not averaged over the ranks
-        self._has_exchanged = self._has_taken_steps = False  # whether this call has averaged gradients, or stepped
+        # True if there are gradients that were not averaged over the ranks and with which no optimizer has stepped.
+        self._has_own_gradients = False
+        # Whether this call has averaged gradients over the ranks, and whether it has stepped optimizers.
+        self._has_exchanged = self._has_taken_steps = False
         for number, optimizer in enumerate(filter(tells_of_steps, self._optimizers), start=1):
             self._works[id(optimizer)] = f"optimizer {number} stepped"
-            optimizer.register_step_pre_hook(self._note_step)  # runs after the user's hooks, which may raise
+            # PyTorch calls this hook after the user's hooks. If one of them raises, the optimizer does not step.
+            optimizer.register_step_pre_hook(self._note_step)
 
     @property
     def place(self) -> Leg:
@@ -123,25 +127,26 @@ class StepLoop(Loop):
     def is_whole(self) -> bool:
         """True if the current state is the result of completed steps only, or can be restored to such a state."""
         if self._has_own_gradients or (self._has_taken_steps and not self._has_exchanged):
-            # Without an all-reduce, the ranks' weights diverge. A repeated call compares the weights and raises.
+            # If user code steps without an all-reduce, the ranks' weights diverge. Repeat the call from the snapshot,
+            # because the driver compares the ranks' weights at the end of a call and raises if they differ.
             return False
         if self.undo is None or self._log.waiting is None:
             return not self._log.stepped
         return self.undo.can_put_back(self._parallel.exchanges.has_broken)
 
     def begin_step(self) -> None:
-        """Copy the state that a step's batches may change. Called before the step's first batch."""
+        """Copy the state that the batches of an optimizer step may change. Called before the step's first batch."""
         self._log.waiting = self.waiting_parameters()
         if self.undo is not None:
             self.undo.begin_batch(self._log.waiting)
 
     def note_exchange(self) -> None:
-        """Record that gradients were all-reduced in the current step."""
+        """Record that a model's gradients are being all-reduced in the current step."""
         if self.undo is not None:
             self.undo.note_exchange()
 
     def waiting_parameters(self) -> list[torch.Tensor]:
-        """Return the parameters whose gradients no optimizer has used in a step yet."""
+        """Return the parameters that have gradients with which no optimizer has stepped yet."""
         if not self._keeps_gradients:
             return []
         log = self._log
@@ -163,9 +168,9 @@ class StepLoop(Loop):
             self.undo.end_batch()
 
     def note_restored(self) -> None:
-        """Discard all records about steps, because a newly loaded state has replaced the state that they describe.
+        """Discard all records about steps. Called after a state was loaded, to which the records do not apply.
 
-        Treat all existing gradients as not yet used in a step.
+        From now on, all existing gradients count as gradients with which no optimizer has stepped.
         """
         self._has_own_gradients = self._has_taken_steps = False
         self._not_stepped = list(self._optimizers)
@@ -199,7 +204,8 @@ class StepLoop(Loop):
         if leg is None:
             return None
         own_s, began_at = leg.own_s, leg.began_at if leg is self._parallel.leg else 0.0
-        return own_s + (time.perf_counter() - began_at if began_at else 0.0) or None  # grows while user code hangs
+        # While user code hangs in a batch, this number keeps growing.
+        return own_s + (time.perf_counter() - began_at if began_at else 0.0) or None
 
     def plain(self, value: Any) -> Any:
         """Convert a tensor without dimensions to a number, and move any other tensor to the CPU."""
@@ -208,7 +214,7 @@ class StepLoop(Loop):
         return value
 
     def forget_time(self) -> None:
-        """Discard `own_s`, the measured time in which this rank did not wait for other ranks."""
+        """Discard the measured time that this rank has spent without waiting for other ranks (`own_s`)."""
         self._leg = None
 
     def begin_call(self) -> None:
@@ -222,11 +228,13 @@ class StepLoop(Loop):
     # ---------------------------------------------------------------------------------------- the steps of a call
 
     def begin_leg(self, epoch_idx: int, source: LoaderSource | None = None) -> Leg:
-        """Start a leg: a call, or the rest of a call after the worker group changed. Store it in the strategy, too.
+        """Create the `Leg` for a call, or for the rest of a call after the worker group has changed.
+
+        The new `Leg` is also the attribute `leg` of the strategy.
 
         Args:
             epoch_idx: Index of the epoch.
-            source: Source of the batches; None for the warm-up.
+            source: Source of the batches; None for the batch on which a new worker warms up.
 
         Raises:
             ValueError: The operator's `accumulate_grad_batches` returned an invalid number, or a step has several
@@ -259,7 +267,7 @@ class StepLoop(Loop):
         return self._leg
 
     def _check_window(self, window: int) -> None:
-        """Raise if the trainer's options accumulate gradients. Called for an operator with several optimizers.
+        """Check that the trainer's options do not accumulate gradients. Called for an operator with several optimizers.
 
         Args:
             window: Number of batches for each optimizer step.
@@ -282,11 +290,13 @@ class StepLoop(Loop):
         return LogicalShards(num_shards, internals.world.rank, internals.world.size, internals.registered.wrapped)
 
     def end_leg(self, leg: Leg, num_batches: int) -> None:
-        """End a leg. If gradients were accumulated for a step that is still due, take the step.
+        """End the part of a call that this worker group runs.
+
+        If gradients were accumulated for an optimizer step that has fewer batches than usual, step the optimizer.
 
         Args:
-            leg: Leg to end.
-            num_batches: Number of batches that the leg trained on.
+            leg: The `Leg` that tracks this part of the call.
+            num_batches: Number of batches in this part of the call.
 
         Raises:
             ValueError: The trainer's gradient accumulation or clipping had no effect, because user code bypassed it.
@@ -315,11 +325,11 @@ def make_undo(
     """Create the object that undoes an operator's interrupted steps. Return None if batches are never repeated.
 
     Args:
-        operator: Operator whose steps to undo.
-        parallel: Strategy that keeps the replicas in sync.
+        operator: Operator whose interrupted steps are undone.
+        parallel: Strategy, such as DDP, that keeps the workers' models in sync.
         undo: The user's option `Recovery(undo=...)`.
         world: Rank of this worker, and the number of workers on its machine.
-        ledger: Measures the time that copies take.
+        ledger: Measures the time that copying takes.
     """
     if parallel.obstacle is not None:
         return None
@@ -355,7 +365,10 @@ def make_undo(
 
 
 def needs_copies(operator: TrainingOperator) -> bool | None:
-    """Return whether all state must be copied before each batch; None if the first batch will decide."""
+    """Return True if all state must be copied before each batch, False if copies of the models' buffers are enough.
+
+    Return None if this depends on what happens in the first batch of a call.
+    """
     own = operator._needs_copies
     if own or len(operator._raysgd.registered.optimizers) > 1:
         return True

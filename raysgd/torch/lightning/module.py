@@ -91,19 +91,19 @@ class LightningHooks:
         self._accepted: dict[str, tuple[int | None, list[str]]] = {}
 
     def has(self, name: str) -> bool:
-        """Return True if the module has a method with this name."""
+        """Return True if the user's module has a method called `name`, inherited or not."""
         return hasattr(self._module, name)
 
     def overrides(self, name: str) -> bool:
-        """Return True if the user overrode the method with this name."""
+        """Return True if the class of the user's module overrides the method `name` of `LightningModule`."""
         return getattr(type(self._module), name, None) is not getattr(self._base, name, None)
 
     def wants(self, name: str, parameter: str) -> bool:
-        """Return True if the module has a method with this name, and the method has this parameter."""
+        """Return True if the user's module has a method called `name` that has a parameter called `parameter`."""
         return self.has(name) and parameter in inspect.signature(getattr(self._module, name)).parameters
 
     def call(self, name: str, *arguments: Any, **by_name: Any) -> Any:
-        """Call a method, if it exists, with as many arguments as it accepts.
+        """Call a method of the module, if it exists, with as many arguments as it accepts.
 
         Args:
             name: Name of the method.
@@ -123,7 +123,7 @@ class LightningHooks:
         return method(*arguments[:num_arguments], **{each: by_name[each] for each in names})
 
     def call_or(self, name: str, otherwise: Callable[[], Any]) -> None:
-        """Call the module's method `name` if the user overrode it; otherwise call the function `otherwise`."""
+        """Call the module's method `name` if the user overrode it. If not, call the function `otherwise`."""
         if self.overrides(name):
             self.call(name)
         else:
@@ -135,7 +135,10 @@ class LightningHooks:
 
 
 class TrainerStandIn(SimpleNamespace):
-    """Replaces Lightning's `Trainer` as a module's `self.trainer`. Has attributes to read but no control methods."""
+    """Replaces Lightning's `Trainer` as the `self.trainer` of a module.
+
+    The object has attributes that a module may read, such as `current_epoch`, but no methods such as `fit`.
+    """
 
     @classmethod
     def of(
@@ -147,7 +150,7 @@ class TrainerStandIn(SimpleNamespace):
             world: Rank of the worker, and the number of ranks.
             device: Device of the worker's models.
             precision_plugin: Lightning's precision plugin. The module uses it to clip gradients.
-            backward: Computes gradients. The module's `manual_backward` calls it.
+            backward: Function that computes gradients. The module's `manual_backward` calls it.
         """
         flags = ("training", "validating", "testing", "predicting", "sanity_checking", "barebones")
         absent = ("progress_bar_callback", "gradient_clip_val", "gradient_clip_algorithm", "_results")
@@ -179,9 +182,9 @@ class TrainerStandIn(SimpleNamespace):
 
 
 class _NoLogger:
-    """A module's `self.logger`. Accessing an attribute raises an error with advice.
+    """The `self.logger` of a module. Accessing any attribute raises an error that says how to report values instead.
 
-    It is falsy, like `self.logger` in Lightning if no logger is configured.
+    The object is falsy, like `self.logger` in Lightning if no logger is configured.
     """
 
     def __bool__(self) -> bool:
@@ -195,14 +198,17 @@ class _NoLogger:
 
 
 class SteppingOptimizer:
-    """Wraps an optimizer that the module's hooks get. Its `step` also averages, unscales and clips the gradients."""
+    """Wraps an optimizer of a module. The module's hooks and `self.optimizers()` get the wrapper.
+
+    The wrapper's `step` first averages, unscales and clips the gradients, then steps the optimizer.
+    """
 
     def __init__(self, optimizer: Any, step: Callable[[Any, Any], Any]) -> None:
         self.optimizer = optimizer
         self._step = step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step, running `closure` first, and return the closure's result."""
+        """Run `closure`, if given, then step the optimizer. Return the closure's result."""
         return self._step(self.optimizer, closure)
 
     @property  # type: ignore[misc]
@@ -214,14 +220,15 @@ class SteppingOptimizer:
 
 
 def run_in_forward_of(wrapper: Any, module: Any, run: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
-    """Run a training step inside the forward pass of `DistributedDataParallel`, so that it prepares the backward pass.
+    """Run a training step inside the forward pass of `DistributedDataParallel`, which prepares the backward pass.
 
-    For this, the module's `forward` is replaced until the step starts.
+    `DistributedDataParallel` calls the module's `forward`, which is replaced by a function that runs the training step.
+    The module gets its own `forward` back before the training step starts.
 
     Args:
         wrapper: `DistributedDataParallel` that wraps the module.
         module: The user's module.
-        run: Runs the training step and returns the loss.
+        run: Function that runs the training step and returns the loss.
 
     Returns:
         The loss for the backward pass. None with manual optimization, where the step has run the backward pass.
@@ -234,12 +241,13 @@ def run_in_forward_of(wrapper: Any, module: Any, run: Callable[[], torch.Tensor 
         vars(module).update(own)
 
     def in_place_of_forward(_: int) -> torch.Tensor | None:
-        put_back()  # the step may call the real `forward`
+        put_back()  # the training step may call the module's own `forward`
         loss = run()
         if is_manual:
             wrapper.require_backward_grad_sync = False  # `manual_backward` has already prepared each backward pass
             return None
-        return _no_loss(wrapper, module) if loss is None else loss  # other ranks wait for gradients from this rank
+        # If the training step skipped the batch, the other ranks still wait for gradients from this rank.
+        return _no_loss(wrapper, module) if loss is None else loss
 
     vars(module)["forward"] = in_place_of_forward
     try:
@@ -252,24 +260,27 @@ def run_in_forward_of(wrapper: Any, module: Any, run: Callable[[], torch.Tensor 
 
 
 def _no_loss(wrapper: Any, module: torch.nn.Module) -> torch.Tensor:
-    """Return a loss whose gradients are zero, for a rank that has no loss but must take part in the all-reduce."""
+    """Return a loss whose gradients are zero.
+
+    A rank needs such a loss if its training step returned none, because all ranks must take part in the all-reduce.
+    """
     used = [each for each in module.parameters() if each.requires_grad]
-    # With `find_unused_parameters`, the loss needs only one parameter. A parameter that no rank uses then gets no
-    # gradient.
+    # With `find_unused_parameters`, use only one parameter. Otherwise, parameters that no rank's loss depends on would
+    # get zero gradients, and the optimizer would step them.
     if getattr(wrapper, "find_unused_parameters", False):
         used = used[:1]
     return torch.stack([(each * 0).sum() for each in used]).sum()
 
 
 def one_loader(given: Any, name: str) -> Any:
-    """Return the loader that was passed, either directly or as the only entry of a list or dict.
+    """Return the data loader in `given`, which is either the loader itself or a list or dict with one loader.
 
     Args:
-        given: What the user passed, or what the module's hook returned.
+        given: The argument that the user passed, or the return value of the module's hook.
         name: Name of the argument or hook, for errors.
 
     Raises:
-        ValueError: Several loaders are given.
+        ValueError: `given` contains several loaders.
     """
     several = list(given.values()) if isinstance(given, Mapping) else given
     if not (isinstance(several, list | tuple) and several and all(isinstance(each, DataLoader) for each in several)):
@@ -287,7 +298,7 @@ def optimizers_and_schedulers(returned: Any) -> tuple[list[Any], list[dict[str, 
         `reduce_on_plateau`, `strict`.
 
     Raises:
-        TypeError: The result has none of the allowed forms.
+        TypeError: The return value has none of the allowed forms.
         ValueError: The dict of a scheduler is invalid.
     """
     if returned is None:

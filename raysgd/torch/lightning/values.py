@@ -1,4 +1,4 @@
-"""Collects an epoch's metrics from a `LightningModule`: what its steps return, and what it logs with `self.log`."""
+"""Collects the metrics of an epoch: values that a `LightningModule` returns from its steps or logs with `self.log`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ _AGGREGATES = {"min": "MinMetric", "max": "MaxMetric", "sum": "SumMetric"}
 
 
 class EpochValues:
-    """Collects the metrics of one epoch.
+    """Collects the metrics that a `LightningModule` reports in one epoch.
 
     Args:
         loss_name: Name under which the loss is reported, such as "train_loss".
-        keeps_outputs: True to store the steps' outputs, because a hook needs them at the end of the epoch.
+        keeps_outputs: True to store what `training_step` or `validation_step` returns for each batch, because a hook
+            of the module needs all these outputs at the end of the epoch.
 
     Attributes:
-        outputs: Outputs of the steps so far; empty without `keeps_outputs`.
+        outputs: What the module's step returned for each batch so far. Empty if `keeps_outputs` is False.
         of_batch: Values that the module logged in the current batch.
     """
 
@@ -37,19 +38,23 @@ class EpochValues:
         self._aggregates: dict[str, Any] = {}
 
     def begin_batch(self, is_counted: bool = True) -> None:
-        """Start a new batch: values that are logged from now on belong to it.
+        """Start a new batch. Values that the module logs from now on belong to this batch.
 
-        For a padding batch, `is_counted` is False, and its values are discarded.
+        Args:
+            is_counted: False for a padding batch, which repeats samples. Its values are discarded.
         """
         self.of_batch = {}
         self._is_in_batch, self._is_counted = True, is_counted
 
     def begin_values_of_epoch(self) -> None:
-        """End the batches: values that are logged from now on belong to the epoch instead of a batch."""
+        """Declare that all batches are done. Values that the module logs from now on belong to the epoch."""
         self._is_in_batch, self._is_counted = False, True
 
     def metrics_of(self, output: Any) -> dict[str, Any]:
-        """Return the metrics of the current batch: numbers in the step's output, and values that the module logged."""
+        """Return the metrics of the current batch: numbers in the step's `output`, and values that the module logged.
+
+        With `keeps_outputs`, also store the output.
+        """
         if self._keeps_outputs and self._is_counted and output is not None:
             self.outputs.append(output)
         return {**numbers_in(output, self.loss_name), **self.of_batch}
@@ -58,8 +63,7 @@ class EpochValues:
     def listening_to(self, module: Any) -> Iterator[None]:
         """Receive the values that the module passes to `self.log` and `self.log_dict` during the `with` block."""
 
-        # Assign plain functions. With bound methods of this object, deep-copying the module would copy this object,
-        # too.
+        # Assign plain functions. A deep copy of the module would also copy this object if these were bound methods.
         def log(
             name: str, value: Any, *_: Any, reduce_fx: Any = "mean", batch_size: int | None = None, **__: Any
         ) -> None:
@@ -101,27 +105,27 @@ class EpochValues:
         return self._aggregates[name]
 
     def summary(self, meters: AverageMeterCollection, fresh: AverageMeterCollection) -> MetricSummary:
-        """Return the epoch's metrics: averages over its batches, and values that the module logged once for the epoch.
+        """Return the metrics of the epoch: averages over batches, and values that the module logged outside of batches.
 
         Args:
             meters: Meters with the metrics of the batches.
-            fresh: Empty meters, to which the values that were logged once for the epoch are added.
+            fresh: Empty meters, to which this method adds the values that the module logged outside of batches.
         """
         batches = meters.summary()
         if not self._of_epoch:
             return batches
-        fresh.update(self._of_epoch, n=meters.n or 1)  # weighted by the epoch's number of samples
+        fresh.update(self._of_epoch, n=meters.n or 1)  # weight these values by the number of samples in the epoch
         once = fresh.summary()
         values = {**batches, **{name: once[name] for name in self._of_epoch}}
         return MetricSummary(values, {**batches.totals, **once.totals}, {**batches.objects, **once.objects})
 
 
 def result_of_hook(name: str, returned: Any, loss_name: str, num_samples: int | float) -> dict[str, Any]:
-    """Convert what an epoch-end hook returned to a dict of metrics.
+    """Convert the return value of an epoch-end hook to a dict of metrics.
 
     Args:
         name: Name of the hook, for errors.
-        returned: What the hook returned.
+        returned: Return value of the hook.
         loss_name: Name of the metric if the hook returned only a tensor.
         num_samples: Weight of this worker's metrics in the average over the workers.
 
@@ -136,11 +140,11 @@ def result_of_hook(name: str, returned: Any, loss_name: str, num_samples: int | 
 
 
 def loss_of(output: Any) -> torch.Tensor | None:
-    """Return the loss in the result of `training_step`; None if the step skipped the batch.
+    """Return the loss in what `training_step` returned. Return None if `training_step` returned None to skip the batch.
 
     Raises:
-        RuntimeError: The result is a dict without a loss.
-        TypeError: The result is neither a tensor nor a dict.
+        RuntimeError: `training_step` returned a dict without a loss.
+        TypeError: `training_step` returned neither a tensor, a dict, nor None.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(output, Mapping) and loss is None:
@@ -153,7 +157,7 @@ def loss_of(output: Any) -> torch.Tensor | None:
 
 
 def detached(output: Any) -> Any:
-    """Return the output of a step, detached from the autograd graph."""
+    """Return the output of a `training_step` with all tensors detached from the autograd graph."""
     if isinstance(output, Mapping):
         return {name: detached(value) for name, value in output.items()}
     return output.detach() if isinstance(output, torch.Tensor) else output
@@ -177,11 +181,13 @@ _KEY = "raysgd_progress"
 
 
 class LightningProgress:
-    """Counts optimizer steps and the current epoch's batches. A step may need several batches.
+    """Counts optimizer steps, as Lightning does, and the batches of the current epoch.
+
+    With gradient accumulation or manual optimization, the number of optimizer steps differs from that of batches.
 
     Args:
-        counts_batches: True if a scheduler depends on the number of batches since the epoch started. Only then is this
-            number saved in states.
+        counts_batches: True if a scheduler depends on the number of batches since the epoch started. Otherwise,
+            `state_dict` may omit this number.
 
     Attributes:
         num_steps: Number of optimizer steps, which Lightning calls the global step.
@@ -208,11 +214,11 @@ class LightningProgress:
             self._epoch, self._began_at = epoch, num_batches
 
     def count_step(self) -> None:
-        """Count an optimizer step."""
+        """Increment the number of optimizer steps."""
         self.num_steps += 1
 
     def end_batch(self, num_batches: int) -> None:
-        """End a batch. `num_batches` is the total number of batches, including this one."""
+        """Record the end of a batch. `num_batches` is the number of batches trained so far in all epochs."""
         self._num_batches, self._ahead = num_batches, self.num_steps - num_batches
 
     def batches_of_epoch(self, num_batches: int) -> int:
@@ -220,12 +226,12 @@ class LightningProgress:
         return num_batches - self._began_at
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts to save. Empty if they can be computed from the total number of batches trained."""
+        """Return the counts to save. The dict is empty if they follow from the number of batches trained."""
         if not self._ahead and not (self._counts_batches and self._num_batches):
             return {}
         return {_KEY: [self._num_batches, self._ahead, self._epoch, self._began_at]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that `state_dict` returned. An empty state means one step per batch so far."""
+        """Load the counts that `state_dict` returned. An empty dict means one optimizer step per batch so far."""
         default = (self._num_batches, 0, self._epoch, self._began_at)
         self._num_batches, self._ahead, self._epoch, self._began_at = state.get(_KEY, default)

@@ -1,1 +1,1 @@
-"""Operations on PyTorch objects: models, optimizers, losses, random number generators."""
+"""Functions that inspect and change PyTorch objects: models, optimizers, losses and random number generators."""

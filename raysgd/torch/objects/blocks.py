@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def blocks_of(model: torch.nn.Module, min_parameters: int = 1) -> list[torch.nn.Module]:
-    """Return the distinct blocks of `model` that have at least `min_parameters` parameter elements.
+    """Return the distinct blocks of a model whose parameters have at least `min_parameters` elements in total.
 
     A block that occurs twice, or that shares a parameter with a module outside of the block, is omitted.
 
@@ -41,7 +41,7 @@ def blocks_of(model: torch.nn.Module, min_parameters: int = 1) -> list[torch.nn.
 def _elements(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     for child in module.children():
         is_element = isinstance(module, torch.nn.Sequential | torch.nn.ModuleList)
-        if is_element and not isinstance(child, torch.nn.ModuleList):  # a `ModuleList` is never called
+        if is_element and not isinstance(child, torch.nn.ModuleList):  # no block, as it is never called
             yield child
         else:
             yield from _elements(child)
@@ -60,10 +60,10 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def checkpoint_activations(model: torch.nn.Module) -> int:
-    """Let the blocks of `model` recompute their activations in the backward pass. Return the number of changed blocks.
+    """Let the blocks of a model recompute their activations in the backward pass. Return the number of changed blocks.
 
-    Keys of the model's state dict do not change. A block with a batch norm is not changed, because running it twice
-    would update its running statistics twice for each batch.
+    The keys of the model's state dict do not change. A block with a batch norm is not changed, because a second forward
+    pass of the block would update the running statistics twice for each batch.
     """
     blocks = [block for block in blocks_of(model) if not any(map(_is_batch_norm, block.modules()))]
     for block in blocks:
@@ -78,13 +78,13 @@ def checkpoint_activations(model: torch.nn.Module) -> int:
 
 
 def _is_batch_norm(part: torch.nn.Module) -> bool:
-    """Return True if a module stores or synchronizes batch statistics, even if another library defines the module."""
+    """Return True if a module stores or synchronizes batch statistics. Other libraries' modules are recognized, too."""
     has_statistics = any(name == "running_mean" for name, _ in part.named_buffers(recurse=False))
     return has_statistics or isinstance(part, torch.nn.SyncBatchNorm)
 
 
 def without_checkpointing(model: torch.nn.Module) -> torch.nn.Module:
-    """Undo `checkpoint_activations`, and return the model."""
+    """Let the blocks of a model store their activations again, as before `checkpoint_activations`. Return the model."""
     for part in model.modules():
         if getattr(vars(part).get("forward"), "func", None) is _recomputed:
             del part.forward

@@ -1,9 +1,9 @@
 """Observes calls to PyTorch's losses, to weight batches by their labels and to compute the accuracy.
 
-The accuracy cannot be computed from outputs alone. Scores of shape `(samples, 5, 5)` may have five classes in either
-dimension, and a single number per sample may be a logit, a probability or a value. Each PyTorch loss interprets outputs
-in one of these ways, so knowing which loss was called answers the question. For other criteria, the shapes are
-compared. If the shapes fit more than one interpretation, the accuracy is unknown.
+A model's outputs alone do not show how to compute the accuracy. Scores of shape `(samples, 5, 5)` may have five classes
+in either dimension, and a single number per sample may be a logit, a probability or a value. Each PyTorch loss
+interprets outputs in only one of these ways, so it matters which loss was called. For other criteria, the shapes of
+outputs and targets are compared. If the shapes fit more than one interpretation, the accuracy is unknown.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ Reading = Literal["classes", "logits", "probabilities", "values"]
 
 
 class LossCall(NamedTuple):
-    """A call to a PyTorch loss.
+    """Record of a call to a PyTorch loss.
 
     Attributes:
         reading: How the loss interprets the output.
         output: Model output that was passed to the loss.
         target: Target that was passed to the loss.
-        result: What the loss returned.
-        ignored: Label that the loss ignores (`ignore_index`); None if it cannot ignore labels.
-        amount: Sum of the labels' weights, which is the divisor of the mean: a number, or a tensor if it is on a GPU.
-            None if the loss is the mean over the samples.
+        result: Return value of the loss.
+        ignored: Label that the loss ignores (`ignore_index`); None if the loss cannot ignore labels.
+        amount: Sum of the weights of the labels that the loss averages over: a number, or a tensor if the sum is on a
+            GPU. None if the loss is the mean over the samples.
         num_labels: Number of labels, if all labels have equal weight; otherwise None.
     """
 
@@ -53,12 +53,15 @@ class LossCall(NamedTuple):
 
     @property
     def counting(self) -> torch.Tensor | None:
-        """Mask over the target that is False for ignored labels; None if the loss cannot ignore labels."""
+        """Bool tensor like the target, with False for each ignored label; None if the loss cannot ignore labels."""
         return None if self.ignored is None else self.target != self.ignored
 
     @property
     def is_uneven(self) -> Any:
-        """True if labels have different weights in the mean, or some are ignored. A tensor if `amount` is a tensor."""
+        """True if the labels have different weights in the mean, or if some are ignored.
+
+        The value is a tensor if `amount` is a tensor.
+        """
         return self.amount is not None and (self.num_labels is None or self.amount != self.num_labels)
 
 
@@ -70,7 +73,7 @@ class _Loss(NamedTuple):
     counts_labels: bool = False
 
 
-_FUSED = getattr(torch.nn, "LinearCrossEntropyLoss", None)  # only in newer PyTorch; takes features instead of scores
+_FUSED = getattr(torch.nn, "LinearCrossEntropyLoss", None)  # newer PyTorch; its inputs are features, not scores
 _LOSSES: dict[Any, _Loss] = {
     called: _Loss(*loss)
     for module, function, *loss in (
@@ -92,14 +95,14 @@ _LOSSES: dict[Any, _Loss] = {
     for called in (module.forward, function)
     if called is not None
 }
-"""Known losses. The key is a function, or the `forward` of a loss module, which subclasses inherit."""
+"""The known losses of PyTorch. Keys are functions, and the `forward` methods of modules, which subclasses inherit."""
 
 
 class LossCalls:
     """Notifies listeners when a PyTorch loss is called: the criterion itself, or a module inside the criterion."""
 
     def __init__(self) -> None:
-        self._listeners: list[tuple[Callable[[LossCall], None], bool]] = []  # (listener, `only_labels`)
+        self._listeners: list[tuple[Callable[[LossCall], None], bool]] = []  # pairs of a listener and `only_labels`
         self._hooked: Any = None
 
     @contextmanager
@@ -128,9 +131,9 @@ class LossCalls:
                 handle.remove()
 
     def call(self, criterion: Any, output: Any, target: Any) -> Any:
-        """Call a criterion, notify listeners, and return the loss.
+        """Call a criterion, notify the listeners, and return the loss.
 
-        This also works for criteria that do not support forward hooks, such as functions.
+        The listeners are also notified if the criterion does not support forward hooks, such as a function.
         """
         result = criterion(output, target)
         if criterion is not self._hooked and self._listeners:
@@ -149,12 +152,16 @@ def counts_labels(criterion: Any) -> bool:
 
 
 def ignored_by(criterion: Any) -> int:
-    """Return the label that a criterion ignores: its `ignore_index` or, without this attribute, PyTorch's default."""
+    """Return the label that a criterion ignores: its `ignore_index` or, if it has none, PyTorch's default."""
     return _settings(criterion)[0]
 
 
 def refuse_sum(criterion: Any) -> None:
-    """Raise `ValueError` for a criterion with `reduction="sum"`, because gradients are averaged over batches."""
+    """Check that a criterion does not return the sum over the samples, because gradients are averaged over batches.
+
+    Raises:
+        ValueError: The criterion has `reduction="sum"`.
+    """
     if _settings(criterion)[1] == "sum":
         raise ValueError(
             'the registered criterion has `reduction="sum"`, but gradients are averaged over the batches of a step, so '
@@ -175,13 +182,19 @@ def are_classes(target: Any) -> TypeGuard[torch.Tensor]:
 
 
 def _takes_hooks(criterion: Any) -> bool:
-    """Return True if the criterion is a module that is not compiled. Hooks on a compiled module would recompile it."""
+    """Return True if forward hooks can be registered on a criterion: a module that is not compiled.
+
+    A new hook on a compiled module would make PyTorch compile the module again.
+    """
     is_compiled = hasattr(criterion, "_orig_mod") or getattr(criterion, "_compiled_call_impl", None) is not None
     return isinstance(criterion, torch.nn.Module) and not is_compiled
 
 
 def _known(part: Any) -> _Loss | None:
-    """Return a criterion's entry in `_LOSSES`; None for other criteria and for subclasses that override `forward`."""
+    """Return the entry in `_LOSSES` for a criterion, or for a module inside a criterion. Return None if it has none.
+
+    A subclass of a PyTorch loss that overrides `forward` has no entry.
+    """
     key = type(part).forward if isinstance(part, torch.nn.Module) else part.func if isinstance(part, partial) else part
     return _LOSSES.get(key) if callable(key) else None
 
@@ -194,15 +207,15 @@ def _tell(
     kwargs: dict[str, Any],
     result: Any,
 ) -> None:
-    """Notify a listener of a call, with the sum of the labels' weights if the loss averages over labels.
+    """Notify a listener of a call to a loss. If the loss averages over labels, include the sum of their weights.
 
     Args:
-        listener: Function to notify.
-        loss: Entry of `_LOSSES` for the loss.
+        listener: Function that gets a `LossCall`.
+        loss: Entry in `_LOSSES` for the loss.
         part: Loss that was called.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
-        result: What the loss returned.
+        result: Return value of the loss.
     """
     output = args[0] if args else kwargs.get("input")
     target = args[1] if len(args) > 1 else kwargs.get("target")
@@ -220,7 +233,8 @@ def _tell(
         amount = in_host(of_labels.where(counting, 0.0).sum(dtype=torch.float64))
         listener(LossCall(loss.reading, output, target, result, ignored, amount))
         return
-    # Most batches contain no ignored label. Checking the minimum for this takes a fifth of the time of counting.
+    # Most batches contain no ignored label. If all labels are 0 or larger, none equals a negative `ignored`. Computing
+    # the minimum takes a fifth of the time of counting.
     are_all_classes = ignored < 0 and num_labels > 0 and target.is_cpu and target.min().item() >= 0
     amount = num_labels if are_all_classes else in_host((target != ignored).sum())
     listener(LossCall(loss.reading, output, target, result, ignored, amount, num_labels))
@@ -237,11 +251,11 @@ def _settings(criterion: Any) -> tuple[int, Any, Any]:
 
 
 class Accuracy(NamedTuple):
-    """The fraction of correct predictions.
+    """The fraction of correct predictions in a batch.
 
     Attributes:
-        share: Fraction of the labels that are predicted correctly; NaN if this is not a classification.
-        num_labels: Number of labels; None if this is not a classification.
+        share: Fraction of the labels that were predicted correctly; NaN if the model does not predict classes.
+        num_labels: Number of labels; None if the model does not predict classes.
     """
 
     share: Any = math.nan
@@ -251,14 +265,13 @@ class Accuracy(NamedTuple):
 def accuracy(
     output: Any, target: Any, comparisons: Sequence[LossCall] = (), weight: Any = None, ignored: int = IGNORED
 ) -> Accuracy | None:
-    """Compute the fraction of correct predictions. The target has a label for each sample, pixel or similar unit.
-
-    Labels that the criterion ignores do not count.
+    """Compute the fraction of correct predictions in a batch, without labels that the criterion ignores.
 
     Args:
         output: Output of the model for a batch.
-        target: Target in the batch.
-        comparisons: Calls to PyTorch losses that computed the batch's loss. They show how to interpret the output.
+        target: Target of the batch, with a label for each sample, pixel or similar unit.
+        comparisons: Records of the calls to PyTorch losses that computed the batch's loss. They show how to interpret
+            the output.
         weight: Weight of the batch, if the user's `forward` returned one.
         ignored: Label that the user's criterion ignores.
 
@@ -271,14 +284,18 @@ def accuracy(
         return _as_read(comparisons[0])
     if not isinstance(output, torch.Tensor) or not are_classes(target):
         return Accuracy()
-    found = _by_shapes(output, target, (target >= 0) & (target != ignored))  # negative numbers are not classes
+    found = _by_shapes(output, target, (target >= 0) & (target != ignored))  # no class is negative
     return None if found is not None and _leaves_out(weight, found, len(target)) else found
 
 
 def _leaves_out(weight: Any, found: Accuracy, num_samples: int) -> bool:
-    """Return True if a batch's weight seems to be a number of labels that is smaller than `found.num_labels`.
+    """Return True if user code seems to ignore some labels, of which the library does not know.
 
-    User code then ignores some labels, but the library does not know which.
+    Args:
+        weight: Weight of the batch from user code. If it is a whole number below the number of labels, it is probably
+            the number of labels that user code does not ignore.
+        found: Accuracy, with the number of labels that the library has counted.
+        num_samples: Number of samples in the batch. A weight of this value is not a number of labels.
     """
     if weight is None or found.num_labels is None:
         return False
@@ -287,7 +304,13 @@ def _leaves_out(weight: Any, found: Accuracy, num_samples: int) -> bool:
 
 
 def known(found: Accuracy | None, once: Once, *, says_so: bool) -> Accuracy:
-    """Return `found` or, if it is None, an accuracy of NaN. Log a warning in that case, once, if `says_so` is True."""
+    """Return an accuracy or, if `accuracy` could not compute it, an accuracy of NaN.
+
+    Args:
+        found: What `accuracy` returned; None if the accuracy is unknown.
+        once: Remembers which warnings were logged.
+        says_so: True to log a warning, once, if the accuracy is unknown.
+    """
     if found is not None:
         return found
     if once.is_first("accuracy") and says_so:
@@ -324,7 +347,10 @@ def _by_shapes(output: torch.Tensor, target: torch.Tensor, counting: torch.Tenso
 
 
 def _fit(output: torch.Tensor, target: torch.Tensor, dim: int) -> bool:
-    """Return True if the target has the shape of the output without dimension `dim`, ignoring dimensions of size 1."""
+    """Return True if dimension `dim` of the output may contain the classes.
+
+    This is the case if the target has the shape of the output without this dimension. Dimensions of size 1 are ignored.
+    """
     places = [size for index, size in enumerate(output.shape) if index != dim]
     return [size for size in places if size != 1] == [size for size in target.shape if size != 1]
 
@@ -340,7 +366,13 @@ def _largest(output: torch.Tensor, target: torch.Tensor, dim: int, counting: tor
 
 
 def _above(threshold: float, output: torch.Tensor, target: torch.Tensor) -> Accuracy:
-    """Compute the binary accuracy. Outputs above `threshold` predict 1. NaN if a target is not exactly 0 or 1."""
+    """Compute the accuracy of binary predictions. It is NaN if a target is neither 0 nor 1.
+
+    Args:
+        threshold: Outputs above this number predict 1.
+        output: Output of the model.
+        target: Target, with the same shape.
+    """
     found = _of(((output > threshold) == (target > 0.5)).sum(), target.numel())
     are_certain = ((target == 0) | (target == 1)).all()
     return found._replace(share=torch.where(are_certain, found.share, math.nan))

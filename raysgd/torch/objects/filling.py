@@ -1,8 +1,8 @@
 """Allocates and initializes models that are on PyTorch's meta device, all at once or part by part.
 
-Tensors on the meta device have shapes but no memory. Each module's `reset_parameters` method sets the values, as it
-does when PyTorch constructs the module. Tensors stay the same Python objects, so optimizers created earlier still refer
-to them.
+Tensors on the meta device have shapes but no memory. Their values are set by each module's method `reset_parameters`,
+which PyTorch also calls when a module is constructed. Tensors stay the same Python objects, so optimizers that were
+created earlier still refer to the model's parameters.
 
 ADR 92 explains why users may register a model on the meta device.
 """
@@ -22,25 +22,25 @@ _RESETS = ("reset_parameters", "_reset_parameters")  # PyTorch's attention modul
 
 
 def is_empty(model: torch.nn.Module) -> bool:
-    """Return True if a model, or any part of it, is on the meta device."""
+    """Return True if any tensor of a model is on the meta device."""
     return any(tensor.is_meta for tensor in _tensors(model, recurse=True))
 
 
 def fill(part: torch.nn.Module, device: torch.device) -> None:
-    """Allocate and initialize all tensors on the meta device in a model or a part of a model.
+    """Allocate and initialize all tensors of a model, or of a submodule, that are on the meta device.
 
     Args:
-        part: Model or submodule. Its tensors that already have memory are moved to the device, unless they are sharded.
+        part: Model or submodule. Tensors that already have memory are moved to `device`, unless they are sharded.
         device: Device on which to allocate the tensors.
 
     Raises:
-        InvalidRegistrationError: A module does not initialize one of its tensors.
+        InvalidRegistrationError: The `reset_parameters` of a module does not set one of the module's tensors.
     """
     empty = [(module, list(_empty(module))) for module in part.modules()]
     for tensor in chain.from_iterable(tensors for _, tensors in empty):
-        if tensor.is_meta:  # false for a tensor that several modules share and that was allocated before
+        if tensor.is_meta:  # several modules may share a tensor, which is then already allocated
             torch.utils.swap_tensors(tensor, _room_like(tensor, device))
-    for module, tensors in reversed(empty):  # submodules first, as during construction
+    for module, tensors in reversed(empty):  # initialize submodules first, as when a model is constructed
         if tensors:
             _reset(module, tensors)
     for tensor in _tensors(part, recurse=True):
@@ -73,7 +73,7 @@ def _empty(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _room_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Allocate memory for a meta tensor. Fill floats with NaN, so that a missing initialization can be detected."""
+    """Return an allocated tensor like a meta tensor. Floats are NaN, to detect later if a module did not set them."""
     room = torch.empty_like(tensor, device=device, requires_grad=False)
     if room.is_floating_point() or room.is_complex():
         room.fill_(float("nan"))
@@ -105,5 +105,5 @@ def _reset(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> None:
 
 def _is_untouched(tensor: torch.Tensor, version: int) -> bool:
     if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
-        return bool(tensor.isnan().all())  # writes through `tensor.data` do not change the version
+        return bool(tensor.isnan().all())  # do not compare versions, because writes through `tensor.data` keep them
     return bool(tensor.numel()) and tensor._version == version

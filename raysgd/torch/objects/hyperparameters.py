@@ -1,8 +1,8 @@
 """Sets optimizers' hyperparameters after a state was loaded or the config changed.
 
 Loading a state restores the optimizers' momenta and the position in the learning rate schedule. The hyperparameters,
-however, keep the values that the operator's `setup` chose. Saved values are ignored. If `config["lr"]` changes later,
-learning rates that `setup` took from it are updated. A new learning rate scales the entire schedule.
+however, keep the values that the operator's `setup` chose, and saved values are ignored. If `config["lr"]` changes
+later, learning rates that `setup` took from this entry are updated. A new learning rate scales the entire schedule.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Hyperparameters = Sequence[Mapping[str, Any]]
 _RATE, _FIRST_RATE, _HIGHEST_RATE = "lr", "initial_lr", "max_lr"  # `OneCycleLR` sets `max_lr`
 _RATES = frozenset({_RATE, _FIRST_RATE, _HIGHEST_RATE, "min_lr"})
 _CYCLED = frozenset({"momentum", "betas"})
-_OWN_RATES = ("eta_min", "min_lrs", "max_lrs")  # absolute rates of schedulers, which a new initial rate does not scale
+_OWN_RATES = ("eta_min", "min_lrs", "max_lrs")  # rates in schedulers that do not scale with the initial learning rate
 
 
 def note_first_rates(schedulers: Iterable[Any]) -> None:
-    """Store each parameter group's initial learning rate in the group, unless a scheduler has already stored it there.
+    """Store each parameter group's initial learning rate in the group, unless a scheduler has already done this.
 
-    `ReduceLROnPlateau` does not store it. Without the initial rate, it would be unknown by how much the scheduler has
-    reduced the rate.
+    `ReduceLROnPlateau` does not store the initial rate. Without it, nothing would show later by how much this scheduler
+    has reduced the rate.
     """
     for scheduler in schedulers:
         for group in _groups_of(scheduler, ()):
@@ -36,7 +36,7 @@ def note_first_rates(schedulers: Iterable[Any]) -> None:
 
 
 def read(optimizers: Iterable[Any]) -> list[Hyperparameters]:
-    """Return a list of each optimizer's hyperparameters. It is empty for an optimizer without parameter groups."""
+    """Return the current hyperparameters of each optimizer: an empty list for one without parameter groups."""
     return [[_plain(group) for group in getattr(optimizer, "param_groups", ())] for optimizer in optimizers]
 
 
@@ -51,16 +51,16 @@ def _is_plain(value: Any) -> bool:
 
 
 def apply(read_before: Iterable[Hyperparameters], optimizers: Iterable[Any], schedulers: Iterable[Any]) -> None:
-    """Set hyperparameters of optimizers. A new initial learning rate scales the current and future scheduled rates.
+    """Set hyperparameters of optimizers. A new initial learning rate scales the current and all future rates.
 
     Args:
-        read_before: Hyperparameters to set, as `read` returned them earlier for these optimizers.
+        read_before: Hyperparameters to set, which `read` returned earlier for the same optimizers.
         optimizers: Optimizers to change.
         schedulers: Schedulers of the optimizers' learning rates.
 
     Raises:
-        ValueError: A scheduler does more than scale the initial rate, so it cannot adapt to a new initial rate. Nothing
-            is changed.
+        ValueError: A scheduler does more than scale the initial rate, so it cannot adapt to a new initial rate. No
+            hyperparameter was changed.
     """
     moves = [
         (group, _moved(before, group))
@@ -77,8 +77,8 @@ def apply(read_before: Iterable[Hyperparameters], optimizers: Iterable[Any], sch
 def follow(chosen: Sequence[Hyperparameters], rate: Any, before: Any) -> list[Hyperparameters]:
     """Return the learning rates that `setup` would have chosen with a new `config["lr"]`, to pass to `apply`.
 
-    A rate is assumed to come from the config if it equals the config's previous value. A rate that equals the new value
-    also counts, because a new worker's `setup` has run with the changed config.
+    `setup` is assumed to have taken a rate from the config if the rate equals the config's previous value. If the rate
+    equals the new value, the same is assumed, because the `setup` of a new worker has run with the changed config.
 
     Args:
         chosen: Hyperparameters that `read` returned after `setup`.
@@ -104,7 +104,7 @@ def _followed(group: Mapping[str, Any], rate: Any, before: Any) -> dict[str, Any
 
 
 def differing(before: Sequence[Hyperparameters], after: Sequence[Hyperparameters]) -> list[Hyperparameters]:
-    """Return the hyperparameters in `after` whose values differ from `before`, to pass to `apply`."""
+    """Return the hyperparameters in `after` whose values differ from those in `before`, to pass to `apply`."""
     found: list[Hyperparameters] = []
     for index, groups in enumerate(after):
         others = before[index] if index < len(before) else ()
@@ -120,7 +120,7 @@ def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
 
 
 def updated(chosen: Sequence[Hyperparameters], new: Sequence[Hyperparameters]) -> list[Hyperparameters]:
-    """Return the hyperparameters in `chosen`, with the values in `new` where `new` has them."""
+    """Return the hyperparameters in `chosen`, with the values in `new` in place of those that `new` contains."""
     return [
         [{**group, **numbers} for group, numbers in zip(groups, others, strict=True)]
         for groups, others in zip(chosen, new, strict=True)
@@ -128,7 +128,7 @@ def updated(chosen: Sequence[Hyperparameters], new: Sequence[Hyperparameters]) -
 
 
 def remember(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> Callable[[], None]:
-    """Record the current hyperparameters and schedulers' states. Return a function that restores them."""
+    """Record the hyperparameters of optimizers and the states of schedulers. Return a function that restores both."""
     groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
     numbers = [_plain(group) for group in groups]
     states = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
@@ -143,9 +143,14 @@ def remember(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> Callable[[
 
 
 def _moved(before: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values from `before` to set in a parameter group.
+    """Return the values to set in a parameter group.
 
-    A scheduled learning rate is not reset. It is scaled by the ratio of the initial rates in `before` and in the group.
+    If a scheduler has changed the learning rate, the rate is scaled by the ratio of the initial rates in `before` and
+    in the group. The other values are those in `before`.
+
+    Args:
+        before: Hyperparameters to set.
+        group: Parameter group of an optimizer.
     """
     moved = {name: value for name, value in before.items() if name in group}
     first, new = group.get(_FIRST_RATE), before.get(_FIRST_RATE)
@@ -163,7 +168,11 @@ def _moved(before: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any
 
 
 def _following(schedulers: Iterable[Any], changed: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the schedulers of the parameter groups in `changed`, the groups whose initial learning rates change.
+    """Return the schedulers that must adapt to new initial learning rates.
+
+    Args:
+        schedulers: The registered schedulers.
+        changed: Parameter groups whose initial learning rates change.
 
     Raises:
         ValueError: A scheduler does more than scale the initial rate, or is not registered.
@@ -211,7 +220,7 @@ def _with_inner(scheduler: Any) -> Iterator[Any]:
 
 
 def _follow(scheduler: Any) -> None:
-    """Copy an optimizer's learning rates into its scheduler, so that the scheduler continues from these rates."""
+    """Copy the learning rates of a scheduler's optimizer into the scheduler, which then continues from these rates."""
     groups = scheduler.optimizer.param_groups
     known = scheduler.state_dict()
     rates = {

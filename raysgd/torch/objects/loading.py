@@ -1,8 +1,8 @@
 """Loads saved states into models and optimizers, after checking that they match the registered objects.
 
 The entire state is checked before anything is replaced. Otherwise, a mismatch might be detected only after one model
-has been loaded, in the next step, or never. The checks also compare types and sizes that `load_state_dict` does not
-check. Names are compared without the prefixes that `torch.compile(model)` adds.
+has been loaded, in the next optimizer step, or never. The checks also compare types and sizes that `load_state_dict`
+does not compare. `torch.compile(model)` adds prefixes to the names of parameters. Names are compared without these.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from raysgd.core.arguments import is_integer
 from raysgd.trainer.worker.state.state_checks import require
 
 _EXTRA_STATE = "_extra_state"
-"""Suffix of keys in a state dict for values from `get_extra_state`. A module may retain a reference to such a value."""
+"""Suffix of keys in a state dict for values that a module's `get_extra_state` returned.
+
+When such a value is loaded, the module may keep a reference to the value.
+"""
 
 
 def load_model(model: torch.nn.Module, saved: Mapping[str, Any], *, is_whole: bool = True) -> None:
-    """Load a state dict into a model. The model retains no reference to the state dict.
+    """Load a state dict into a model. The model keeps no reference to the state dict.
 
     Args:
-        model: Model to load the state into.
+        model: Model that gets the state.
         saved: State dict that `check_model` has accepted.
         is_whole: False to allow missing entries.
     """
@@ -39,10 +42,10 @@ def load_model(model: torch.nn.Module, saved: Mapping[str, Any], *, is_whole: bo
 
 
 def load_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Load an optimizer's state dict, reusing the optimizer's existing tensors if dtype and shape match.
+    """Load a state dict into an optimizer. Values are copied into the optimizer's tensors if dtype and shape match.
 
-    An optimizer retains references to the tensors that are passed to its `load_state_dict`. So this function passes the
-    optimizer's existing tensors, filled with the saved values, and copies of all other tensors.
+    An optimizer keeps references to the tensors that are passed to its `load_state_dict`. Therefore, this function
+    passes the optimizer's own tensors, filled with the saved values, and copies of all other tensors.
     """
     groups = getattr(optimizer, "param_groups", ())
     taken = {_address(parameter) for group in groups for parameter in group["params"]}
@@ -58,8 +61,8 @@ def _fill(own: Any, saved: Any, copies: dict[int, Any], taken: set[int]) -> None
     Args:
         own: Current state of the optimizer.
         saved: State to load.
-        copies: Dict to which the filled tensors in `own` are added. Keys are the IDs of the saved tensors.
-        taken: Addresses of memory that was already filled and must not be written to again.
+        copies: Dict to which this function adds each filled tensor in `own`, by the ID of the saved tensor.
+        taken: Addresses of memory that must not be written to, because it was already filled or is a parameter's.
     """
     if isinstance(own, Mapping) and isinstance(saved, Mapping):
         for key in own.keys() & saved.keys():
@@ -70,7 +73,10 @@ def _fill(own: Any, saved: Any, copies: dict[int, Any], taken: set[int]) -> None
 
 
 def _is_alike(own: Any, saved: Any) -> bool:
-    """Return True if both are plain tensors of equal dtype and shape, and `own` is not a view of a larger tensor."""
+    """Return True if a saved value can be copied into `own`, a value in an optimizer's state.
+
+    Both must be plain tensors of equal dtype and shape, and `own` must not be a view of a larger tensor.
+    """
     if type(own) is not torch.Tensor or type(saved) is not torch.Tensor:
         return False
     kinds = [(tensor.layout, tensor.dtype, tensor.shape) for tensor in (own, saved)]
@@ -102,7 +108,10 @@ def with_plain_names(state: Any) -> Any:
 
 
 def with_names_of(model: torch.nn.Module, saved: Any) -> Any:
-    """Rename a saved state dict's entries to the names in this model. Either may have prefixes of `torch.compile`."""
+    """Rename the entries of a saved state dict to the names in a model.
+
+    The names in the state dict, and those in the model, may or may not have the prefixes of `torch.compile`.
+    """
     own = model.state_dict()
     names, modules = ({plain(name): name for name in known} for known in (own, getattr(own, "_metadata", ())))
     return _renamed(
@@ -111,12 +120,13 @@ def with_names_of(model: torch.nn.Module, saved: Any) -> Any:
 
 
 def _renamed(state: Any, name_of: Callable[[Any], Any], module_of: Callable[[Any], Any]) -> Any:
-    """Return a state dict with its entries renamed, and with the module names in PyTorch's `_metadata` renamed.
+    """Return a state dict with new names for its entries, and for the modules in its attribute `_metadata`.
 
     Args:
-        state: State dict. Anything else is returned unchanged.
-        name_of: Returns the new name of an entry.
-        module_of: Returns the new name of a module in `_metadata`, which stores the version of each module.
+        state: State dict. Any other object is returned unchanged.
+        name_of: Function that returns the new name of an entry.
+        module_of: Function that returns the new name of a module. PyTorch stores the version of each module in
+            `_metadata`.
     """
     if not isinstance(state, Mapping) or all(name_of(name) == name for name in state):
         return state
@@ -132,8 +142,8 @@ def check_model(model: torch.nn.Module, saved: Any, left_out: Collection[str] = 
 
     Args:
         model: Model to compare with.
-        saved: Saved state of the model. Anything except a state dict is rejected.
-        left_out: Names of parameters that may be missing from the state, without the prefixes of `torch.compile`.
+        saved: Saved state of the model. If it is not a state dict, it is rejected.
+        left_out: Names, without the prefixes of `torch.compile`, of parameters that may be missing from the state.
 
     Raises:
         ValueError: The names or shapes in the state differ from the model's.
@@ -157,7 +167,12 @@ def check_model(model: torch.nn.Module, saved: Any, left_out: Collection[str] = 
 
 
 def _takes(own: torch.Tensor, saved: Any) -> bool:
-    """Return True if `saved` can be loaded into the tensor `own`. A lazy, uninitialized tensor accepts any shape."""
+    """Return True if a saved value can be loaded into a model's tensor.
+
+    Args:
+        own: Tensor of the model. If it is a parameter of a lazy module, it accepts any shape.
+        saved: The saved value.
+    """
     if not isinstance(saved, torch.Tensor) or saved.is_meta != own.is_meta:
         return False
     return is_lazy(own) or (own.shape == saved.shape and own.layout == saved.layout)
@@ -170,7 +185,11 @@ def _shown(value: Any) -> str:
 
 
 def _check_versions(metadata: Any) -> None:
-    """Raise unless the modules' versions, which PyTorch stores in a state dict's `_metadata`, are numbers."""
+    """Check that the versions of modules in a state dict are numbers.
+
+    Args:
+        metadata: Attribute `_metadata` of a state dict, in which PyTorch stores the versions; None if it has none.
+    """
     if metadata is None:
         return
     require(isinstance(metadata, Mapping), "the versions of a model's layers are not a dict")
@@ -184,7 +203,7 @@ def check_optimizer(optimizer: Any, saved: Any) -> None:
     """Check that a saved state matches an optimizer.
 
     Raises:
-        ValueError: The parameter groups, their settings or the tensors in the state do not match.
+        ValueError: The parameter groups, their hyperparameters, or the tensors in the state do not match.
     """
     require(isinstance(saved, Mapping), f"the state of an optimizer is a `{type(saved).__name__}`, not a dict")
     own = optimizer.state_dict()
@@ -213,7 +232,7 @@ def _check_settings(optimizer: Any, own: Mapping[str, Any], saved: Mapping[str, 
         name
         for name, value in getattr(optimizer, "defaults", {}).items()
         if isinstance(value, int | float | tuple) and not isinstance(value, bool)
-    }  # other settings may be missing, because PyTorch adds them when it loads states of older versions
+    }  # a state of an older version of PyTorch may lack the others, which PyTorch then adds
     if missing := sorted(needed - saved.keys()):
         raise ValueError(
             "The state of an optimizer does not match, so nothing was loaded. It belongs to another kind of optimizer, "
@@ -224,7 +243,10 @@ def _check_settings(optimizer: Any, own: Mapping[str, Any], saved: Mapping[str, 
 
 
 def _check_slots(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Check the sizes in an optimizer's state, because fused optimizers access memory without checking its size."""
+    """Check the sizes of the tensors in an optimizer's state.
+
+    Fused optimizers do not check these sizes, and would access memory behind the end of a tensor that is too small.
+    """
     slots = saved.get("state", {})
     require(isinstance(slots, Mapping), "the state of an optimizer's parameters is not a dict")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -241,11 +263,14 @@ def _check_slots(optimizer: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _rehearse(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Check a state by loading it into a copy of a PyTorch optimizer. Tiny placeholders replace the state's tensors."""
+    """Check that an optimizer of PyTorch can load a state, by loading the state into a copy of the optimizer.
+
+    To save memory, placeholders with the same shapes replace the tensors in the state.
+    """
     slots = {index: _without_memory(entry) for index, entry in saved.get("state", {}).items()}
     try:
         copy.copy(optimizer).load_state_dict({"state": slots, "param_groups": saved["param_groups"]})
-    except Exception as error:  # the content of a file may break anything
+    except Exception as error:  # with the content of a damaged file, the optimizer may raise any exception
         raise ValueError(
             "The state of an optimizer does not match, so nothing was loaded: "
             f"`{type(optimizer).__name__}` cannot load this state ({error!r:.200})."
@@ -287,10 +312,14 @@ def check_schedulers(schedulers: Sequence[Any], states: Any) -> None:
 
 
 def check_precision(own: Mapping[str, Any], saved: Any) -> None:
-    """Check that a saved state of mixed precision matches the current one.
+    """Check that the saved state of a gradient scaler matches the current state.
+
+    Args:
+        own: Current state of the gradient scaler.
+        saved: Saved state, which may be empty.
 
     Raises:
-        ValueError: An entry is missing, or its type differs.
+        ValueError: An entry is missing from the saved state, or its type differs.
     """
     require(isinstance(saved, Mapping), "the state of mixed precision is not a dict")
     if saved:
@@ -309,7 +338,12 @@ def _check_kinds(own: Mapping[str, Any], saved: Mapping[str, Any], whose: str) -
 
 
 def _is_of_kind(own: Any, saved: Any) -> bool:
-    """Return True if `saved` has a suitable type to replace `own`. None can replace only None or a bool."""
+    """Return True if a saved value may replace a current value, judging by their types.
+
+    Args:
+        own: The current value. If it is None, any saved value is suitable.
+        saved: The saved value. If it is None, the current value must be None or a bool.
+    """
     if own is None or saved is None:
         return own is None or isinstance(own, bool)
     if _is_number(own):

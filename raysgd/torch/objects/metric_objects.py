@@ -1,11 +1,11 @@
-"""Support for torchmetrics: each worker's metric accumulates data, and one value is computed from all of them.
+"""Merges the states of the workers' torchmetrics metrics, to compute one value over the data of all workers.
 
-Up to rounding, the merged states of all workers give the same value as a single metric that has seen all data. The mean
-of the workers' values would differ: the F1 score, AUROC or correlation of all data is not the mean of these values over
-parts of the data.
+Up to rounding, the merged states give the same value as a single metric that has seen all data. The mean of the
+workers' values would differ: the F1 score, AUROC or correlation of all data is not the mean of these values over parts
+of the data.
 
-A `MetricState` is detached from the graph, on the CPU, and never communicates. It can be pickled, sent to the driver
-and merged there.
+The state of a worker's metric is copied to a `MetricState`, which can be pickled, sent to the driver and merged there.
+It is on the CPU, detached from the autograd graph, and does not communicate with other processes.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class MetricState:
-    """A copy of the state of a metric.
+    """A copy of the state of a metric, or the merged states of several workers' metrics.
 
-    Merging only collects states; they are reduced when the value is computed. So the value does not depend on the
-    grouping in which states were merged, even for states that torchmetrics does not reduce.
+    Merging only collects the copies. They are reduced to one state when `value` is called. The value therefore does not
+    depend on the order in which groups of copies were merged, even for states that torchmetrics does not reduce.
 
     Attributes:
-        parts: Copied metrics, one for each call to `capture`, in merge order.
+        parts: Copied metrics, one for each call to `capture`, in the order in which they were merged.
     """
 
     parts: tuple[Metric, ...]
@@ -43,22 +43,21 @@ class MetricState:
         """Compute the metric over all data in this state.
 
         Returns:
-            A float for a scalar result, (nested) lists for other tensors, and a dict or list of these for a metric that
-            returns a dict, list or tuple.
+            The result of the metric's `compute`, with a float in place of each scalar tensor, and nested lists in place
+            of each other tensor. A tuple becomes a list.
         """
         return _plain(_joined(self.parts).compute())
 
     def merged_with(self, others: Sequence[MetricState], /) -> MetricState:
-        """Return a state with the data of this state, followed by the data of `others`, in order."""
+        """Return a state with the data of this state, followed by the data of the states in `others`."""
         return MetricState(tuple(part for state in (self, *others) for part in state.parts))
 
 
 def capture(metric: Metric) -> MetricState:
-    """Copy the state of a metric, then reset the metric for the next epoch.
+    """Return a copy of the state of a metric, and reset the metric for the next epoch.
 
     Args:
-        metric: A torchmetrics metric on any device. The metric's built-in synchronization between processes is not
-            used.
+        metric: A torchmetrics metric on any device. Its own synchronization between processes is not used.
 
     Raises:
         TypeError: `metric` is not a `torchmetrics.Metric`.
@@ -77,23 +76,30 @@ def capture(metric: Metric) -> MetricState:
 
 
 def remember(*holders: Any) -> Callable[[], None]:
-    """Save the states of metrics that are attributes of the given objects. Return a function that restores them.
+    """Save the states of the metrics in some objects' attributes. Return a function that restores the metrics.
 
-    Metrics inside modules, lists, tuples and dicts are included. A metric that was reset in the meantime is not
-    restored.
+    Metrics inside modules, lists, tuples and dicts are included. The function does not restore a metric that was reset
+    in the meantime.
+
+    Args:
+        holders: Objects whose attributes contain the metrics.
     """
     return remember_all(_held_by_any(holders))
 
 
 def reset(*holders: Any) -> None:
-    """Reset the torchmetrics metrics that are attributes of the given objects."""
+    """Reset the torchmetrics metrics in the attributes of the objects in `holders`."""
     for metric in _held_by_any(holders):
         metric.reset()
 
 
 @contextmanager
 def set_aside(*holders: Any) -> Iterator[None]:
-    """Reset the metrics in the holders' attributes, and restore their states at the end of the `with` block."""
+    """Reset the metrics in some objects' attributes for the `with` block, then restore the metrics' states.
+
+    Args:
+        holders: Objects whose attributes contain the metrics.
+    """
     metrics = [inner for metric in _held_by_any(holders) for inner in _metrics_in(metric)]
     kept = [(metric, _contents(metric)) for metric in metrics]
     reset(*holders)
@@ -105,7 +111,10 @@ def set_aside(*holders: Any) -> Iterator[None]:
 
 
 def remember_all(metrics: Iterable[Metric]) -> Callable[[], None]:
-    """Save the states of metrics and the metrics nested in them, and return a function that restores them."""
+    """Save the states of metrics, and of metrics nested in them. Return a function that restores the metrics.
+
+    The function does not restore a metric that was reset in the meantime.
+    """
     inner_metrics = {id(inner): inner for metric in metrics for inner in _metrics_in(metric)}
     kept = [(metric, _contents(metric)) for metric in inner_metrics.values()]
 
@@ -127,7 +136,7 @@ def _held_by_any(holders: Sequence[Any]) -> Iterable[Metric]:
 
 
 def _held_by(value: Any) -> dict[int, Metric]:
-    """Return the metrics in a nested structure, by object ID."""
+    """Return the metrics in a module or in nested lists, tuples and dicts, by the metric's ID."""
     if isinstance(value, torch.nn.Module):
         return {id(metric): metric for metric in _metrics_in(value)}
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -135,7 +144,10 @@ def _held_by(value: Any) -> dict[int, Metric]:
 
 
 def _contents(metric: Metric) -> dict[str, Any]:
-    """Copy a metric's attributes that updates can change. Copy lists shallowly, as updates only append to them."""
+    """Return copies of a metric's attributes that the metric's `update` may change, by name.
+
+    Lists are copied shallowly, because `update` only appends to lists.
+    """
     kinds = (torch.Tensor, list, int, float, type(None))
     return {name: _copied(value) for name, value in vars(metric).items() if isinstance(value, kinds)}
 
@@ -153,13 +165,13 @@ def _metric_class() -> type[Metric]:
 
 
 def _metrics_in(metric: torch.nn.Module) -> Iterator[Metric]:
-    """Yield a metric and the metrics nested in it. The state of a wrapper metric is in these nested metrics."""
+    """Yield a metric and the metrics nested in it. For example, a wrapper metric has its state in a nested metric."""
     metric_cls = _metric_class()
     return (module for module in metric.modules() if isinstance(module, metric_cls))
 
 
 def _prepare_for_copying(metric: Metric) -> None:
-    """Detach a metric's states from their autograd graphs and remove cached values, so that neither is copied."""
+    """Detach a metric's states from the autograd graph and remove cached values, so that copies stay small."""
     for inner in _metrics_in(metric):
         require_names(inner, "_computed", "_forward_cache", "_to_sync", "_update_count", "_reductions")
         inner._computed = None
@@ -186,8 +198,8 @@ def _disconnected_copy(metric: Metric) -> Metric:
 
 
 def _joined(parts: Sequence[Metric]) -> Metric:
-    """Return a new metric with the data of all parts."""
-    # Skip parts without data: they hold default values, which some reductions would count as data.
+    """Return a new metric with the data of several metrics of the same type."""
+    # Skip metrics without data, because some reductions would count their default values as data.
     used = [part for part in parts if _saw_anything(part)]
     joined = copy.deepcopy(used[0] if used else parts[0])
     if len(used) > 1:
@@ -201,13 +213,13 @@ def _saw_anything(metric: Metric) -> bool:
 
 
 def _fill(target: Metric, sources: Sequence[Metric]) -> None:
-    """Set the state of a metric to the combined state of metrics of the same type."""
+    """Set the state of the metric `target` to the merged state of several metrics of the same type."""
     sources = [source for source in sources if source.update_called] or sources
     if type(target).merge_state is not _metric_class().merge_state:
         _fill_by_its_own_rule(target, sources)
     else:
-        # The default `merge_state` merges two metrics at a time, rejects metrics with `full_state_update`, and
-        # weights a "mean" state by the updates of one side only. Applying the reductions has none of these limits.
+        # Apply the metric's reductions. The default `merge_state` of torchmetrics merges only two metrics at a time,
+        # rejects metrics with `full_state_update`, and weights a "mean" state by the updates of only one metric.
         counts = [source.update_count for source in sources]
         for name, reduction in target._reductions.items():
             setattr(target, name, _reduced([getattr(source, name) for source in sources], reduction, counts))
@@ -223,7 +235,15 @@ def _fill_by_its_own_rule(target: Metric, sources: Sequence[Metric]) -> None:
 
 
 def _reduced(states: list[Any], reduction: Any, counts: list[int]) -> Any:
-    """Reduce one state of several metrics as torchmetrics does across processes, but weight means by update counts."""
+    """Reduce one state variable of several metrics to one value, as torchmetrics does across processes.
+
+    Unlike in torchmetrics, a mean is weighted by the metrics' numbers of updates.
+
+    Args:
+        states: Values of the state variable in each metric.
+        reduction: Reduction function of the state variable.
+        counts: Number of updates of each metric.
+    """
     utilities = require("torchmetrics.utilities.data", "metrics")
     if any(isinstance(state, list) for state in states):
         return [item for state in states for item in (state if isinstance(state, list) else [state])]
@@ -242,7 +262,7 @@ def _float_type_of(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _plain(value: Any) -> Any:
-    """Convert the result of a metric to numbers, lists and dicts."""
+    """Convert what a metric's `compute` returned to numbers, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return value.tolist() if value.ndim else float(value)
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
 """Puts models into evaluation mode, and restores the modes that user code has set.
 
-Each module inside a model has a separate mode: a frozen batch norm, or a teacher network, stays in evaluation mode
-during training. So `model.train()` does not undo `model.eval()`. Instead, the mode of each module is stored and
-restored.
+Each module inside a model has a separate mode. For example, a frozen batch norm or a teacher network stays in
+evaluation mode during training. `model.train()` would put these into training mode as well, so the mode of each module
+is stored before `model.eval()` and restored afterwards.
 
 ADR 23 explains why modes are restored.
 """
@@ -23,7 +23,7 @@ class ModuleModes:
         self._after: list[bool] = []
 
     def evaluate(self, models: Iterable[Any]) -> None:
-        """Put all models into evaluation mode. Objects that are not modules are ignored."""
+        """Put all models into evaluation mode. Objects in `models` that are not modules are ignored."""
         self.give_back()
         modules = [model for model in models if isinstance(model, torch.nn.Module)]
         parts = {id(part): part for model in modules for part in model.modules()}
@@ -33,7 +33,10 @@ class ModuleModes:
         self.note()
 
     def note(self) -> None:
-        """Record the modes at the end of the evaluation. `give_back` does not restore modes that change later."""
+        """Record the modes of all modules at the end of the evaluation.
+
+        If user code changes the mode of a module after that, `give_back` does not restore the mode.
+        """
         self._after = [part.training for part, _ in self._before]
 
     def give_back(self) -> None:
@@ -45,15 +48,15 @@ class ModuleModes:
             for (part, before), after in zip(self._before, self._after, strict=True)
         ]
         self._before, self._after = [], []
-        for part, mode in wanted:  # parents come first; setting their mode may change the children's modes
+        for part, mode in wanted:  # modules come before their submodules, whose modes they may change
             _set(part, mode)
 
 
 def begin_training(model: torch.nn.Module) -> None:
-    """Put a model into training mode if all of its modules are in evaluation mode, as in pretrained models.
+    """Put a model into training mode if all of its modules are in evaluation mode, as they are in pretrained models.
 
-    If only some modules are in evaluation mode, the user did this on purpose. A model without trainable parameters also
-    stays in evaluation mode.
+    If only some modules are in evaluation mode, the user must have done this on purpose, so the model does not change.
+    A model without trainable parameters does not change either.
     """
     if model.training:
         return

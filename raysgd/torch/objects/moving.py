@@ -16,9 +16,10 @@ _CAPTURING = "transformers.utils.output_capturing"
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Copy tensors in nested tuples, lists, dicts and dataclasses to `device`, asynchronously if memory is pinned.
+    """Return nested tuples, lists, dicts and dataclasses with all tensors on `device`.
 
-    An object with a `to` method, such as a batch of `transformers`, is moved by that method.
+    An object with a method `to`, such as a batch of `transformers`, is moved by that method. Tensors in pinned memory
+    are copied asynchronously.
     """
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
@@ -27,7 +28,7 @@ def to_device(value: Any, device: torch.device) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return _moved_dataclass(value, device)
     if isinstance(value, MutableMapping):
-        moved = copy.copy(value)  # a copy has the same class, such as `defaultdict`
+        moved = copy.copy(value)  # keeps the class of the mapping, such as `defaultdict`
         moved.update((key, to_device(item, device)) for key, item in value.items())
         return moved
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -38,19 +39,19 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def _moved_dataclass(value: Any, device: torch.device) -> Any:
-    """Copy a dataclass without calling its `__init__`, because that may recompute existing values."""
+    """Copy a dataclass with all tensors on `device`. Its `__init__` is not called, because it may recompute values."""
     moved = {field.name: to_device(getattr(value, field.name), device) for field in fields(value)}
     if isinstance(value, MutableMapping):  # model outputs of `transformers` are both dataclasses and dicts
         remade: Any = replace(cast("Any", value), **moved)
         return remade
     copied = copy.copy(value)
     for name, item in moved.items():
-        object.__setattr__(copied, name, item)  # works for frozen dataclasses, too
+        object.__setattr__(copied, name, item)  # unlike `setattr`, this also works for frozen dataclasses
     return copied
 
 
 def read_tensors(tensors: list[torch.Tensor]) -> list[float]:
-    """Return the values of one-element tensors, waiting only once for the device."""
+    """Return the values of one-element tensors. If all are on one device, wait only once for the device."""
     if len({tensor.device for tensor in tensors}) > 1:
         return [float(tensor) for tensor in tensors]
     values: list[float] = torch.stack([tensor.reshape(()).double() for tensor in tensors]).tolist()
@@ -58,10 +59,11 @@ def read_tensors(tensors: list[torch.Tensor]) -> list[float]:
 
 
 def packed(model: torch.nn.Module) -> torch.nn.Module:
-    """Make a model picklable, in place. Pass a copy of the model. `unpacked` completes it in the receiving process.
+    """Make a copy of a model picklable, in place, and return it. The receiving process must call `unpacked` on it.
 
-    PyTorch cannot pickle classes created by `torch.nn.utils.parametrize`, so modules get their original class back.
-    `transformers` collects outputs with hooks that refer to a global variable. The variable is pickled by name.
+    Two things cannot be pickled. Modules with a parametrization have a class that `torch.nn.utils.parametrize` created,
+    so they get their original class back. Hooks of `transformers` that collect outputs refer to a global variable,
+    which is pickled by its name.
     """
     for part in model.modules():
         if parametrize.is_parametrized(part):
@@ -72,10 +74,10 @@ def packed(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def unpacked(model: torch.nn.Module) -> torch.nn.Module:
-    """Undo `packed` on a model in place, possibly in another process.
+    """Undo `packed` on a model, in place, in the process that has received the model. Return the model.
 
-    Modules get their parametrized classes back. `transformers` keeps a registry of the outputs to collect. A model
-    created in another process is missing there, so it is added.
+    Modules with a parametrization get back the class that `torch.nn.utils.parametrize` creates. The modules are added
+    to the registry in which `transformers` looks up which outputs to collect.
     """
     registry = getattr(sys.modules.get(_CAPTURING), "_CAN_RECORD_REGISTRY", {})
     parts: list[Any] = list(model.modules())

@@ -1,7 +1,7 @@
 """The numeric precision in which a model is trained: fp32, PyTorch's mixed precision, or NVIDIA Apex.
 
-`Precision` is plain fp32 and the base class of the other precisions. The functions at the end check the user's options
-`use_fp16` and `precision`, and create the `Precision` object that they select.
+The class `Precision` implements fp32 and is the base class of the other precisions. The functions at the end of the
+module check the user's options `use_fp16` and `precision`, and create the object that they select.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _NOTHING = nullcontext()
 _SHORT = (torch.bfloat16, torch.float16)
-_STATE_KEYS_OF_OLD = "amp"  # key of Apex's state in checkpoints of the old library
+_STATE_KEYS_OF_OLD = "amp"  # key for the state of Apex in checkpoints of the old library
 
 
 class Precision:
@@ -31,8 +31,8 @@ class Precision:
         state_key: Key in a checkpoint for the state of this object; None if it has no state.
         namespace: Object that operators use as `self._amp`. Except with Apex, it has a function `autocast`.
         scaler: Gradient scaler that operators use as `self._amp_scaler`; None if this precision has no scaler.
-        skips_overflows: True if a step is skipped when gradients have overflowed.
-        can_defer: True if the all-reduce of accumulated gradients may be deferred to a later batch.
+        skips_overflows: True if an optimizer step is skipped when gradients have overflowed.
+        can_defer: True if the all-reduce of accumulated gradients may be deferred to the last batch of a step.
     """
 
     is_mixed = False
@@ -51,7 +51,10 @@ class Precision:
         Args:
             models: Models to prepare.
             optimizers: Optimizers to prepare.
-            initialize: Calls Apex's initialization with the user's arguments. Other precisions ignore it.
+            initialize: Function that initializes Apex with the user's arguments. Other precisions ignore the function.
+
+        Returns:
+            The models and the optimizers to use in training.
         """
         return models, optimizers
 
@@ -64,42 +67,43 @@ class Precision:
         loss.backward()
 
     def unscale(self, optimizer: Any) -> None:
-        """Undo the scaling of the gradients, for code that reads or clips them before the step."""
+        """Undo the scaling of an optimizer's gradients. Called before code that reads or clips gradients."""
 
     def parameters(self, optimizer: Any) -> list[torch.Tensor]:
-        """Return the parameters that `optimizer` updates. Their `grad` has the gradients that it uses."""
+        """Return the parameters that an optimizer updates. Their attribute `grad` has the gradients for the step."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def step(self, optimizer: Any) -> None:
-        """Step the optimizer, unless its gradients have overflowed."""
+        """Step an optimizer, unless its gradients have overflowed."""
         optimizer.step()
 
     def begin_call(self) -> None:
-        """Prepare for a call to `train`."""
+        """Prepare for a call to `train`, before its first batch."""
 
     def check_use(self) -> None:
-        """Raise if the requested precision had no effect. Called before each optimizer step."""
+        """Raise if the precision that the user requested had no effect. Called before each optimizer step."""
 
     def has_skipped(self) -> bool:
-        """Return True if a step was skipped because of overflowed gradients since the last call to this method."""
+        """Return True if gradients have overflowed, so that a step was skipped, since the last call to this method."""
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to store in a checkpoint under `state_key`."""
+        """Return the state that checkpoints contain under the key `state_key`."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state that `state_dict` returned."""
+        """Load a state that `state_dict` returned when a checkpoint was saved."""
 
 
 class NativeAmp(Precision):
-    """PyTorch's mixed precision: fp16 with a gradient scaler, or bf16 with a disabled scaler.
+    """PyTorch's mixed precision: fp16 with a gradient scaler, or bf16 with a gradient scaler that does nothing.
 
     Args:
         dtype: `torch.float16` or `torch.bfloat16`.
         device: Device of the model.
-        enabled: False to compute in fp32 with the same interface, as the old library did on CPUs.
-        must_act: True to raise at a step if user code bypassed mixed precision.
+        enabled: False to compute in fp32, although user code uses autocast and the gradient scaler. The old library did
+            this on CPUs.
+        must_act: True to raise in an optimizer step if user code has computed without mixed precision.
     """
 
     is_mixed = True
@@ -128,7 +132,10 @@ class NativeAmp(Precision):
         return models, optimizers
 
     def forward_context(self, *args: Any, **options: Any) -> AbstractContextManager[Any]:
-        """Return the autocast context manager, and record its use. Operators call this as `self._amp.autocast`."""
+        """Return PyTorch's autocast context manager, and record that it is used.
+
+        User code calls this method as `self._amp.autocast`.
+        """
         self._has_computed = True
         context: AbstractContextManager[Any] = self._autocast(*args, **options)
         return context
@@ -140,12 +147,12 @@ class NativeAmp(Precision):
         self._has_computed = self._has_scaled = not self._must_act
 
     def check_use(self) -> None:
-        """Check that user code used this object in the current training call.
+        """Check that user code has used mixed precision in the current training call.
 
-        Warn if it was used only for the backward pass.
+        Warn if user code has used mixed precision only for the backward pass.
 
         Raises:
-            ValueError: User code did not use this object at all, so the option `precision` had no effect.
+            ValueError: User code has not used mixed precision at all, so the option `precision` had no effect.
         """
         if self._has_computed:
             return
@@ -171,10 +178,10 @@ class NativeAmp(Precision):
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Any) -> None:
-        """Step the optimizer unless its gradients have overflowed. Update the scale after all optimizers have stepped.
+        """Step an optimizer, unless its gradients have overflowed. Once all optimizers have stepped, update the scale.
 
-        All optimizers share the scale. Updating it earlier would leave gradients of the remaining optimizers with the
-        old scale.
+        All optimizers share the scale of the gradients. If the scale were updated earlier, the gradients of the
+        remaining optimizers would have the old scale.
         """
         if id(optimizer) in self._stepped:
             self._update()
@@ -189,9 +196,10 @@ class NativeAmp(Precision):
         self.scaler.update()
 
     def has_skipped(self) -> bool:
-        """Return True if a step was skipped since the last call to this method.
+        """Return True if an optimizer step was skipped since the last call to this method.
 
-        The scale decreases with each skipped step, even if user code calls the scaler itself.
+        The gradient scaler decreases the scale with each skipped step, even if user code calls the scaler itself. This
+        method therefore checks whether the scale has decreased.
         """
         before, self._scale = self._scale, self.scaler.get_scale()
         return self._scale < before
@@ -208,10 +216,10 @@ class NativeAmp(Precision):
 
 
 class Apex(Precision):
-    """Mixed precision of NVIDIA Apex (`apex.amp`). Apex must be built from an older commit that still contains it.
+    """Mixed precision of NVIDIA Apex (`apex.amp`). Apex must be built from an older commit that still contains `amp`.
 
-    Apex checks for overflowed gradients at the end of each backward pass. All ranks must have the same gradients then,
-    so the all-reduce of gradients cannot be deferred to a later batch.
+    Apex checks for overflowed gradients at the end of each backward pass. At this time, all ranks must have the same
+    gradients. Therefore, the all-reduce of gradients cannot be deferred to a later batch.
     """
 
     is_mixed = True
@@ -259,11 +267,12 @@ class Apex(Precision):
 def warn_of_short_weights(optimizers: Iterable[Any], owner: str) -> None:
     """Warn about PyTorch optimizers that train 16-bit weights, in which small updates are rounded away.
 
-    Optimizers of other libraries may compensate for this, for example with a copy in fp32.
+    Optimizers of other libraries are not reported, because they may compensate for this, for example with an fp32 copy
+    of the weights.
 
     Args:
         optimizers: Optimizers that the operator registered.
-        owner: Name of the operator, for the warning.
+        owner: Name of the operator's class, for the warning.
     """
     for optimizer in optimizers:
         if type(optimizer).__module__.startswith("torch.optim."):
@@ -285,7 +294,12 @@ def warn_of_short_weights(optimizers: Iterable[Any], owner: str) -> None:
 
 
 def saved_state(precision: Precision, state: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the state of `precision` from a checkpoint, possibly of the old library; None if it is missing."""
+    """Return the entry for a precision in the state from a checkpoint; None if the state has no such entry.
+
+    Args:
+        precision: The precision.
+        state: State from a checkpoint of this library or of the old library.
+    """
     if precision.state_key is None:
         return None
     found = state.get(precision.state_key)
@@ -295,7 +309,7 @@ def saved_state(precision: Precision, state: dict[str, Any]) -> dict[str, Any] |
 
 
 def choose_amp_backend(use_fp16: Any, native_amp: Any = None, apex_amp: Any = None) -> bool | str:
-    """Check `use_fp16` and return the implementation of mixed precision that it selects.
+    """Check the option `use_fp16`, and return the implementation of mixed precision that the option selects.
 
     Args:
         use_fp16: `False`, `True` or `"apex"`.
@@ -325,7 +339,7 @@ PRECISIONS = ("fp32", "fp16", "bf16", "apex")
 
 
 def choose_precision(use_fp16: Any, precision: Any = None) -> str:
-    """Check the two options for precision, and return the name of the precision that they select.
+    """Check the options `use_fp16` and `precision`, and return the name of the precision that they select.
 
     Args:
         use_fp16: Option of the old library; see `choose_amp_backend`.

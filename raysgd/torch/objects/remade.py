@@ -1,9 +1,9 @@
-"""Omits from states the frozen parameters that `setup` recreates, and stores a digest of each instead.
+"""Omits frozen parameters that `setup` recreates from snapshots and checkpoints, and stores their digests instead.
 
 A digest is a hash of the parameter's values, with its dtype and shape. This module is imported only if an operator sets
-`remakes_frozen = True`. The parameters that are frozen at the end of `setup` are omitted. Once such a parameter becomes
-trainable, even temporarily, states contain it from then on. If it changes without being trained, saving a state raises
-an error that names the parameter. See ADR 150.
+`remakes_frozen = True`. Saved states then omit the parameters that are frozen at the end of `setup`. Once such a
+parameter becomes trainable, even temporarily, states contain the parameter from then on. If a parameter changes while
+it is frozen, saving a state raises an error that names the parameter. See ADR 150.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ Digests = Mapping[str, str]
 _ROW_WORDS = 512
 _NUM_SAMPLES = 64  # maximum number of values per parameter that each check compares
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by size in bytes
-_PIECE_BITS, _NUM_PIECES = 8, 8  # a hash is compared in 8-bit pieces, so that floats can sum their squares exactly
+_PIECE_BITS, _NUM_PIECES = 8, 8  # ranks compare a hash in 8-bit pieces, whose squares floats can sum without rounding
 
 
 class _Parameter:
-    """A parameter that is frozen at the end of `setup`. Its values at that time are its original values.
+    """A parameter that is frozen at the end of `setup`. Its values at that time are called its original values.
 
     Attributes:
-        parameter: Parameter of the model.
-        digest: Digest of the original values, which states contain instead of the parameter.
-        original: Copy of the original values, made before training or loading changes them; None without a copy.
+        parameter: The parameter.
+        digest: Digest of the original values. Saved states contain the digest instead of the parameter.
+        original: Copy of the original values, made before training or loading changes the parameter; None if there is
+            no copy.
     """
 
     def __init__(self, parameter: torch.Tensor) -> None:
@@ -43,12 +44,12 @@ class _Parameter:
         self.note()
 
     def note(self) -> None:
-        """Record that the parameter has its original values now."""
+        """Record that the parameter currently has its original values. Used to detect later changes quickly."""
         self._mark, self._few = self._mark_now(), _few_of(self.parameter)
 
     @property
     def sampled(self) -> torch.Tensor:
-        """A few of the parameter's current values, as integers with the same bits."""
+        """A few of the parameter's current values, with their bits read as integers."""
         return self._few if self.parameter.is_contiguous() else _few_of(self.parameter)
 
     def _mark_now(self) -> tuple[int, int]:
@@ -56,11 +57,11 @@ class _Parameter:
 
     @property
     def may_have_changed(self) -> bool:
-        """True if the parameter was written to or its memory was moved, even if its values are still the same."""
+        """True if the parameter was written to, or is in other memory now. Its values may still be the same."""
         return self._mark_now() != self._mark
 
     def has_changed(self) -> bool:
-        """Compare all values with the original values. Return True if they differ."""
+        """Return True if the parameter's values differ from its original values. All values are compared."""
         if digest_of(self.parameter) != self.digest:
             return True
         self.note()
@@ -68,27 +69,30 @@ class _Parameter:
 
     @torch.no_grad()
     def keep_original(self) -> None:
-        """Copy the original values to host memory before a change, unless they were already copied or overwritten."""
+        """Copy the original values to host memory, before the parameter changes.
+
+        Do nothing if there is already a copy, or if the parameter no longer has its original values.
+        """
         if self.original is None and digest_of(self.parameter) == self.digest:
             self.original = self.parameter.detach().cpu().clone()
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Restore the original values if they were copied."""
+        """Set the parameter to its original values, if there is a copy of them."""
         if self.original is not None:
             self.parameter.copy_(self.original)
             self.note()
 
 
 class RemadeParameters:
-    """The frozen parameters that the states of one operator omit.
+    """The frozen parameters that the saved states of one operator omit.
 
     Args:
-        parts: Modules whose states are saved: the models, then the criterion if it is trained.
-        operator_cls: Class of the operator, whose `setup` creates the parameters.
+        parts: Modules whose states are saved: the models, then the criterion if it has trainable parameters.
+        operator_cls: Class of the operator. Its `setup` creates the parameters.
 
     Attributes:
-        ids: `id()` of each parameter that states currently omit.
+        ids: `id()` of each parameter that saved states currently omit.
     """
 
     def __init__(self, parts: Sequence[torch.nn.Module], operator_cls: type) -> None:
@@ -127,12 +131,17 @@ class RemadeParameters:
     # -------------------------------------------------------------------------------------------------------- saving
 
     def without(self, index: int, state: Any) -> Any:
-        """Return `state`, the state of module number `index`, without the parameters that states omit."""
+        """Return the state dict of a module without the parameters that saved states omit.
+
+        Args:
+            index: Index of the module.
+            state: State dict of the module.
+        """
         left_out = self._left_out[index]
         return _reduced(state, left_out) if left_out else state
 
     def record(self) -> dict[str, Any]:
-        """Return what states contain instead of the omitted parameters: the operator's name and all digests.
+        """Return what saved states contain instead of the omitted parameters: the operator's name and all digests.
 
         Raises:
             ValueError: A parameter has changed since `setup`.
@@ -143,15 +152,16 @@ class RemadeParameters:
         return {"by": self._by_whole_name, "parts": parts}
 
     def tensors(self) -> list[dict[str, torch.Tensor]]:
-        """Return the omitted parameters of each module by name. `completed` adds them to a state."""
+        """Return a dict of the omitted parameters, by name, for each module. `completed` adds them to a state."""
         pairs = zip(self._made, self._left_out, strict=True)
         return [{name: made[name].parameter.detach() for name in made if name in names} for made, names in pairs]
 
     def check_unchanged(self) -> None:
-        """Raise an error if an omitted parameter has changed since `setup`.
+        """Check that no omitted parameter has changed since `setup`.
 
-        PyTorch increments a tensor's version with each write, except through `.data`. So a few values of each parameter
-        are compared as well. All values are compared only if the version or one of these values has changed.
+        PyTorch increments the version of a tensor with each write, except for writes through `.data`. Therefore, the
+        version and a few values of each parameter are compared. All values are compared only if one of these has
+        changed.
 
         Raises:
             ValueError: A parameter no longer has the values that `setup` gave it.
@@ -175,7 +185,7 @@ class RemadeParameters:
                     )
 
     def follow_trained(self) -> None:
-        """Stop omitting parameters that have become trainable. Copy their original values first."""
+        """Let saved states contain parameters that have become trainable. First copy their original values."""
         for made, names in zip(self._made, self._left_out, strict=True):
             for name in [name for name in names if made[name].parameter.requires_grad]:
                 made[name].keep_original()
@@ -185,13 +195,14 @@ class RemadeParameters:
     def added_to(
         self, left_out_of: Callable[[torch.nn.Module], Collection[str] | None]
     ) -> Callable[[torch.nn.Module], Collection[str] | None]:
-        """Extend a function that returns parameter names, so that it also returns the names of the omitted parameters.
+        """Return a function that selects parameters which the ranks do not compare, including the omitted parameters.
 
         Args:
-            left_out_of: Returns the names of a model's parameters that ranks need not compare; None for all parameters.
+            left_out_of: Function that gets a model and returns the names of the parameters that the ranks do not
+                compare. It returns None for a model of which they compare no parameters.
 
         Returns:
-            A function that returns these names and the names of the parameters that states omit.
+            A function that also returns the names of the parameters that saved states omit.
         """
 
         def more_left_out_of(model: torch.nn.Module) -> Collection[str] | None:
@@ -208,18 +219,18 @@ class RemadeParameters:
 
         Args:
             index: Index of the module.
-            saved: Saved state of the module, whose names lack the prefixes of `torch.compile`.
-            record: What the state contains instead of the parameters (see `record`); None if the state is complete.
+            saved: Saved state of the module. Its names have no prefixes of `torch.compile`.
+            record: Digests in the saved state (see the method `record`); None if the state omits no parameters.
 
         Returns:
-            The state to load, and the names that may be missing from it.
+            The state to load, and the names of the parameters that it may omit.
 
         Raises:
-            ValueError: A parameter's values differ from those in the saved run, this operator's `setup` does not freeze
-                it, or it has been trained and its original values are gone.
+            ValueError: A parameter that the saved state omits has other values than in the saved run, or is not frozen
+                in this operator's `setup`, or was trained and there is no copy of its original values.
         """
         if not isinstance(saved, Mapping):
-            return saved, ()  # the caller rejects it
+            return saved, ()  # the caller rejects a state that is not a dict
         made, found = self._made[index], _digests_in(record, index)
         theirs = found or {}
         missing = {name for name in theirs if name not in saved}
@@ -259,21 +270,21 @@ class RemadeParameters:
         )
 
     def begin_loading(self, index: int, left_out: Collection[str]) -> None:
-        """Copy the original values of the parameters that loading a state will replace.
+        """Copy the original values of those omitted parameters that loading a state will replace.
 
         Args:
-            index: Index of the module.
-            left_out: Names of the parameters that the state omits.
+            index: Index of the module whose state will be loaded.
+            left_out: Names of the parameters that the loaded state omits.
         """
         for name in self._left_out[index] - {*left_out}:
             self._made[index][name].keep_original()
 
     def end_loading(self, index: int, left_out: Collection[str]) -> None:
-        """Restore the original values of the parameters that a loaded state omits. From now on, states omit them, too.
+        """Set the parameters that a loaded state omits to their original values. Later saved states omit them, too.
 
         Args:
-            index: Index of the module.
-            left_out: Names of the parameters that the state omits.
+            index: Index of the module whose state was loaded.
+            left_out: Names of the parameters that the loaded state omits.
         """
         made = self._made[index]
         for name in {*left_out} - self._left_out[index]:
@@ -284,13 +295,13 @@ class RemadeParameters:
     # ------------------------------------------------------------------------------------------------ comparing ranks
 
     def check_ranks(self, sum_over_ranks: Callable[..., list[float]]) -> None:
-        """Check that all ranks created the same frozen parameters. All ranks must call this at the same time.
+        """Check that all ranks have created the same frozen parameters. All ranks must call this method together.
 
         Args:
-            sum_over_ranks: Adds each of its arguments over the ranks, and returns the sums.
+            sum_over_ranks: Function that sums each of its arguments over the ranks, and returns the sums.
 
         Raises:
-            ValueError: The ranks differ. Raised on all ranks, with the name of the parameter.
+            ValueError: The ranks' frozen parameters differ. Raised on all ranks.
         """
         named = [(index, name) for index, made in enumerate(self._made) for name in made]
         digests = [f"{name} {self._made[index][name].digest}" for index, name in named]
@@ -315,10 +326,10 @@ class RemadeParameters:
 
 
 def refuse_left_out(record: Any, operator_cls: type) -> None:
-    """Raise if a state omits parameters. Called for an operator that does not set `remakes_frozen`.
+    """Raise if a saved state omits frozen parameters. Called if this operator does not set `remakes_frozen`.
 
     Args:
-        record: What the state contains instead of the parameters, with their digests.
+        record: Digests in the saved state.
         operator_cls: Class of the operator, for the message.
 
     Raises:
@@ -335,7 +346,7 @@ def refuse_left_out(record: Any, operator_cls: type) -> None:
 
 
 def completed(state: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return a module's state dict with the omitted parameters added.
+    """Return the state dict of a module with the omitted parameters added.
 
     Args:
         state: State dict without the omitted parameters.
@@ -345,7 +356,7 @@ def completed(state: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _reduced(state: Any, names: Collection[str]) -> Any:
-    """Return a module's state dict without the entries in `names`."""
+    """Return the state dict of a module without the entries in `names`."""
     return _like(state, {name: value for name, value in state.items() if plain(name) not in names})
 
 
@@ -361,13 +372,13 @@ def _maker_in(record: Any) -> str:
 
 
 def parts_of(record: Any) -> Sequence[Any]:
-    """Return the digests in a state, one entry for each module. The entry is None for a module whose state is complete.
+    """Return the digests in a saved state: a dict for each module, or None for a module whose state omits nothing.
 
     Args:
-        record: Value of the state's key for omitted parameters.
+        record: Record of the omitted parameters in the saved state, which `RemadeParameters.record` returned.
 
     Raises:
-        ValueError: The value is malformed.
+        ValueError: The record is malformed.
     """
     parts = record.get("parts") if isinstance(record, Mapping) else None
     require(isinstance(parts, list | tuple), "its `remade` does not say what is left out")
@@ -376,7 +387,7 @@ def parts_of(record: Any) -> Sequence[Any]:
 
 
 def _digests_in(record: Any, index: int) -> Digests | None:
-    """Return the digests of the module's parameters that a state omits; None if the module's state is complete."""
+    """Return the digests of the parameters that the saved state of a module omits; None if it omits nothing."""
     parts = () if record is None else parts_of(record)
     digests = parts[index] if index < len(parts) else None
     require(digests is None or isinstance(digests, Mapping), "its `remade` does not say what is left out")
@@ -385,13 +396,13 @@ def _digests_in(record: Any, index: int) -> Digests | None:
 
 
 def with_record_of(state: dict[str, Any], saved: Mapping[str, Any], key: str, part: str) -> dict[str, Any]:
-    """Update a state's digests of omitted parameters, after some of the state's modules were taken from a saved state.
+    """Return a state with updated digests, after the states of some modules were replaced with those in a saved state.
 
     Args:
-        state: State in which the modules were replaced.
-        saved: State from which the modules were taken.
+        state: State in which the states of modules were replaced.
+        saved: Saved state from which these were taken.
         key: Key of the digests in both states.
-        part: What was replaced: "models" or "criterion".
+        part: Which modules were replaced: "models" or "criterion".
     """
     records = [each.get(key) for each in (state, saved)]
     num_models = len(state["models"])
@@ -413,9 +424,9 @@ def _has_numbers(parameter: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def digest_of(tensor: torch.Tensor) -> str:
-    """Return a tensor's dtype, shape and hash as a string, which is the same on all devices for equal tensors.
+    """Return a string with the dtype, shape and hash of a tensor. The string does not depend on the tensor's device.
 
-    To be fast, the tensor's device first sums rows of 512 eight-byte words, and only the sums are hashed. The hash
+    To save time, the tensor's device first sums rows of 512 eight-byte words, and only the sums are hashed. The hash
     detects accidental differences, but an attacker could construct weights that have a given hash.
 
     Examples:
@@ -439,7 +450,7 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 
 def _few_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a few of the parameter's values, with their bits read as integers.
+    """Return a few of a parameter's values, with their bits read as integers.
 
     If the parameter is contiguous, the result is a view of its memory.
     """
@@ -450,7 +461,7 @@ def _few_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(samples: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Concatenate the sampled values of several parameters to one new tensor per device."""
+    """Concatenate sampled values of several parameters. Return a new tensor for each device."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for each in samples:
         by_device.setdefault(each.device, []).append(each)
@@ -464,7 +475,10 @@ def _are_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> 
 
 
 def _pieces(text: str) -> list[int]:
-    """Return the hash of a string in 8-bit pieces, each followed by its square. `_are_alike` compares the pieces."""
+    """Return the hash of a string in 8-bit pieces, each followed by its square.
+
+    The ranks sum these numbers, and `_are_alike` decides by the sums whether all ranks have the same pieces.
+    """
     import xxhash
 
     digest = xxhash.xxh3_64_intdigest(text.encode())
@@ -473,8 +487,12 @@ def _pieces(text: str) -> list[int]:
 
 
 def _are_alike(num_ranks: float, sums: Sequence[float]) -> bool:
-    """Return True if all ranks had the same values. `sums` has each value's sum over the ranks, then its square's.
+    """Return True if all ranks have the same values.
 
-    All ranks had the same value exactly if the mean of the squares equals the square of the mean.
+    All ranks have the same value exactly if the mean of the squares equals the square of the mean.
+
+    Args:
+        num_ranks: Number of ranks.
+        sums: For each value: its sum over the ranks, then the sum of its squares.
     """
     return all(num_ranks * squares == total * total for total, squares in zip(sums[::2], sums[1::2], strict=True))

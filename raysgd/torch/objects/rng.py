@@ -1,6 +1,6 @@
 """Captures and restores the state of the random number generators that training code uses.
 
-A captured state is a flat dict of bytes, numbers and None. So states can be compared with `==`, and
+A captured state is a flat dict of bytes, numbers and None. Such dicts can be compared with `==`, and
 `torch.load(weights_only=True)` can read them from an untrusted file.
 """
 
@@ -16,19 +16,20 @@ import numpy as np
 import torch
 
 RNG = "rng"
-"""Key in a checkpoint for the generator states of all ranks."""
+"""Key in a checkpoint for the states of all ranks' random number generators."""
 
 _MERSENNE_TWISTER = "MT19937"
 _NUM_WORDS = 624
 _PYTHON_WORDS = struct.Struct(f"<{_NUM_WORDS + 1}I")
-"""Packs the state of Python's `random`: the words of the Mersenne Twister, then the position in them."""
+"""Layout of the state of Python's `random`: the words of the Mersenne Twister, then the position in these words."""
 
 _TORCH_BYTES = 5056
 _TORCH_PLACE = struct.Struct("<iiQ")
 _TORCH_PLACE_AT = 8
-"""Offset of three fields in the state of PyTorch's CPU generator: words left, a "seeded" flag, and next position.
+"""Offset of three fields in the state of PyTorch's CPU generator, which `_TORCH_PLACE` unpacks.
 
-`_TORCH_PLACE` unpacks these fields.
+The fields are the number of words left, a flag that is 1 if the generator was seeded, and the position of the next
+word.
 """
 
 _CUDA_BYTES = 16
@@ -47,11 +48,12 @@ _KEYS = (
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of the global generators of PyTorch, Python and NumPy in this process.
+    """Return the states of the global random number generators of PyTorch, Python and NumPy in this process.
 
-    This includes PyTorch's CPU generator, the generator of the current CUDA device if this process uses CUDA, the
-    `random` module, and `numpy.random`'s legacy global generator. The CUDA entry is None if this process does not use
-    CUDA. NumPy's entries are None if user code replaced NumPy's global generator by one that is not a Mersenne Twister.
+    The result contains the states of PyTorch's CPU generator, of the generator of the current CUDA device, of the
+    `random` module, and of the legacy global generator of `numpy.random`. The CUDA entry is None if this process does
+    not use CUDA. NumPy's entries are None if user code replaced NumPy's global generator with one that is not a
+    Mersenne Twister.
     """
     version, words, gauss = random.getstate()
     return {
@@ -65,27 +67,31 @@ def capture() -> dict[str, Any]:
 
 
 def seed_alike(seed: int) -> None:
-    """Seed the global generators of PyTorch, Python and NumPy, so that all ranks draw the same random numbers."""
-    torch.manual_seed(seed)  # also seeds CUDA
+    """Seed the global generators of PyTorch, Python and NumPy with one seed, which is the same on all ranks."""
+    torch.manual_seed(seed)  # also seeds the generators of all CUDA devices
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def part_ways(seed: int, rank: int) -> None:
-    """Seed the generators so that later random numbers, such as those of dropout, differ between ranks."""
+    """Seed the global generators from a seed and the rank. Random numbers, as in dropout, then differ between ranks."""
     seed_alike(_seed_of(str(seed).encode(), rank))
 
 
 def fork(state: Mapping[str, Any], number: int) -> None:
-    """Restore a captured state or, if `number` is above 0, seed the generators from the captured state and `number`.
+    """Give the global generators states that depend on a captured state and a number, such as the rank.
 
-    Each generator's new seed depends only on that generator's captured state. So a generator that the user seeded stays
-    reproducible even if the user did not seed the other generators.
+    The new seed of a generator depends only on the captured state of the same generator and on the number. If the user
+    seeded only some of the generators, their random numbers therefore stay reproducible.
+
+    Args:
+        state: State that `capture` returned.
+        number: Number that differs between ranks. With 0, the captured state itself is restored.
     """
     restore(state)
     if number == 0:
         return
-    torch.manual_seed(_seed_of(state["torch"], number))  # also seeds CUDA
+    torch.manual_seed(_seed_of(state["torch"], number))  # also seeds the generators of all CUDA devices
     random.seed(_seed_of(state["python_words"], number))
     if state["numpy_words"] is not None:
         np.random.seed(_seed_of(state["numpy_words"], number) % 2**32)
@@ -111,7 +117,7 @@ def restore(state: Any) -> None:
     The state of a CUDA device is ignored if this process has no such device.
 
     Raises:
-        ValueError: See `check`. No generator has changed.
+        ValueError: `check` would reject the state. No generator has changed.
     """
     writers: list[Any] = [torch.set_rng_state, torch.cuda.set_rng_state, random.setstate, np.random.set_state]
     for write, own in zip(writers, _checked(state), strict=True):
@@ -120,7 +126,10 @@ def restore(state: Any) -> None:
 
 
 def _checked(state: Any) -> list[Any]:
-    """Return the states to set in the generators of PyTorch, CUDA, Python and NumPy, or None to skip a generator."""
+    """Return the states to set in the generators of PyTorch, CUDA, Python and NumPy, in this order.
+
+    A state is None if its generator is left unchanged.
+    """
     missing = [key for key in _KEYS if key not in state] if isinstance(state, Mapping) else list(_KEYS)
     if missing:
         raise ValueError(f"`restore(state)`: `state` lacks {missing}. Pass what `capture()` returned.")
@@ -141,7 +150,7 @@ def _checked(state: Any) -> list[Any]:
 def _checked_torch(content: Any) -> torch.Tensor:
     state = _bytes_to_tensor(content)
     torch.Generator().set_state(state)
-    if len(content) == _TORCH_BYTES:  # PyTorch checks each field, but not their sum
+    if len(content) == _TORCH_BYTES:  # `set_state` checks each of the fields, but not the sum of two of them
         num_left, _, position = _TORCH_PLACE.unpack_from(content, _TORCH_PLACE_AT)
         _require(num_left + position <= _NUM_WORDS + 1, "a position outside of its words")
     return state

@@ -1,1 +1,1 @@
-"""Private state that the library keeps for a PyTorch operator, and the implementation of `register`."""
+"""The library's private state for a `TrainingOperator`, and the implementation of `register` and `register_data`."""

@@ -1,8 +1,8 @@
-"""Private state that the library keeps for a PyTorch operator, available to the library as `operator._raysgd`.
+"""`TorchInternals`: the library's private state for a `TrainingOperator`, which is its attribute `_raysgd`.
 
-It includes the trained parts: which parameters are frozen, and the optimizers' parameter groups, as of the end of
-`setup` or the last `rewrap`. If `rewrap` changed the trained parts, snapshots contain them by name. A new worker, which
-has run only `setup`, then trains the same parts as the other workers.
+The state includes which parameters are frozen and which parameter groups the optimizers have. User code may change both
+after `setup` and then call `rewrap`. Snapshots record such changes, as lists of parameter names. A new worker, which
+has run only `setup`, makes the recorded changes, so that it trains the same parameters as the other workers.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from raysgd.utils import IS_PADDING
 
 Flags = tuple[list[list[bool]], list[int]]
 Noted = dict[str, Any]
-"""Trained parts by parameter name: `frozen` lists the frozen ones of each module, `groups` each optimizer's groups."""
+"""Names of parameters, in a dict. `frozen`: frozen parameters of each module. `groups`: groups of each optimizer."""
 
 
 class TrainedParts:
     """Records which parameters are frozen and which parameter groups optimizers have, and detects changes.
 
     Args:
-        registered: Objects that the operator registered, at the end of `setup`.
+        registered: Objects that the operator's `setup` registered.
     """
 
     def __init__(self, registered: RegisteredObjects) -> None:
@@ -59,7 +59,10 @@ class TrainedParts:
 
     @property
     def since_setup(self) -> Noted | None:
-        """Trained parts at the last call to `note`, to store in a snapshot; None if they equal those after `setup`."""
+        """Frozen parameters and parameter groups at the last call to `note`, to store in a snapshot.
+
+        None if they have not changed since the end of `setup`.
+        """
         return None if self._now == self._of_setup else self._now
 
     @property
@@ -89,7 +92,10 @@ class TrainedParts:
         )
 
     def check(self, freezes_in_batches: bool = False) -> None:
-        """Raise if `has_changed` returns True.
+        """Check that user code has called `rewrap` after each change of the frozen parameters or parameter groups.
+
+        Args:
+            freezes_in_batches: True to ignore all newly frozen parameters and detect only unfrozen ones.
 
         Raises:
             ValueError: Parameters were frozen or unfrozen, or groups were added, without a call to `rewrap`.
@@ -101,13 +107,16 @@ class TrainedParts:
             )
 
     def take(self, noted: Noted | None) -> bool:
-        """Freeze or unfreeze parameters and replace parameter groups as in a snapshot. Return True if any changed.
+        """Freeze and unfreeze parameters and replace parameter groups, as recorded in a snapshot.
 
         Args:
-            noted: Trained parts from the snapshot; None for those at the end of `setup`.
+            noted: Frozen parameters and parameter groups from the snapshot; None for those at the end of `setup`.
+
+        Returns:
+            True if anything has changed.
 
         Raises:
-            ValueError: A group in the snapshot has parameters that are not registered here.
+            ValueError: A parameter group in the snapshot has parameters that the operator has not registered.
         """
         noted = noted or self._of_setup
         if noted == self._now and not self.has_changed():
@@ -138,7 +147,12 @@ def _groups_of(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _named(optimizer: Any, names: Mapping[int, str]) -> list[list[str | None]]:
-    """Return the parameters' names in each parameter group, with None for a parameter of no registered module."""
+    """Return the parameters' names in each parameter group of an optimizer.
+
+    Args:
+        optimizer: The optimizer.
+        names: Names of the parameters of registered modules, by parameter ID. Other parameters get None.
+    """
     return [[names.get(id(parameter)) for parameter in group["params"]] for group in _groups_of(optimizer)]
 
 
@@ -153,7 +167,7 @@ def _names(registered: RegisteredObjects) -> dict[str, torch.Tensor]:
 def _give_groups(
     optimizer: Any, groups: Sequence[Sequence[str | None]], parameters: Mapping[Any, torch.Tensor]
 ) -> None:
-    """Replace an optimizer's parameter groups, starting with the first group that differs from `groups`.
+    """Replace an optimizer's parameter groups, starting with the first group that differs from its entry in `groups`.
 
     Args:
         optimizer: Optimizer to change.
@@ -182,14 +196,14 @@ _NOTHING = nullcontext()
 
 
 class OptimizerChoice:
-    """Determines which optimizers a call to the operator's `backward` or `optimizer_step` is for.
+    """Determines which optimizers the operator's `backward` or `optimizer_step` acts on.
 
-    The call is for the optimizers that are passed as `optimizer`. Without this argument, it is for the optimizer that a
-    running method of the library acts on or, if no such method is running, for `self.optimizer`, provided that only one
-    optimizer is registered.
+    If user code passes the argument `optimizer`, the method acts on these optimizers. Otherwise, if one of the
+    library's methods has called it, such as the default `train_batch`, it acts on the optimizer that the library's
+    method has chosen. Otherwise, it acts on `self.optimizer`, provided that only one optimizer is registered.
 
     Args:
-        default: Returns the operator's `self.optimizer`. Raises if the operator has none.
+        default: Function that returns the operator's `self.optimizer`, and raises if the operator has none.
 
     Attributes:
         registered: All registered optimizers.
@@ -201,14 +215,18 @@ class OptimizerChoice:
         self._acting: Any = None
 
     def acting_on_usual(self) -> AbstractContextManager[None]:
-        """In the `with` block, methods that are called without an optimizer act on `self.optimizer`."""
+        """Let `backward` and `optimizer_step` act on `self.optimizer` in the `with` block.
+
+        If user code passes the argument `optimizer`, this argument takes precedence.
+        """
         return self.acting_on(self._default()) if len(self.registered) > 1 else _NOTHING
 
     @contextmanager
     def acting_on(self, optimizer: Any) -> Iterator[None]:
-        """In the `with` block, methods that are called without an optimizer act on `optimizer`.
+        """Let `backward` and `optimizer_step` act on an optimizer in the `with` block.
 
-        This includes the user's overrides that have no parameter `optimizer`.
+        If user code passes the argument `optimizer`, this argument takes precedence. A user's override of one of these
+        methods may lack the parameter `optimizer`. It thus also acts on the right optimizer.
         """
         before, self._acting = self._acting, optimizer
         try:
@@ -224,7 +242,7 @@ class OptimizerChoice:
             given: Value of the method's argument `optimizer`: an optimizer, a list of optimizers, or None.
 
         Raises:
-            ValueError: It is unclear which optimizers are meant.
+            ValueError: It is unclear which optimizers the method should act on.
         """
         if given is not None:
             chosen = list(given) if isinstance(given, list | tuple) else [given]
@@ -248,31 +266,36 @@ class OptimizerChoice:
     def bystanders(self, given: Any, chosen: list[Any]) -> list[Any]:
         """Return the optimizers, apart from the chosen one, whose gradients `backward` must also clear.
 
-        If `backward` got no optimizer, its loss is the only loss of the batch, and may have gradients for parameters of
-        all registered optimizers. If it got an optimizer (`given`), the list is empty.
+        If user code passed no optimizer to `backward`, its loss is the only loss of the batch, and may have gradients
+        for parameters of all registered optimizers.
+
+        Args:
+            given: Argument `optimizer` of `backward`. If it is not None, the result is an empty list.
+            chosen: Optimizers that `backward` acts on.
         """
         registered = () if given is not None else self.registered
         return [each for each in registered if each is not chosen[0]] if len(registered) > 1 else []
 
 
 class TorchInternals(Internals):
-    """Private state that the library keeps for a PyTorch operator.
+    """The library's private state for a `TrainingOperator`.
 
     Attributes:
         registered: Models, optimizers, criterion and schedulers that the operator registered.
         data: Data loaders that the operator registered.
         scheduler_step_freq: When the library steps schedulers: "batch", "epoch", "manual" or None.
         precision: Numeric precision of the training.
-        parallel: Strategy that keeps the replicas in sync. While batches are trained, its `leg` (the part of the
-            running call that this worker group runs) is also the `place` of this object.
-        choice: Determines which optimizers a call to `backward` or `optimizer_step` is for.
-        trained: Frozen parameters and optimizers' parameter groups; None before the end of `setup`.
-        remade: Frozen parameters that states omit; None unless the operator sets `remakes_frozen`.
+        parallel: Strategy, such as DDP, that keeps the workers' models in sync. Its attribute `leg` tracks the part of
+            the running call that this worker group runs. While batches are trained, the attribute `place` of this
+            object refers to the same `Leg`.
+        choice: Determines which optimizers `backward` and `optimizer_step` act on.
+        trained: Records frozen parameters and optimizers' parameter groups; None before the end of `setup`.
+        remade: Frozen parameters that snapshots and checkpoints omit; None unless the operator sets `remakes_frozen`.
         loss_calls: Notifies listeners of calls to the criterion.
-        own_steps: Clips gradients before optimizers step, even if user code calls `step`.
-        gradients: Computes and applies gradients.
-        chosen: The optimizers' hyperparameters that `setup` chose.
-        follows_rate: True if learning rates were adjusted when the config last changed.
+        own_steps: Clips gradients before optimizers step, even if user code calls an optimizer's `step`.
+        gradients: Computes gradients and steps optimizers.
+        chosen: Hyperparameters of the optimizers, such as learning rates, that `setup` chose.
+        follows_rate: True if the optimizers' learning rates were adjusted when the config last changed.
         evaluated: Calls to the criterion in the current validation batch whose results are means over labels.
     """
 
@@ -290,7 +313,7 @@ class TorchInternals(Internals):
         self.own_steps = OwnSteps(context.precision, options, operator, context.parallel, self.callbacks)
         self.chosen: list[Hyperparameters] = []
         self.follows_rate = False
-        self._reported: dict[str, Any] | None = None  # metrics that the current batch passed to `report`
+        self._reported: dict[str, Any] | None = None  # what `report` returned in the current batch
         self._counts_ahead = False
         self.evaluated: list[LossCall] = []
         self.loss_calls = LossCalls()
@@ -304,33 +327,33 @@ class TorchInternals(Internals):
         return self.context.use_gpu
 
     def as_batch(self, arrays: Any, form: BatchForm) -> Any:
-        """Convert arrays to a batch for the operator's models."""
+        """Convert arrays from Ray Data to a batch that the operator's models accept."""
         return as_batch(arrays, form, self.registered.original_models)
 
-    # Before `register`, the next three properties return False or None, because the precision is not in use yet.
+    # Before `register` is called, the next three properties return False or None, because no model uses the precision.
 
     @property
     def fp16(self) -> bool | str:
-        """Value of the operator's `use_fp16`."""
+        """Value of the operator's attribute `use_fp16`: False, True for PyTorch's mixed precision, or "apex"."""
         return self.precision.flag if self.registered.original_models else False
 
     @property
     def amp(self) -> Any:
-        """Value of the operator's `_amp`."""
+        """Value of the operator's attribute `_amp`: a namespace with `autocast`, or Apex's module `amp`."""
         return self.precision.namespace if self.registered.original_models else None
 
     @property
     def scaler(self) -> Any:
-        """Value of the operator's `_amp_scaler`."""
+        """Value of the operator's attribute `_amp_scaler`: the gradient scaler of PyTorch's mixed precision."""
         return self.precision.scaler if self.registered.original_models else None
 
     @property
     def criterion(self) -> Any:
-        """Criterion that the default methods use; None without a criterion."""
+        """The operator's attribute `criterion` or, if it has none, the registered criterion, which may be None."""
         return getattr(self._operator, "criterion", self.registered.criterion)
 
     def register(self, **given: Any) -> tuple[Any, ...]:
-        """Implement `operator.register`: prepare, wrap and record the objects. Return the wrapped objects."""
+        """Prepare, wrap and record the objects passed to the operator's `register`. Return the wrapped objects."""
         if self._operator.remakes_frozen:
             self.parallel.shares_frozen = False
         register(self._operator, self.context, given, self.registered, self._keep)
@@ -344,8 +367,8 @@ class TorchInternals(Internals):
         """Prepare for training at the end of `setup`. From now on, the gradients of frozen parameters are not averaged.
 
         Args:
-            counts_ahead: True to add a batch's metrics to the meters, which accumulate metrics, before the batch's
-                backward pass. This requires that no user code changes the metrics that `train_batch` returns.
+            counts_ahead: True to add a batch's metrics to the epoch's metrics before the batch's backward pass. This
+                requires that no user code changes the metrics that `train_batch` returns.
         """
         self._counts_ahead = counts_ahead
         self.trained = TrainedParts(self.registered)
@@ -356,7 +379,7 @@ class TorchInternals(Internals):
             warn_of_short_weights(self.registered.optimizers, type(self._operator).__name__)
 
     def _leave_out_frozen(self) -> None:
-        """Check that all ranks have the same frozen parameters, then omit these parameters from states from now on.
+        """Check that all ranks have the same frozen parameters, then omit them from snapshots and checkpoints.
 
         Raises:
             ValueError: The ranks' frozen parameters differ, or the models are sharded.
@@ -374,18 +397,18 @@ class TorchInternals(Internals):
             self.remade.check_ranks(self.sum_over_workers)
 
     def rewrap(self) -> None:
-        """Start averaging the gradients of all parameters that are trainable now. Implements `operator.rewrap`."""
+        """Average the gradients of all parameters that are trainable now. Implements the operator's `rewrap`."""
         self.parallel.rewrap(self.registered.wrapped)
-        if self.trained is not None:  # None during `setup`
+        if self.trained is not None:  # `self.trained` is None until `setup` has returned
             self.trained.note()
         if self.remade is not None:
             self.remade.follow_trained()
 
     def follow_trained(self, noted: Noted | None) -> None:
-        """Freeze and unfreeze parameters and set parameter groups as in a snapshot that all ranks load.
+        """Freeze and unfreeze parameters and set parameter groups, as recorded in a snapshot that all ranks load.
 
         Args:
-            noted: Trained parts from the snapshot; None for those at the end of `setup`.
+            noted: Frozen parameters and parameter groups from the snapshot; None for those at the end of `setup`.
         """
         if self.trained.take(noted):
             self.parallel.rewrap(self.registered.wrapped, is_agreed=True)
@@ -394,8 +417,8 @@ class TorchInternals(Internals):
         """Adjust the optimizers' learning rates if the config's `lr` has changed.
 
         Args:
-            config: New config.
-            changed: Previous values of the entries that changed.
+            config: The operator's config after the change.
+            changed: Previous values of the config entries that have changed.
         """
         if "lr" not in changed:
             return
@@ -405,13 +428,13 @@ class TorchInternals(Internals):
         hyperparameters.apply(new, self.registered.optimizers, self.registered.schedulers)
 
     def trained_parameters(self) -> Iterator[torch.Tensor]:
-        """Return all parameters of the trained modules."""
+        """Return all parameters of the registered models and of a criterion with trainable parameters."""
         return (parameter for part in self.registered.trained for parameter in part.parameters())
 
     def parts_of_forward(self, returned: Any) -> tuple[Any, torch.Tensor, Any]:
-        """Split what `forward` returned into output, loss and weight. If it also returned metrics, log them."""
+        """Split the return value of `forward` into output, loss and weight. Log the metrics in it, if any."""
         if type(returned) is tuple and len(returned) == 2 and isinstance(returned[1], torch.Tensor):
-            return *returned, None  # the form that the default `forward` returns
+            return *returned, None  # the default `forward` returns this form
         parts, metrics = batches.without_metrics(returned)
         for name, value in metrics.items():
             note(self.logged, name, value)
@@ -426,7 +449,7 @@ class TorchInternals(Internals):
         """Return the number of samples of a batch.
 
         Raises:
-            ValueError: The number of samples is unknown.
+            ValueError: The number is unclear, because the loader read a different number of samples for the batch.
         """
         num_samples, found = self._sizes_of(batch)
         if found != num_samples:
@@ -449,14 +472,15 @@ class TorchInternals(Internals):
         if weight is None and found != num_samples:
             if len(self.place.batch.amounts) != 1 or self.logged:
                 raise _unknown_count(num_samples, found)
-            self.place.batch.has_uncounted = True  # reset later if the loss is what the criterion returned
+            self.place.batch.has_uncounted = True  # set to False later if the loss is the criterion's return value
         counts = {NUM_SAMPLES: num_samples}
         return counts if weight is None else {**counts, BATCH_WEIGHT: weight}
 
     def _sizes_of(self, batch: Any) -> tuple[int, int]:
         """Return how many samples the loader read for a batch, and how many samples the batch contains.
 
-        They differ if a `collate_fn` adds or omits samples. For a padding batch, both are what the batch contains.
+        The two numbers differ if a `collate_fn` adds or omits samples. For a padding batch, and if it is unknown how
+        many samples the loader read, both numbers are how many the batch contains.
         """
         drawn = self.place.batch.num_samples if self.place is not None else None
         if drawn:
@@ -470,8 +494,8 @@ class TorchInternals(Internals):
         Returns:
             - The predictions.
             - The target.
-            - Calls to PyTorch losses in the criterion.
-            - A dict with `val_loss`, the number of samples, and the weight if `forward` returned one.
+            - Records of the calls to PyTorch's losses that the criterion made.
+            - A dict with `val_loss`, the number of samples, and the batch's weight if `forward` returned one.
         """
         operator, comparisons = self._operator, list[LossCall]()
         features, target = operator.prepare_batch(batch)
@@ -491,8 +515,8 @@ class TorchInternals(Internals):
     def report(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Complete the metrics of the default `train_batch` before its backward pass.
 
-        In the default loop, the metrics are also added to the meters, which accumulate metrics, as pending. During the
-        backward pass, each rank sends its meters' sums to the other ranks together with the gradients, and these sums
+        In the default training loop, also add the metrics to the epoch's metrics, as pending. During the backward pass,
+        each rank sends the sums of its epoch's metrics to the other ranks together with the gradients, and these sums
         must include the current batch. Pending metrics become final once the optimizer step is complete.
         """
         if not self._counts_ahead or self.place is None:
@@ -505,10 +529,10 @@ class TorchInternals(Internals):
         return metrics
 
     def end_batch(self, metrics: Any, batch: Any) -> None:
-        """End a batch. Unless `report` did so, add the metrics that `train_batch` returned to the meters, as pending.
+        """End a training batch. Add the metrics that `train_batch` returned to the epoch's metrics, as pending.
 
-        The meters, which accumulate metrics, include pending metrics once the loop requests the next batch. Until then,
-        the operator's `global_step` includes the batch, but the meters do not.
+        If `report` has already added these metrics, they are not added again. The batch counts in the operator's
+        `global_step` at once, but pending metrics become final only once the training loop requests the next batch.
         """
         leg, reported, self._reported = self.parallel.leg, self._reported, None
         if leg.batch.is_waiting:  # `train_batch` ran no backward pass
@@ -533,12 +557,12 @@ class TorchInternals(Internals):
         """Record a call to the criterion in a validation batch, if the call's result is a mean over labels."""
         if comparison.amount is not None:
             self.place.batch.amounts.append(comparison.amount)
-            self.evaluated.append(comparison._replace(output=None, target=None))  # the output and target are large
+            self.evaluated.append(comparison._replace(output=None, target=None))  # do not keep large tensors in memory
 
     def completed(self, metrics: Any, batch: Any) -> Any:
         if self.place is not None and metrics == {} and not (self.logged or self.place.batch.is_by_samples):
             return {NUM_SAMPLES: self._sizes_of(batch)[0]}  # `train_batch` skipped the batch and returned no metrics
-        if self.logged or not isinstance(metrics, Mapping) or NUM_SAMPLES not in metrics:  # not complete yet
+        if self.logged or not isinstance(metrics, Mapping) or NUM_SAMPLES not in metrics:  # entries are missing
             metrics = super().completed(metrics, batch)
         if self.place is None or not isinstance(metrics, Mapping):
             return metrics
@@ -563,7 +587,7 @@ class TorchInternals(Internals):
             )
 
     def _weighted(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-        """For losses that are means over labels instead of samples, add their weights to a batch's metrics."""
+        """Add the weights of losses that are means over labels instead of samples to a batch's metrics."""
         if BATCH_WEIGHT in metrics:
             return metrics
         if self.evaluated:
@@ -604,7 +628,7 @@ class TorchInternals(Internals):
         return AverageMeterCollection(self.to_floats, metric_objects.capture, metric_objects.remember_all)
 
     def predict(self, batch: Any, info: Mapping[str, Any]) -> Any:
-        """Implement the default `predict_batch`: call the model on the inputs of a batch and return its prediction."""
+        """Call the model on the inputs of a batch and return its predictions. The default `predict_batch` does this."""
         operator, model = self._operator, required(self._operator, "model")
         features = batches.inputs(operator.prepare_batch, batch, info.get(HAS_TARGET, False), model)
         with operator.timers.record("predict_fwd"), self.precision.forward():
@@ -612,12 +636,14 @@ class TorchInternals(Internals):
         return batches.prediction(output)
 
     def mean_over_workers(self, name: str, *parts: Mapping[str, Any]) -> float | None:
-        """Return the weighted mean of a metric over all workers; None if no worker has it. All workers must call this.
+        """Return the weighted mean of a metric over all workers; None if no worker has reported the metric.
+
+        All workers must call this method at the same time.
 
         Args:
             name: Name of the metric.
-            *parts: This worker's metrics: the summary of an epoch, or a dict for each part of a batch, weighted by the
-                dict's `num_samples`.
+            *parts: This worker's metrics: the summary of an epoch, or one dict for each part of a batch. The mean
+                weights each dict by its number of samples, unless it contains another weight.
         """
         counted = []
         for metrics in parts:
@@ -631,7 +657,7 @@ class TorchInternals(Internals):
         return total / count if count else None
 
     def sum_over_workers(self, *values: float) -> list[float]:
-        """Return the sums of all workers' values. All workers must call this."""
+        """Return, for each value, its sum over all workers. All workers must call this method at the same time."""
         if not self.world.is_distributed:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.context.device)
@@ -641,7 +667,7 @@ class TorchInternals(Internals):
 
 
 def _is_result(value: Any, result: torch.Tensor) -> bool:
-    """Return True if a metric's value is the criterion's `result`, either as a tensor or as a number."""
+    """Return True if a metric's value is the tensor `result` that the criterion returned, or equals its number."""
     if isinstance(value, torch.Tensor) and value.data_ptr() == result.data_ptr():
         return True
     own = result.item()
@@ -659,11 +685,13 @@ def _unknown_count(drawn: int, found: int) -> ValueError:
 
 
 def weights_of(counts: Mapping[str, Any], **amounts: Any) -> dict[str, Any]:
-    """Return the weights of metrics that are not averaged with the batch's weight, to add to the batch's metrics.
+    """Return the weights of metrics whose weight differs from the weight of their batch.
+
+    The caller adds the returned entries to the batch's metrics.
 
     Args:
-        counts: Number of samples of the batch, and the batch's weight if it has one.
-        amounts: Weight of each metric; None for the batch's weight.
+        counts: Dict with the batch's number of samples, and with its weight if it has one.
+        amounts: Weight of each metric, by the metric's name; None for the batch's weight.
     """
     usual = counts.get(BATCH_WEIGHT, counts[NUM_SAMPLES])
     are_special = {name: isinstance(each, torch.Tensor) or each not in (None, usual) for name, each in amounts.items()}

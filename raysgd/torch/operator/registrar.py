@@ -1,8 +1,8 @@
 """Implements the operator's `register` and `register_data`: checks, prepares, wraps and records the user's objects.
 
-The library trains, saves and restores only the recorded objects, regardless of the operator's other attributes. The
-user may pass a single object or a container of several objects. `register` returns the wrapped objects in the same type
-of container.
+The library trains, saves and restores only registered objects, and ignores the operator's other attributes. For each
+argument, the user may pass a single object or a container of objects. `register` returns the wrapped objects in the
+same type of container.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ def criterion_of(given: Any) -> Any:
 
 
 def check_loader(name: str, given: Any, *, warn: bool = True) -> None:
-    """Check that a loader yields batches. Warn if the user passed a dataset, which may yield samples.
+    """Check that the loader passed to `register_data` yields batches. Warn about a dataset, which may yield samples.
 
     Args:
         name: Name of the argument of `register_data`, for messages.
-        given: Loader that the user passed.
+        given: Value of the argument; None if the user omitted it.
         warn: False to suppress the warning.
 
     Raises:
@@ -114,7 +114,11 @@ def check_loader(name: str, given: Any, *, warn: bool = True) -> None:
 
 
 def schedulers_of(given: Any) -> RegisteredParts | None:
-    """Return the schedulers in the argument `schedulers` of `register`, perhaps none; None if it was not passed."""
+    """Return the schedulers in the argument `schedulers` of `register`. Return None if the user passed no argument.
+
+    Raises:
+        InvalidRegistrationError: An object has no `step` method.
+    """
     if given is None or given is False:
         return None
     return parts_of("schedulers", given, _steps, "a scheduler, which has a `step`", may_be_empty=True)
@@ -132,12 +136,12 @@ def own_parameters(part: Any, models: Iterable[torch.nn.Module]) -> list[torch.n
 
 
 def outsiders(optimizers: Sequence[Any], modules: Iterable[torch.nn.Module], owner: Any) -> list[str]:
-    """Return descriptions of the optimizers' parameters that belong to none of the modules.
+    """Return a description of each parameter of the optimizers that belongs to none of the modules.
 
     Args:
-        optimizers: Optimizers to register, before wrapping replaces their parameters.
-        modules: Modules that are trained, saved and restored.
-        owner: Operator. A parameter in one of its attributes is described by the attribute's name.
+        optimizers: Optimizers that the user registers, before wrapping replaces their parameters.
+        modules: The registered modules, which are trained, saved and restored.
+        owner: The operator. If one of its attributes contains the parameter, the description is the attribute's name.
     """
     known = {id(parameter) for module in modules for parameter in module.parameters()}
     return [
@@ -161,11 +165,11 @@ def _named(parameter: Any, owner: Any) -> str | None:
 
 @dataclass(frozen=True)
 class RegisteredObjects:
-    """The objects that the operator passed to `register`, before and after wrapping. Empty before `register` is called.
+    """The objects that the operator passed to `register`, before and after wrapping. Empty until `register` is called.
 
     Attributes:
         original_models: Models without wrappers.
-        models: Models with wrappers such as `DistributedDataParallel`, as training calls them.
+        models: Models with wrappers such as `DistributedDataParallel`. Training calls the wrappers.
         optimizers: Optimizers. With Horovod, they are wrapped.
         criterion: Criterion, wrapped if it has parameters.
         original_criterion: Unwrapped criterion if it has trainable parameters; otherwise None.
@@ -203,8 +207,8 @@ class RegisteredData:
     """The data that the operator passed to `register_data`, prepared for this worker.
 
     Attributes:
-        train: Training data, sharded if possible; None if it was not registered.
-        validation: Validation data, sharded if possible; None if it was not registered.
+        train: Training data, sharded if possible; None if the operator registered none.
+        validation: Validation data, sharded if possible; None if the operator registered none.
     """
 
     train: ShardedLoader | UndividedLoader | StreamData | None = None
@@ -217,12 +221,18 @@ class RegisteredData:
 
     @property
     def train_loader(self) -> Any:
-        """The loader for training, rebuilt if it is sharded; None if it was not registered."""
+        """The loader for training. If its data is sharded, a copy that yields only this worker's batches.
+
+        None if the operator registered no training data.
+        """
         return None if self.train is None else self.train.loader
 
     @property
     def validation_loader(self) -> Any:
-        """The loader for validation, rebuilt if it is sharded; None if it was not registered."""
+        """The loader for validation. If its data is sharded, a copy that yields only this worker's batches.
+
+        None if the operator registered no validation data.
+        """
         return None if self.validation is None else self.validation.loader
 
 
@@ -236,12 +246,12 @@ def register(
     """Check the objects that an operator registers, move them to the device, and prepare and wrap them.
 
     Args:
-        operator: Operator, whose hooks for DDP and Apex the user may have overridden.
+        operator: The operator. The user may have overridden its methods for wrapping models and for Apex.
         context: Rank, device and settings of the operator.
         given: Arguments of the operator's `register`, by name.
         before: Objects registered by a previous call to `register`.
-        keep: Stores the registered objects. It is also called before they are complete, because the hooks may read
-            them.
+        keep: Function that stores the registered objects. It is also called with the models before they are wrapped,
+            because the user's overrides may read the registered objects.
 
     Raises:
         InvalidRegistrationError: An object has the wrong type. Or there are several workers, and an optimizer has
@@ -285,12 +295,16 @@ def register(
         record = replace(record, schedulers=schedulers.items, has_schedulers=True)
     keep(replace(record, returned=tuple(returned)))
     chosen = context.settings.step_options.compile
-    for model in () if chosen is False else record.models:  # compiles in place, so the user's references stay valid
+    # `Module.compile` changes the model in place, so user code that refers to the model uses the compiled model, too.
+    for model in () if chosen is False else record.models:
         model.compile(**(chosen if isinstance(chosen, Mapping) else {}))
 
 
 def _build(context: OperatorContext, model: torch.nn.Module) -> torch.nn.Module:
-    """Apply the options `sync_batchnorm` and `activation_checkpointing`. Keys of the state dict do not change."""
+    """Apply the options `sync_batchnorm` and `activation_checkpointing` to a model, and return the model.
+
+    The keys of its state dict do not change.
+    """
     options = context.settings.step_options
     if options.sync_batchnorm and context.is_one_of_several:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -309,16 +323,16 @@ def _with_criterion(
 
     Args:
         context: Rank, device and settings of the operator.
-        record: Registered objects, with an unwrapped criterion.
-        own: Parameters of the criterion, except those of models that it contains.
+        record: Registered objects, with a criterion that is not wrapped yet.
+        own: Parameters of the criterion, except parameters of registered models that the criterion contains.
         ddp_args: Options for `DistributedDataParallel`.
     """
     if not own:
         return record
     assert isinstance(record.criterion, torch.nn.Module), "nothing else has parameters"
     is_trained = any(parameter.requires_grad for parameter in own)
-    # The state of a user's communication hook may belong to one model, so the criterion's wrapper does not get the
-    # hook.
+    # Do not install the user's communication hook on the criterion's wrapper, because the hook's state may be specific
+    # to the model.
     options = {name: value for name, value in ddp_args.items() if name != COMM_HOOK}
     wrapped = context.parallel.wrap(record.criterion, context.device_ids, options if context.wrap_ddp else {})
     original = record.criterion if is_trained else None
@@ -329,7 +343,7 @@ def _check_outsiders(operator: Any, context: OperatorContext, optimizers: Sequen
     """Reject optimizers with parameters that belong to no registered module. With a single worker, only warn."""
     is_distributed = context.world.is_distributed
     if is_distributed and not context.parallel.synchronizes:
-        return  # the user keeps the replicas in sync
+        return  # with `strategy="none"`, user code keeps the workers' models in sync
     modules = [part for part in parts if isinstance(part, torch.nn.Module)]
     found = outsiders(optimizers, modules, operator)
     if not found:
@@ -361,7 +375,7 @@ def register_data(
         context: Rank, device and settings of the operator.
         train_loader: Training data: a loader, another iterable, a stream, a dataset of Ray Data, or None.
         validation_loader: Validation data, of the same types.
-        make_batch: Converts arrays of Ray Data to a batch.
+        make_batch: Function that converts arrays from Ray Data to a batch.
 
     Raises:
         InvalidRegistrationError: A loader does not yield batches.
@@ -376,9 +390,9 @@ def register_data(
 
 
 def global_batches(settings: TorchSettings) -> GlobalBatchRule | None:
-    """Return the rule for splitting global batches, the batches of all workers together.
+    """Return the rule for splitting each global batch (the batch of one step of all workers) among the workers.
 
-    Return None if a loader's batch size is the batch size of one worker.
+    Return None if the trainer's options do not ask for this. A loader's batch size is then that of one worker.
     """
     options = settings.batch_options
     if not options.is_global:
@@ -425,7 +439,7 @@ def _of_stream(context: OperatorContext, stream: Stream, name: str) -> StreamDat
 
 
 def _of_ray(context: OperatorContext, batches: RayBatches, make_batch: Convert, *, training: bool) -> UndividedLoader:
-    """Return a loader over a dataset of Ray Data. The driver shards the dataset, unless each worker reads all of it."""
+    """Return a loader over a Ray Data dataset. The driver shards the dataset, unless each worker reads all of it."""
     world, settings = context.world, context.settings
     is_shared = world.is_distributed and settings.add_dist_sampler
     if training and is_shared and not context.parallel.synchronizes:

@@ -1,4 +1,4 @@
-"""What a PyTorch operator needs to be created: the trainer's settings, and the rank and device of its worker."""
+"""`TorchSettings` and `OperatorContext`: the trainer's settings, and what else a worker's operator is created with."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class TorchSettings(ReplicaSettings):
     The docstring of `TorchTrainer` explains all fields except `may_grow`.
 
     Attributes:
-        may_grow: True to set up a single worker as if there were several, because other workers may join it later.
+        may_grow: True to wrap the models of a single worker as for several workers, because others may join later.
 
     Raises:
         ValueError: A value is invalid.
-        ImportError: The precision needs a package that is not installed.
+        ImportError: `use_fp16` or `precision` needs a package that is not installed.
     """
 
     scheduler_step_freq: str | None = None
@@ -78,7 +78,15 @@ def _check_tqdm() -> None:
 
 @dataclass(frozen=True)
 class OperatorContext:
-    """Settings, rank and device of one operator, and the objects for its precision and synchronization."""
+    """What one worker's operator is created with: settings, rank, device, precision and strategy.
+
+    Attributes:
+        settings: The trainer's settings.
+        world: Rank of the worker, and the number of workers.
+        device: Device of the models.
+        precision: Numeric precision of the training.
+        parallel: Strategy, such as DDP, that keeps the workers' models in sync.
+    """
 
     settings: TorchSettings
     world: World
@@ -109,7 +117,8 @@ class OperatorContext:
     def place(self, part: Any) -> Any:
         """Move a model or criterion to the device.
 
-        A module on PyTorch's meta device is allocated and initialized there, unless it will be sharded.
+        A module on PyTorch's meta device has no memory. It is allocated and initialized on the device, unless its
+        strategy shards it later.
         """
         if isinstance(part, torch.nn.Module) and is_empty(part):
             if not (self.parallel.is_sharded and trainable(part)):

@@ -1,1 +1,1 @@
-"""Strategies that keep the replicas of a model in sync (DDP, FSDP and Horovod), and the communication between ranks."""
+"""Strategies that keep the workers' models in sync (DDP, FSDP and Horovod), and the communication between workers."""

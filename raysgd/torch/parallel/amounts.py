@@ -8,8 +8,8 @@ amount:
 
 If a step has one batch, a communication hook multiplies the gradients by the batch's weight (`Leg.outgoing_weight`)
 before they are sent to the other ranks. This works even if user code runs the backward pass. If a step has several
-batches (a *window*), a hook would see only the sum of their gradients. So each loss is multiplied by its amount, and
-the summed gradient is divided by the sum of all amounts before the step.
+batches (a *window*), a hook would see only the sum of their gradients. In this case, the loss of each batch is
+multiplied by the batch's amount, and the summed gradient is divided by the sum of all amounts before the step.
 
 ADR 3 explains why gradients are weighted by samples, over several batches, and by weights that users pass.
 """
@@ -28,16 +28,16 @@ class Window:
     """The batches whose gradients are accumulated for an optimizer step, with their amounts.
 
     Attributes:
-        is_weighted: True if the amounts are weights or labels instead of samples.
-        reference: Typical amount, the same on all ranks. Amounts are divided by it, so that the scale of losses stays
-            roughly the same.
-        own: Sum of the amounts of this rank's batches.
-        total: Sum of the amounts of all ranks' batches. Set only if the amounts are numbers of samples, because each
-            rank knows these numbers for all ranks.
+        is_weighted: True if the amounts are weights or numbers of labels, False if they are numbers of samples.
+        reference: Typical amount, the same on all ranks. Each amount is divided by this number before it multiplies a
+            loss, so that the scale of losses stays roughly the same.
+        own: Sum of the amounts of this rank's batches so far.
+        total: Sum of the amounts of all ranks' batches so far. Computed only if the amounts are numbers of samples,
+            because each rank knows the numbers of samples of all ranks.
         num_batches: Number of batches so far.
         last: Sequence number and weight of the latest batch.
         is_exchanged: True if the gradients are already averaged over the ranks, because their all-reduce was not
-            deferred.
+            deferred to the last batch.
         is_of_criterion: True if the amounts come from the criterion, False if they come from user code.
     """
 
@@ -61,15 +61,15 @@ class Window:
 
 
 class Counted:
-    """The amount of a batch that is not weighted by samples but, for example, by labels; and the sum over all ranks.
+    """The amount of a batch that is weighted by something other than its samples, and the sum of all ranks' amounts.
 
     Args:
-        amount: Amount of this rank's batch; 0 for padding.
-        reference: Typical amount, the same on all ranks, by which amounts are divided. If all amounts equal it,
-            gradients are not changed by rounding.
+        amount: Amount of this rank's batch, such as its number of labels; 0 for padding.
+        reference: Typical amount, the same on all ranks, by which amounts are divided. If all amounts equal the
+            reference, all gradients are multiplied by exactly 1, so there is no rounding error.
         num_ranks: Number of ranks.
-        wait: Waits for the sum of all ranks' amounts and returns the sum. Called if the amounts were not sent with the
-            gradients.
+        wait: Function that waits for the sum of all ranks' amounts and returns the sum. Called if the amounts were not
+            sent together with the gradients.
 
     Attributes:
         amount: Amount of this rank's batch.
@@ -94,19 +94,22 @@ class Counted:
 
     @property
     def own(self) -> list[float]:
-        """The amount, as the list of values that this rank sends to the other ranks with its gradients."""
+        """List with the amount of this rank's batch, which this rank sends to the other ranks with its gradients."""
         return [self.amount]
 
     def learn(self, told: Sequence[Sequence[float]]) -> None:
-        """Compute the sum of all ranks' amounts from the amounts that were received with the gradients.
+        """Compute the sum of all ranks' amounts from the amounts that this rank received with the gradients.
 
         Args:
-            told: Value of `own` from each rank.
+            told: The list `own` that each rank sent.
         """
         self._total = sum(float(each) for (each,) in told)
 
     def factor(self) -> Any:
-        """Return the factor for this rank's gradients in the mean over all ranks; 0 if the sum of the amounts is 0."""
+        """Return the factor by which to multiply this rank's gradients before they are averaged over the ranks.
+
+        The factor is 0 if the sum of all ranks' amounts is 0.
+        """
         share = self.amount * self._num_ranks
         if isinstance(self.total, torch.Tensor):
             return torch.nan_to_num(share / self.total)
@@ -114,17 +117,18 @@ class Counted:
 
 
 class Omitted:
-    """Counts the samples that user code skips in a step, to correct the mean gradient, in which they count as zeros.
+    """Counts the samples that user code skips in an optimizer step.
 
-    A global batch consists of the batches of all ranks at the same time. With gradient accumulation, a step has more
-    than one.
+    The mean gradient of the step treats the gradients of skipped samples as zeros, and is corrected by these counts. A
+    global batch consists of the batches of all ranks at the same time. With gradient accumulation, a step has several
+    global batches.
 
     Args:
         size: Largest number of global batches in the step.
 
     Attributes:
         own: Number of samples that this rank skips in each global batch.
-        is_known: True if the skipped samples of all ranks are known.
+        is_known: True if this rank knows how many samples all ranks skip.
     """
 
     def __init__(self, size: int) -> None:
@@ -147,7 +151,7 @@ class Omitted:
         """Compute the number of samples that all ranks skip from the numbers that were received with the gradients.
 
         Args:
-            told: Value of `own` from each rank.
+            told: The list `own` that each rank sent.
         """
         self._of_all, self.is_known = [sum(map(float, each)) for each in zip(*told, strict=True)], True
 

@@ -1,4 +1,4 @@
-"""One batch of a training call: its size and weight, and what has happened in it."""
+"""`Batch`: the size and weight of one batch of a training call, and a record of what was done with the batch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from typing import Any
 
 
 class Batch:
-    """One batch of one rank: its size and weight, and what has happened in it.
+    """The size and weight of one batch on one rank, and what user code and the library have done with the batch.
 
     A leg is the part of a training call that one worker group runs. A global batch consists of the batches of all ranks
-    at the same time. A rank may split its share of a global batch into parts, each of which is a `Batch`. A `Batch`
-    with default arguments represents the time before a leg's first batch and after its last batch, in which user code
-    may also run backward passes.
+    at the same time. A rank may split its share of a global batch into parts, each of which is a `Batch`. User code may
+    also run backward passes before the first batch of a leg and after its last batch. A `Batch` with default arguments
+    represents these times.
 
     Args:
         weight: Factor for this rank's gradient in the mean over the ranks, if the batch is the only batch of its step.
         num_samples: Number of this rank's samples; 0 for padding, None if unknown.
         total: Number of samples by which the batch is weighted in its step; None without gradient accumulation.
-        number: Number of batches that training code has requested in the leg, including this batch; 0 before the first.
+        number: Number of batches that training code has requested in the leg, including this batch; 0 before the first
+            batch.
         index: Number of global batches of the step that are complete after this batch.
         is_last_part: True if the global batch ends with this batch.
         is_boundary: True if the optimizer step ends with this batch. Always True without accumulation.
@@ -28,9 +29,9 @@ class Batch:
             other ranks' collectives.
         is_waiting: True if the batch still needs a backward pass and its weight matters.
         had_backward: True if a backward pass was recorded.
-        computed: IDs of the optimizers that have gradients of this batch.
+        computed: IDs of the optimizers whose parameters have gradients of this batch with which they have not stepped.
         weights: Weights that user code passed to the batch's backward passes.
-        amounts: Divisors, such as numbers of labels, by which the criterion averaged.
+        amounts: Numbers, such as the number of labels, over which the criterion averaged, one for each of its calls.
         has_uncounted: True if a loss weighted or ignored labels and user code passed no weight. A tensor if the value
             is on a GPU.
         is_by_samples: True if a backward pass was weighted by the batch's number of samples.
@@ -82,7 +83,10 @@ class Batch:
         self.has_uncounted: Any = False
 
     def end(self) -> Batch:
-        """Return the `Batch` for the time after this last batch, with the record of this batch's backward passes."""
+        """Return the `Batch` that represents the time after this batch, the last of the leg.
+
+        The returned object keeps the record of this batch's backward passes.
+        """
         after = Batch(number=self.number, index=self.index, is_last_part=self.is_last_part)
         after.had_backward, after.computed = self.had_backward, self.computed
         after.is_exchanged, after.left_out = self.is_exchanged, self.left_out
@@ -95,9 +99,9 @@ class Batch:
         return self.total if self.num_samples is None else self.num_samples
 
     def claim_rows(self) -> bool:
-        """Return True if the ranks must now exchange rows (each rank's metrics), which they do once per optimizer step.
+        """Return True if the ranks must exchange their metrics now. They do so once per optimizer step.
 
-        Called with the last gradients of a backward pass.
+        Called when the last gradients of a backward pass are about to be sent.
         """
         is_first, self.is_exchanged = not self.is_exchanged, True
         return is_first and self.is_boundary

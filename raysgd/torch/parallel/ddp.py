@@ -1,4 +1,4 @@
-"""The strategy "ddp": `DistributedDataParallel` keeps the replicas in sync, even after the worker group has changed."""
+"""The strategy "ddp": `DistributedDataParallel` keeps the workers' models in sync, even if the worker group changes."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class _WrappedModel:
 
 
 class DDP(Strategy):
-    """Wraps every model that has trainable parameters in `DistributedDataParallel`.
+    """The strategy that wraps every model with trainable parameters in `DistributedDataParallel`.
 
     Args:
-        tells_rows: True to exchange metrics between the ranks in each step.
+        tells_rows: True to send each rank's metrics to the other ranks in each step.
     """
 
     synchronizes = True
@@ -48,15 +48,19 @@ class DDP(Strategy):
         self._wrapped: list[_WrappedModel] = []
         self._armed: set[int] = set()
         self._hooked: set[int] = set()  # IDs of the wrappers that have raysgd's communication hook
-        self._numbers: dict[int, int] = {}  # sequence numbers of the wrappers, by ID
+        self._numbers: dict[int, int] = {}  # by the ID of a wrapper: its number in messages about the model
         self._uncovered: list[torch.nn.Parameter] = []
 
     def wrap(
         self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any], init_sync: bool = True
     ) -> torch.nn.Module:
-        """Wrap a model. If `init_sync` is False, the wrapper does not copy rank 0's weights to the other ranks.
+        """Wrap a model, and copy rank 0's weights to the other ranks. Do not wrap a model without trainable parameters.
 
-        A model without trainable parameters is not wrapped.
+        Args:
+            model: Model on this rank's device.
+            device_ids: Argument of `DistributedDataParallel`.
+            options: Further arguments of `DistributedDataParallel`, and the user's communication hook.
+            init_sync: False not to copy rank 0's weights to the other ranks.
         """
         covered = trainable(model)
         if not covered:
@@ -66,7 +70,7 @@ class DDP(Strategy):
             take_from_first((*covered, *model.buffers()))
             init_sync = False
         wrapped = DistributedDataParallel(model, init_sync=init_sync, **ddp_hooks.without_hook(options))
-        require_names(wrapped, "require_forward_param_sync", "require_backward_grad_sync")  # raysgd also sets these
+        require_names(wrapped, "require_forward_param_sync", "require_backward_grad_sync")  # set by this class
         require_names(wrapped, "parameters_to_ignore", "process_group")
         self._register_hook(wrapped, options)
         self._wrapped.append(_WrappedModel(wrapped, options, covered))
@@ -93,7 +97,7 @@ class DDP(Strategy):
 
     def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:
         super().rewrap(models, is_agreed)
-        # Ignore models that user code wrapped, because raysgd did not create their wrappers.
+        # Rebuild only wrappers that this object created. User code may have wrapped other models itself.
         ours = [each for each in self._wrapped if any(each.model is model for model in models)]
         for each in ours:
             covered = trainable(each.model.module) or _with_gradients(each.model.module)
@@ -115,7 +119,7 @@ class DDP(Strategy):
 
     def _build_anew(self, each: _WrappedModel, init_sync: bool) -> None:
         wrapped = each.model
-        # Users may have changed attributes that every module has, such as hooks and the training mode.
+        # Keep attributes that every module has, such as hooks and the training mode. User code may have set them.
         kept = {name: vars(wrapped)[name] for name in vars(torch.nn.Module())}
         with _training_only(each.covered, wrapped.module):
             wrapped.__init__(wrapped.module, init_sync=init_sync, **ddp_hooks.without_hook(each.options))  # type: ignore[misc]
@@ -134,9 +138,9 @@ class DDP(Strategy):
             )
 
     def begin_leg(self, models: Sequence[torch.nn.Module], may_run_backward: bool, *args: Any, **options: Any) -> Leg:
-        """Create a leg (the part of a call that this worker group runs), and install the communication hooks.
+        """Create the `Leg` for the part of a call that this worker group runs, and install the communication hooks.
 
-        A hook weights the gradients of a model, all-reduces them, and tracks whether this succeeds.
+        Each model's hook weights the model's gradients, all-reduces them, and records whether the all-reduce succeeds.
 
         Raises:
             ValueError: The user registered a communication hook on a model. PyTorch allows one hook per model.
@@ -175,17 +179,18 @@ class DDP(Strategy):
                 omitted.learn([of_all])
             used = [parameter for parameter, count in zip(trained, has_gradient, strict=True) if count]
             for parameter in used:
-                if parameter.grad is None:  # other ranks may have a gradient, so this rank contributes zeros
+                if parameter.grad is None:  # another rank has a gradient, so this rank contributes zeros
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad)
                 parameter.grad.div_(self.num_ranks)
 
     @contextmanager
     def further_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Run another backward pass of the same batch in the `with` block, then average the gradients.
+        """Run another backward pass of the same batch in the `with` block, then average the gradients over the ranks.
 
-        `DistributedDataParallel` averages only once after each forward pass, so it may not average the new gradients.
-        The older gradients are already averaged and the same on all ranks, so averaging the sum does not change them.
+        `DistributedDataParallel` averages gradients only once after each forward pass, so it may not average those of
+        the other backward pass. This method averages the sums of old and new gradients. The old gradients are already
+        the same on all ranks, so averaging does not change their part of the sum.
         """
         self.exchanged.clear()
         with super().further_pass(parameters):
@@ -197,7 +202,10 @@ class DDP(Strategy):
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Copy rank 0's buffers to every rank, then turn off collectives in forward passes during the `with` block."""
+        """Copy rank 0's buffers to every rank, then evaluate in the `with` block without collectives in forward passes.
+
+        Ranks may then have different numbers of batches.
+        """
         wrapped = _wrappers(models)
         for model in wrapped:
             repeat_first(model.module.buffers())
@@ -213,7 +221,11 @@ class DDP(Strategy):
 
 
 def _with_gradients(model: torch.nn.Module) -> tuple[torch.nn.Parameter, ...]:
-    """Return all parameters whose dtype allows gradients. Used for fully frozen models, which DDP would reject."""
+    """Return all parameters whose dtype allows gradients.
+
+    The wrapper of a fully frozen model is created as if these were trainable, because `DistributedDataParallel` rejects
+    a model without trainable parameters.
+    """
     return tuple(each for each in model.parameters() if each.is_floating_point() or each.is_complex())
 
 

@@ -1,15 +1,15 @@
 """The communication hook that raysgd installs on each `DistributedDataParallel` wrapper.
 
-`DistributedDataParallel` passes gradients to the hook in buckets. The hook multiplies them by this rank's weight,
-all-reduces them, and records whether that succeeded. With the last bucket of a step, it also sends this rank's metrics
-(`StepRows`). PyTorch allows one hook per model, so raysgd's hook calls the user's hook, if any.
+`DistributedDataParallel` passes gradients to the hook in buckets. The hook multiplies the gradients by this rank's
+weight, all-reduces them, and records whether that succeeded. With the last bucket of a step, the hook also sends this
+rank's metrics (`StepRows`). PyTorch allows one hook per model. If the user has a hook, raysgd's hook calls it.
 
 Some gradients are sent over the mesh instead of gloo. The mesh is raysgd's own set of direct connections between the
-ranks, which is faster for small tensors.
+ranks, which is faster than gloo for small tensors.
 """
 
-# Without `from __future__ import annotations`, because PyTorch checks the annotations of a communication hook and does
-# not accept strings.
+# This module has no `from __future__ import annotations`, because PyTorch checks the annotations of a communication
+# hook and does not accept strings.
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,11 +40,11 @@ _DTYPES = (torch.float32, torch.float64)
 class _HookState:
     """The state of raysgd's communication hook for one model.
 
-    PyTorch stores it in the model. A copied model shares the state, and a pickled model loses it. Neither matters,
-    because such models are not trained.
+    PyTorch stores this object in the model's wrapper. A copy of the wrapper shares the object, and a pickle of the
+    wrapper omits it. Neither matters, because copies are not trained.
 
     Attributes:
-        parallel: Strategy of the replica, which knows the current batch and tracks its communication.
+        parallel: Strategy of this worker, which knows the current batch and tracks its communication.
         work: Name under which the `GlobalRecord` records the all-reduce of this model's gradients.
         goes_at_once: True to send gradients over the mesh instead of gloo if possible.
         function: The user's hook, which all-reduces the gradients; None for the default all-reduce.
@@ -70,7 +70,7 @@ def register(
     """Install raysgd's hook, which calls the user's hook, if any. Return True if raysgd's hook was installed.
 
     Args:
-        parallel: Strategy of the replica.
+        parallel: Strategy of this worker.
         model: Wrapper on which to install the hook.
         options: Options of the wrapper, which may include the user's hook.
         is_armed: False before training starts. The hook is then installed only if there is a user's hook.
@@ -80,7 +80,7 @@ def register(
         ValueError: The user registered a hook on the model, and PyTorch allows only one. Or the user passed a
             `process_group` for the model.
     """
-    # A user's `process_group` would be invalid after a failure, when all ranks join a new group.
+    # A process group that the user created would be invalid after a failure, because all ranks then join a new group.
     if options.get("process_group") is not None or model.process_group is not dist.group.WORLD:
         raise ValueError(
             "A model is wrapped with a `process_group`, but gradients are averaged over all workers: omit it. To "
@@ -144,7 +144,13 @@ def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Futur
 
 
 def _tracked(parallel: Strategy, begin: Callable[[Any], Any], bucket: Any) -> Any:
-    """Start an all-reduce with `begin`, and track it. For the last bucket, also exchange the ranks' metrics."""
+    """Start to all-reduce a bucket, and record how that ends. With the last bucket, also exchange the ranks' metrics.
+
+    Args:
+        parallel: Strategy of this worker.
+        begin: Function that starts to all-reduce a bucket, and returns a future.
+        bucket: Gradients.
+    """
     exchanges, is_last = parallel.exchanges, bucket.is_last()
     with exchanges.noting():
         future = exchanges.track(begin(bucket), is_last)
@@ -156,8 +162,8 @@ def _tracked(parallel: Strategy, begin: Callable[[Any], Any], bucket: Any) -> An
 def _average_at_once(parallel: Strategy, group: Group, bucket: Any) -> Any:
     """Average the gradients of a bucket over the mesh.
 
-    The amounts by which the ranks' batches are weighted are sent with the first bucket, and the metrics (rows) with the
-    last bucket.
+    With the first bucket, this rank also sends the amount by which its batch is weighted. With the last bucket, it also
+    sends its metrics.
     """
     gradients, leg, divisor = bucket.buffer(), parallel.leg, float(group.size)
     counted = None if leg.counted is None or leg.counted.is_known else leg.counted
@@ -180,12 +186,12 @@ def _average_at_once(parallel: Strategy, group: Group, bucket: Any) -> Any:
 
 
 def _add_up_with_amounts(group: Group, numbers: Array, told: Counted | Omitted, row: Array) -> list[Array]:
-    """Sum gradients over the ranks, sending this rank's amounts and metrics along.
+    """Sum gradients over the ranks. With the gradients, send this rank's amounts and metrics.
 
     Args:
-        group: Group of the ranks.
-        numbers: Gradients, replaced by their sum.
-        told: Has the amounts of this rank, and is updated with the amounts of all ranks.
+        group: Mesh that connects the ranks.
+        numbers: Gradients of this rank. They are replaced by their sum.
+        told: Object with the amounts of this rank. It is updated with the amounts of all ranks.
         row: Encoded metrics of this rank.
 
     Returns:
@@ -198,10 +204,10 @@ def _add_up_with_amounts(group: Group, numbers: Array, told: Counted | Omitted, 
 
 
 def _goes_at_once(model: DistributedDataParallel, options: dict[str, Any]) -> bool:
-    """Return True if sending a model's gradients over the mesh instead of gloo has no disadvantage.
+    """Return True if a model's gradients can be sent over the mesh, and gloo would have no advantage.
 
-    The advantage of gloo is that its threads send a bucket while the next bucket is computed. If all gradients fit into
-    two buckets, the last is sent only after the backward pass, so nothing is left to overlap.
+    The advantage of gloo is that its threads send a bucket while the backward pass computes the next bucket. This saves
+    little time if all gradients fit into two buckets.
     """
     most = _FIRST_BUCKET_BYTES + (options.get("bucket_cap_mb") or _USUAL_BUCKET_MB) * 2**20
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -213,7 +219,11 @@ def _goes_at_once(model: DistributedDataParallel, options: dict[str, Any]) -> bo
 
 
 def _hook_of_user(hook: Any) -> tuple[Any, Callable[..., Any]]:
-    """Return the state and function of a user's hook, which was passed as `function` or `(state, function)`."""
+    """Return the state and the function of a communication hook that the user passed to `register`.
+
+    Args:
+        hook: A function, whose state is None, or a tuple `(state, function)`.
+    """
     state, function = hook if isinstance(hook, tuple) else (None, hook)
     if not callable(function):
         raise ValueError(

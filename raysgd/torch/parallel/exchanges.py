@@ -1,15 +1,15 @@
-"""Tracks whether a step's communication with the other ranks succeeded, and sends metrics with it.
+"""Tracks whether the ranks' communication in an optimizer step succeeded, and exchanges metrics in each step.
 
-User code may catch any exception, so it may continue after a lost connection. Later steps would then apply gradients
-that were not averaged. So before a step counts as completed, `Exchanges.check` checks how its communication ended.
+User code may catch the exception of a lost connection and continue. Later steps would then apply gradients that were
+not averaged. Therefore, `Exchanges.check` checks how a step's communication ended before the step counts as completed.
 
 Each gradient all-reduce by `DistributedDataParallel` or Horovod reports how it ended. If no all-reduce was recorded in
-a step, the step counts only if the connections are still open. If a rank was lost *after* the step's communication, the
-step is valid, because it has the gradients of all ranks.
+a step, the step is valid only if the connections are still open. If a rank was lost *after* the step's communication,
+the step is valid, because its gradients are the mean over all ranks.
 
-With its last gradients, a step also exchanges rows. A row contains one rank's metrics; see
-`raysgd.trainer.worker.data.rank_rows`. Rows are sent over the mesh, direct connections between the ranks that exist
-only with the gloo backend.
+Together with the last gradients of a step, each rank sends its metrics, called its row, to the other ranks; see
+`raysgd.trainer.worker.data.rank_rows`. Rows are sent over the mesh, a set of direct connections between the ranks that
+exists only with the gloo backend.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from raysgd.trainer.worker.ledger import Ledger
 
 
 class StepRows:
-    """Exchanges metrics between the ranks of one worker group, before each optimizer step.
+    """Sends this rank's metrics (its row) to the other ranks of the worker group before each optimizer step.
 
-    A rank's row contains the sums of its metrics as they will be after the step. They include the metrics of the step's
-    batches, which were added to the meters as pending before the backward pass. Meters accumulate metrics.
+    The row contains the sums of this rank's metrics as they will be after the step. The metrics of the step's batches
+    are therefore added to the sums, as pending, before the backward pass.
 
     Args:
         exchange: Sends this rank's row and receives the rows of the other ranks.
-        run: State of the current call. It has this rank's meters, and stores the rows of all ranks.
+        run: State of the current call. It has this rank's metrics, and stores the rows of all ranks.
     """
 
     def __init__(self, exchange: RowExchange, run: EpochRun) -> None:
         self._exchange, self._run = exchange, run
 
     def exchange(self, batch: Batch, gather: Gather | None = None) -> bool:
-        """Exchange rows, once per optimizer step. Called with the last gradients of a backward pass.
+        """Exchange rows with the other ranks, if the optimizer step has not done so and this is its last batch.
 
-        Do nothing if this step's rows were already exchanged, or if the step has more batches to come.
+        Called when the last gradients of a backward pass are about to be sent.
 
         Args:
             batch: Batch whose gradients are being sent.
             gather: Function that sends a row and returns the rows of all ranks. Default: gather over the mesh.
 
         Returns:
-            True if rows were exchanged now.
+            True if this call exchanged rows.
 
         Raises:
             MeshBroken: A connection to another rank ended.
@@ -73,20 +73,22 @@ class StepRows:
         """Exchange rows over the mesh while gloo all-reduces gradients.
 
         Raises:
-            DistNetworkError: A connection to another rank ended. Other ranks may be waiting in gloo, so its connections
-                must be closed, too.
+            DistNetworkError: A connection to another rank ended. With this exception, the caller also closes the
+                connections of gloo, in which other ranks may be waiting.
         """
         try:
             self.exchange(batch)
         except MeshBroken as error:
-            raise DistNetworkError(str(error)) from None  # `MeshBroken` would leave gloo's connections open
+            raise DistNetworkError(str(error)) from None  # with `MeshBroken`, gloo's connections would stay open
 
 
 def gather_rows(size: int) -> Gather | None:
-    """Return the function that sends a row and returns the rows of all `size` ranks; None if there is no mesh.
+    """Return a function that sends this rank's row over the mesh and returns all ranks' rows. None if there is no mesh.
 
-    For a single rank, return a function that returns only the given row. The rank still records rows, because other
-    ranks may join later.
+    A single rank also records its rows, because other ranks may join later. Its function returns only its own row.
+
+    Args:
+        size: Number of ranks.
     """
     group = exchanges_at_once()
     return _to_itself if size == 1 else None if group is None else group.gather
@@ -97,9 +99,9 @@ def _to_itself(row: Array) -> list[Array]:
 
 
 def names_of_all(name: str) -> Collection[str] | None:
-    """Send this rank's name to the group and return all ranks' names. Return None without a mesh of direct connections.
+    """Send this rank's name to the other ranks and return all ranks' names. Return None if there is no mesh.
 
-    All ranks must call this.
+    All ranks must call this function together.
     """
     group = exchanges_at_once()
     if group is None:
@@ -108,11 +110,11 @@ def names_of_all(name: str) -> Collection[str] | None:
 
 
 class Exchanges:
-    """Tracks the gradient communication of the running step in one worker group.
+    """Records how the gradient communication of the running optimizer step ends, within one worker group.
 
     Args:
-        is_lost: Returns True if an exception means that the group is broken.
-        is_broken: Returns True if a connection of the group has closed.
+        is_lost: Function that returns True if an exception means that a connection to another rank was lost.
+        is_broken: Function that returns True if a connection to another rank has closed.
 
     Attributes:
         ledger: Measures the time spent in communication; None to measure nothing.
@@ -130,19 +132,19 @@ class Exchanges:
         self._num_made = 0
 
     def of_next_group(self) -> Exchanges:
-        """Return a new tracker, without errors or counts, for the worker group that replaces this group."""
+        """Return a new `Exchanges` for the worker group that replaces this group, without errors and counts."""
         return Exchanges(self._is_lost, self._is_broken)
 
     def track(self, future: Any, is_last: bool) -> Any:
-        """Track an all-reduce that was started. Return a future that completes or fails with the all-reduce.
+        """Record how an all-reduce that was started ends. Return a future that completes or fails with the all-reduce.
 
         Args:
             future: Future of the all-reduce.
-            is_last: True if it is the last all-reduce of a model's backward pass.
+            is_last: True if this is the last all-reduce in the backward pass of a model.
         """
         self.count(is_last)
-        # Once the last all-reduce has started, nothing is left to compute, so the wait for it is measured as
-        # communication.
+        # The last all-reduce starts when the backward pass has computed all gradients. From then on, this rank only
+        # waits, so this time is measured as communication.
         is_awaited = is_last and self.ledger is not None and self.ledger.begin_exchange()
         received = partial(self._received_last, is_awaited) if is_last else self._received
         return future.then(received)  # the backward pass waits for the returned future, and thus for the callback
@@ -152,7 +154,10 @@ class Exchanges:
         return nullcontext() if self.ledger is None else self.ledger.exchanging(group)
 
     def count(self, is_last: bool) -> None:
-        """Count an all-reduce if it is the last of a model's backward pass. If it fails, call `note` as well."""
+        """Count an all-reduce that was started, if it is the last one in the backward pass of a model.
+
+        The caller must pass the exception to `note` if the all-reduce fails.
+        """
         self._num_made += is_last
 
     def _received_last(self, is_awaited: bool, future: Any) -> Any:
@@ -171,22 +176,22 @@ class Exchanges:
         """Record any exception that communication raises in the `with` block, and raise it again."""
         try:
             yield
-        except Exception as error:  # each backend raises different classes
+        except Exception as error:  # communication raises different classes of exceptions in each backend
             self.note(error)
             raise
 
     def note(self, error: BaseException) -> None:
-        """Store an exception that communication raised, if it is the first to mean that the group is broken."""
+        """Store an exception of the step's communication, if it is the first that means a lost connection."""
         if self._error is None and self._is_lost(error):
             self._error = error
 
     @property
     def has_broken(self) -> bool:
-        """True if communication of the running step has failed because the group is broken."""
+        """True if communication in the running step has failed because a connection was lost."""
         return self._error is not None
 
     def check(self) -> None:
-        """Raise if communication failed in the step that has ended; otherwise, prepare for the next step.
+        """Check the communication of the optimizer step that has ended, then prepare for the next step.
 
         Raises:
             RuntimeError: A connection was lost during the step. `is_lost` returns True for this exception.
@@ -210,7 +215,7 @@ def step_only_where(optimizer: Any, counts: Callable[[Any], bool]) -> None:
 
     Args:
         optimizer: Optimizer, or another object with a `step` method.
-        counts: Called with the closure that was passed to `step`, or None. Returns True to step.
+        counts: Function that gets the closure passed to `step`, or None, and returns True if the optimizer should step.
     """
     own: Any = optimizer.step  # may be a replacement that a scheduler or a gradient scaler has set
 

@@ -1,15 +1,15 @@
 """The strategy "fsdp": shards models, gradients and optimizer states over the ranks with `fully_shard` (FSDP2).
 
-Each rank holds a shard of every parameter. A group of parameters is gathered for its forward and backward pass, and
-resharded afterwards, even in evaluation. A group is a block of the model with enough parameters to be worth a
-collective. The remaining parameters form one more group. Checkpoints, snapshots and `get_model` represent full
-parameters, so they can be used with any other strategy.
+Each rank holds a shard of every parameter. For the forward and backward pass of a block of the model, the block's
+parameters are gathered from all ranks, and resharded afterwards. The same holds in evaluation. A block must have enough
+parameters to be worth a collective. Parameters outside of such blocks are gathered together. Checkpoints, snapshots and
+`get_model` contain full parameters, so they can be used with any other strategy.
 
 All ranks must take part in each forward pass of a sharded model. In training, all ranks take the same steps. In
-evaluation, however, a rank may have more batches than others, or generate a longer text. So evaluation proceeds in
-rounds. Before each forward pass, a rank announces to all ranks which model it calls. Ranks that call no model, or
-another model, receive the arguments, run the same forward pass and discard its output. They run no code of the
-operator. A rank that has finished its batches takes part in rounds until no rank has batches left. ADR 92 discusses
+evaluation, however, a rank may have more batches than others, or generate a longer text. Therefore, evaluation proceeds
+in rounds. Before each forward pass, a rank tells all ranks which model it calls. Ranks that call no model, or another
+model, receive the arguments of the forward pass, run the same forward pass and discard its output. They run no code of
+the operator. A rank that has finished its batches takes part in rounds until no rank has batches left. ADR 92 discusses
 alternatives.
 """
 
@@ -35,21 +35,21 @@ from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import FSDPOptions
 from raysgd.torch.parallel.strategy import Strategy, repeat_first, take_from_first, trainable
 
-_HAS_LEFT = -1  # announced by a rank that calls no model, because it has no batches left
+_HAS_LEFT = -1  # sent instead of a model's number by a rank that has no batches left
 
 Exchange = Callable[[int], list[int]]
-"""Sends a number to the other ranks and returns the numbers that all ranks sent, by rank."""
+"""Function that sends a number to the other ranks and returns a list of the numbers of all ranks, by rank."""
 Share = Callable[[Any, int], Any]
-"""Sends a call's arguments from the given rank to all ranks, and returns them on all ranks."""
+"""Function that sends the arguments of a forward pass from the given rank to all ranks, and returns the arguments."""
 Context = Callable[[], AbstractContextManager[Any]]
 
 
 class ForwardRounds:
-    """Takes part in the rounds of an evaluation, in which all ranks run the same forward pass of a sharded model.
+    """Takes part in the rounds of an evaluation. In a round, all ranks run the same forward pass of a sharded model.
 
     Args:
         exchange: Gathers a number from each rank.
-        share: Sends arguments from one rank to all ranks.
+        share: Sends the arguments of a forward pass from one rank to all ranks.
     """
 
     def __init__(self, exchange: Exchange, share: Share) -> None:
@@ -67,13 +67,14 @@ class ForwardRounds:
 
         Args:
             models: Sharded models, in the same order on each rank.
-            context: Returns the context manager, such as autocast, in which to run forward passes for other ranks.
+            context: Function that returns the context manager, such as autocast, in which to run forward passes that
+                other ranks have requested.
         """
         self._models, self._context, self._is_open = models, context, True
         try:
             yield
-        except Exception:  # from user code
-            with suppress(Exception):  # the group may break as well, but the user's exception is more useful
+        except Exception:  # user code may raise any exception
+            with suppress(Exception):  # connections may be lost as well, but the user's exception is more useful
                 self._help()
             raise
         else:
@@ -85,6 +86,11 @@ class ForwardRounds:
         """Take part in rounds until all ranks are ready to run the forward pass that this rank is about to run.
 
         Called before each forward pass of a sharded model.
+
+        Args:
+            model: The model that this rank calls.
+            args: Positional arguments of the forward pass.
+            kwargs: Keyword arguments of the forward pass.
         """
         own = next((number for number, each in enumerate(self._models) if each is model), None)
         if not self._is_open or own is None:
@@ -97,11 +103,13 @@ class ForwardRounds:
             pass
 
     def _round(self, said: int, call: Any = None) -> int | None:
-        """Agree with all ranks on the model to run. If this rank calls another model or no model, run the agreed model.
+        """Agree with all ranks on a model, and run its forward pass unless this rank is the one that calls the model.
+
+        If this rank calls the model, the forward pass runs after this method has returned.
 
         Args:
-            said: Number of the model that this rank calls, or `_HAS_LEFT`.
-            call: Arguments of this rank's call; None if it calls no model.
+            said: Number of the model that this rank calls; `_HAS_LEFT` if it has no batches left.
+            call: Arguments with which this rank calls the model; None if it calls no model.
 
         Returns:
             Number of the model that the ranks run; None if no rank calls a model.
@@ -127,7 +135,7 @@ class ForwardRounds:
 
 
 def hook_of(rounds: ForwardRounds) -> Callable[..., None]:
-    """Return the forward pre-hook with which models, compiled or not, take part in rounds."""
+    """Return a forward pre-hook, for compiled and other models, that calls `rounds.enter` before each forward pass."""
 
     def hook(model: Any, args: Any, kwargs: Any) -> None:
         enter = torch.compiler.disable(rounds.enter) if torch.compiler.is_compiling() else rounds.enter
@@ -138,11 +146,17 @@ def hook_of(rounds: ForwardRounds) -> Callable[..., None]:
 
 _reduce_scatter: Any = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)  # newer versions of PyTorch have the first name
+)  # in newer versions of PyTorch, the function has the first name
 
 
 class FSDP(Strategy):
-    """Applies `fully_shard` to every model that has trainable parameters."""
+    """The strategy that applies `fully_shard` to every model with trainable parameters.
+
+    Args:
+        device: Device of this rank's models.
+        world_size: Number of ranks.
+        options: The trainer's options for this strategy.
+    """
 
     synchronizes = True
     is_sharded = True
@@ -153,7 +167,7 @@ class FSDP(Strategy):
         self._options = options or FSDPOptions()
         self._mesh: DeviceMesh | None = None
         self._moved: dict[int, torch.nn.Parameter] = {}  # sharded parameters, by the IDs of the full parameters
-        self._whole: list[torch.nn.Parameter] = []  # references to the full parameters, so their IDs are not reused
+        self._whole: list[torch.nn.Parameter] = []  # the full parameters, referenced here so that their IDs stay unique
         self._skeletons: dict[int, torch.nn.Module] = {}
         self._rounds = ForwardRounds(self._numbers_of_all, self._arguments_of)
         self._has_hook = False
@@ -186,9 +200,9 @@ class FSDP(Strategy):
 
     @contextmanager
     def _filled_for_a_moment(self, part: torch.nn.Module) -> Iterator[None]:
-        """Allocate a module that is on the meta device, with rank 0's values. The `with` block must shard the module.
+        """Allocate a module that is on the meta device, with rank 0's values, for the `with` block.
 
-        After the block, the memory of the full parameters is freed.
+        The `with` block must shard the module. After the block, the memory of the full parameters is freed.
         """
         fill(part, self._device)
         whole = [parameter for parameter in part.parameters() if not isinstance(parameter, DTensor)]
@@ -217,10 +231,10 @@ class FSDP(Strategy):
         return leg
 
     def _deferrer(self, models: Sequence[torch.nn.Module], may_run_backward: bool) -> Callable[[bool], None] | None:
-        """Return a function that turns the deferral of gradient communication on or off.
+        """Return a function that gets True to defer the gradient communication of the next batch to a later batch.
 
-        Return None if user code may run backward passes: gradients are then reduced in every batch. User code might
-        stop accumulating early, and gradients that were not reduced in their backward pass cannot be reduced later.
+        Return None if user code may run backward passes. Such code may stop accumulating early, but gradients that were
+        not reduced in their backward pass cannot be reduced later. Therefore, gradients are then reduced in each batch.
         """
         if may_run_backward:
             return None
@@ -233,7 +247,7 @@ class FSDP(Strategy):
         return defer
 
     def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Return True if no gradients of earlier batches remain to accumulate into.
+        """Return True if the gradients of earlier batches, to which a batch should add, were cleared.
 
         Always return False if communication may be deferred, because `fully_shard` then stores gradients where they
         cannot be checked.
@@ -242,7 +256,7 @@ class FSDP(Strategy):
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """In the `with` block, allow ranks to run different numbers of forward passes. Models stay sharded."""
+        """Let ranks run different numbers of forward passes in the `with` block. The models stay sharded."""
         roots = _roots(models)
         for model in roots:
             repeat_first(model.buffers())
@@ -254,7 +268,7 @@ class FSDP(Strategy):
                 yield
         finally:
             for part in _sharded_parts(models):
-                part.reshard()  # in case a forward pass was interrupted
+                part.reshard()  # an exception in a forward pass may have left the parameters gathered
                 keeps = part in roots or not self._options.reshard_after_forward
                 part.set_reshard_after_forward(not keeps, recurse=False)
 
@@ -270,9 +284,9 @@ class FSDP(Strategy):
         return to_device(holder[0], self._device)
 
     def state_of(self, part: Any) -> dict[str, Any]:
-        """Return the full state on rank 0. On other ranks, return the state with None in place of sharded tensors.
+        """Return the full state dict of a model or optimizer on rank 0.
 
-        All ranks must call this.
+        On other ranks, the state dict has None in place of sharded tensors. All ranks must call this method together.
         """
         state: dict[str, Any] = _gathered(part.state_dict(), keep=dist.get_rank() == 0)
         return state
@@ -284,12 +298,15 @@ class FSDP(Strategy):
 
     @property
     def group_beside(self) -> Any:
-        """A separate gloo process group of all ranks. The first read creates it, and all ranks must do so together."""
+        """A separate gloo process group of all ranks.
+
+        The first read creates the group, so all ranks must read this property for the first time together.
+        """
         self._group_beside = self._group_beside or new_group_beside()
         return self._group_beside
 
     def load_model(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-        """Load this rank's shards from a state dict with full or sharded tensors, without communication."""
+        """Load this rank's shards of a model from a state dict with full or sharded tensors, without communication."""
         own = model.state_dict()
         rest = dict(state)
         with torch.no_grad():
@@ -299,7 +316,7 @@ class FSDP(Strategy):
         model.load_state_dict(rest, strict=False)
 
     def load_optimizer(self, optimizer: Any, state: Mapping[str, Any]) -> None:
-        """Load a full optimizer state dict. Tensors with their parameter's shape are sharded like the parameter."""
+        """Load a full state dict into an optimizer. Tensors with the shape of their parameter are sharded like it."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         indices = [index for group in state["param_groups"] for index in group["params"]]
         by_index = dict(zip(indices, parameters, strict=True))
@@ -310,7 +327,10 @@ class FSDP(Strategy):
         optimizer.load_state_dict({**state, "state": entries})
 
     def plain_model(self, model: torch.nn.Module) -> torch.nn.Module | None:
-        """Return a full copy of the model on rank 0, and None on other ranks. All ranks must call this."""
+        """Return a full copy of a model on rank 0, and None on other ranks.
+
+        All ranks must call this method together.
+        """
         state = self.state_of(model)
         skeleton = self._skeletons.get(id(model))
         if skeleton is None:
@@ -345,7 +365,7 @@ class _WeightedReduceScatter:
 
 
 def _check_dtypes(unit: torch.nn.Module) -> None:
-    """Check that the trainable parameters of a unit, a block that is gathered as a whole, have the same dtype.
+    """Check that the trainable parameters of a block, which are gathered together, have the same dtype.
 
     Raises:
         ValueError: The trainable parameters have several dtypes.
@@ -369,9 +389,9 @@ def _roots(models: Iterable[torch.nn.Module]) -> list[Any]:
 
 
 def _skeleton_of(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of a model whose parameters take no memory.
+    """Return a copy of a model with parameters on the meta device, which take no memory.
 
-    `plain_model` fills copies of it, because a model cannot be copied once it is sharded.
+    A model cannot be copied once it is sharded. `plain_model` therefore fills a copy of the returned model with values.
     """
     memo: dict[int, Any] = {
         id(parameter): torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
@@ -381,7 +401,10 @@ def _skeleton_of(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _filled(skeleton: torch.nn.Module, state: Mapping[str, Any]) -> torch.nn.Module:
-    """Return a copy of the skeleton, a model without values, with the tensors in `state`. Tied parameters stay tied."""
+    """Return a copy of `skeleton`, a model without values, filled with the tensors in a state dict.
+
+    Parameters that were tied, which means shared by several modules, stay tied.
+    """
     plain = copy.deepcopy(skeleton)
     names: dict[int, list[str]] = {}
     for name, parameter in plain.named_parameters(remove_duplicate=False):
@@ -395,9 +418,13 @@ def _filled(skeleton: torch.nn.Module, state: Mapping[str, Any]) -> torch.nn.Mod
 
 
 def _gathered(value: Any, keep: bool) -> Any:
-    """Gather the sharded tensors in nested containers. Where `keep` is False, they are replaced with None.
+    """Return nested containers with full tensors in place of sharded tensors.
 
-    All ranks must call this, in the same order.
+    All ranks must call this function together.
+
+    Args:
+        value: Nested containers.
+        keep: False to return None in place of each sharded tensor, to save memory on this rank.
     """
     if isinstance(value, DTensor):
         whole = value.full_tensor()
@@ -410,7 +437,12 @@ def _gathered(value: Any, keep: bool) -> Any:
 
 
 def _part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """Return this rank's shard of `whole`, split like the tensor `like`. `whole` may already be sharded."""
+    """Return this rank's shard of a tensor.
+
+    Args:
+        whole: Full tensor, or a tensor that is already sharded.
+        like: Sharded tensor whose layout determines the shard.
+    """
     if isinstance(whole, DTensor):
         return whole.to_local()
     [placement] = like.placements
@@ -422,7 +454,12 @@ def _part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 
 def _divided(entry: Any, parameter: Any) -> Any:
-    """Shard the tensors in `entry`, an optimizer's state for `parameter`, like the parameter."""
+    """Return an optimizer's state for a parameter, with tensors that are sharded like the parameter.
+
+    Args:
+        entry: State that the optimizer has for the parameter, with full or sharded tensors.
+        parameter: The parameter. If it is not sharded, the result is a copy of the state.
+    """
     if not isinstance(parameter, DTensor) or not isinstance(entry, Mapping):
         return copy.deepcopy(entry)
     return {name: _divided_tensor(value, parameter) for name, value in entry.items()}

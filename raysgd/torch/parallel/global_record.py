@@ -1,10 +1,10 @@
-"""Detects ranks that do different work in a training call, and replicas whose parameters are no longer in sync.
+"""Detects ranks that do different work in a training call, and ranks whose parameters are no longer in sync.
 
 If a rank calls more or fewer collectives than the other ranks, its calls are matched with the wrong calls on those
-ranks, or its last call waits forever. Collectives detect this only if the tensors' sizes differ. So each rank records
-its actions (gradient all-reduces and optimizer steps), without communication. The driver compares the records, which
-arrive in heartbeats while a call runs and with the result of the call. To compare the replicas after a call, each rank
-reports two checksums for each parameter.
+ranks, or its last call waits forever. Collectives detect this only if the tensors' sizes differ. To detect it in other
+cases, each rank records its actions (gradient all-reduces and optimizer steps), and the driver compares the records. A
+rank sends its record in the heartbeats of a call and with the call's result. To detect different parameters, each rank
+sends two checksums for each parameter after the call.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch.nn.parameter import is_lazy
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.messages.weight_sums import WeightSums, models_to_compare, tolerance_of
 
-_NUM_MARKS = 32  # running hashes to report; ranks may be this many actions apart, because GPUs lag behind the record
+_NUM_MARKS = 32  # hashes of the latest actions to report; a rank may record this many actions before other ranks do
 _CHUNK = 1 << 16  # elements that a CPU converts at once, to stay in its cache
 _CHUNK_ELSEWHERE = 1 << 24  # elements that a GPU converts at once
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by size in bytes
 
 
 class GlobalRecord:
-    """Records this rank's actions in one call, to compare them with other ranks' actions. Other threads may read it.
+    """Records this rank's actions in one call, for comparison with the other ranks' actions. Any thread may read it.
 
     Args:
         number: Number of the call in this worker group, the same on all ranks; 0 before the first call.
@@ -48,7 +48,11 @@ class GlobalRecord:
         self._marks = deque([0], _NUM_MARKS)
 
     def note(self, what: str) -> None:
-        """Record that this rank starts the action `what`. All ranks must start the same actions in the same order."""
+        """Record that this rank starts an action. All ranks must start the same actions in the same order.
+
+        Args:
+            what: Name of the action, such as "gradients were exchanged".
+        """
         with self._changing:
             if self._is_open:
                 self._counts[what] += 1
@@ -56,7 +60,7 @@ class GlobalRecord:
 
     @property
     def work(self) -> JointWork | None:
-        """The recorded actions in the form that is sent to the driver; None before the group's first call."""
+        """The recorded actions, in the form that is sent to the driver; None before the worker group's first call."""
         with self._changing:
             if not self.number:
                 return None
@@ -64,7 +68,7 @@ class GlobalRecord:
 
     @contextmanager
     def of_call(self) -> Iterator[None]:
-        """Record actions until the `with` block ends. Then mark the record as complete, unless the block raised."""
+        """Record actions in the `with` block. If the block does not raise, mark the record as complete at its end."""
         try:
             yield
             self._is_over = True
@@ -78,13 +82,13 @@ def sums_of(
     left_out_of: Callable[[torch.nn.Module], Collection[str] | None],
     is_exact: bool,
 ) -> WeightSums | None:
-    """Return the checksums of all parameters, even frozen ones, that must be in sync. None if no parameter must be.
+    """Return checksums of all parameters that must be in sync, even frozen ones. Return None if there are none.
 
     Args:
         models: Registered models, without wrappers.
         compares_ranks: The operator's attribute `compares_ranks`, which selects the models to compare.
         left_out_of: Returns the names of a model's parameters that may differ between ranks; None if all may differ.
-        is_exact: True to compare parameters bit by bit.
+        is_exact: True for checksums that change with any bit. False for sums, which are compared with a tolerance.
     """
     began = time.perf_counter()
     if isinstance(compares_ranks, tuple | list):
@@ -101,7 +105,7 @@ def sums_of(
     if not found:
         return None
     rows = [_row(parameter, is_exact) for parameter in found.values()]
-    numbers = torch.stack([row.to(rows[0].device) for row in rows]).cpu().numpy()  # a single GPU synchronization
+    numbers = torch.stack([row.to(rows[0].device) for row in rows]).cpu().numpy()  # wait for the GPU only once
     tolerances = tuple(tolerance_of(parameter.element_size()) for parameter in found.values())
     shapes = tuple(tuple(parameter.shape) for parameter in found.values())
     return WeightSums(tuple(found), shapes, numbers, tolerances, time.perf_counter() - began)
@@ -119,7 +123,7 @@ def _row(parameter: torch.Tensor, is_exact: bool) -> torch.Tensor:
     """
     flat, rows = (torch.view_as_real(parameter) if parameter.is_complex() else parameter).reshape(-1), []
     for part in flat.split(_CHUNK if flat.device.type == "cpu" else _CHUNK_ELSEWHERE):
-        if is_exact:  # sums of integers are the same in any order
+        if is_exact:  # a sum of integers is the same in any order, unlike a sum of floats
             bits = part.view(_BITS[part.element_size()]).long()
             rows.append(torch.stack((bits.sum(), (bits * bits).sum())))
         else:

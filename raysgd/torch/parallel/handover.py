@@ -1,10 +1,10 @@
 """Sends one rank's state to other ranks. Each receiver forwards the state to the next receiver.
 
-Everything except tensors is pickled, and unpickling can run arbitrary code. So pickles are sent only over connections
-on which both sides have proved that they belong to the worker group. Connections of gloo and NCCL do not require this
-proof. If the ranks have a mesh of direct, authenticated connections, everything is sent over the mesh. Otherwise, the
-pickle is sent over the group's board, an authenticated message store, and tensors are sent over NCCL through two small
-buffers on the GPU.
+Everything except tensors is pickled, and unpickling can run arbitrary code. Therefore, pickles are sent only over
+connections on which both sides have proved that they belong to the worker group. Connections of gloo and NCCL do not
+require this proof. With gloo, the ranks have a mesh of direct, authenticated connections, over which everything is
+sent. With NCCL, the pickle is sent over the group's board, an authenticated message store, and tensors are sent over
+NCCL through two small buffers on the GPU.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from raysgd.core.connections.torch import board_of_group, exchanges_at_once
 from raysgd.core.state.state_codec import EncodedState, decode, lend
 
 STAGED_BYTES = 2**24
-"""Size of each of the two buffers on the device."""
+"""Size, in bytes, of each of the two buffers on the GPU."""
 
 _KEY_LENGTH = 16
-_ARRIVAL_S = 60.0  # timeout for reading the pickle from the board
+_ARRIVAL_S = 60.0  # longest time, in seconds, that a rank waits for the pickle on the group's board
 
 
 def send(state: Any, takers: Sequence[int], device: torch.device) -> None:
@@ -37,7 +37,7 @@ def send(state: Any, takers: Sequence[int], device: torch.device) -> None:
     Args:
         state: Any state that can be pickled.
         takers: Ranks that receive the state, in the order in which they forward it.
-        device: Device for the buffers if tensors are sent over NCCL.
+        device: Device on which to allocate the buffers if tensors are sent over NCCL.
     """
     encoded, group = lend(state), exchanges_at_once()
     parts = [encoded.buffer, *encoded.apart]
@@ -48,7 +48,13 @@ def send(state: Any, takers: Sequence[int], device: torch.device) -> None:
 
 
 def receive(source: int, takers: Sequence[int], device: torch.device) -> Any:
-    """Receive the state that the rank `source` sends to the ranks in `takers`. Its tensors are on the CPU."""
+    """Receive the state that the rank `source` sends to the ranks in `takers`, with tensors on the CPU.
+
+    Args:
+        source: Rank that calls `send`.
+        takers: The argument `takers` of `send`.
+        device: Device on which to allocate the buffers if tensors are sent over NCCL.
+    """
     group = exchanges_at_once()
     if group is not None:
         head, buffer, *apart = group.receive_parts(source, takers)
@@ -88,7 +94,7 @@ def _moving_by_device(device: torch.device, num_bytes: int) -> ChainTransfer:
 
     Args:
         device: Device whose memory the process group can send.
-        num_bytes: Size of each buffer, and largest size of a piece.
+        num_bytes: Size of each buffer, and largest size of a piece of host memory.
     """
     sent, received = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     newest: Bytes | None = None
@@ -101,7 +107,7 @@ def _moving_by_device(device: torch.device, num_bytes: int) -> ChainTransfer:
 
     def move(outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], /) -> None:
         nonlocal sent, received, newest
-        if newest is not None:  # the latest piece that was received is sent next; swapping the buffers avoids a copy
+        if newest is not None:  # the piece that was received last is sent next; swapping the buffers avoids a copy
             sent, received = received, sent
         works = [dist.isend(filled(piece), rank) for rank, piece in outgoing.items()]
         works += [dist.irecv(received[: len(piece)], rank) for rank, piece in incoming.items()]

@@ -1,8 +1,8 @@
-"""The strategies for `backend="horovod"`, which keep replicas in sync as `DistributedDataParallel` does.
+"""The strategies for `backend="horovod"`, which keep the workers' models in sync as `DistributedDataParallel` does.
 
 Horovod averages gradients in the optimizer. `hvd.DistributedOptimizer` sends each gradient once a backward pass has
-computed it, and waits for the averages in `step`. raysgd waits at the end of the backward pass instead. So code between
-the backward pass and the step, such as clipping, unscaling, or a second backward pass, sees averaged gradients. An
+computed it, and waits for the averages in `step`. raysgd waits at the end of the backward pass instead. Code between
+the backward pass and the step, such as clipping, unscaling, or a second backward pass, thus sees averaged gradients. An
 operator therefore trains the same with Horovod and with `DistributedDataParallel`.
 
 ADR 23 explains why the backward pass waits.
@@ -29,21 +29,25 @@ _NUM_NAMES_OF_SUMS = 8  # number of names for sums; a name is reused only after 
 
 
 class HorovodByHand(Strategy):
-    """The strategy "none" in a Horovod group: the user keeps the replicas in sync."""
+    """The strategy "none" with `backend="horovod"`: the user keeps the workers' models in sync."""
 
     def __init__(self) -> None:
         super().__init__()
         self._hvd = import_horovod()
-        self.exchanges = Exchanges(is_connection_error, is_broken=lambda: False)  # Horovod hides its connections
+        # Horovod does not tell whether its connections are open, so assume that they are.
+        self.exchanges = Exchanges(is_connection_error, is_broken=lambda: False)
 
     def all_sum(self, tensor: torch.Tensor) -> None:
         self._hvd.allreduce_(tensor, name="raysgd.sum", op=self._hvd.Sum)
 
 
 class HorovodParallel(HorovodByHand):
-    """The strategy "ddp" in a Horovod group. It wraps optimizers instead of models.
+    """The strategy "ddp" with `backend="horovod"`. It wraps optimizers instead of models.
 
-    It also serves as Horovod's compression object, whose `compress` is called for each gradient before it is sent.
+    Horovod also gets this object as its compression object. It calls `compress` for each gradient before sending it.
+
+    Args:
+        world_size: Number of ranks.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -53,7 +57,7 @@ class HorovodParallel(HorovodByHand):
         self.synchronizes = world_size > 1
         self.leg = Leg(is_global=self.synchronizes)
         self.record = GlobalRecord() if self.synchronizes else None
-        self._pairs: list[tuple[Any, Any]] = []  # (registered optimizer, wrapped optimizer)
+        self._pairs: list[tuple[Any, Any]] = []  # for each optimizer: what the user registered, and its wrapper
         self._averaged: set[torch.Tensor] = set()
         self._num_models = self._num_sums = 0
         self._backward_pass = -1
@@ -74,7 +78,7 @@ class HorovodParallel(HorovodByHand):
                 tensor.copy_(self._hvd.synchronize(handle))
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
-        """Return an optimizer that averages gradients over the ranks, with the same parameters and rank 0's state.
+        """Return an optimizer with the same parameters that averages gradients over the ranks. Its state is rank 0's.
 
         Raises:
             InvalidRegistrationError: Horovod does not support this optimizer.
@@ -125,13 +129,13 @@ class HorovodParallel(HorovodByHand):
         return wrapped
 
     def compress(self, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Multiply a gradient by this rank's weight before it is sent. Horovod calls this to compress the gradient."""
+        """Multiply a gradient by this rank's weight. Horovod calls this method before it sends the gradient."""
         gradient = gradient.contiguous()  # Horovod requires contiguous tensors
         weight = self.leg.outgoing_weight()
         return gradient * weight if isinstance(weight, torch.Tensor) or weight != 1.0 else gradient, None
 
     def decompress(self, gradient: torch.Tensor, context: None) -> torch.Tensor:
-        """Return the averaged gradient unchanged. Horovod calls this to undo `compress`."""
+        """Return the averaged gradient unchanged. Horovod calls this method to undo `compress`."""
         return gradient
 
     def _take_state_of_rank_0(self, wrapped: Any) -> None:
@@ -172,7 +176,7 @@ class HorovodParallel(HorovodByHand):
         return partial(self._hvd.synchronize, self._hvd.allreduce_async_(numbers, name=name, op=self._hvd.Sum))
 
     def _note_backward(self, parameter: torch.Tensor) -> None:
-        """Schedule `_finish_backward` for the end of the running backward pass. Called when a gradient was computed."""
+        """Schedule `_finish_backward` for the end of the running backward pass. Called for each computed gradient."""
         backward_pass = torch._C._current_graph_task_id()
         if backward_pass != self._backward_pass:
             self._backward_pass = backward_pass
@@ -189,7 +193,7 @@ class HorovodParallel(HorovodByHand):
 def _adapt_class_of(wrapped: Any, plain_cls: type[torch.optim.Optimizer]) -> None:
     """Change the class of a Horovod optimizer so that `step` does not average gradients again.
 
-    Horovod created the class for this optimizer only, so no other optimizer is affected.
+    Horovod creates a class for each optimizer, so the change affects no other optimizer.
 
     Args:
         wrapped: Optimizer that Horovod returned.

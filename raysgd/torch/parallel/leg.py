@@ -1,12 +1,12 @@
-"""A leg: the part of a training call that one worker group runs. Tracks the current batch and optimizer step.
+"""`Leg`: tracks the current batch and optimizer step in the part of a training call that one worker group runs.
 
-`StepLoop.begin_leg` creates a leg when a call starts, and another leg when the call continues in a new worker group.
-The strategy's attribute `leg` is the current leg. Between calls, it is an empty leg, because user code may run backward
-passes between calls, too.
+Such a part is called a leg. `StepLoop.begin_leg` creates a `Leg` when a call starts, and another one when the call
+continues in a new worker group. The strategy's attribute `leg` is the current `Leg`. User code may also run backward
+passes between calls. The strategy then has a `Leg` without batches.
 
-A backward pass belongs to the batch that the training code requested last. So it is an error to request a batch with a
-different weight while the previous batch still needs its backward pass. `raysgd.torch.parallel.amounts` explains the
-weights.
+A backward pass belongs to the batch that the training code requested last. Therefore, it is an error to request a batch
+with a different weight while the previous batch still needs its backward pass. `raysgd.torch.parallel.amounts` explains
+the weights.
 """
 
 from __future__ import annotations
@@ -24,61 +24,64 @@ from raysgd.torch.parallel.logical_shards import LogicalShards
 
 
 class StepWatcher(Protocol):
-    """Interface of an observer of optimizer steps and gradient communication."""
+    """Interface of an object that a `Leg` notifies of optimizer steps and gradient communication."""
 
     def begin_step(self) -> None:
-        """Called before the first batch of each optimizer step."""
+        """Prepare for an optimizer step. The `Leg` calls this method before the first batch of the step."""
 
     def note_exchange(self) -> None:
-        """Called when the gradients of a model are all-reduced."""
+        """Record that the gradients of a model are being all-reduced."""
 
 
 class Leg:
-    """The part of a training call that one worker group runs. Implements the protocol `PlaceInStep`.
+    """Tracks the current batch and step in a leg, the part of a training call that one worker group runs.
 
-    A step is an optimizer step, and a window is the batches whose gradients are accumulated for it. A global batch
-    consists of the batches of all ranks at the same time. With `deterministic=True`, it is divided into logical shards,
-    whose number does not depend on the number of ranks.
+    A step is an optimizer step. A window is the set of batches whose gradients are accumulated for one step. A global
+    batch consists of the batches of all ranks at the same time. With `deterministic=True`, each global batch is divided
+    into logical shards, whose number does not depend on the number of ranks. The class implements the protocol
+    `PlaceInStep`.
 
     Args:
         window: Number of batches in a step. The last step of an epoch or a call may have fewer batches.
         most_parts: Largest number of batches into which a rank may split its share of a global batch.
         shards: Adds up the gradients of logical shards; None without logical shards.
-        is_global: True if gradients are averaged over the ranks, so that a batch is weighted relative to all ranks'
-            batches.
-        watcher: Observer of steps and gradient communication; None for no observer.
+        is_global: True if gradients are averaged over the ranks. A batch is then weighted relative to the batches of
+            the other ranks.
+        watcher: Object to notify of steps and gradient communication, or None.
 
     Attributes:
         window: Number of batches in a step.
         most_parts: Largest number of batches into which a rank may split its share of a global batch.
         shards: Adds up the gradients of logical shards; None without logical shards.
         is_global: True if gradients are averaged over the ranks.
-        watcher: Observer of steps and gradient communication, or None.
-        has_several_batches: True if a step has several batches, on this rank or across ranks, so that their weights
-            matter.
-        defer: Called before each batch if the step accumulates gradients or has logical shards. The argument is True
-            if gradient communication can wait for a later batch. None if gradient communication never waits.
-        check: Called when a step has ended. It raises if the step is invalid, for example after a lost connection. None
-            for no check.
-        refresh: Copies rank 0's buffers of unwrapped models to all ranks. It is called before the first part of each
-            global batch. None if there are no such models.
+        watcher: Object to notify of steps and gradient communication, or None.
+        has_several_batches: True if a step has several batches, on this rank or on several ranks, so that the weights
+            of batches matter.
+        defer: Function that is called before each batch if the step accumulates gradients or has logical shards. It
+            gets True if the all-reduce of the batch's gradients can wait for a later batch. None if the strategy cannot
+            let it wait.
+        check: Function that is called when a step has ended, and raises if the step is invalid, for example after a
+            lost connection. None for no check.
+        refresh: Function that copies rank 0's buffers of unwrapped models to all ranks. It is called before the first
+            part of each global batch. None if there are no such models.
         rows: Exchanges metrics between the ranks in each step; None if the ranks exchange no metrics.
         batch: The batch that the training code requested last.
-        began_at: Time at which this rank requested the batch; 0 once the batch's first backward pass has started.
+        began_at: Time at which this rank got the batch; 0 once the batch's first backward pass has started.
         own_s: Seconds from `began_at` to the backward pass, summed over all batches. In this time, the rank does not
             wait for other ranks.
-        is_used: True if a backward pass was recorded. It stays False if user code computes gradients without the
-            library's methods, so that accumulation has no effect.
-        counted: Amount by which the batch of the running backward pass is weighted; None if it is weighted by samples.
-        usual: Mean amount of a rank's batch in the latest step that was weighted by something other than samples. The
+        is_used: True if a backward pass was recorded. False if user code computes all gradients without the library's
+            methods; gradient accumulation then has no effect.
+        counted: Weight of the batch in the running backward pass, such as its number of labels; None if the batch is
+            weighted by its number of samples.
+        usual: Mean weight of a rank's batch in the latest step in which batches were not weighted by their samples. The
             same on all ranks.
-        labels: The latest call to a criterion that averages over labels.
+        labels: Record of the latest call to a criterion that averages over labels.
         uncounted: True if a batch was weighted by samples although its loss weights or ignores labels. A tensor if the
             value is on a GPU.
-        has_clipped: True if gradients were clipped.
-        waiting: With accumulation, the amounts of the current step's batches that had a backward pass. None before the
-            first such batch, and without accumulation.
-        omitted: Samples that ranks skip in the step; None until `note_omitted` is called in the step.
+        has_clipped: True if gradients were clipped in this leg.
+        waiting: With accumulation, the weights of those batches of the current step that had a backward pass. None
+            before the first such batch, and without accumulation.
+        omitted: Counts the samples that user code skips in the step; None until `note_omitted` is called in the step.
     """
 
     def __init__(
@@ -120,17 +123,18 @@ class Leg:
         is_last: bool = True,
         is_last_part: bool = True,
     ) -> None:
-        """Start a batch from the data, which the training code has requested.
+        """Start the batch that the training code has requested from the data.
 
         Args:
             weight: Weight of this rank's gradient in the mean over the ranks.
             num_samples: Number of this rank's samples in the batch; 0 for padding, None if unknown.
-            total: Number of samples in the batches of all ranks.
+            total: Number of samples in the global batch, over all ranks; None if unknown.
             is_last: True if the epoch or the call ends with this batch.
             is_last_part: True if the global batch ends with this batch.
 
         Raises:
-            ValueError: With accumulation, the previous batch had no backward pass, or the previous step did not end.
+            ValueError: With accumulation, user code ran no backward pass for the previous batch, or did not step the
+                optimizer after the last batch of the previous step.
             RuntimeError: The previous batch has another weight and still needs its backward pass.
         """
         before, index, is_boundary = self.batch, 0, True
@@ -172,7 +176,7 @@ class Leg:
             self.defer(not is_boundary)
 
     def _counts_like(self, weight: float, num_samples: int | None, total: int | None, is_boundary: bool) -> bool:
-        """Return True if a batch with these values is weighted like the previous batch."""
+        """Return True if a batch with these values would have the same weight in its step as the previous batch."""
         last = self.batch
         if (is_boundary, num_samples == 0) != (last.is_boundary, last.is_padding):
             return False
@@ -194,17 +198,18 @@ class Leg:
     def end_stream(self) -> None:
         """Record that no more batches follow.
 
-        Later backward passes then belong to no batch. However, if the last batch still needs its backward pass, the
-        next backward pass belongs to it.
+        From now on, backward passes belong to no batch. However, if the last batch still needs its backward pass, the
+        next backward pass belongs to the last batch.
         """
         self.began_at = 0.0
         if not self._num_waiting:
             self.batch = self.batch.end()
 
     def end_forward(self) -> None:
-        """Stop measuring `own_s` (time without waiting) for this batch. Ranks wait for each other in a backward pass.
+        """Stop measuring the time that this rank spends on the batch without waiting for other ranks (`own_s`).
 
-        Called before each backward pass. Only the first call for a batch has an effect.
+        Called before each backward pass, in which ranks wait for each other. Only the first call for a batch has an
+        effect.
         """
         if self.began_at:
             self.own_s += time.perf_counter() - self.began_at
@@ -221,20 +226,20 @@ class Leg:
         """Record that a backward pass of the batch is about to run.
 
         Args:
-            by_samples: True if its gradients are weighted by the batch's number of samples.
+            by_samples: True if the gradients are weighted by the batch's number of samples.
         """
         self._is_by_samples = by_samples
         self.batch.is_by_samples |= by_samples
         self.end_waiting()
 
     def end_waiting(self) -> None:
-        """Record that the latest batch no longer needs a backward pass, because it had one or is skipped."""
+        """Record that the latest batch no longer needs a backward pass, because it had one or user code skips it."""
         if self.batch.is_waiting:
             self._num_waiting -= 1
             self.batch.is_waiting = False
 
     def skip(self) -> None:
-        """Skip the latest batch, which gets no backward pass.
+        """Record that user code runs no backward pass for the latest batch. Has no effect if it has already run one.
 
         Raises:
             ValueError: With accumulation, every batch needs a backward pass.
@@ -278,7 +283,7 @@ class Leg:
         return is_further
 
     def adds_to(self, optimizer: Any) -> bool:
-        """Return True if a backward pass of this batch accumulates into existing gradients of `optimizer`."""
+        """Return True if a backward pass of this batch adds to the gradients that the optimizer's parameters have."""
         return self.waiting is not None if self.window > 1 else id(optimizer) in self.batch.computed
 
     @property
@@ -287,21 +292,21 @@ class Leg:
         return f"accumulate_grad_batches={self.window}" if self.most_parts == 1 else "micro_batch_size"
 
     def share(self, weight: float | None, num_ranks: int, *, is_of_criterion: bool = False) -> float:
-        """Add this batch to its window, the batches of a step. Return the factor by which to multiply its loss.
+        """Add the batch to those accumulated for a step (the window). Return the factor by which to multiply its loss.
 
         Args:
-            weight: Amount by which to weight the batch; None to weight it by its number of samples.
+            weight: Weight of the batch; None to weight it by its number of samples.
             num_ranks: Number of ranks over which gradients are averaged.
             is_of_criterion: True if `weight` comes from the criterion, False if it comes from user code.
 
         Raises:
-            ValueError: Some batches of the window are weighted by samples and others are not, or a batch has two
-                different weights.
+            ValueError: Some batches of the window are weighted by samples and others are not, or user code passed two
+                different weights for a batch.
         """
         batch = self.batch
         total, amount = batch.total if weight is None else None, weight
         if amount is None:
-            total = num_ranks if total is None else total  # `total` is None outside of the library's training loops
+            total = num_ranks if total is None else total  # it is None before the first and after the last batch
             amount = total / num_ranks * (batch.weight if self.is_global else 1.0)
         if self.waiting is None:
             usual = self.usual if total is None else total / num_ranks
@@ -327,7 +332,12 @@ class Leg:
         return amount / window.reference
 
     def note_omitted(self, is_omitted: bool, num_ranks: int) -> None:
-        """Record whether this rank skips the batch. Called for each batch if user code may skip batches."""
+        """Record whether user code skips the batch on this rank. Called for each batch if user code may skip batches.
+
+        Args:
+            is_omitted: True if this rank skips the batch.
+            num_ranks: Number of ranks over which gradients are averaged.
+        """
         batch = self.batch
         if self.window == 1 or self.omitted is None:
             self.omitted = Omitted(self.window)
@@ -341,15 +351,16 @@ class Leg:
         self.waiting = self.omitted = None
 
     def end_window(self) -> None:
-        """Allow the optimizer to step although its window has fewer batches than `window`."""
+        """Allow the optimizer to step although fewer than `window` batches were accumulated."""
         self.batch = self.batch.end()
 
     @contextmanager
     def weighting(self, counted: Counted | None = None) -> Iterator[None]:
-        """Set how gradients are weighted before they are sent, for a backward pass that runs in the `with` block.
+        """Set how the gradients of the backward pass in the `with` block are weighted before they are sent.
 
         Args:
-            counted: Amount by which to weight the batch; None if the loss is already multiplied by its weight.
+            counted: Weight of the batch, such as its number of labels. None if the loss is already multiplied by its
+                weight.
         """
         self.counted, self._is_weighted = counted, counted is None
         try:
@@ -358,7 +369,10 @@ class Leg:
             self.counted, self._is_weighted = None, False
 
     def outgoing_weight(self) -> Any:
-        """Return the factor (a number or a tensor) by which to multiply gradients before they go to other ranks."""
+        """Return the factor by which to multiply gradients before they are sent to other ranks.
+
+        The factor is a number or a one-element tensor.
+        """
         if self.window > 1 or self._is_weighted:
             return 1.0
         if self.counted is not None:

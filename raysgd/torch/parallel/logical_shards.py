@@ -1,11 +1,12 @@
 """Adds up gradients in an order that does not depend on the number of ranks, for `deterministic=True`.
 
-Floating-point sums depend on the order of the summands. So a global batch, the batch of all ranks together, is cut into
-a fixed number of logical shards. Each rank computes some of the shards, one after another, and stores each shard's
-gradient as a row. Then the rows of all ranks are added in the order of the shards. On CPUs, each rank adds up one
-section of all rows and sends that section's sum to all ranks. The result is bit-identical for any number of ranks.
+Floating-point sums depend on the order of the summands. Therefore, a global batch, the batch of all ranks together, is
+cut into a number of logical shards that does not depend on the number of ranks. Each rank computes the gradients of
+some shards, one after another, and stores each shard's gradient as one row of a matrix. Then the rows of all ranks are
+added in the order of the shards. On CPUs, each rank adds up one section of all rows and sends that section's sum to all
+ranks. The result is bit-identical for any number of ranks.
 
-ADR 98 explains why shards are fixed, and what that costs.
+ADR 98 explains why the number of shards is fixed, and what that costs.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class LogicalShards:
         if is_first:
             self._num_kept, self._is_summed = 0, False
         for model in self._wrapped:
-            model.require_forward_param_sync = is_first  # synchronize buffers only once per step; shard counts differ
+            # Synchronize buffers only once per step. Ranks may have different numbers of shards, so that one rank would
+            # otherwise wait forever in a collective.
+            model.require_forward_param_sync = is_first
         rng.seed_alike(seed)
 
     def keep(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -90,7 +93,7 @@ class LogicalShards:
             self._rows = torch.zeros(shape, dtype=_dtype_of(parameters), device=parameters[0].device)
 
     def add_up(self, parameters: Sequence[torch.Tensor], seed: int) -> None:
-        """Set the gradients of all parameters to the sums over all shards of all ranks.
+        """Set the gradients of all parameters to their sums over all logical shards of all ranks.
 
         Args:
             parameters: Trained parameters, in the order in which `keep` got them.
@@ -108,11 +111,11 @@ class LogicalShards:
         rng.seed_alike(seed)  # all ranks continue with the same random numbers
 
     def check(self) -> None:
-        """Check that `add_up` was called in the step that has ended.
+        """Check that `add_up` was called in the optimizer step that has ended.
 
         Raises:
-            ValueError: `add_up` was not called, because user code computed the gradients itself, so they differ between
-                ranks.
+            ValueError: `add_up` was not called, because user code computed the gradients itself. They therefore differ
+                between ranks.
         """
         if not self._is_summed:
             raise ValueError(

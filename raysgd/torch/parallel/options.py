@@ -38,7 +38,7 @@ class StepOptions:
         window = check_count(
             "accumulate_grad_batches", self.accumulate_grad_batches, hint="1 steps the optimizer on every batch."
         )
-        object.__setattr__(self, "accumulate_grad_batches", window)  # a Python integer, even if NumPy's was passed
+        object.__setattr__(self, "accumulate_grad_batches", window)  # a Python integer, even if a NumPy one was passed
         for name in ("clip_grad_norm", "clip_grad_value"):
             bound = getattr(self, name)
             if bound is not None and not (is_number(bound) and bound > 0):
@@ -54,19 +54,19 @@ class StepOptions:
 
     @property
     def clips(self) -> bool:
-        """True if gradients are clipped."""
+        """True if the trainer's options require that gradients are clipped."""
         return self.clip_grad_norm is not None or self.clip_grad_value is not None
 
 
 @dataclass(frozen=True)
 class FSDPOptions:
-    """Options for `TorchTrainer(strategy_options=...)`.
+    """Options for `strategy="fsdp"`, which users pass as `TorchTrainer(strategy_options=...)`.
 
     Attributes:
-        min_block_parameters: Minimum number of parameters of a block (an element of a `ModuleList` or `Sequential`)
-            that is gathered separately.
-        reshard_after_forward: True to reshard blocks between forward and backward pass. False saves communication and
-            needs more memory.
+        min_block_parameters: A block (an element of a `ModuleList` or `Sequential`) with at least this number of
+            parameters is gathered separately.
+        reshard_after_forward: True to reshard each block after its forward pass and gather it again for the backward
+            pass. False saves communication and needs more memory.
         mp_policy: PyTorch's `MixedPrecisionPolicy`, or None. Allowed only with `precision="fp32"`.
         offload_policy: PyTorch's `CPUOffloadPolicy`, which stores a worker's shards in host memory, or None.
     """

@@ -1,4 +1,4 @@
-"""What the sources of batches need to know about the worker group: this replica's rank, and sums over the ranks."""
+"""`RankSums`: gives the sources of batches this worker's rank in its group, and sums over all ranks of the group."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from raysgd.torch.parallel.strategy import Strategy, Summation
 
 
 class RankSums:
-    """This replica's rank in its worker group, and sums over the group's ranks. Create a new object for each new group.
+    """This worker's rank in its worker group, and sums over all ranks of the group.
+
+    Each new worker group needs a new object.
 
     Args:
-        parallel: Strategy that keeps the replicas in sync, which provides the sums.
-        rank: Rank of this replica.
-        world_size: Number of replicas.
+        parallel: Strategy, such as DDP, whose communication computes the sums.
+        rank: Rank of this worker.
+        world_size: Number of workers.
 
     Attributes:
-        rank: Rank of this replica.
-        world_size: Number of replicas.
+        rank: Rank of this worker.
+        world_size: Number of workers.
     """
 
     def __init__(
@@ -35,19 +37,21 @@ class RankSums:
 
     @property
     def is_global(self) -> bool:
-        """True if this replica takes synchronized steps with other replicas."""
+        """True if this worker takes synchronized optimizer steps with other workers."""
         return self.world_size > 1 and self._parallel.synchronizes
 
     @cached_property
     def start_sum(self) -> Summation:
         """Function that starts to sum a tensor over the ranks, in the background.
 
-        The first read of this property is a collective operation, in which all ranks must take part.
+        All ranks must read this property for the first time together, because that creates a process group.
         """
         return self._parallel.summation()
 
     def adding(self) -> StartSum:
-        """Return a function that starts to sum a NumPy array over the ranks, and returns a function that waits for it.
+        """Return a function that starts to sum a NumPy array over the ranks, in the background.
+
+        The returned function itself returns a function that waits for the sum and returns it.
 
         Raises:
             ValueError: The workers do not communicate.

@@ -1,10 +1,10 @@
-"""Base class of the strategies that keep the replicas of a model in sync.
+"""`Strategy`: base class of the strategies, such as DDP, that keep the workers' models in sync.
 
 The loss of a batch is the mean over its samples, and an all-reduce takes the unweighted mean of the ranks' gradients.
-If the ranks' batches differ in size, that mean is not the mean over all samples. So a communication hook first
+If the ranks' batches differ in size, that mean is not the mean over all samples. Therefore, a communication hook first
 multiplies each rank's gradient by a weight proportional to the rank's number of samples (`Batch.weight`, nearly always
-1.0). With gradient accumulation, a hook would see the sum of several batches' gradients. So losses are weighted
-instead, for which the library must run the backward pass. See `raysgd.torch.parallel.amounts`.
+1.0). With gradient accumulation, a hook would see the sum of several batches' gradients. In this case, the library
+weights the losses instead, which requires that it runs the backward pass. See `raysgd.torch.parallel.amounts`.
 """
 
 from __future__ import annotations
@@ -32,35 +32,41 @@ from raysgd.torch.parallel.leg import Leg, StepWatcher
 from raysgd.torch.parallel.logical_shards import LogicalShards
 from raysgd.trainer.worker.data.rank_rows import Gather, RowExchange
 
-# A function that starts to sum a tensor of integers over the ranks, in place, and returns a function to wait for it.
+# A function that starts to sum a tensor of integers over the ranks, in place. It returns a function that waits for the
+# sum.
 Summation = Callable[[torch.Tensor], Callable[[], Any]]
 
 
 def _copied(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a deep copy of a model, even if its modules store tensors with a graph, which `deepcopy` rejects."""
+    """Return a deep copy of a model.
+
+    Modules may have attributes that are tensors in an autograd graph. `copy.deepcopy` alone would reject these.
+    """
     kept = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
     return copy.deepcopy(model, {id(value): value.detach().clone() for value in kept if not value.is_leaf})
 
 
 class Strategy:
-    """The strategy for a single replica, or for replicas that the user keeps in sync. Base class of all strategies.
+    """Base class of all strategies. It is also the strategy for a single worker, and for `strategy="none"`.
 
     Args:
         has_others: True if there are other ranks.
-        tells_rows: True to exchange rows (each rank's metrics) between the ranks in each step.
+        tells_rows: True to send each rank's metrics (its row) to the other ranks in each step.
 
     Attributes:
         synchronizes: True if every optimizer step involves all ranks.
         has_others: True if there are other ranks.
         is_sharded: True if each rank holds only a shard of each model, so that all ranks must take part to assemble a
             full state.
-        leg: Leg, the part of a training call that this worker group runs. Between calls, an empty leg.
+        leg: Tracks the current batch and step in the part of a training call that this worker group runs. Between
+            calls, it is a `Leg` without batches.
         exchanges: Tracks whether the gradient communication of the running step succeeds.
         exchanged: For each model whose gradients have been all-reduced completely, the ID of one of its parameters.
-        record: Records the actions in a call that all ranks must take in the same order; None if ranks may differ.
-        forward_context: Returns the context manager, such as autocast, for forward passes.
-        shares_frozen: True if all ranks take frozen parameters from rank 0. False if each rank creates the same frozen
-            parameters.
+        record: Records the actions that all ranks must take in the same order in a call; None if the ranks' actions may
+            differ.
+        forward_context: Function that returns the context manager, such as autocast, for forward passes.
+        shares_frozen: True if the other ranks copy rank 0's frozen parameters. False if each rank creates the same
+            frozen parameters itself.
     """
 
     synchronizes = False
@@ -69,7 +75,7 @@ class Strategy:
     def __init__(self, has_others: bool = True, tells_rows: bool = False) -> None:
         self.leg = Leg(is_global=self.synchronizes)
         self._tells_rows = tells_rows
-        self._row_exchange: tuple[Gather, RowExchange] | None = None  # for the current worker group, created on demand
+        self._row_exchange: tuple[Gather, RowExchange] | None = None  # for the current worker group; None until needed
         self.has_others = has_others
         self.exchanges = Exchanges()
         self.record = GlobalRecord() if self.synchronizes else None
@@ -93,19 +99,23 @@ class Strategy:
         return optimizer
 
     def _leave_out(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Copy rank 0's values to all ranks for a model that is not wrapped, as it has no trainable parameters."""
+        """Copy rank 0's values to all ranks for a model without trainable parameters. Such a model is not wrapped."""
         take_from_first((*(model.parameters() if self.shares_frozen else ()), *model.buffers()))
         self._left_out.append(model)
         return model
 
     def _refresh_left_out(self, in_training: bool = False) -> None:
-        """Copy rank 0's buffers of unwrapped models to all ranks, as wrappers do for wrapped models."""
+        """Copy rank 0's buffers of unwrapped models to all ranks. Wrappers do this for wrapped models.
+
+        Args:
+            in_training: True to copy only the buffers of models that are in training mode.
+        """
         for model in self._left_out:
             if model.training or not in_training:
                 repeat_first(model.buffers())
 
     def rebind_optimizers(self, optimizers: Sequence[Any]) -> None:
-        """Let optimizers that were created before `wrap` train the parameters of the wrapped models."""
+        """Replace the parameters in the optimizers with those of the wrapped models, if wrapping replaced them."""
 
     def begin_leg(
         self,
@@ -127,8 +137,8 @@ class Strategy:
             window: Number of batches in an optimizer step.
             most_parts: Largest number of batches into which a rank may split its share of a global batch.
             shards: Adds up the gradients of logical shards; None without logical shards.
-            watcher: Observer of steps and gradient communication; None for no observer.
-            may_defer: True if the gradients of a step's batches may be all-reduced together with the last batch's.
+            watcher: Object to notify of steps and gradient communication, or None.
+            may_defer: True if the gradients of all batches of a step may be all-reduced together, in the last batch.
         """
         leg = self.leg = Leg(window, most_parts=most_parts, shards=shards, is_global=self.synchronizes, watcher=watcher)
         leg.defer = self._deferrer(models, may_run_backward) if may_defer else None
@@ -142,20 +152,25 @@ class Strategy:
         return leg
 
     def end_leg(self) -> None:
-        """Replace the leg with an empty leg, for user code between two calls. Called even if the call fails."""
+        """Replace `leg` with a `Leg` without batches, for user code that runs between two calls.
+
+        Called at the end of each call, even if the call fails.
+        """
         if self.leg.defer is not None:
             self.leg.defer(False)
         self.leg = Leg(is_global=self.synchronizes)
 
     def _deferrer(self, models: Sequence[torch.nn.Module], may_run_backward: bool) -> Callable[[bool], None] | None:
-        """Return a function that turns the deferral of gradient communication to a later batch on or off.
+        """Return a function that gets True to defer the gradient communication of the next batch to a later batch.
 
-        It is called before each batch. Return None if this strategy cannot defer communication.
+        The function is called before each batch. Return None if this strategy cannot defer communication.
         """
         return None
 
     def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:
-        """Start averaging the gradients of all parameters that are trainable now. All ranks must call this together.
+        """Start averaging the gradients of all parameters that are trainable now.
+
+        All ranks must call this method together.
 
         Args:
             models: Wrapped models.
@@ -163,7 +178,8 @@ class Strategy:
                 needs to be copied from rank 0.
 
         Raises:
-            ValueError: A model was registered without trainable parameters, so its gradients cannot be averaged.
+            ValueError: A model now has trainable parameters but had none when it was registered, so it has no wrapper
+                that could average its gradients.
         """
         for model in self._left_out:
             if trainable(model) and any(model is each for each in models):
@@ -175,12 +191,19 @@ class Strategy:
                 )
 
     def left_out_of(self, model: torch.nn.Module) -> Collection[str] | None:
-        """Return the names of an unwrapped model's parameters that may differ between ranks; None if all may differ."""
+        """Return the names of those parameters of a model that may differ between ranks; None if all may differ.
+
+        Args:
+            model: Model without its wrapper.
+        """
         return None
 
     @property
     def obstacle(self) -> str | None:
-        """Reason why the models cannot continue in a new worker group after a failure; None if they can."""
+        """Reason why training cannot continue in a new worker group after a failure, so that it must restart.
+
+        None if training can continue.
+        """
         return "the replicas are not kept in sync by `DistributedDataParallel`"
 
     def reform(self) -> None:
@@ -190,7 +213,7 @@ class Strategy:
             self.record = GlobalRecord()
 
     def row_exchange(self, name: str, size: int) -> RowExchange | None:
-        """Return the object that exchanges rows (each rank's metrics); None if the ranks exchange no rows.
+        """Return the object that sends each rank's metrics to the other ranks; None if ranks do not send metrics.
 
         Args:
             name: Name of this rank.
@@ -215,14 +238,15 @@ class Strategy:
             amount: This rank's amount: a number, or a one-element tensor on the device of the models.
 
         Returns:
-            A function that waits for the sum and returns it: a number, or a tensor if the sum is on a GPU, to avoid a
-            device synchronization.
+            A function that waits for the sum and returns the sum. If the sum is on a GPU, it returns a tensor, because
+            reading the number would wait for the GPU.
         """
         if not self.synchronizes:
             return lambda: amount
         group = exchanges_at_once()
         if group is not None and not isinstance(amount, torch.Tensor):
-            # Do not start a sum now, because the amount is usually sent together with the gradients.
+            # Do not start a sum now, because the amount is usually sent together with the gradients. The returned
+            # function sums the amounts if that has not happened.
             return partial(self._total_at_once, group, amount)
         numbers = torch.zeros(1, dtype=torch.float64, device=reachable()) + amount
         with self.exchanges.noting():
@@ -252,15 +276,19 @@ class Strategy:
             self.leg.watcher.note_exchange()
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Average gradients whose all-reduce was deferred to a later batch that never came."""
+        """Average gradients whose all-reduce was deferred to a later batch, if no later batch has followed."""
 
     def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Return True if no gradients of earlier batches remain to accumulate into."""
+        """Return True if the gradients of earlier batches, to which a batch should add, were cleared."""
         return all(parameter.grad is None for parameter in parameters)
 
     @contextmanager
     def further_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Run another backward pass of the same batch in the `with` block, with a loss multiplied by its weight."""
+        """Run another backward pass of the same batch in the `with` block, with a loss that is already weighted.
+
+        Args:
+            parameters: Parameters that get gradients.
+        """
         with self.leg.weighting():
             yield
 
@@ -272,13 +300,13 @@ class Strategy:
     def state_of(self, part: Any) -> dict[str, Any]:
         """Return the full state dict of a model or optimizer.
 
-        If it is sharded, all ranks must call this, and only rank 0 gets the full state.
+        If models are sharded, all ranks must call this method together, and only rank 0 gets the full state.
         """
         state: dict[str, Any] = part.state_dict()
         return state
 
     def part_of_state(self, part: Any) -> dict[str, Any]:
-        """Return this rank's state dict of a model or optimizer. If they are sharded, the tensors are shards."""
+        """Return this rank's state dict of a model or optimizer. If models are sharded, its tensors are shards."""
         state: dict[str, Any] = part.state_dict()
         return state
 
@@ -303,11 +331,11 @@ class Strategy:
         load_optimizer(optimizer, state)
 
     def plain_model(self, model: torch.nn.Module) -> torch.nn.Module | None:
-        """Return a CPU copy of a model without wrappers and hooks of the library; None on ranks that get no copy."""
+        """Return a CPU copy of a model without the library's wrappers and hooks; None on ranks that get no copy."""
         return without_checkpointing(_copied(unwrap(model)).cpu())
 
     def all_sum(self, tensor: torch.Tensor) -> None:
-        """Sum a tensor over all ranks, in place. All ranks must call this."""
+        """Sum a tensor over all ranks, in place. All ranks must call this method together."""
         group = quick_group(tensor)
         if group is not None:
             group.add_up(tensor.numpy())
@@ -315,24 +343,28 @@ class Strategy:
             dist.all_reduce(tensor)
 
     def summation(self) -> Summation:
-        """Return a function that starts to sum a tensor over the ranks, and returns a function that waits for the sum.
+        """Return a function that starts to sum a tensor over the ranks, in the background.
 
-        All ranks must call this method at the same time.
+        The returned function itself returns a function that waits for the sum. All ranks must call this method
+        together.
         """
-        # Use a separate process group. In the default group, ranks might start sums and gradient all-reduces in
-        # different orders.
+        # Use a separate process group, because different ranks may start a sum and a gradient all-reduce in different
+        # orders. In the default group, the wrong operations would then be matched.
         start_sum = summation_beside()
         return lambda numbers: start_sum(numbers).wait
 
 
 def quick_group(tensor: torch.Tensor) -> Group | None:
-    """Return the mesh (direct connections between the ranks) for summing a tensor; None if PyTorch is faster."""
+    """Return the mesh if it sums the tensor faster than PyTorch; otherwise None.
+
+    The mesh consists of direct connections between the ranks.
+    """
     group = exchanges_at_once() if tensor.device.type == "cpu" else None
     return group if group is not None and group.is_quick_for(tensor.nbytes) else None
 
 
 def reachable() -> torch.device | None:
-    """Return the device of tensors that PyTorch's default process group can all-reduce; None for the CPU."""
+    """Return the device of tensors that PyTorch's default process group can sum: the GPU, or None for the CPU."""
     is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else None
 
@@ -343,7 +375,7 @@ def trainable(model: torch.nn.Module) -> tuple[torch.nn.Parameter, ...]:
 
 
 def take_from_first(tensors: Iterable[torch.Tensor]) -> None:
-    """Copy rank 0's tensors to every rank.
+    """Check that the ranks' tensors have the same shapes, then copy rank 0's tensors to every rank.
 
     Raises:
         ValueError: The ranks' tensors differ in number or shape. Raised on all ranks.
@@ -366,8 +398,8 @@ def _check_shapes(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def repeat_first(tensors: Iterable[torch.Tensor]) -> None:
-    """Copy rank 0's tensors to every rank. Their shapes must be the same on all ranks."""
-    # Prefer the mesh to gloo, whose broadcast may hang when its connections are closed.
+    """Copy rank 0's tensors to every rank. The shapes must be the same on all ranks."""
+    # Prefer the mesh, because a broadcast of gloo may hang when connections are closed.
     for tensor in _with_numbers(tensors):
         flat = tensor.contiguous().reshape(-1)
         at_once = quick_group(flat)
@@ -386,6 +418,6 @@ def _with_numbers(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model in a `DistributedDataParallel` or `DataParallel` wrapper, or the model itself.
 
-    Other classes with an attribute `module` are not unwrapped, because they may do more than call it.
+    Other classes with an attribute `module` are not unwrapped, because they may do more than call the module.
     """
     return model.module if isinstance(model, DistributedDataParallel | torch.nn.DataParallel) else model

@@ -1,1 +1,1 @@
-"""Everything about optimizer steps: computes gradients, steps learning rate schedulers, undoes interrupted batches."""
+"""Computes gradients, steps optimizers and learning rate schedulers, and undoes batches that a failure interrupts."""

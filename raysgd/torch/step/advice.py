@@ -1,9 +1,10 @@
 """Explains mistakes for which PyTorch raises unclear errors, and detects mistakes that would make PyTorch hang.
 
 Advice is added to the message of known PyTorch exceptions. A global batch, the batch of all ranks together, may be
-split into shares of different sizes. All-gathers in user code then compare the sizes of the ranks' tensors first.
-Otherwise, gloo would crash the process of a rank that receives too much, and NCCL would wait forever. An epoch in which
-some shares are too small for a batch norm to train on is rejected when it starts.
+split into shares of different sizes. An all-gather of such shares in user code would crash the process of a rank with
+gloo, and would wait forever with NCCL. Therefore, all-gathers compare the sizes of the ranks' tensors first, and raise
+if the sizes differ. If a share in an epoch is too small for a batch norm to train on, the epoch is rejected when it
+starts.
 """
 
 from __future__ import annotations
@@ -36,12 +37,11 @@ _FLOAT64 = (
 
 @contextmanager
 def with_advice(models: Iterable[torch.nn.Module], divided: Leg | None = None) -> Iterator[None]:
-    """Add advice to the message of a known exception that the `with` block raises. The exception stays the same object.
+    """Add advice to the message if the `with` block raises a known PyTorch exception, then raise the same exception.
 
     Args:
         models: Models that are trained.
-        divided: Leg, the part of the training call that this worker group runs, if its batches are shares of global
-            batches; otherwise None.
+        divided: The `Leg`, which tracks the current batch, if batches are shares of global batches; otherwise None.
     """
     try:
         yield
@@ -100,15 +100,15 @@ _NO_SAMPLE = (
 def check_norms(models: Iterable[Module], plan: PassPlan) -> None:
     """Check that batch norms can train on every rank's share of each batch in the rest of an epoch.
 
-    Only `BatchNorm1d` and `SyncBatchNorm` are checked. Other batch norms can train on a single image, which has many
-    values for each channel.
+    Only `BatchNorm1d` and `SyncBatchNorm` are checked. `BatchNorm2d` and `BatchNorm3d` can train on a single image,
+    because it has many values for each channel.
 
     Args:
         models: Models that are trained.
-        plan: Sizes of the remaining batches.
+        plan: Sizes of the remaining batches of the epoch.
 
     Raises:
-        ValueError: A share has a single sample or, with `SyncBatchNorm`, no sample.
+        ValueError: A rank's share of a batch has a single sample or, with `SyncBatchNorm`, no sample.
     """
     in_training = [module for model in models for module in model.modules() if module.training]
     if any(isinstance(module, BatchNorm1d) for module in in_training) and plan.has_single_samples:
@@ -125,8 +125,8 @@ def comparing_sizes(differ: Callable[[], bool]) -> Iterator[None]:
     """During the `with` block, let all-gathers compare the sizes of the ranks' tensors, and raise if they differ.
 
     Args:
-        differ: Returns True if the ranks' shares of the current batch differ in size. Only then are tensors compared.
-            It must return the same value on all ranks.
+        differ: Function that returns True if the ranks' shares of the current batch differ in size. Tensors are
+            compared only in this case. The function must return the same value on all ranks.
     """
     kept = {name: value for name, value in vars(dist.ProcessGroup).items() if name in _NAMES}
     if not kept:

@@ -1,6 +1,6 @@
 """Computes an operator's gradients, weights them, averages them over batches and workers, and steps the optimizers.
 
-Clipping, callbacks and accumulation take effect wherever an optimizer steps, in library code or user code (ADR 23).
+Gradient clipping, callbacks and accumulation work even if user code calls `optimizer.step()` itself (ADR 23).
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ logger = logging.getLogger(__name__)
 
 
 class OwnSteps:
-    """Hooks into optimizer steps: passes the gradients to callbacks and clips them, right before each step.
+    """Passes an optimizer's gradients to callbacks and clips them before each step, even if user code calls `step`.
+
+    Args:
+        precision: Numeric precision of the training. It scales and unscales gradients.
+        options: Options for clipping.
+        bounds: The operator, whose `clip_grad_norm` and `clip_grad_value` clip the gradients.
+        parallel: Strategy of the worker, whose `leg` tracks the current batch.
+        callbacks: The worker's callbacks.
 
     Attributes:
         clips: True if gradients are clipped.
@@ -57,7 +64,7 @@ class OwnSteps:
         self._about_to_step: set[int] = set()  # IDs of the optimizers whose current step has gradients
 
     def watch(self, optimizers: Sequence[Any]) -> None:
-        """Install hooks on the steps of these optimizers, so that clipping works even if user code steps them."""
+        """Install hooks on the optimizers' steps, so that gradients are clipped even if user code calls `step`."""
         for undo in self._undo:
             undo()
         self._optimizers = optimizers
@@ -68,11 +75,17 @@ class OwnSteps:
         self._undo = [each.remove for each in handles]
 
     def sees(self, optimizer: Any) -> bool:
-        """Return True if the hooks are called in every step of an optimizer."""
+        """Return True if `optimizer` has the hooks, so that every one of its steps is noticed."""
         return tells_of_steps(optimizer) and any(each is optimizer for each in self._optimizers)
 
     def misses_clipping(self, leg: Leg) -> bool:
-        """Return True if gradients should be clipped, nothing was clipped in the leg, and an optimizer has no hooks."""
+        """Return True if gradients were not clipped although the trainer's options require it.
+
+        This happens if user code steps an optimizer that does not support hooks.
+
+        Args:
+            leg: Tracks the part of the training call that this worker group runs.
+        """
         return self.clips and not leg.has_clipped and not self._sees_all
 
     def step(self, optimizer: Any) -> None:
@@ -100,7 +113,7 @@ class OwnSteps:
             self._bounds.clip_grad_value(parameters, options.clip_grad_value)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pass an optimizer's gradients to callbacks and clip them. Called before each step, even in user code."""
+        """Pass an optimizer's gradients to callbacks and clip them. PyTorch calls this hook before each step."""
         self._about_to_step.discard(id(optimizer))
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -119,7 +132,7 @@ class OwnSteps:
         return (optimizer, compute, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
 
     def _check_closure(self, optimizer: Any) -> None:
-        """Raise if steps involve several batches or ranks. Called for a closure, which computes a whole step."""
+        """Raise if an optimizer step needs several batches or ranks. A closure can use only this rank's one batch."""
         name, leg = type(optimizer).__name__, self._parallel.leg
         if leg.is_global:
             raise ValueError(
@@ -135,7 +148,7 @@ class OwnSteps:
 
     def _check_gradients(self, optimizer: Any) -> None:
         if all(parameter.grad is None for parameter in self._precision.parameters(optimizer)):
-            return  # a step without gradients changes nothing; some programs do one before the first scheduler step
+            return  # a step without gradients changes nothing; some programs step once before they step a scheduler
         leg = self._parallel.leg
         if not self._steps_itself and leg.window > 1 and leg.adds_to(optimizer):
             raise ValueError(
@@ -151,12 +164,12 @@ class OwnSteps:
             self._clip(optimizer)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
-        """Record an optimizer's step and notify callbacks. Called after each step, even in user code."""
+        """Record an optimizer's step and notify callbacks. PyTorch calls this hook after each step."""
         if not self._steps_itself:  # for steps by the library, `Gradients.apply` calls `leg.stepped`
             self._parallel.leg.stepped(optimizer)
         if not self._callbacks.wants_steps or id(optimizer) not in self._about_to_step:
             return
-        overflow = getattr(optimizer, "found_inf", None)  # on overflow, a fused optimizer itself skips the update
+        overflow = getattr(optimizer, "found_inf", None)  # a fused optimizer skips the update if this is not 0
         if overflow is None or not overflow.item():
             self._callbacks.stepped(optimizer)
 
@@ -167,7 +180,10 @@ def tells_of_steps(optimizer: Any) -> bool:
 
 
 def _unscale_for_step(optimizer: Any) -> None:
-    """Unscale the gradients of a fused optimizer before its step. Normally, it unscales them during the step."""
+    """Unscale the gradients of a fused optimizer before its step, so that they can be clipped.
+
+    Otherwise, a fused optimizer unscales its gradients during the step.
+    """
     scale = getattr(optimizer, "grad_scale", None)
     if scale is None:
         return
@@ -181,9 +197,10 @@ _NOTHING = nullcontext()
 
 
 def _silenced(parameters: Iterable[torch.Tensor]) -> ExitStack:
-    """In the `with` block, replace gradients with 0, for a batch with weight 0, whose loss may be NaN.
+    """Replace gradients with 0 in the `with` block. Used for a batch with weight 0, because its loss may be NaN.
 
-    With `find_unused_parameters=True`, `DistributedDataParallel` passes None to hooks of outputs that no loss uses.
+    A hook may get None instead of a gradient: with `find_unused_parameters=True`, `DistributedDataParallel` passes None
+    for outputs that no loss uses.
     """
     handles = ExitStack()
     for tensor in parameters:
@@ -193,7 +210,10 @@ def _silenced(parameters: Iterable[torch.Tensor]) -> ExitStack:
 
 
 class Gradients:
-    """Computes the gradients of a step, so that they equal the gradient of one batch with all samples of the step."""
+    """Computes the gradients of optimizer steps, and steps the optimizers.
+
+    A step's gradient equals that of one batch with all samples of the step, from all ranks and accumulated batches.
+    """
 
     def __init__(self, precision: Precision, parallel: Strategy, own_steps: OwnSteps, once: Once) -> None:
         self._precision = precision
@@ -211,7 +231,7 @@ class Gradients:
         if not batch.is_padding:
             batch.amounts.append(call.amount)
         if leg.has_several_batches:
-            leg.labels = call._replace(output=None, target=None)  # do not retain the batch's large tensors
+            leg.labels = call._replace(output=None, target=None)  # do not keep the batch's large tensors in memory
             batch.has_uncounted = batch.has_uncounted | (not batch.is_padding and call.is_uneven)
 
     def _weight_of(self, given: Any) -> Any:
@@ -223,7 +243,7 @@ class Gradients:
         leg, labels = self._parallel.leg, self._parallel.leg.labels
         weight = labels.amount if given is None else as_weight("weight", given)
         if leg.shards is not None:
-            if given is None and labels.is_uneven is not True:  # `check_counted` checks labels on a device later
+            if given is None and labels.is_uneven is not True:  # labels on a GPU are checked later, in `check_counted`
                 return None
             by_labels = "a loss that ignores labels, or counts them by the weights of their classes,"
             what = by_labels if given is None else "`weight=` of `self.backward`, or from `forward`,"
@@ -247,6 +267,9 @@ class Gradients:
 
     def check_counted(self, leg: Leg) -> None:
         """Check that no batch was weighted by its samples although its loss weights or ignores labels.
+
+        Args:
+            leg: Tracks the part of the training call that this worker group has run.
 
         Raises:
             ValueError: A batch was weighted by its samples, so the gradients differ from those of a single process.
@@ -309,11 +332,19 @@ class Gradients:
     def _pass(
         self, loss: torch.Tensor, optimizer: Any, cleared: list[Any], is_further: bool, counted: Counted | None = None
     ) -> None:
-        """Run a backward pass of a batch. `counted` is the batch's amount, or None if it is weighted by samples."""
+        """Run a backward pass of the current batch.
+
+        Args:
+            loss: Loss of the batch.
+            optimizer: Optimizer that the loss trains.
+            cleared: Optimizers whose gradients were cleared.
+            is_further: True if the batch already had a backward pass.
+            counted: Weight of the batch, such as its number of labels; None to weight it by its number of samples.
+        """
         leg = self._parallel.leg
         if not self._parallel.synchronizes or (counted is None and not is_further):
             self._precision.backward(loss, optimizer)
-        elif is_further:  # the hook must not weight already averaged gradients, so weight the loss
+        elif is_further:  # weight the loss, because the communication hook would also weight the older gradients
             factor = counted.factor() if counted is not None else leg.batch.weight if leg.window == 1 else 1.0
             with self._parallel.further_pass(self._parameters(cleared)):
                 self._precision.backward(loss * factor, optimizer)
@@ -322,7 +353,13 @@ class Gradients:
                 self._precision.backward(loss, optimizer)
 
     def _note_total(self, counted: Counted, optimizers: list[Any], is_given: bool) -> None:
-        """Store the mean amount per rank. If user code passed weight 0 on all ranks, skip the optimizers' step."""
+        """Store the mean weight of a rank's batch. If user code passed weight 0 on all ranks, skip the step.
+
+        Args:
+            counted: Weights of all ranks' batches.
+            optimizers: Optimizers that have gradients of the batch.
+            is_given: True if user code passed the weight.
+        """
         if is_given or counted.is_known:
             total = counted.total
             if is_given and total == 0.0:
@@ -331,7 +368,12 @@ class Gradients:
                 self._parallel.leg.usual = total / self._parallel.num_ranks
 
     def share(self, weight: Any = None, is_given: bool = True) -> float:
-        """Add the batch to its window (the batches of a step). Return the factor by which to multiply its loss."""
+        """Add the batch to those accumulated for a step. Return the factor by which to multiply the batch's loss.
+
+        Args:
+            weight: Weight of the batch; None to weight it by its number of samples.
+            is_given: True if user code passed the weight, False if the criterion determined it.
+        """
         parallel = self._parallel
         weight = None if weight is None else float(weight)
         return parallel.leg.share(weight, parallel.num_ranks, is_of_criterion=not is_given)
@@ -340,7 +382,11 @@ class Gradients:
         return (parameter for each in optimizers for parameter in self._precision.parameters(each))
 
     def _clear(self, chosen: Sequence[Any], bystanders: Sequence[Any]) -> None:
-        """Clear the gradients of optimizers, except those that this batch adds to.
+        """Clear the gradients of optimizers, except gradients to which this batch adds.
+
+        Args:
+            chosen: Optimizers that the loss trains.
+            bystanders: Other optimizers. Their gradients are cleared if those of the first chosen optimizer are.
 
         Raises:
             ValueError: Gradients that the batch adds to were cleared, or an optimizer may have stepped with them.
@@ -355,7 +401,10 @@ class Gradients:
             each.zero_grad()
 
     def _check_waiting(self, optimizer: Any) -> None:
-        """Raise if the gradients that a loss adds to were cleared, or if an optimizer may have used them unnoticed."""
+        """Raise if gradients to which a loss adds were cleared, or if the optimizer may have stepped with them.
+
+        The library cannot notice the steps of an optimizer that is not registered or does not support hooks.
+        """
         leg = self._parallel.leg
         if leg.window == 1 and not self._own_steps.sees(optimizer):
             raise ValueError(
@@ -371,7 +420,10 @@ class Gradients:
             )
 
     def _compute_shard(self, loss: torch.Tensor, optimizers: list[Any], trained: list[torch.Tensor]) -> None:
-        """Compute the gradients of a logical shard. After the step's last shard, sum the gradients of all shards."""
+        """Compute the gradients of a logical shard, a fixed fraction of a global batch that `deterministic=True` uses.
+
+        After the last shard of the step, sum the gradients of all shards over all ranks.
+        """
         leg = self._parallel.leg
         assert leg.shards is not None
         leg.end_forward()
@@ -393,13 +445,13 @@ class Gradients:
     # ------------------------------------------------------------------------------------ steps
 
     def complete(self, optimizer: Any) -> None:
-        """Finish an accumulated step's gradients: average them over all batches, without the samples that were skipped.
+        """Average the accumulated gradients over all batches of a step, without samples that user code skipped.
 
-        If the total weight is 0, clear the gradients, so that the optimizer does not step. However, if the weight is 0
-        because the loss ignores all labels, keep gradients of 0, as in a single process.
+        If the total weight of the batches is 0, clear the gradients, so that the optimizer does not step. However, if
+        the weight is 0 because the loss ignores all labels, keep gradients of 0, as in a single process.
 
         Raises:
-            ValueError: This rank skips samples, and nothing tells the other ranks about it.
+            ValueError: User code skips samples on this rank, and the ranks cannot tell each other how many.
         """
         leg, num_ranks, correction = self._parallel.leg, self._parallel.num_ranks, 1.0
         window, omitted, parameters = leg.waiting, leg.omitted, self._precision.parameters(optimizer)
@@ -424,10 +476,12 @@ class Gradients:
                     parameter.grad.mul_(correction)
 
     def _learn_omitted(self, omitted: Omitted) -> None:
-        """Count only the samples that this rank skips, because no communication has sent the other ranks' numbers.
+        """Take this rank's numbers of skipped samples for those of all ranks.
+
+        Called if the ranks have not sent each other these numbers.
 
         Raises:
-            ValueError: This rank skips samples, and nothing tells the other ranks about it.
+            ValueError: User code skips samples on this rank, and the ranks cannot tell each other how many.
         """
         if self._parallel.num_ranks > 1 and any(omitted.own):
             raise ValueError(
@@ -438,7 +492,7 @@ class Gradients:
         omitted.learn([omitted.own])
 
     def _leave_out(self, optimizers: Iterable[Any]) -> None:
-        """Clear the optimizers' gradients and skip their step, because no batch has a weight above 0. Warn once."""
+        """Clear the optimizers' gradients and skip their step, because all batches have weight 0. Warn once."""
         for each in optimizers:
             self._parallel.leg.batch.left_out.add(id(each))
             for parameter in self._precision.parameters(each):
@@ -450,7 +504,7 @@ class Gradients:
             )
 
     def apply(self, optimizers: Iterable[Any]) -> None:
-        """Step the optimizers if the batch is the last batch of its step."""
+        """Step the optimizers if the current batch is the last batch of an optimizer step."""
         leg = self._parallel.leg
         for optimizer in optimizers:
             if leg.window > 1:
@@ -476,10 +530,10 @@ class Gradients:
 
 
 def backward_with(operator: Any, loss: torch.Tensor, weight: Any) -> None:
-    """Call the operator's `backward` with the weight that `forward` returned.
+    """Call the operator's `backward` with the batch's weight that `forward` returned.
 
     Raises:
-        TypeError: The user's `backward` does not accept `weight`.
+        TypeError: The user's override of `backward` does not accept the argument `weight`.
     """
     if not _takes(operator.backward, "weight"):
         raise TypeError(

@@ -17,7 +17,10 @@ from raysgd.torch.parallel.batch import Batch
 logger = logging.getLogger(__name__)
 
 MeanOf = Callable[[str, Mapping[str, Any]], float | None]
-"""Takes a metric's name and one worker's metrics. Returns the mean over all workers; None if no worker has it."""
+"""Function that gets a metric's name and this worker's metrics, and returns the metric's mean over all workers.
+
+The function returns None if no worker has reported the metric.
+"""
 
 Plateau = tuple[str, Callable[[float], Any]]
 """For a `ReduceLROnPlateau` scheduler: the name of its metric, and its `step` method."""
@@ -26,13 +29,13 @@ _VAL_LOSS = "val_loss"
 
 
 def schedulers_of(operator: Any, validates: bool = False) -> tuple[list[Any], list[Any]]:
-    """Return two lists: schedulers to step after each optimizer step, and schedulers to step after the epoch.
+    """Return the schedulers that the default `train_epoch` steps, in two lists.
 
-    The default `train_epoch` steps them.
+    The first list is stepped after each optimizer step, the second after the epoch.
 
     Args:
         operator: Operator with `scheduler`, `scheduler_step_freq` and `scheduler_metric`.
-        validates: True if a validation follows, as in `fit`. Schedulers may use the metrics of the validation.
+        validates: True if a validation follows the epoch, as in `fit`. Schedulers may use the validation's metrics.
 
     Raises:
         ValueError: A `ReduceLROnPlateau` has no metric, or would step after each batch.
@@ -54,7 +57,10 @@ def schedulers_of(operator: Any, validates: bool = False) -> tuple[list[Any], li
 
 
 def _warn_of_end(operator: Any, length: int) -> None:
-    """Warn once if a cosine schedule has ended although training continues, as when a resumed run has more epochs."""
+    """Warn once that a cosine schedule has ended although training continues.
+
+    This happens, for example, if a resumed run has more epochs than the original run.
+    """
     if operator.world_rank == 0 and operator._raysgd.once.is_first("cosine"):
         logger.warning(
             "`CosineAnnealingLR(T_max=%d)` has taken its %d steps, so the learning rate now climbs back to its initial "
@@ -67,7 +73,7 @@ def _warn_of_end(operator: Any, length: int) -> None:
 
 
 def step_after_batch(schedulers: Sequence[Any], precision: Precision, batch: Batch) -> None:
-    """Step schedulers after an optimizer step, unless the optimizer step was skipped."""
+    """Step the schedulers after an optimizer step. If the optimizer step was skipped, do nothing."""
     if not (precision.has_skipped() or batch.left_out):
         for scheduler in schedulers:
             scheduler.step()
@@ -80,10 +86,12 @@ def step_after_epoch(
 
     Args:
         schedulers: Schedulers to step.
-        metric: Name of the metric for `ReduceLROnPlateau`; None for `val_loss`.
+        metric: Name of the metric that `ReduceLROnPlateau` schedulers get; None for `val_loss`.
         metrics: This worker's metrics of the epoch.
-        mean_of: Returns the mean of a metric over all workers, so that all workers choose the same learning rate.
-        validates: True if a validation follows. A missing metric is then expected to come from the validation.
+        mean_of: Function that returns the mean of a metric over all workers, so that all workers choose the same
+            learning rate.
+        validates: True if a validation follows. A scheduler whose metric is missing then steps after the validation
+            instead.
 
     Raises:
         ValueError: No worker has the metric, and no validation follows.
@@ -102,7 +110,7 @@ def step_after_epoch(
 
 
 def plateaus_of(operator: Any) -> list[Plateau]:
-    """Return the `ReduceLROnPlateau` schedulers that the library steps after an epoch, with their metrics."""
+    """Return the name of the metric and the `step` method of each `ReduceLROnPlateau` that is stepped after epochs."""
     is_by_epoch = operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
     found = _several(getattr(operator, "scheduler", None)) if is_by_epoch else []
     metric = operator.scheduler_metric or _VAL_LOSS
@@ -112,10 +120,10 @@ def plateaus_of(operator: Any) -> list[Plateau]:
 def values_after_validation(
     names: Sequence[str], trained: Mapping[str, Any], validated: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Return the metrics, by name, for schedulers that step after the validation.
+    """Return the metrics, by name, for the schedulers that step after the validation.
 
     Args:
-        names: Names of the schedulers' metrics. Metrics of the validation may have the prefix `val_`.
+        names: Names of the schedulers' metrics. For metrics of the validation, the prefix `val_` is optional.
         trained: Metrics of the training call. Schedulers that use one of these metrics have already stepped.
         validated: Metrics of the validation.
 

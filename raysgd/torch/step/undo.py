@@ -1,11 +1,11 @@
-"""Undoes an interrupted batch. Copies the state that a batch may change, and restores it if the batch is repeated.
+"""Undoes a batch that a failure interrupted: copies the state that a batch may change, and restores it afterwards.
 
 A lost worker breaks the other ranks' gradient all-reduce in the middle of their batch. By then, the default training
 code has changed only the models' buffers, because its only all-reduce comes before its only optimizer step. Custom
-training code, however, may have changed any state. With custom code, all state is therefore copied before the first
-batch of each call, and this batch is observed. If weights change or an optimizer steps before an all-reduce, all state
-is copied before each later batch, too. A batch that may have changed state that was not copied is never repeated.
-Instead, the call restarts from the snapshot, the last state that the driver has.
+training code may have changed any state. For custom code, all state is copied before the first batch of each call, and
+what happens in this batch is observed. If weights change or an optimizer steps before an all-reduce, all state is also
+copied before each later batch. A batch that may have changed state without a copy is never repeated. Instead, the call
+restarts from the snapshot, the last state that the driver has.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ _OPEN = (torch.optim.Optimizer, LRScheduler, Precision, torch.amp.GradScaler)
 
 
 class _Watched:
-    """Observations about a call's batches or, if the worker group changed during the call, the batches since then.
+    """What was observed about the batches of a call, or about the batches since the worker group last changed.
 
     Args:
         models: Modules that are trained.
-        watches_frozen: True to detect changes to frozen parameters, such as moving averages of weights.
+        watches_frozen: True to detect changes to frozen parameters. For example, user code may keep moving averages of
+            weights in frozen parameters.
         unchanging: IDs of parameters that are known not to change.
 
     Attributes:
         parameters: Parameters of the models.
         buffers: For each buffer of the models, the dict of buffers that contains it and its name.
         frozen: Frozen parameters to check for changes.
-        digests: Digest of each parameter in `frozen`: from before the first batch and, once that is complete, from its
-            end.
+        digests: Digest of each parameter in `frozen`, computed before the first batch, and again after it.
         moving: Frozen parameters that changed in the first batch, by ID.
-        copied: Parameters that were copied before the last batch.
-        num_usual: Number of gradient all-reduces in the first batch; infinite until it is complete.
+        copied: Parameters that were copied before the latest batch.
+        num_usual: Number of gradient all-reduces in the first batch; infinite until the first batch is complete.
         is_first: True until the first batch is complete.
     """
 
@@ -69,7 +69,7 @@ class _Watched:
         self.is_first = True
 
     def end_first(self) -> None:
-        """End the first batch. Record which frozen parameters it changed."""
+        """Record which frozen parameters the first batch has changed. Called at the end of the first batch."""
         before, self.digests = self.digests, digests_of(self.frozen)
         for each, *digests in zip(self.frozen, before, self.digests, strict=True):
             if not torch.equal(*digests):
@@ -82,22 +82,22 @@ class _Watched:
 
 
 class _OpenBatch:
-    """The batch that is running: the state before it, and what has happened in it.
+    """The running batch: the state before the batch, and what has happened in the batch so far.
 
-    The values of tensors are copied separately, in `_Copies`.
+    Values of tensors are not in this object; `_Copies` has copies of them.
 
     Attributes:
         is_copied: True if any state was copied before the batch.
         is_whole: True if all state was copied before the batch.
         has_stepped: True if an optimizer has started to step.
         num_exchanges: Number of gradient all-reduces so far.
-        num_collectives: Number of collectives in PyTorch's default process group when an optimizer last started to
-            step; None if this is not needed.
-        places: For each buffer of the models: the dict of buffers, the buffer's name, and the tensor in it.
-        contents: Dicts and lists in optimizers and similar objects, each with a shallow copy.
-        gradients: Parameters with their gradients.
-        drawn: States of the random number generators.
-        flags: Parameters with their `requires_grad`.
+        num_collectives: Number of collectives that had started in PyTorch's default process group when an optimizer
+            last started to step; None if no optimizer has stepped, or if the number is not needed.
+        places: For each buffer of the models: the dict of buffers, the buffer's name, and its tensor before the batch.
+        contents: Dicts and lists in optimizers, schedulers and similar objects, each with a shallow copy.
+        gradients: Pairs of a parameter and its gradient before the batch.
+        drawn: States of the random number generators before the batch.
+        flags: Pairs of a parameter and its `requires_grad` before the batch.
     """
 
     def __init__(self) -> None:
@@ -111,12 +111,14 @@ class _OpenBatch:
         self.drawn: Any = None
 
     def look_into(self, value: Any, seen: set[int], tensors: list[torch.Tensor]) -> None:
-        """Record the contents of nested dicts and lists and of objects of known classes, and collect their tensors.
+        """Copy the dicts and lists in a nested value, and collect the tensors in it.
+
+        The attributes of optimizers, schedulers and gradient scalers are included.
 
         Args:
-            value: Value to record, recursively.
-            seen: IDs of values that are already recorded.
-            tensors: List to which tensors are appended.
+            value: Nested value.
+            seen: IDs of values that were already visited.
+            tensors: List to which the tensors are appended.
         """
         value = vars(value) if isinstance(value, _OPEN) else value
         if id(value) in seen:
@@ -136,7 +138,7 @@ class _OpenBatch:
             if isinstance(container, list):
                 container[:] = content
             else:
-                container.update(content)  # not cleared first, because another thread may be reading the dict
+                container.update(content)  # do not clear the dict first, because another thread may be reading it
                 for name in container.keys() - content.keys():
                     del container[name]
         for buffers, name, value in self.places:
@@ -150,18 +152,19 @@ class _OpenBatch:
 
 
 class Undo:
-    """Copies the state that one rank's batches may change, and restores it after an interrupted batch.
+    """Copies the state that a batch on this rank may change, and restores it if a failure interrupts the batch.
 
     Args:
         models: Modules that are trained, without wrappers.
-        optimizers: Optimizers of the modules. The caller calls `note_step` before each of their steps.
+        optimizers: Optimizers of the modules. The caller must call `note_step` before each of their steps.
         others: Other objects that a batch may change, such as schedulers.
-        followers: Returns callbacks' objects that change when an optimizer steps, such as averaged weights.
+        followers: Function that returns objects of callbacks that change when an optimizer steps, such as averaged
+            weights.
         copies: True to copy all state before each batch. False to copy only buffers, which is enough for the default
-            training code. None to copy all state before the first batch of a call, and to decide for later batches by
-            what happens in the first batch.
-        ledger: Measures the time that copies take.
-        unchanging: IDs of parameters that no batch changes, so that they are not copied. IDs may be removed later.
+            training code. None to copy all state before the first batch of a call, and to decide by what happens in
+            that batch what to copy before later batches.
+        ledger: Measures the time that copying takes.
+        unchanging: IDs of parameters that no batch changes. They are not copied. The caller may remove IDs later.
 
     Attributes:
         copies_all: True if all state is copied before each batch.
@@ -184,7 +187,7 @@ class Undo:
         self._ledger = ledger or Ledger()
         self._is_off = False
         self._copies = _Copies()
-        self._watched: _Watched | None = None  # None if batches will not be repeated after a failure
+        self._watched: _Watched | None = None  # None if batches are not repeated after a failure, but the call restarts
         self._batch: _OpenBatch | None = None
 
     @property
@@ -202,14 +205,14 @@ class Undo:
         self._batch = None
 
     def switch_off(self) -> None:
-        """Stop copying state. After a failure in the middle of a batch, the call then restarts from the snapshot."""
+        """Stop copying state. From now on, a failure in the middle of a batch restarts the call from the snapshot."""
         self._is_off, self._watched = True, None
 
     def open_call(self, is_used: bool = True) -> None:
-        """Prepare for the batches of a call, or of the rest of a call after a failure.
+        """Prepare for the batches of a call, or for the remaining batches of a call after a failure.
 
         Args:
-            is_used: False if batches are not repeated in this call, so that nothing needs to be copied.
+            is_used: False if batches of this call are not repeated after a failure. Then, nothing is copied.
         """
         self.forget()
         is_watching = is_used and not self._is_off
@@ -221,7 +224,7 @@ class Undo:
         """Start a batch. Copy the state that the batch may change.
 
         Args:
-            waiting: Parameters with gradients of earlier batches that no optimizer has used in a step yet.
+            waiting: Parameters that have gradients of earlier batches with which no optimizer has stepped yet.
         """
         batch, watched = _OpenBatch(), self._watched
         self._batch = batch
@@ -257,8 +260,8 @@ class Undo:
             batch.flags = [(each, each.requires_grad) for each in watched.parameters]
             batch.drawn = rng.capture()
         elif self._watches:
-            # Always copy the states of learning rates and schedulers. They are small, and user code may change them
-            # early in a batch.
+            # Always copy the optimizers' hyperparameters, such as learning rates, and the schedulers' states. They are
+            # small, and user code may change them before the first all-reduce of a batch.
             seen |= {id(vars(each)) for each in self._optimizers}
             for content in (*(each.param_groups for each in self._optimizers), *map(vars, self._others)):
                 batch.look_into(content, seen, tensors)
@@ -270,9 +273,9 @@ class Undo:
         batch.is_copied, batch.is_whole = True, copies_all
 
     def note_exchange(self) -> None:
-        """Record that a model's gradients are all-reduced. Called at most once in each backward pass.
+        """Record that a model's gradients are being all-reduced. Called at most once in each backward pass.
 
-        If state has changed before this all-reduce, copy all state before later batches.
+        If the batch has changed state before this all-reduce, all state is copied before each later batch.
         """
         batch, watched = self._batch, self._watched
         if batch is None:
@@ -293,9 +296,9 @@ class Undo:
                 batch.num_collectives = _num_collectives()
 
     def note_return(self) -> None:
-        """If user code called collectives after an optimizer step, copy all state before later batches.
+        """Check, when user code has finished a batch, whether it started collectives after an optimizer step.
 
-        Called when user code has finished its part of the batch. Later collectives come from the library.
+        If it did, all state is copied before each later batch. Collectives after this call come from the library.
         """
         batch = self._batch
         if batch is not None and batch.num_collectives is not None:
@@ -312,7 +315,8 @@ class Undo:
 
     def _end_first(self, batch: _OpenBatch, watched: _Watched) -> None:
         if self._watches and not batch.num_exchanges:
-            return  # without an all-reduce, nothing was learned, so treat the next batch as the first
+            # A batch without an all-reduce does not show what user code does before one. Observe the next batch, too.
+            return
         if self._watches and not batch.has_stepped and self._copies.differ(watched.copied):
             # Copy everything from now on, because parameters changed without an optimizer step, perhaps before an
             # all-reduce.
@@ -320,7 +324,7 @@ class Undo:
         watched.is_first, watched.num_usual = False, batch.num_exchanges
         watched.end_first()
         if not self.copies_all:
-            self._copies = _Copies()  # free the memory
+            self._copies = _Copies()  # free the memory of the copies
 
     # ------------------------------------------------------------------------------------------------- after a failure
 
@@ -328,7 +332,7 @@ class Undo:
         """Return True if the state from before the batch is unchanged, or if `put_back` can restore it.
 
         Args:
-            has_broken: True if one of the batch's recorded all-reduces has failed.
+            has_broken: True if one of the all-reduces that `note_exchange` recorded for the batch has failed.
         """
         batch, watched = self._batch, self._watched
         if batch is None or batch.is_whole:
@@ -336,7 +340,7 @@ class Undo:
         if watched is None or batch.has_stepped:
             return False
         if self._watches and batch.num_exchanges - has_broken >= watched.num_usual:
-            return False  # all of a batch's usual all-reduces succeeded, so user code may already have changed weights
+            return False  # as many all-reduces as usual have succeeded, so user code may have changed weights
         return watched.are_unchanged()
 
     def put_back(self) -> None:
@@ -350,7 +354,7 @@ class Undo:
 
 
 class _Copies:
-    """Copies tensors, on their devices, and restores them. Reuses the copies' memory from batch to batch."""
+    """Copies tensors, on the tensors' devices, and restores their values. Each batch reuses the copies' memory."""
 
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
@@ -359,7 +363,7 @@ class _Copies:
 
     @torch.no_grad()
     def take_copies(self, tensors: list[torch.Tensor]) -> None:
-        """Copy the tensors, replacing the previous copies, and free memory that is no longer needed."""
+        """Copy the tensors. The new copies overwrite the previous copies, and memory that they do not need is freed."""
         for index, tensor in enumerate(tensors):
             kinds = [(each.shape, each.dtype, each.device) for each in (tensor, *self._copies[index : index + 1])]
             if len({*kinds}) > 1 or len(kinds) == 1:
@@ -379,7 +383,7 @@ class _Copies:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Restore the values and memory of the copied tensors."""
+        """Restore the values of the copied tensors. If user code replaced a tensor's `data`, restore that first."""
         for tensor, place in zip(self._tensors, self._places, strict=True):
             if tensor.data_ptr() != place.data_ptr() or tensor.shape != place.shape:
                 tensor.data = place
@@ -413,7 +417,10 @@ def digests_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _digest_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of each row of a tensor, reading its bits as integers. Nearly any change also changes the sums."""
+    """Return the sums of a tensor's rows, with its bits read as integers.
+
+    Nearly any change of the tensor also changes one of the sums.
+    """
     bits = tensor.detach()
     if bits.is_complex():
         bits = torch.view_as_real(bits).flatten(-2 if bits.ndim else 0)
@@ -426,9 +433,11 @@ def _digest_of(tensor: torch.Tensor) -> torch.Tensor:
 def _num_collectives() -> float:
     """Return the number of collectives that this process has started in PyTorch's default group, even in user code.
 
-    Return NaN if this version of PyTorch cannot tell. NaN differs from itself, so callers assume a change.
+    Return NaN if this version of PyTorch does not count them. NaN differs from itself, so a caller that compares two
+    results finds that they differ.
     """
-    group: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None  # the stubs lack a method
+    # The type is Any, because PyTorch's type stubs lack the method that is called below.
+    group: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     return 0 if group is None else getattr(group, "_get_sequence_number_for_group", lambda: math.nan)()
 
 
@@ -436,9 +445,9 @@ def _num_collectives() -> float:
 
 
 def lacks_memory(models: Sequence[torch.nn.Module], num_sharing: int, unchanging: Collection[int] = ()) -> str | None:
-    """Check whether there is enough memory to copy all state.
+    """Check whether there is enough memory to copy all state. Return None if there is.
 
-    Return a description of the needed and free memory if more than half of the free memory is needed; otherwise None.
+    If copying needs more than half of the free memory, return a description of the needed and the free memory.
 
     Args:
         models: Modules that are trained. Their optimizers are assumed to have as much state as Adam.
@@ -456,15 +465,20 @@ def lacks_memory(models: Sequence[torch.nn.Module], num_sharing: int, unchanging
 
 
 def _free_bytes(device: torch.device, num_sharing: int) -> int | None:
-    """Return the free memory of a GPU, or this worker's share of the node's free memory; None if unknown."""
+    """Return the free memory of a GPU or, for a CPU, this worker's part of the node's free memory; None if unknown.
+
+    Args:
+        device: The GPU or CPU.
+        num_sharing: Number of workers that share the node's memory.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
         words = Path("/proc/meminfo").read_text(encoding="ascii").partition("MemAvailable:")[2].split(maxsplit=1)
         free = int(words[0]) * 1024
-    except (OSError, IndexError):  # the system is not Linux
+    except (OSError, IndexError):  # only Linux has this file
         return None
     limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
-    with suppress(OSError, ValueError):  # the process is not in a container, or the container has no limit
+    with suppress(OSError, ValueError):  # raised if the process is not in a container with a memory limit
         free = min(free, int(limit.read_text(encoding="ascii")) - int(used.read_text(encoding="ascii")))
     return free // num_sharing

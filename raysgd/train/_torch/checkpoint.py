@@ -18,7 +18,7 @@ from raysgd.train.predictor import TensorPredictor
 
 logger = logging.getLogger(__name__)
 
-_STATE_FILE = "model.pt"  # the name that Ray 2.7 and later use
+_STATE_FILE = "model.pt"  # the file in which `TorchCheckpoint` of Ray 2.7 and later stores the state dict
 _WRAPPER_PREFIX = "module."
 
 
@@ -34,7 +34,9 @@ class TorchCheckpoint(Checkpoint):
 
     @classmethod
     def from_model(cls, model: torch.nn.Module, *, preprocessor: Any = None) -> TorchCheckpoint:
-        """Create a checkpoint of a whole model. The model is pickled, so its class must be importable on loading.
+        """Create a checkpoint of a whole model.
+
+        The model is pickled. The program that loads the checkpoint must be able to import the model's class.
 
         Args:
             model: The model, with or without its `DistributedDataParallel` wrapper.

@@ -39,15 +39,17 @@ from raysgd.trainer.messages.weight_sums import REASONS_OF_TORCH, ComparisonPace
 _DTYPES = (torch.float32, torch.float64)
 _JOINT = "_is_global"
 _CPU = torch.device("cpu")
-# raised by failed collectives: by PyTorch, by sockets, or because the group no longer exists
+# Exceptions of failed collectives. PyTorch and sockets raise them, or a process group that no longer exists.
 _OF_EXCHANGES = (RuntimeError, OSError, ValueError)
 _NUMBERS_DIFFER = "the number of steps differs from batch to batch"
 _RATES_DIFFER = "the learning rates of the workers differ: give schedulers to `prepare_state`"
-_SAME = 1e-6  # relative rounding error of sums of equal values
+_SAME = 1e-6  # relative tolerance for comparing sums, because sums of equal values may differ by rounding
 
 
 class GlobalSteps:
-    """The prepared models and optimizers of a training function that continues in place when other workers are lost.
+    """Lets all ranks of a training function take an optimizer step, or none, when a worker is lost (`elastic=True`).
+
+    It holds the models, optimizers and loaders that the function has prepared.
 
     Args:
         session: The function's session. Its `Membership`, the function's part in the changing worker group, decides
@@ -66,13 +68,14 @@ class GlobalSteps:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._formed = self._met
         self._undo, self._num_parts = Undo([], [], copies=None), (0, 0)
-        # hashes of the weights after the first batch's last step, to detect later changes by user code
+        # Hashes of the weights after the first batch's last optimizer step. They show whether user code changes the
+        # weights afterwards.
         self._digests: list[torch.Tensor] | None = None
-        self._num_steps = 0  # optimizer steps taken in the current batch
-        self._num_usual = 0  # optimizer steps per batch, learned from the first batch; 0 before that
+        self._num_steps = 0  # number of optimizer steps in the current batch
+        self._num_usual = 0  # number of optimizer steps in the first batch; 0 during the first batch
         self._weight = 1.0
-        self._at = 0  # number of the current batch, equal on all ranks
-        self._open: BatchStart | None = None  # the batch that has not been closed yet
+        self._at = 0  # number of the current batch in its pass, which must be equal on all ranks
+        self._open: BatchStart | None = None  # start of the current batch; None between two batches
         self._has_batch = self._has_exchanged = self._is_checked = self._is_left = False
         self._comparisons = ComparisonPace()
         self._is_comparing = False
@@ -81,7 +84,9 @@ class GlobalSteps:
     # ------------------------------------------------------------------------------------------------------------ parts
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: Mapping[str, Any]) -> torch.nn.Module:
-        """Return a model that averages its gradients over the ranks unless the batch has failed.
+        """Wrap a model in `DistributedDataParallel`, which averages gradients over the ranks.
+
+        In a batch that has failed, the gradients are not averaged.
 
         Raises:
             ValueError: An option does not work with `elastic=True`.
@@ -100,7 +105,7 @@ class GlobalSteps:
         return wrapped
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Change an optimizer so that it steps only if the step counts, regardless of who calls its `step`."""
+        """Change an optimizer so that its `step` does nothing if the step does not count on all ranks."""
         if hasattr(optimizer.step, _JOINT):
             return
         self._shared.append(optimizer)
@@ -120,19 +125,23 @@ class GlobalSteps:
         return True
 
     def share(self, *parts: Any) -> None:
-        """Register further objects, such as schedulers, whose state must be in sync on all ranks."""
+        """Register further objects, such as schedulers, whose state is sent to workers that step in."""
         self._shared += parts
 
     def admit(self) -> None:
-        """Allow new workers to step in. Called when the function reads a loader's `epoch` to count its epochs."""
+        """Allow new workers to step in while the function runs.
+
+        Called when the function reads a loader's `epoch`. If a function counts its epochs in this way, a new worker
+        gets the right epoch.
+        """
         self._membership.admits = True
 
     def number(self, loader: Any) -> None:
-        """Register a loader. Workers that step in continue at the other workers' position in it."""
+        """Register a loader. A worker that steps in continues at the other workers' position in the loader."""
         self._loaders.append(loader)
 
     def _check_prepared(self) -> None:
-        """Check that the function has prepared its models and loaders. Runs at the first all-reduce.
+        """Check that the function has prepared its models and loaders. Called at the first all-reduce of gradients.
 
         Raises:
             ValueError: A model or a loader is not prepared.
@@ -149,14 +158,14 @@ class GlobalSteps:
                 "`elastic=True`: this batch does not come from a prepared loader that shards global batches, so it "
                 "could not be repeated. Call `prepare_data_loader(loader, exact=True)`. For Ray Data, omit `elastic`."
             )
-        # a weak reference, because the hook is global to the process and would keep this object alive
+        # The hook is global to the process. A strong reference in it would keep this object alive after the run.
         steps = weakref.ref(self)
         hook = register_optimizer_step_pre_hook(lambda optimizer, *_: _refuse_unprepared(steps(), optimizer))
         weakref.finalize(self, hook.remove)
         self._is_checked = True
 
     def refuse_unprepared(self, optimizer: torch.optim.Optimizer) -> None:
-        """Reject an optimizer that trains a prepared model but is neither prepared nor part of a prepared optimizer.
+        """Check that an optimizer which trains a prepared model is prepared too, or is part of a prepared optimizer.
 
         Raises:
             ValueError: The optimizer is not prepared.
@@ -176,9 +185,11 @@ class GlobalSteps:
     # ---------------------------------------------------------------------------------------------------------- a batch
 
     def enter(self, takes_steps: bool = True) -> GroupPlace:
-        """Wait for a group, connect the models to it, and return this rank's `GroupPlace`.
+        """Wait until this worker is in a working group, let the models use that group, and return the `GroupPlace`.
 
-        A worker that steps in receives the other workers' state here, unless `takes_steps` is False.
+        Args:
+            takes_steps: True if the function is about to train. A worker that steps in then receives the other workers'
+                state here.
         """
         while True:
             if self._membership.is_new and not takes_steps:
@@ -195,9 +206,12 @@ class GlobalSteps:
                 return place
 
     def _meet(self) -> Exception | None:
-        """Synchronize the state of replacement workers before the group's first batch.
+        """Send the state of a running worker to all workers that step in, before the group's first batch.
 
-        All ranks call this before the same batch. It returns once all ranks have the state.
+        All ranks call this method before the same batch. It returns when all ranks have the state.
+
+        Returns:
+            None, or the error with which the group broke.
         """
         membership, world = self._membership, self._membership.place.world
         try:
@@ -223,7 +237,7 @@ class GlobalSteps:
             return self._as_lost(error)
 
     def _state(self) -> dict[str, Any]:
-        """Return the state to send to workers that step in."""
+        """Return the state that this rank sends to workers that step in: models, optimizers and progress."""
         return {
             "number": self._membership.place.number,
             "num_done": self._membership.num_done,
@@ -235,7 +249,7 @@ class GlobalSteps:
         }
 
     def _unfit(self, state: Mapping[str, Any]) -> str | None:
-        """Return why this rank cannot load another rank's state, or None if it can."""
+        """Return the reason why this rank cannot load another rank's state, as a text. Return None if it can."""
         kinds, others = [type(part).__name__ for part in self._shared], state["kinds"]
         if kinds != others:
             return f"a worker that steps in has prepared {', '.join(kinds)}, and the others {', '.join(others)}"
@@ -261,11 +275,11 @@ class GlobalSteps:
         self._membership.step_in(state["number"], state["num_done"])
 
     def open_batch(self, place: GroupPlace, weight: float, has_trained: bool, at: int) -> BatchStart:
-        """Start a batch.
+        """Record that the function starts to train on a batch of a prepared loader.
 
         Args:
             place: The group among whose ranks the samples of the global batch were divided.
-            weight: Weight of the batch's mean: its fraction of the global batch, times the number of ranks.
+            weight: Weight of this rank's gradients: its fraction of the global batch, times the number of ranks.
             has_trained: True if steps were taken on earlier batches of the same loader.
             at: Number of the batch, which must be equal on all ranks.
 
@@ -297,7 +311,7 @@ class GlobalSteps:
         return mark
 
     def _begin_undo(self) -> None:
-        """Copy the state that the batch may change, to restore it if the batch fails before its last step."""
+        """Copy the state that the next batch may change, such as weights. If the batch fails, the state is restored."""
         num_parts = len(self._models), len(self._optimizers)
         if self._num_parts != num_parts:
             copies = True if self._undo.copies_all or len(self._optimizers) > 1 else None
@@ -315,12 +329,12 @@ class GlobalSteps:
             ValueError: The batch repeats another worker's sample, so it needs a step with weight zero, but no step
                 followed.
         """
-        if mark is not self._open:  # the function has since started a batch of another loader
+        if mark is not self._open:  # the function has already started a batch of another loader, which ended this one
             return "done"
         membership, self._open = self._membership, None
         self._undo.note_return()
         has_unsaid = self._num_steps > 0 and membership.num_done == mark.num_done
-        # the ranks have not yet agreed that this batch's step counts
+        # Did the function take a step in this batch on which the ranks have not agreed yet?
         if has_unsaid and not membership.has_repeated(mark):
             membership.flaw = _NUMBERS_DIFFER if self._num_usual else membership.flaw
             membership.count_step(self._agree)
@@ -329,18 +343,18 @@ class GlobalSteps:
             if is_done or not self._undo.can_put_back(has_broken=True):
                 raise _lost("a worker was lost in the middle of a batch whose steps cannot be undone")
             self._undo.put_back()
-            # user code may clear gradients only after a step, which this batch did not take
+            # Clear the gradients here, because user code that clears them after `step` might not do so in this batch.
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
             return "failed"
         self._undo.end_batch()
         if self._digests is not None and self._has_moved_since_step():
-            # user code changes weights outside of optimizer steps, so undoing a batch needs copies of all weights
+            # User code changes weights outside of optimizer steps. From now on, copy all weights before each batch.
             self._undo.copies_all = True
         if self._has_exchanged and not is_done:
             membership.flaw = "gradients are added up over several batches"
-            # take part in the comparison of the ranks that do step, which would otherwise wait or receive mismatched
-            # data
+            # Other ranks may take a step in this batch, before which they compare their steps in an all-reduce. Take
+            # part in that all-reduce, because they would otherwise wait for this rank.
             if membership.begin_exchange():
                 membership.end_exchange(self._compared(math.nan))
         if not (self._weight or self._has_exchanged or is_done or self._is_left):
@@ -360,23 +374,29 @@ class GlobalSteps:
         return (parameter for model in self._models for parameter in model.parameters())
 
     def leave_batch(self, mark: BatchStart) -> bool:
-        """Record that the function leaves a pass during this batch. Return True if a step was taken on the batch."""
+        """Record that the function leaves its loop over a loader during this batch, for example with `break`.
+
+        Return True if the function has taken an optimizer step on the batch.
+        """
         self._is_left = self._is_left or mark is self._open
         return mark is not self._open or self._num_steps > 0
 
     def _learn(self, num_steps: int) -> None:
-        """Record the number of steps per batch."""
+        """Record how many optimizer steps the function takes per batch, after the first batch has shown it."""
         self._num_usual = num_steps
         self._undo.copies_all = self._undo.copies_all or num_steps > 1
 
     def note_unstepped(self) -> None:
-        """Record that the function skips steps on some batches, so that it cannot continue in another group."""
+        """Record that the function takes no step on some batches. It can then not continue in another group."""
         self._membership.flaw = "the optimizer does not step for each batch"
 
     # -------------------------------------------------------------------------------------------------------- exchanges
 
     def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Average gradients over the ranks. Leave them unchanged if the batch has failed."""
+        """Average a bucket of gradients over the ranks. This is the communication hook of `DistributedDataParallel`.
+
+        Leave the gradients unchanged if the batch has failed.
+        """
         self._check_prepared()
         gradients, membership = bucket.buffer(), self._membership
         if not membership.begin_exchange():
@@ -416,9 +436,9 @@ class GlobalSteps:
             self._membership.end_exchange(broken)
 
     def _may_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if an optimizer may step. At the last step of a batch, all ranks agree on the answer.
+        """Return True if an optimizer may step. Before the last step of a batch, all ranks agree on the answer.
 
-        During the first batch, ranks do not know which step is the last, so they agree at the end of that batch.
+        In the first batch, the ranks do not know yet which step is the last. They agree when that batch ends.
         """
         self._check_prepared()
         self._num_steps += 1
@@ -432,7 +452,13 @@ class GlobalSteps:
         return self._membership.count_step(self._agree)
 
     def _agree(self) -> Exception | None:
-        """Confirm that all gradients have arrived, run the step's other collectives, and wait for all ranks."""
+        """Confirm with all ranks that the step counts, because all of them have the averaged gradients.
+
+        Also run the other collectives of a step here, such as the broadcast of buffers.
+
+        Returns:
+            None if the step counts, or the error with which the group broke.
+        """
         groups = [group for each in self._optimizers for group in each.param_groups]
         broken = self._compared(float(sum(group.get("lr", 0.0) for group in groups)))
         if broken is not None:
@@ -440,9 +466,9 @@ class GlobalSteps:
         try:
             self._compare_weights()
             for model in self._models:
-                # otherwise the next forward pass rebuilds the buckets, and a failure of that would reach user code
+                # The next forward pass would otherwise do this, and if it failed there, user code would see the error.
                 _rebuild_buckets(model)
-            # buffers are broadcast here rather than in the forward pass, for the same reason
+            # For the same reason, broadcast buffers here and not in the forward pass.
             for model in self._with_buffers:
                 repeat_first(model.module.buffers())
         except _OF_EXCHANGES as error:
@@ -453,7 +479,7 @@ class GlobalSteps:
         """Check that all ranks have the same batch, number of steps and learning rates. All ranks must take part.
 
         Args:
-            rates: Sum of this rank's learning rates; NaN if it does not step.
+            rates: Sum of this rank's learning rates; NaN if this rank does not step.
 
         Returns:
             An error if the ranks differ or the all-reduce failed, else None.
@@ -466,7 +492,7 @@ class GlobalSteps:
         except _OF_EXCHANGES as error:
             return self._as_lost(error)
         means /= membership.place.world.size
-        # all ranks compute the same mean, so all compare their weights if a comparison is due on any rank
+        # All ranks have the same means. If a comparison of weights is due on one rank, all ranks do it.
         self._is_comparing = bool(means[3])
         is_alone = bool(means[0].isnan()) or not torch.equal(means[1:3], own[1:3])
         if math.isnan(rates) or (not is_alone and math.isclose(means[0], rates, rel_tol=_SAME)):
@@ -475,7 +501,7 @@ class GlobalSteps:
         return _lost(membership.flaw)
 
     def _compare_weights(self) -> None:
-        """Compare the weights of all ranks before the step, if a comparison is due.
+        """Compare the weights of all ranks before a step, if such a comparison is due.
 
         Raises:
             RanksDifferError: The weights differ.
@@ -494,7 +520,7 @@ class GlobalSteps:
         self._agreed_at = now
 
     def _as_lost(self, error: Exception) -> Exception:
-        """Return the error that reports to the driver that the group is broken.
+        """Return the error that tells the driver that the group is broken.
 
         Raises:
             Exception: `error` itself, if the group is not broken.

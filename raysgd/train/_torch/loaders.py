@@ -1,4 +1,4 @@
-"""Data loaders in training functions: each worker gets its shard of the samples, on its own device."""
+"""Prepares data loaders in training functions: each worker gets its shard of the samples, on its own device."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def of_stream(stream: Stream | StreamPart, world: World, exact: bool, goes_on: b
         stream: A stream, or a shard of a stream from `get_dataset_shard`.
         world: This worker's rank and the number of workers.
         exact: See `prepare_data_loader`.
-        goes_on: True if the function continues in place when other workers are lost.
+        goes_on: True if the function continues without a restart when other workers are lost (`elastic=True`).
 
     Raises:
         ValueError: `goes_on` is True, but batches of this stream could not be repeated.
@@ -129,12 +129,14 @@ def divided(loader: DataLoader[Any], world: World, seed: int | None, exact: bool
 
 
 def is_divisible(loader: DataLoader[Any]) -> bool:
-    """Return True if the loader has samples that are not yet sharded across the workers."""
+    """Return True if the samples of a loader can be sharded across the workers and are not sharded yet."""
     return not divides_data(_sampler_of(loader)) and not isinstance(loader.dataset, IterableDataset)
 
 
 def over_global_batches(loader: DataLoader[Any], world: World, seed: int | None) -> DataLoader[Any]:
-    """Return a loader over this rank's part of each global batch, for any number of ranks.
+    """Return a loader over this rank's part of each global batch.
+
+    The size of a global batch does not change when workers are lost or added.
 
     Args:
         loader: The user's loader.
@@ -142,7 +144,7 @@ def over_global_batches(loader: DataLoader[Any], world: World, seed: int | None)
         seed: See `divided`.
 
     Raises:
-        ValueError: As for `divided`, or the loader does not form batches.
+        ValueError: The loader has no `batch_size`, or a batch sampler or sampler that cannot be sharded.
     """
     _check_batches(loader)
     batches = loader.batch_sampler
@@ -157,7 +159,10 @@ def over_global_batches(loader: DataLoader[Any], world: World, seed: int | None)
 
 
 def _seeded(loader: DataLoader[Any], seed: int | None, rank: int) -> DataLoader[Any]:
-    """Seed the loader's processes, differently on each rank. Equal seeds would repeat the same random augmentations."""
+    """Seed the loader's processes, with different seeds on each rank.
+
+    With equal seeds, all ranks would draw the same random augmentations.
+    """
     if seed is not None:
         loader.worker_init_fn = partial(_seed_process, loader.worker_init_fn)
     elif loader.generator is not None:
@@ -168,7 +173,10 @@ def _seeded(loader: DataLoader[Any], seed: int | None, rank: int) -> DataLoader[
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return the sampler that chooses the samples. If a batch sampler is set, `loader.sampler` is an unused default."""
+    """Return the sampler that chooses a loader's samples: the one inside the batch sampler, if the loader has one.
+
+    `loader.sampler` may be a default that the loader does not use.
+    """
     return getattr(loader.batch_sampler, "sampler", loader.sampler)
 
 
@@ -215,18 +223,26 @@ def _over(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> DataLoad
 
 
 def _accept_epochs(sampler: Any) -> None:
-    """Add a `set_epoch` that does nothing to a single worker's sampler, because functions call it."""
+    """Give a sampler a `set_epoch` method that does nothing, unless it has one.
+
+    A single worker keeps its own sampler, but training functions call `loader.sampler.set_epoch`.
+    """
     if not hasattr(sampler, "set_epoch"):
-        with suppress(AttributeError):  # some samplers, such as a list, do not accept attributes
+        with suppress(AttributeError):  # no attribute can be set on some samplers, such as a list
             sampler.set_epoch = _ignore_epoch
 
 
 def _ignore_epoch(epoch: int) -> None:
-    """Do nothing. `_accept_epochs` installs this function as a sampler's `set_epoch`."""
+    """The `set_epoch` that `_accept_epochs` gives a sampler. It does nothing."""
 
 
 def _seed_process(then: Callable[[int], None] | None, worker_id: int) -> None:
-    """Seed NumPy and `random` in a loader's process, then call the user's `worker_init_fn`."""
+    """Seed NumPy and `random` in a process of a loader, then call the user's `worker_init_fn`.
+
+    Args:
+        then: The user's `worker_init_fn`, or None.
+        worker_id: The number of the process, which PyTorch passes.
+    """
     seed = torch.initial_seed() % 2**32
     np.random.seed(seed)
     random.seed(seed)
@@ -241,10 +257,11 @@ class DeviceLoader(DataLoader[Any]):
         loader: The loader to wrap.
         device: Device for the batches.
         ahead: True to copy the next batch while the current batch is processed; GPUs only. Ignored if the loader has a
-            `state_dict`: its position would be one batch ahead too, so a resumed run would skip a batch.
+            `state_dict`, because its position would count the batch that was copied ahead, and a resumed run would
+            skip that batch.
 
     Attributes:
-        epoch: Number of finished passes, not counting passes without gradients.
+        epoch: Number of finished passes over the loader, not counting passes under `torch.no_grad()`.
     """
 
     def __init__(self, loader: DataLoader[Any], device: torch.device, ahead: bool) -> None:
@@ -258,7 +275,7 @@ class DeviceLoader(DataLoader[Any]):
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the batches on the device."""
+        """Yield the wrapped loader's batches, moved to the device."""
         batches = iter(self._loader)
         if self._stream is None:
             found: Iterator[Any] = (moved(batch, self._device) for batch in batches)
@@ -271,7 +288,7 @@ class DeviceLoader(DataLoader[Any]):
         self.epoch += counts
 
     def _ahead(self, batches: Iterator[Any], stream: torch.cuda.Stream) -> Iterator[Any]:
-        """Yield each batch while the next batch is being copied."""
+        """Yield each batch after starting to copy the next batch to the device."""
         coming = self._sent(batches, stream)
         while coming is not None:
             torch.cuda.current_stream(self._device).wait_stream(stream)
@@ -294,7 +311,7 @@ class DeviceLoader(DataLoader[Any]):
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Return the batch with its tensors on `device`, in the same dicts, lists and tuples."""
+    """Return a batch whose tensors are on `device`. Dicts, lists and tuples in the batch are kept."""
     return _map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 

@@ -37,7 +37,8 @@ class Accelerator:
     Attributes:
         seed: Seed of the random number generators; None if it was not set.
         parallel: Strategy that gathers and loads the state of models and optimizers.
-        steps: Optimizer steps that all ranks take or none does; None if losing a worker ends the function.
+        steps: The object that lets all ranks take an optimizer step or none, so that the function can continue after a
+            worker was lost. None without `elastic=True`.
     """
 
     def __init__(self, precision: Precision, device: torch.device, steps: GlobalSteps | None = None) -> None:
@@ -51,23 +52,25 @@ class Accelerator:
         self._replaced: dict[int, weakref.ref[torch.nn.Parameter]] = {}
 
     def divide(self, model: torch.nn.Module, world_size: int, options: FSDPOptions) -> torch.nn.Module:
-        """Shard a model across the workers, in place."""
-        from raysgd.torch.parallel.fsdp import FSDP  # not at the top: slow to import, and rarely needed
+        """Shard a model across the workers with FSDP, in place."""
+        from raysgd.torch.parallel.fsdp import FSDP  # imported here because the import is slow and rarely needed
 
         self._replaced |= {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
         self.parallel = FSDP(self.device, world_size, options)
         model = self.parallel.wrap(model, None, {})
-        self.parallel.rebind_optimizers(())  # drop references to the parameters from before sharding
+        self.parallel.rebind_optimizers(())  # frees the unsharded parameters, which optimizers do not need here
         return model
 
     def has_replaced(self, parameter: torch.nn.Parameter) -> bool:
-        """Return True if this parameter has been replaced by a sharded parameter."""
+        """Return True if the parameter belonged to a model before sharding, which has replaced it in the model."""
         reference = self._replaced.get(id(parameter))
         return reference is not None and reference() is parameter
 
 
 def accelerate(amp: bool = False) -> None:
-    """Set the precision of a run: `amp=True` is fp16 with a gradient scaler on GPUs. Call it before other helpers.
+    """Set the precision of a run. Call this before the other helpers.
+
+    With `amp=True`, the run uses fp16 with a gradient scaler on GPUs.
 
     Raises:
         RuntimeError: `accelerate` or another helper was called before.
@@ -91,7 +94,7 @@ def get_devices() -> list[torch.device]:
 
 
 def enable_reproducibility(seed: int = 0) -> None:
-    """Make runs with the same seed give the same results. Slower on GPUs. Call it before the other helpers."""
+    """Make runs with the same seed give the same results, which is slower on GPUs. Call this before other helpers."""
     shared_accelerator().seed = seed
     torch.manual_seed(seed)
     random.seed(seed)
@@ -102,7 +105,7 @@ def enable_reproducibility(seed: int = 0) -> None:
 
 
 def shared_accelerator() -> Accelerator:
-    """Return this run's `Accelerator`, creating it on first use."""
+    """Return the `Accelerator` of this run. The first call creates it."""
     session = helper_session()
     if session.accelerator is None:
         session.accelerator = Accelerator(Precision(), _device_of(session), _steps_of(session))
@@ -120,7 +123,10 @@ def _device_of(session: RunningSession | Alone) -> torch.device:
 
 
 def _devices_of(session: RunningSession | Alone) -> list[torch.device]:
-    """Return this worker's GPUs, numbered as in the process, or the CPU. Outside a run: PyTorch's current GPU."""
+    """Return this worker's GPUs, with the numbers that they have in this process, or the CPU if it has no GPUs.
+
+    Outside a run, return PyTorch's current GPU.
+    """
     if isinstance(session, Alone) and torch.cuda.is_available():
         return [torch.device("cuda", torch.cuda.current_device())]
     gpu_ids = session.world.gpu_ids
@@ -182,7 +188,7 @@ def _strategy_of(
     parallel_strategy: str | None,
     parallel_strategy_kwargs: Mapping[str, Any] | None,
 ) -> tuple[str | None, dict[str, Any]]:
-    """Return the strategy, from whichever of the two arguments sets it, and its options."""
+    """Return the parallel strategy that the arguments of `prepare_model` select, and the options of the strategy."""
     if parallel_strategy is not _UNSET and wrap_ddp is not True:
         raise ValueError("`wrap_ddp` and `parallel_strategy` set the same option: pass one of them.")
     name, strategy = "parallel_strategy", parallel_strategy
@@ -202,15 +208,21 @@ def _strategy_of(
 
 
 def gather_state(part: torch.nn.Module | torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the whole state of a model or optimizer for `save_checkpoint`, without wrappers. Call it on all workers.
+    """Return the state of a model or optimizer for `save_checkpoint`. Call this on all workers.
 
-    If "fsdp" shards the model, its state is gathered on rank 0. Other ranks get the state without its tensors.
+    The state is that of the whole, unwrapped model. If "fsdp" shards the model, the state is gathered on rank 0, and
+    other ranks get the state without its tensors.
     """
     return shared_accelerator().parallel.state_of(unwrapped(part))
 
 
 def load_state(part: torch.nn.Module | torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load state from `gather_state`, or from an unprepared object's `state_dict`, before or after preparing."""
+    """Load state into a model or optimizer, before or after it was prepared.
+
+    Args:
+        part: The model or the optimizer.
+        state: A result of `gather_state`, or of the `state_dict` of a model or optimizer that was not prepared.
+    """
     parallel = shared_accelerator().parallel
     if isinstance(part, torch.nn.Module):
         model = unwrapped(part)
@@ -221,7 +233,10 @@ def load_state(part: torch.nn.Module | torch.optim.Optimizer, state: Mapping[str
 
 
 class ForwardInContext:
-    """Runs a model's `forward` in a context, such as autocast. Copies and pickles of the model omit the context."""
+    """Replaces a model's `forward` by one that runs in a context, such as autocast.
+
+    Copies and pickles of the model get the original `forward`, without the context.
+    """
 
     def __init__(self, model: torch.nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> None:
         self._model, self._forward, self._context = model, model.forward, context
@@ -231,7 +246,7 @@ class ForwardInContext:
             return self._forward(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._model, "forward")  # in a copy, `forward` becomes the model's original method
+        return getattr, (self._model, "forward")  # in a copy, this is the original method of the copied model
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -258,13 +273,14 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
 
 
 def prepare_state(*parts: Any) -> None:
-    """Register objects, besides those that you have prepared, whose state new workers load when they step in.
+    """With `elastic=True`, register objects whose state a new worker must load when it joins the training.
 
-    They may be schedulers, weight averages or counters: any object with `state_dict` and `load_state_dict`. Pass the
-    same objects in the same order on all workers.
+    The state of prepared models, optimizers and loaders is loaded anyway. Further objects may be schedulers, weight
+    averages or counters: any object with `state_dict` and `load_state_dict`. Pass the same objects in the same order on
+    all workers.
 
     Args:
-        parts: Objects whose state is in sync on all workers.
+        parts: Objects whose state is equal on all workers.
 
     Raises:
         TypeError: An object has no `state_dict` or no `load_state_dict`.
@@ -279,13 +295,13 @@ def prepare_state(*parts: Any) -> None:
 
 def _step_by_way_of(precision: Precision, optimizer: torch.optim.Optimizer) -> None:
     """Replace `optimizer.step` in place, so that every step goes through the gradient scaler."""
-    own = optimizer.step  # may be a wrapper installed by a scheduler to count the steps
+    own = optimizer.step  # may already be a wrapper with which a scheduler counts the steps
 
     def step(self: Any, closure: Any = None) -> None:
         if closure is not None:
             raise ValueError("`closure`: a step with scaled gradients does not support a closure.")
         present = self.step
-        self.step = own  # the scaler calls `self.step` unless gradients overflowed
+        self.step = own  # for the scaler, which calls `self.step` unless gradients have overflowed
         try:
             precision.step(self)
         finally:
@@ -296,5 +312,5 @@ def _step_by_way_of(precision: Precision, optimizer: torch.optim.Optimizer) -> N
 
 
 def backward(tensor: torch.Tensor) -> None:
-    """Compute the gradients of a loss. Scales the loss after `accelerate(amp=True)`, else like `tensor.backward()`."""
+    """Compute the gradients of a loss, like `tensor.backward()`. After `accelerate(amp=True)`, scale the loss first."""
     shared_accelerator().precision.backward(tensor, None)

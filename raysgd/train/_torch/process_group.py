@@ -58,16 +58,16 @@ class TorchConfig(BackendConfig):
 
 
 class TorchBackend(Backend):
-    """The driver side of the plug-in.
+    """The plug-in that `TorchConfig` selects.
 
-    `encode_data` removes `DistributedDataParallel` wrappers from models in reports and checkpoints. Encoding the result
-    then copies tensors to host memory, and also unwraps models nested inside a checkpoint.
+    `encode_data` removes `DistributedDataParallel` wrappers from models in reports and checkpoints. The encoder then
+    copies tensors to host memory, and also unwraps models that are nested inside a checkpoint.
     """
 
     share_cuda_visible_devices = True
 
     def on_shutdown(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
-        """Let the workers leave their process group. Stops waiting after 2 s, because workers may be busy."""
+        """Let the workers leave their process group. Wait at most 2 s, because workers may be busy."""
         import ray
 
         references = worker_group.execute_async(_leave_group)
@@ -79,7 +79,7 @@ class TorchBackend(Backend):
 
 
 def unwrapped(value: Any) -> Any:
-    """Return a model without its `DistributedDataParallel` wrapper. Other values are returned unchanged."""
+    """Return a model without its `DistributedDataParallel` wrapper. Return any other value unchanged."""
     return value.module if isinstance(value, torch.nn.parallel.DistributedDataParallel) else value
 
 

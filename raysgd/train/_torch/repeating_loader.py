@@ -1,7 +1,7 @@
-"""Global batches for training functions that continue in place after a worker is lost.
+"""Loaders over global batches, for training functions that continue after a worker is lost (`elastic=True`).
 
-A global batch has the samples of one step across all ranks. It is divided among the ranks of the current group. A
-loader repeats failed batches with the remaining workers.
+A global batch has the samples of one step across all ranks. Its samples are divided among the current ranks. If a
+worker is lost during a batch, the batch is repeated with the remaining workers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from raysgd.train._worker.shards import StreamPart
 
 
 class DrawnSampler(DistributedSampler[Any]):
-    """Gives each rank its shard of another sampler's indices. That sampler must draw the same indices on all ranks.
+    """Gives each rank its shard of the indices that the user's sampler draws.
 
     Args:
-        sampler: Sampler that draws the indices.
+        sampler: The user's sampler. With the same seed, it must draw the same indices on all ranks.
         world: This worker's rank and the number of workers.
         exact: True to repeat no samples. The first ranks may then have one more sample.
     """
@@ -37,7 +37,7 @@ class DrawnSampler(DistributedSampler[Any]):
         self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
 
     def drawn(self) -> Indices:
-        """Return the indices that the wrapped sampler draws in this epoch."""
+        """Return all indices that the user's sampler draws in this epoch."""
         return self._order.indices(self.seed, self.epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -49,7 +49,9 @@ class DrawnSampler(DistributedSampler[Any]):
 
 
 class GlobalBatches(Sampler[list[Any]]):
-    """Yields a rank's part of each global batch. `start_at` sets the rank and the first global batch.
+    """A batch sampler that yields one rank's part of each global batch.
+
+    `start_at` sets the rank, the number of ranks and the first global batch.
 
     Args:
         sampler: Sampler that determines the order of the samples.
@@ -75,22 +77,32 @@ class GlobalBatches(Sampler[list[Any]]):
         return num_samples // self.size if self._drop_last else -(-num_samples // self.size)
 
     def draw(self) -> int:
-        """Choose the samples of a pass and their order, and return the pass's number of global batches."""
+        """Choose the samples of the next pass and their order. Return the number of global batches in the pass."""
         self._order = self._sampler.drawn()
         return self._num_of(len(self._order))
 
     def start_at(self, first: int, world: World) -> None:
-        """Start the next iteration at global batch `first`, divided for this rank and number of workers."""
+        """Set where the next iteration starts, and for which rank it yields its part of each global batch.
+
+        Args:
+            first: Index of the first global batch.
+            world: The rank, and the number of workers.
+        """
         self._first, self._world = first, world
 
     def count_given(self, num_given: int) -> None:
-        """Do nothing. Loaders of datasets do not track a position."""
+        """Do nothing, because a loader over a dataset has no position that is saved."""
 
     def end_pass(self) -> None:
-        """Do nothing. The function sets the next epoch."""
+        """Do nothing, because the training function sets the next epoch itself, with `loader.sampler.set_epoch`."""
 
     def weight(self, number: int, world: World) -> float:
-        """Return this rank's fraction of a global batch, times the number of ranks."""
+        """Return the weight of a rank's gradients: its fraction of a global batch, times the number of ranks.
+
+        Args:
+            number: Index of the global batch.
+            world: The rank, and the number of ranks.
+        """
         num_samples = min(self.size, len(self._order) - number * self.size)
         return len(range(world.rank, num_samples, world.size)) * world.size / num_samples
 
@@ -100,14 +112,15 @@ class GlobalBatches(Sampler[list[Any]]):
     def _parts(self, order: Indices, first: int, world: World) -> Iterator[list[Any]]:
         for number in range(first, self._num_of(len(order))):
             joint = list(order[number * self.size : (number + 1) * self.size])
-            # a rank without samples repeats another rank's sample with weight 0
+            # A rank without samples gets a sample of another rank, which counts with weight 0.
             yield joint[world.rank :: world.size] or joint[:1]
 
 
 class GlobalStream:
-    """This rank's batches of a stream whose rows are counted in advance. Used like `GlobalBatches`.
+    """This rank's batches of a stream whose rows are counted in advance. It has the methods of `GlobalBatches`.
 
-    It also acts as the loader's sampler. Each pass advances to the next epoch, and a position is a number of rows.
+    It is also the loader's sampler, which has the stream's epoch. Each pass advances to the next epoch. The position in
+    an epoch is the number of rows that all workers together have used.
 
     Args:
         part: The worker's shard of the stream.
@@ -133,19 +146,29 @@ class GlobalStream:
         return -(-(self._num_rows - self.consumed) // self.size)
 
     def start_at(self, first: int, world: World) -> None:
-        """Start the next iteration at global batch `first`, divided for this rank and number of workers."""
+        """Set where the next iteration starts, and for which rank it yields its part of each global batch.
+
+        Args:
+            first: Index of the first global batch.
+            world: The rank, and the number of workers.
+        """
         self._first, self._world = first, world
 
     def count_given(self, num_given: int) -> None:
-        """Set the position to the end of the first `num_given` global batches."""
+        """Set the stream's position to the end of the first `num_given` global batches of this pass."""
         self._part.consumed = min(self._num_rows, self.consumed + num_given * self.size)
 
     def end_pass(self) -> None:
-        """Advance to the next epoch."""
+        """Advance the stream to its next epoch."""
         self.set_epoch(self.epoch + 1)
 
     def weight(self, number: int, world: World) -> float:
-        """Return this rank's fraction of a global batch, times the number of ranks."""
+        """Return the weight of a rank's gradients: its fraction of a global batch, times the number of ranks.
+
+        Args:
+            number: Index of the global batch.
+            world: The rank, and the number of ranks.
+        """
         num_rows = min(self.size, self._num_rows - self.consumed - number * self.size)
         return Division(self.size, world.size).counts(num_rows)[world.rank] * world.size / num_rows
 
@@ -158,27 +181,27 @@ class GlobalStream:
         return self._part.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the stream's epoch."""
+        """Set the stream's epoch, which determines the order of the rows. The next pass starts at its beginning."""
         self._part.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the stream."""
+        """Return the position in the stream, for a checkpoint."""
         return self._part.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a position in the stream."""
+        """Continue at a position in the stream that `state_dict` returned."""
         self._part.load_state_dict(state)
 
 
 class RepeatingLoader(DataLoader[Any]):
-    """Wraps a loader over global batches and repeats batches that fail. Other attributes come from the wrapped loader.
+    """Wraps a loader over global batches, and yields a batch again if a worker was lost while it was processed.
 
-    Between two batches it waits until the group is complete. Meanwhile, survivors of a failure form a new group, and
-    new workers step in.
+    After a loss, the loader waits before the next batch until the remaining workers have formed a new group. New
+    workers also join between two batches. Other attributes come from the wrapped loader.
 
     Args:
         loader: The loader to wrap.
-        steps: Guards the optimizer steps on the loader's batches and reports whether a batch counts.
+        steps: Object that decides which optimizer steps on the loader's batches count.
 
     Attributes:
         is_open: True while the function is in the middle of a training pass.
@@ -201,10 +224,10 @@ class RepeatingLoader(DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """Number of training passes that have finished or were left early. It is the same on all workers.
+        """Number of training passes that the function has finished or left early, which is equal on all workers.
 
-        If a function counts its epochs by this attribute, new workers can step in while it runs. You may set it, for
-        example to the value in a checkpoint.
+        New workers can join a running function only if the function counts its epochs by this attribute. You may set
+        the attribute, for example to a value from a checkpoint.
         """
         self._steps.admit()
         return self._epoch
@@ -225,7 +248,11 @@ class RepeatingLoader(DataLoader[Any]):
         }
 
     def take_over(self, position: dict[str, Any]) -> None:
-        """Continue at the other workers' position."""
+        """Continue at the other workers' position. Called in a new worker.
+
+        Args:
+            position: The result of `position` in another worker.
+        """
         self._epoch, self._number, self._global.size = position["epoch"], position["number"], position["size"]
         self._sampler.set_epoch(position["order"])
         self._global.consumed = position["consumed"]
@@ -245,7 +272,7 @@ class RepeatingLoader(DataLoader[Any]):
             for batch in iter(self._loader):
                 weight = joint.weight(self._number, place.world)
                 joint.count_given(self._number + 1)
-                # an evaluation, in which no steps follow and ranks may be at different batches
+                # Under `torch.no_grad()`, the function evaluates: no steps follow, and ranks need not stay together.
                 if not torch.is_grad_enabled():
                     if weight:
                         yield batch
@@ -271,14 +298,26 @@ class RepeatingLoader(DataLoader[Any]):
         self.is_open = False
 
     def _leave(self, has_trained: bool, is_last: bool) -> None:
-        """Count the pass that the function is leaving, unless a later pass over the same stream will continue it."""
+        """Count a pass that the function leaves early as an epoch.
+
+        Do not count it if no step was taken, or if it is over a stream that the next pass will continue.
+
+        Args:
+            has_trained: True if the function has taken a step in the pass.
+            is_last: True if the function leaves the pass during its last batch.
+        """
         self.is_open, self._has_trained = False, self._has_trained or has_trained
         if has_trained and (is_last or isinstance(self._global, GlobalBatches)):
             self._global.end_pass()
             self._epoch += 1
 
     def _note(self, outcome: str, outcomes: set[str]) -> None:
-        """Record the outcome of a batch, such as "failed", for the loader and for this pass."""
+        """Record the outcome of a batch: "done", "failed", or "seen" if no optimizer step was taken on the batch.
+
+        Args:
+            outcome: The outcome of the batch.
+            outcomes: The outcomes of all batches in this pass, to which `outcome` is added.
+        """
         outcomes.add(outcome)
         self._has_trained = self._has_trained or outcome != "seen"
         if {"seen", "done"} <= outcomes:
@@ -288,4 +327,4 @@ class RepeatingLoader(DataLoader[Any]):
         return getattr(self.__dict__["_loader"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)  # `DataLoader.__setattr__` rejects some names
+        object.__setattr__(self, name, value)  # not `DataLoader.__setattr__`, which rejects some names

@@ -1,4 +1,4 @@
-"""The replica that runs training functions in a worker. The driver calls its methods."""
+"""`FunctionReplica`, the object that runs training functions in a worker."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ _NEXT_MESSAGE_S = 1.0  # how long to wait for the next message of a function tha
 class FunctionReplica:
     """Runs a user's training functions in a worker, one after another, and passes their messages to the driver.
 
+    The driver calls the methods of this class remotely.
+
     Args:
         world: This worker's rank and the number of workers.
-        start: Arguments for the method `start`, which `warm_up` calls in a standby worker. Empty in all other workers.
+        start: In a standby worker, the arguments with which `warm_up` calls `start`. Empty in all other workers.
 
     Attributes:
         worker_object: The instance of the user's class in this worker, or None.
@@ -45,7 +47,7 @@ class FunctionReplica:
         self.worker_object: Any = None
 
     def setup(self) -> None:
-        """Do nothing, because nothing needs to be built before a function starts."""
+        """Called when the worker starts. There is nothing to build before a function starts."""
 
     def make_object(self, make: Callable[[], Any]) -> None:
         """Create the user's object in this worker."""
@@ -60,10 +62,10 @@ class FunctionReplica:
         return getattr(self.worker_object, name)(*args, **kwargs)
 
     def warm_up(self) -> None:
-        """Run the function up to the point where it needs its rank in the group.
+        """In a standby worker, run the function until it needs its rank, which the worker gets when it joins a group.
 
         Raises:
-            RuntimeError: The function ended before that point.
+            RuntimeError: The function ended before it needed its rank.
             Exception: Any exception that the function raised.
         """
         import ray
@@ -76,7 +78,7 @@ class FunctionReplica:
         self._check_is_waiting()
 
     def _check_is_waiting(self) -> None:
-        """Raise the function's exception, or an error if the function has ended."""
+        """Check that the function is still running. If it has raised an exception, raise that exception."""
         mailbox = self._session.mailbox if self._session is not None else None
         if mailbox is not None and mailbox.error is not None:
             raise mailbox.error
@@ -84,7 +86,12 @@ class FunctionReplica:
             raise RuntimeError("the function ended before its first batch, so no new worker can join")
 
     def run_function(self, spec: FunctionSpec, checkpoint: dict[str, Any] | None, shard: Any) -> None:
-        """Start a function.
+        """Start a training function in its own thread.
+
+        Args:
+            spec: The function, and how to run it.
+            checkpoint: The checkpoint from which the function starts; None to start from the beginning.
+            shard: This worker's shard of the data.
 
         Raises:
             TrainBackendError: A function is already running.
@@ -119,7 +126,7 @@ class FunctionReplica:
         except SystemExit:
             _leave_process()
             raise
-        except BaseException as error:  # whatever the function raised
+        except BaseException as error:  # any exception of the user's function
             if not session.mailbox.is_broken_off:
                 self._obstacle = f"the function of rank {self.world.rank} raised {error!r}"
                 self._close()
@@ -133,9 +140,10 @@ class FunctionReplica:
         return message
 
     def start(self, *start: Any) -> None:
-        """Start a function if `start` contains its spec, its encoded checkpoint and its shard of the data.
+        """Start a training function, or let a running function continue in the group that this worker has joined.
 
-        Otherwise, let a running function continue in the group that this worker has joined.
+        Args:
+            start: To start a function, its spec, its encoded checkpoint and its shard of the data. Otherwise, nothing.
         """
         if self._membership is not None and not start:
             self._membership.go_on()
@@ -146,9 +154,10 @@ class FunctionReplica:
     def next_messages(
         self, index: int | None, is_needed: bool, num_taken: int = 0, *start: Any
     ) -> list[Message] | HeldAtStep:
-        """Return the function's messages: at least one if needed, and no further messages after a checkpoint.
+        """Return the function's next messages. If `is_needed` is True, wait for the first of them.
 
-        Return `HeldAtStep` instead if `hold` interrupted the wait. Raises the same exceptions as `next`.
+        A message with a checkpoint is the last one of the list. If `hold` interrupted the wait, return a `HeldAtStep`.
+        This method raises the same exceptions as `next`.
 
         Args:
             index: Number for the next checkpoint, if the workers themselves write checkpoints to storage.
@@ -180,13 +189,19 @@ class FunctionReplica:
         return len(messages) <= session.mailbox.num_ahead and session.mailbox.has_more
 
     def answer(self, value: Any, *start: Any) -> None:
-        """Pass the driver's answer to the function, unless the function has just been started and has not asked yet."""
+        """Pass the driver's answer to the question that the function has asked.
+
+        If this call starts the function, the answer is dropped, because the function will ask the question again.
+        """
         self.start(*start)
         if not start and self._session is not None:
             self._session.mailbox.answer(value)
 
     def mute(self, *start: Any) -> None:
-        """Let the function continue without waiting for its reports to be read. It may have ended already."""
+        """Discard the function's reports from now on, so that it does not wait until they are read.
+
+        The function may have ended already.
+        """
         self.start(*start)
         if self._session is not None:
             self._session.is_muted = True
@@ -195,7 +210,7 @@ class FunctionReplica:
         """Stop the function at its next message. Return False if it did not stop in time."""
         if self._session is None:
             return True
-        self._pending_checkpoints.clear()  # lets a function that waits for the driver reach its next message
+        self._pending_checkpoints.clear()  # releases a function that waits until the driver fetches a checkpoint
         is_over = self._session.mailbox.cancel(_NEXT_MESSAGE_S)
         self._close()
         return is_over
@@ -205,7 +220,7 @@ class FunctionReplica:
         self._session = None
 
     def capture(self, landed_token: int | None) -> Capture:
-        """Return an empty snapshot. A function restarts from its newest checkpoint, which the driver has."""
+        """Return an empty snapshot, because a function restarts from its newest checkpoint, which the driver has."""
         return Capture()
 
     def fetch(self, token: int) -> Any:
@@ -213,7 +228,12 @@ class FunctionReplica:
         return self._pending_checkpoints.fetch(token)
 
     def store(self, token: int | None, taken: Sequence[str], *start: Any) -> bool:
-        """Let the function store its checkpoint folder with this token, omitting file names that lower ranks also use.
+        """Let the function store the checkpoint folder with this token. Wait until the folder is stored.
+
+        Args:
+            token: The checkpoint's token; None if this rank has no folder to store.
+            taken: Names of files that a lower rank stores, so that this rank omits them.
+            start: Arguments of `start`, if the function is not running yet.
 
         Returns:
             False if the checkpoint was lost together with its function.
@@ -223,21 +243,21 @@ class FunctionReplica:
             return not start
         try:
             self._pending_checkpoints.fetch(token, taken)
-        except KeyError:  # encoding failed, and the function raises the reason
+        except KeyError:  # storing has failed, and the function raises the cause
             return False
         return True
 
     def refuse(self, token: int) -> None:
-        """Release a checkpoint that the driver will not fetch."""
+        """Tell the function that the driver will not fetch the checkpoint with this token."""
         self._pending_checkpoints.refuse(token)
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
         """Do nothing, because the next call starts the function from the newest checkpoint."""
 
     def replica_progress(self) -> ReplicaProgress:
-        """Return how many steps the function has taken and, if it cannot continue in place, the reason.
+        """Return how many steps the function has taken, and the reason if it cannot continue in another group.
 
-        A worker that has not yet loaded the other ranks' state cannot send state to them.
+        A worker that has not loaded the other ranks' state yet is marked as not whole, so that it does not send state.
         """
         membership = self._membership
         if membership is None:
@@ -254,10 +274,12 @@ class FunctionReplica:
         )
 
     def regroup(self, world: World, handover: StateHandover) -> None:
-        """Join another group. A rank that is one step behind takes that step with the gradients it already has.
+        """Let the function continue in another group, which this process has joined.
+
+        If this rank is one step behind, it takes that step with the gradients that it already has.
 
         Raises:
-            RuntimeError: The function was supposed to step in but has not reached its first batch.
+            RuntimeError: The worker is new in the group, and its function has not reached its first batch.
             Exception: Any exception that the function raised before its first batch.
         """
         self.world = world
@@ -271,33 +293,37 @@ class FunctionReplica:
                 raise RuntimeError("the function of a new worker did not reach its first batch")
 
     def hold(self) -> None:
-        """Interrupt a call that is waiting for a message, so that new workers can join. The function keeps running."""
+        """Interrupt a `next_messages` call that is waiting, so that new workers can join the group.
+
+        The function keeps running.
+        """
         session = self._session
         if session is not None and not session.mailbox.is_broken_off:
             session.mailbox.break_off(_WaitBrokenOff())
 
     def heartbeat(self) -> Heartbeat:
-        """Return the function's progress."""
+        """Return the function's progress: the number of its reports and of its messages."""
         session = self._session
         if session is None:
             return Heartbeat()
         return Heartbeat(epoch=session.iteration, step=self._num_messages, phase="in the function")
 
     def shutdown(self) -> None:
-        """Abandon the function. Its thread ends with the process."""
+        """Stop listening to the function. Its thread ends when the process ends."""
         self._close()
 
 
 class _WaitBrokenOff(BaseException):
-    """Interrupts the wait for a message so that new workers can join the group."""
+    """Raised in a call that waits for a message, to interrupt it so that new workers can join the group."""
 
 
 @dataclass
 class FunctionReplicas:
-    """Creates replicas. Replicas of standby workers run the function in advance.
+    """Creates the `FunctionReplica` of each worker.
 
     Attributes:
-        start: Arguments of `FunctionReplica.start` for standby workers; empty if no function is running.
+        start: Arguments with which standby workers call `FunctionReplica.start`, to run the function up to its first
+            batch in advance. Empty if no function is running.
     """
 
     start: tuple[Any, ...] = ()
@@ -314,7 +340,7 @@ def describe_process() -> tuple[str, Any]:
 
 
 def _leave_process() -> None:
-    """End the worker process after its function called `sys.exit`, as `sys.exit` does in an ordinary program."""
+    """End the worker process, because its training function has called `sys.exit`."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

@@ -38,7 +38,7 @@ from raysgd.train.constants import (
     TRAINING_ITERATION,
 )
 
-_INLINE_BYTES = 1 << 20  # smaller states are sent with the message; larger states are fetched while training continues
+_INLINE_BYTES = 1 << 20  # checkpoints below this size are sent with the message; larger ones are fetched later
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -94,17 +94,23 @@ class Session:
 
     @property
     def world(self) -> World:
-        """This worker's rank and the number of workers. A function that steps in waits here until it has a rank."""
+        """This worker's rank and the number of workers.
+
+        In a standby worker, the function waits here until the worker has joined a group and has a rank.
+        """
         if self.membership is not None:
             self.membership.await_place()
         return self._world
 
     def _part_of(self, shard: Any) -> Any:
-        """Return the function's data. A stream's part also receives a way to query this worker's rank."""
+        """Return a shard of the data for the function.
+
+        A worker's part of a stream also gets a function that returns the worker's rank, which may not be known yet.
+        """
         return shard.of_worker(lambda: self.world) if isinstance(shard, StreamPart) else shard
 
     def _run(self) -> Any:
-        """Run the function. Called in the function's own thread."""
+        """Run the user's training function and return its return value. Called in the function's own thread."""
         try:
             return self._spec.function()
         except Exception as error:  # raised by the user's function
@@ -114,7 +120,7 @@ class Session:
             raise explained.with_traceback(error.__traceback__) from error
 
     def _explained(self, error: Exception) -> Exception:
-        """Return the exception to raise for the function's exception: itself, or an exception that adds advice."""
+        """Return the exception to raise in place of the function's exception: the same one, or one with advice."""
         return error if self._spec.explain is None else self._spec.explain(error)
 
     def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
@@ -144,11 +150,19 @@ class Session:
 
     @property
     def is_repeating(self) -> bool:
-        """True while the function is in a batch that failed. The batch will be repeated, and so will its reports."""
+        """True while the function is in a batch that has failed because a worker was lost.
+
+        The loader will yield the batch again, and the function will report again.
+        """
         return self.membership is not None and self.membership.has_failed
 
     def regroup(self, world: World, is_behind: bool) -> None:
-        """Switch to another group, which this process has already joined; see `Membership.join`."""
+        """Let the function continue in another group, which this process has already joined.
+
+        Args:
+            world: The rank in that group, and the number of its ranks.
+            is_behind: True if another rank has taken one more step than this rank; see `Membership.join`.
+        """
         assert self.membership is not None, "the function cannot continue in another group"
         self._world = world
         self.membership.join(world, is_behind)
@@ -162,20 +176,24 @@ class Session:
             data: This rank's data, from which the driver computes the answer.
 
         Raises:
-            RuntimeError: The function is about to step into a running group, which asked this question earlier.
+            RuntimeError: The function runs in a new worker that has not joined the other ranks yet. They have asked the
+                question before, so the driver cannot answer it again.
         """
         if self.membership is not None and self.membership.is_new:
             raise RuntimeError(f"`{name}` was called before the first batch, so no new worker can join. Call it later.")
         return pickle.loads(self.mailbox.ask(Question(name, cloudpickle.dumps(data))))
 
     def _send_metrics(self, data: Any) -> None:
-        """Send metrics without a checkpoint. Encoded metrics block the function, because their buffer is reused."""
+        """Send metrics without a checkpoint to the driver.
+
+        Encoded metrics are in a buffer that the next report reuses. The function then waits until they are taken.
+        """
         self.mailbox.offer(
             FunctionMessage(TrainingResultType.REPORT, data), may_wait=not isinstance(data, EncodedState)
         )
 
     def _send(self, data: Any, checkpoint: Mapping[str, Any]) -> None:
-        """Send metrics with a checkpoint. The driver takes the checkpoint only if no lower rank has a checkpoint."""
+        """Send metrics with a checkpoint to the driver, which uses the checkpoint only if no lower rank has one."""
         if self.world.rank == 0:
             self.mailbox.offer(FunctionMessage(TrainingResultType.REPORT, data, self._checkpoint_ref(checkpoint)))
             return
@@ -184,13 +202,19 @@ class Session:
         self._announce(data, ref, lambda _: self._checkpoints.encode(self._spec.encode(content)))
 
     def _announce(self, data: Any, checkpoint_ref: CheckpointRef, make: Callable[[Any], Any]) -> None:
-        """Send metrics that announce a checkpoint, then create the checkpoint if the driver requests it."""
+        """Send metrics that announce a checkpoint. If the driver then asks for the checkpoint, create it.
+
+        Args:
+            data: The metrics.
+            checkpoint_ref: Describes the checkpoint.
+            make: Function that creates the checkpoint.
+        """
         token = self._pending_checkpoints.announce()
         self.mailbox.offer(FunctionMessage(TrainingResultType.REPORT, data, replace(checkpoint_ref, token=token)))
         self._pending_checkpoints.settle(token, make)
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """Return the newest checkpoint, or the checkpoint that the function started from."""
+        """Return the newest checkpoint that the function has saved, or else the one from which it started."""
         return self.checkpoint
 
     def current_checkpoint(self) -> Any:
@@ -215,7 +239,7 @@ class Session:
         return self._part_of(self.shard[name])
 
     def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Send a checkpoint. Only rank 0's checkpoint is stored, but all ranks take part in the step."""
+        """Send a checkpoint to the driver. Only rank 0's checkpoint is stored, but all ranks must call this method."""
         if self.is_repeating:
             return
         self.checkpoint = checkpoint
@@ -234,13 +258,13 @@ class Session:
         return {**checkpoint, TIMESTAMP: int(time.time())}
 
     def _packed(self, data: Any) -> Any:
-        """Return metrics that the backend has prepared. Plain values stay unchanged; other values are encoded."""
+        """Return metrics in the form in which they are sent: unchanged if all values are plain, else encoded."""
         if isinstance(data, dict) and all(type(value) in _PLAIN for value in data.values()):
             return data
         return self._reports.encode(data)
 
     def _filled(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Return the metrics with the values that every report includes."""
+        """Return a report's metrics, with the values that raysgd adds to every report."""
         now = time.monotonic()
         self.iteration += 1
         metrics.setdefault(TIME_THIS_ITER_S, now - self._last_report)
@@ -250,7 +274,7 @@ class Session:
         return {**metrics, **self._details()}
 
     def _details(self) -> dict[str, Any]:
-        """Return a report's time, host and process, if reports include them."""
+        """Return time, host and process for a report, or an empty dict if reports do not include them."""
         if not self._spec.is_detailed:
             return {}
         return {
@@ -263,7 +287,7 @@ class Session:
 
 
 def content_of(checkpoint: Any) -> dict[str, Any]:
-    """Return a reported checkpoint as a dict.
+    """Return the content of a checkpoint that the function has reported, as a dict.
 
     Raises:
         TypeError: `checkpoint` is neither a dict nor a `Checkpoint`.

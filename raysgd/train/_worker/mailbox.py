@@ -1,6 +1,6 @@
 """Passes messages from the user's training function to the driver, or to the Ray Tune trial in which it runs.
 
-Messages are taken in order. Large checkpoints are stored separately until they are fetched.
+Messages are read in order. Large checkpoints are stored separately until the driver fetches them.
 
 ADR 94 explains why functions may run ahead of their reports.
 """
@@ -18,7 +18,7 @@ from raysgd.train._worker.messages import FunctionEnded
 
 
 class RunCancelled(BaseException):
-    """Stops the user's function from inside `report` or `save_checkpoint`, because its messages are no longer read.
+    """Raised inside `report` or `save_checkpoint` to stop the user's function. Its messages are not read anymore.
 
     It is not an `Exception`, so that `except Exception` in user code does not catch it.
     """
@@ -29,11 +29,11 @@ class Mailbox:
 
     Args:
         function: Function to run, such as the user's training function with its config bound.
-        num_ahead: Number of messages that may be waiting before the function is blocked.
+        num_ahead: Number of messages that may wait for the driver before the function is blocked.
         name: Name of the thread.
 
     Attributes:
-        num_ahead: Number of messages that may be waiting before the function is blocked.
+        num_ahead: Number of messages that may wait for the driver before the function is blocked.
     """
 
     def __init__(self, function: Callable[[], Any], num_ahead: int = 0, name: str = "raysgd-function") -> None:
@@ -53,7 +53,7 @@ class Mailbox:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Start the function."""
+        """Start the function in its thread."""
         self._thread.start()
 
     def _run(self) -> None:
@@ -61,21 +61,21 @@ class Mailbox:
             ended, error = FunctionEnded(self._function()), None
         except RunCancelled:
             ended, error = FunctionEnded(), None
-        except BaseException as raised:  # the driver gets the exception in place of the next message
+        except BaseException as raised:  # `next_message` raises this exception in the driver's call
             ended, error = None, raised
         with self._changed:
             self._ended, self._error = ended, error
             self._changed.notify_all()
 
     def offer(self, message: Any, *, may_wait: bool = False) -> None:
-        """Send a message from the function, and wait until it is taken.
+        """Send a message from the function, and wait until `next_message` has returned it.
 
         Args:
-            message: Message for the reader of this mailbox.
-            may_wait: True to continue while the message waits, unless more than `num_ahead` messages are waiting.
+            message: The message.
+            may_wait: True to wait only if more than `num_ahead` messages have not been read.
 
         Raises:
-            RunCancelled: The message will not be taken.
+            RunCancelled: The message will not be read.
         """
         with self._changed:
             self._messages.append(message)
@@ -85,14 +85,14 @@ class Mailbox:
             self._hold_until(lambda: self._num_taken >= enough)
 
     def post(self, message: Any) -> None:
-        """Send a message from the function without waiting until it is taken."""
+        """Send a message from the function without waiting until it is read."""
         with self._changed:
             self._messages.append(message)
             self._num_offered += 1
             self._changed.notify_all()
 
     def _hold_until(self, is_over: Callable[[], bool]) -> None:
-        """Block the function until a condition holds."""
+        """Block the function until a condition holds. Raise `RunCancelled` if `cancel` is called meanwhile."""
         self._is_holding = True
         self._changed.wait_for(lambda: self._is_cancelled or is_over())
         self._is_holding = False
@@ -100,17 +100,17 @@ class Mailbox:
             raise RunCancelled
 
     def await_request(self) -> Any:
-        """Block the function until the driver requests the next message. Return the value passed with the request.
+        """Block the function until `next_message` is called again. Return the value that was passed to that call.
 
         Raises:
-            RunCancelled: The driver will not request another message.
+            RunCancelled: No further message will be read.
         """
         with self._changed:
             self._hold_until(lambda: self._is_wanted and not self._messages)
             return self._told
 
     def ask(self, question: Any) -> Any:
-        """Send a question from the function and wait for the answer.
+        """Send a question from the function to the driver and wait for the answer.
 
         Raises:
             RunCancelled: The question will not be answered.
@@ -123,7 +123,7 @@ class Mailbox:
             return self._answers.pop()
 
     def answer(self, value: Any) -> None:
-        """Answer the question that was taken last, unless it has already been answered."""
+        """Answer the question that the function has asked, unless it was answered already."""
         with self._changed:
             if self._is_asking:
                 self._is_asking = False
@@ -156,24 +156,27 @@ class Mailbox:
             return self._ended
 
     def break_off(self, error: BaseException) -> None:
-        """Make `next_message` raise `error` until `mend` is called, because the function's worker group is broken."""
+        """Let `next_message` raise an exception until `mend` is called, because the function cannot go on.
+
+        For example, its worker group has lost a worker.
+        """
         with self._changed:
             self._broken = error
             self._changed.notify_all()
 
     def mend(self) -> None:
-        """Undo `break_off`, because the function continues in another group."""
+        """End the effect of `break_off`, because the function continues in another group."""
         with self._changed:
             self._broken = None
 
     @property
     def is_broken_off(self) -> bool:
-        """True if `break_off` is in effect and the function has not ended."""
+        """True between `break_off` and `mend`, unless the function has ended."""
         return self._broken is not None and not self.is_over
 
     @property
     def error(self) -> BaseException | None:
-        """The exception that the function raised; None if it has not raised."""
+        """The exception that the function has raised; None if it has not raised one."""
         return self._error
 
     @property
@@ -204,11 +207,11 @@ class Mailbox:
 
 
 class PendingCheckpoints:
-    """This worker's checkpoints that wait for the driver.
+    """The copies of checkpoints in this worker that the driver has not fetched yet.
 
     The driver always fetches rank 0's checkpoints, so they are copied immediately. A checkpoint of another rank is
-    copied only if the driver requests it, which it does if no lower rank has a checkpoint. The function waits for that
-    decision.
+    copied only if the driver fetches it, because no lower rank has a checkpoint. The function waits until the driver
+    has decided.
     """
 
     def __init__(self) -> None:
@@ -226,18 +229,18 @@ class PendingCheckpoints:
             return self._num
 
     def announce(self) -> int:
-        """Return a token for a copy that is created only if the driver requests it."""
+        """Return a token for a checkpoint that is copied only if the driver fetches it."""
         with self._changed:
             self._num += 1
             self._open.add(self._num)
             return self._num
 
     def settle(self, token: int, make_copy: Callable[[Any], Any]) -> None:
-        """Block the function until the driver decides about an announced copy. Create the copy if it is requested.
+        """Block the function until the driver has fetched or refused an announced checkpoint. Copy it if fetched.
 
         Args:
             token: The token from `announce`.
-            make_copy: Creates the copy. It receives the value `told` that was passed to `fetch`.
+            make_copy: Function that creates the copy. Its argument is the value `told` that was passed to `fetch`.
         """
         with self._changed:
             self._changed.wait_for(lambda: token in self._wanted or token not in self._open)
@@ -251,20 +254,23 @@ class PendingCheckpoints:
             self._changed.notify_all()
 
     def refuse(self, token: int) -> None:
-        """Declare that the announced copy will not be fetched. Called from another thread."""
+        """Release a function that waits in `settle`, because the driver will not fetch its announced checkpoint.
+
+        Called in another thread than `settle`.
+        """
         with self._changed:
             self._open.discard(token)
             self._changed.notify_all()
 
     def fetch(self, token: int, told: Any = None) -> Any:
-        """Return the copy with this token, once. Called from another thread while the function continues.
+        """Remove and return the copy with this token. Called in another thread while the function runs.
 
         Args:
-            token: The copy's token.
-            told: Value for the `make_copy` of an announced copy.
+            token: The token of the copy, from `keep` or `announce`.
+            told: Value to pass to `make_copy`, for a checkpoint that was announced.
 
         Raises:
-            KeyError: The copy no longer exists.
+            KeyError: The copy does not exist anymore.
         """
         with self._changed:
             self._wanted[token] = told
@@ -275,7 +281,7 @@ class PendingCheckpoints:
             return self._copies.pop(token)
 
     def clear(self) -> None:
-        """Discard all copies, because they will not be fetched."""
+        """Discard all copies, and release functions that wait in `settle`. The driver will fetch no copy."""
         with self._changed:
             self._copies.clear()
             self._open.clear()

@@ -1,8 +1,8 @@
 """A training function's membership in its worker group, which may change while the function runs.
 
-Two threads meet here. One thread runs the function, which takes steps together with the other ranks. The other thread
-serves the driver: it leaves a broken group and joins the next group. Neither thread waits longer for the other than a
-broken collective takes to fail.
+Two threads use a `Membership`. One runs the function, which takes steps together with the other ranks. The other serves
+the driver: it leaves a broken group and joins the next group. Neither thread waits for the other longer than a broken
+collective takes to fail.
 
 ADR 121 explains why a function can continue in place, and what makes a step count.
 """
@@ -18,10 +18,10 @@ from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import OnFailure
 
 _BREAKS_IN_S = 60.0  # how long a collective may take to fail once its connections are closed
-# How long to wait for the function to block in this module. It blocks here eventually, unless it is busy between two
-# passes. Meanwhile, a collective in user code, which this module does not see, fails.
+# How long to wait, after the group broke, until the function waits inside this module. A function that is busy between
+# two passes does not get here in that time. This module does not see collectives in user code, which fail meanwhile.
 _REST_S = 0.2
-_FIRST_BATCH_S = 120.0  # how long a function may take from first requesting its rank to its first batch
+_FIRST_BATCH_S = 120.0  # how long a new worker's function may take from getting its rank to its first batch
 _LOOK_S = 0.05
 
 
@@ -40,7 +40,7 @@ class GroupPlace:
 
 @dataclass(frozen=True)
 class BatchStart:
-    """The function's progress at the start of a batch, to determine at the end whether the batch counted."""
+    """The function's progress at the start of a batch, to compare with its progress at the end of the batch."""
 
     num_done: int
     num_failed: int
@@ -60,17 +60,18 @@ class Membership:
 
     Args:
         world: The function's first rank and group size.
-        tell: Notifies the driver, once per group, that the group is broken.
-        is_held: Returns True if the function is blocked by something other than the other ranks, or has ended.
+        tell: Function that tells the driver that the group is broken. Called at most once per group.
+        is_held: Function that returns True if the function has ended, or waits for something other than other ranks.
         is_new: True if the function will step into a running group.
-        note: Called with a group's number once its ranks have met. From then on, all ranks of the group send reports.
+        note: Function to call with a group's number when all its ranks have the same state. From then on, all ranks of
+            the group send reports.
 
     Attributes:
         place: The current group, and the function's rank in it.
         num_done: Number of steps that counted.
         has_failed: True if the current batch has failed and will be repeated.
-        flaw: Reason why the function can never continue in another group; None if it can.
-        is_new: True until the function has met the other ranks.
+        flaw: Reason why the function can never continue in another group; None if there is no such reason.
+        is_new: True until the function has loaded the other ranks' state.
         admits: True if functions that step in later can catch up with this function.
     """
 
@@ -102,14 +103,14 @@ class Membership:
     # ------------------------------------------------------------------------------------------------- the function
 
     def enter(self) -> GroupPlace:
-        """Wait for a group that is not known to be broken, and return the function's `GroupPlace`."""
+        """Wait until this worker is in a group that is not known to be broken. Return the function's `GroupPlace`."""
         with self._changed:
             self._has_entered = True
             self._wait_until(lambda: self._is_open and not self._is_broken)
             return self.place
 
     def await_place(self) -> None:
-        """Block a function that will step in until it has a rank."""
+        """In a new worker, block the function until the worker has a rank in a group."""
         with self._changed:
             if not self._is_placed:
                 self._wait_until(lambda: self._is_placed)
@@ -121,7 +122,7 @@ class Membership:
         self._is_waiting = False
 
     def open_batch(self, place: GroupPlace, has_trained: bool) -> BatchStart:
-        """Start a batch whose samples were divided among the ranks in `place`'s group.
+        """Record that the function starts a batch whose samples were divided among the ranks of a group.
 
         After each change of the group, one batch fails on every survivor, even on a survivor that was between two
         batches. This keeps the number of failed batches equal on all ranks.
@@ -137,11 +138,18 @@ class Membership:
             return BatchStart(self.num_done, self._num_failed, self.has_failed)
 
     def has_repeated(self, mark: BatchStart) -> bool:
-        """Return True if the batch that started at this mark failed."""
+        """Return True if a batch has failed.
+
+        Args:
+            mark: What `open_batch` returned for the batch.
+        """
         return mark.has_failed or self._num_failed != mark.num_failed
 
     def begin_exchange(self) -> bool:
-        """Return True if the batch may communicate with other ranks. If so, call `end_exchange` afterwards."""
+        """Return True if the function may communicate with other ranks for its current batch.
+
+        If True is returned, call `end_exchange` after the communication.
+        """
         with self._changed:
             is_usable = self._is_open and not self._is_broken and self._batch is self.place
             if self.has_failed or not is_usable:
@@ -151,7 +159,11 @@ class Membership:
             return True
 
     def end_exchange(self, broken: BaseException | None = None) -> None:
-        """End the communication that `begin_exchange` started. `broken` is the error if the group broke."""
+        """Record that the communication for which `begin_exchange` returned True has ended.
+
+        Args:
+            broken: The error with which the group broke during the communication; None if the group is not broken.
+        """
         with self._changed:
             self._num_in_use -= 1
             if broken is not None:
@@ -160,10 +172,11 @@ class Membership:
             self._changed.notify_all()
 
     def count_step(self, agree: Callable[[], BaseException | None]) -> bool:
-        """Return True if the step counts. Called once this rank has the averaged gradients.
+        """Return True if the current step counts. Called when this rank has the averaged gradients.
 
         Args:
-            agree: Returns None once all ranks have called it, or the exception with which the group broke.
+            agree: Function that waits until all ranks have called it and returns None. If the group breaks, it returns
+                the exception.
         """
         if not self.begin_exchange():
             return False
@@ -189,11 +202,12 @@ class Membership:
             return bool(self._verdict)
 
     def meet(self, place: GroupPlace, exchange: Callable[[], BaseException | None]) -> bool:
-        """Synchronize the ranks of a new group. Return False if the group is broken.
+        """Give all ranks of a new group the same state. Return False if the group is broken.
 
         Args:
             place: The group, and the rank in it.
-            exchange: Returns None once all ranks have met, or the exception with which the group broke.
+            exchange: Function that sends the state to new ranks and returns None. If the group breaks, it returns the
+                exception.
         """
         with self._changed:
             if not self.is_usable or place is not self.place:
@@ -214,7 +228,7 @@ class Membership:
         return broken is None
 
     def step_in(self, number: int, num_done: int) -> None:
-        """Continue from the other ranks' progress. Called during `meet`.
+        """In a new worker, continue from the other ranks' progress. Called during `meet`.
 
         Args:
             number: Number of the other ranks' current group.
@@ -225,7 +239,7 @@ class Membership:
             self._num_failed, self.is_new = number, False
 
     def fail(self) -> None:
-        """Mark the current batch as failed, before it communicates with other ranks."""
+        """Mark the current batch as failed. Called before the function communicates with other ranks for the batch."""
         with self._changed:
             self._fail()
 
@@ -247,11 +261,11 @@ class Membership:
 
     @property
     def is_at_first_batch(self) -> bool:
-        """True if a function that will step in has reached the point where it meets the other ranks."""
+        """True if the function of a new worker has reached its first batch, where it gets the other ranks' state."""
         return self._has_entered
 
     def await_rest(self) -> None:
-        """Wait until a function that will step in requests its rank, or ends."""
+        """In a standby worker, wait until the function requests its rank or ends."""
         self._look_until(lambda: self._is_waiting)
 
     def _look_until(self, is_so: Callable[[], bool], timeout_s: float | None = None) -> None:
@@ -266,12 +280,12 @@ class Membership:
         return self._is_open and not self._is_broken
 
     def note_broken(self, error: BaseException) -> None:
-        """Mark the group as broken, even if the function has not noticed."""
+        """Mark the group as broken, even if no collective of the function has failed yet."""
         with self._changed:
             self._break(error)
 
     def leave(self) -> None:
-        """Keep the function out of a group whose connections were closed. Wait for its pending collectives to fail.
+        """Keep the function from using its group, whose connections were closed. Wait until its collectives fail.
 
         Raises:
             TimeoutError: A collective does not end in time.
@@ -283,11 +297,13 @@ class Membership:
             self._changed.wait_for(lambda: self._is_waiting or self._is_held(), _REST_S)
 
     def join(self, world: World, is_behind: bool) -> None:
-        """Join another group with this process. Once all ranks have joined, `go_on` opens the group to the function.
+        """Record the rank in another group, which this process has joined.
+
+        The function enters the group after `go_on` was called, when all ranks have joined.
 
         Args:
             world: The rank in that group and the group's size.
-            is_behind: True if another rank took one more step than this rank. That step then counts here too.
+            is_behind: True if another rank has taken one more step than this rank. The step then counts here, too.
 
         Raises:
             RuntimeError: This rank does not have the gradients of that step.
@@ -308,7 +324,10 @@ class Membership:
             self._look_until(lambda: self._has_entered, _FIRST_BATCH_S)
 
     def go_on(self) -> None:
-        """If there is a new group, which all ranks have joined, let the function enter it."""
+        """Let the function enter the group of the last `join`, because all its ranks have joined.
+
+        Further calls do nothing until the next `join`.
+        """
         with self._changed:
             if self._next is None:
                 return

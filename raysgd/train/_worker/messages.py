@@ -21,7 +21,7 @@ class TrainingResultType(Enum):
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A message as `BackendExecutor` returns it to programs that use it directly."""
+    """The form in which `BackendExecutor` returns a function's message to programs that use `BackendExecutor`."""
 
     type: TrainingResultType
     data: dict[str, Any]
@@ -29,14 +29,14 @@ class TrainingResult:
 
 @dataclass(frozen=True)
 class CheckpointRef:
-    """A checkpoint on its way to the driver.
+    """A checkpoint in a function's message to the driver: its content, or how to get the content.
 
     Attributes:
         score: Value by which the checkpoint is ranked; None if it has no score.
-        data: The encoded checkpoint, if it is small and certain to be stored.
-        token: Otherwise, the token to fetch the checkpoint with.
-        files: Names of the checkpoint's files if the worker itself writes them to storage, so that nothing is sent.
-            With a token, the worker first waits to be notified which of these names lower ranks also use.
+        data: The encoded checkpoint, if it is small and will certainly be stored.
+        token: Number with which to fetch the checkpoint from the worker, if it was not sent in `data`.
+        files: Names of the checkpoint's files, if the worker itself writes them to storage and nothing is sent. If
+            there is a token too, the worker waits until it is told which of these names lower ranks also use.
     """
 
     score: Any = None
@@ -52,7 +52,7 @@ class CheckpointRef:
 
 @dataclass(frozen=True)
 class FunctionMessage:
-    """A function's message: metrics, a checkpoint, or metrics with a checkpoint."""
+    """A message from a training function to the driver: metrics, a checkpoint, or metrics with a checkpoint."""
 
     kind: TrainingResultType
     data: Any = None
@@ -74,10 +74,10 @@ class Question:
 
 @dataclass(frozen=True)
 class RanksMet:
-    """Announces that from here on all ranks of a group report, including workers that stepped in.
+    """A message that from here on all ranks of a group report, including workers that were added to the group.
 
     Attributes:
-        number: Number of earlier groups since the function started.
+        number: Number of the group, which counts the earlier groups since the function started.
     """
 
     number: int
@@ -85,7 +85,7 @@ class RanksMet:
 
 @dataclass(frozen=True)
 class FunctionEnded:
-    """Announces that the function has returned `value`."""
+    """The last message of a training function, with its return value."""
 
     value: Any = None
 
@@ -104,7 +104,7 @@ def is_mere_report(message: Any) -> bool:
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """A function with everything that a worker needs to run it.
+    """A training function, with everything that a worker needs to run it.
 
     Attributes:
         function: The user's function, with its config bound.
@@ -116,7 +116,7 @@ class FunctionSpec:
         make_session: Creates the function's session from the arguments of `Session`; None to use `Session`.
         num_ahead: Number of reports that may wait for the driver before the function is blocked.
         is_elastic: True if the function continues in place when other workers are lost.
-        steps_in: True if the function starts in a worker that will join a group in which the function already runs.
+        steps_in: True in a standby worker, which will join a group that is already running the function.
         has_parts: True if the function's data was sharded at the start, so that a lost worker's shard is lost.
     """
 

@@ -1,6 +1,7 @@
-"""A run's data, sharded across its workers once per number of workers, so that a restart gets the same shards.
+"""Shards the data of a run across its workers.
 
-A worker's shard of a stream, `StreamPart`, is created in the worker.
+If the function restarts on the same number of workers, each worker gets the same shard as before. A worker's shard of a
+stream is a `StreamPart`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from raysgd.streams.stream import Stream
 
 
 class DividedData:
-    """Shards a dataset, or a dict of datasets, when workers start. The same number of workers gets the same shards.
+    """Shards a dataset, or a dict of datasets, when workers start. It keeps the shards for a restart.
 
     Args:
         dataset: An object with `split(n, equal=True)`, which returns n shards; or a dict of such objects. If `split`
@@ -39,7 +40,7 @@ class DividedData:
         return all(isinstance(dataset, Stream) for dataset in each)
 
     def __call__(self, num_workers: int, workers: Sequence[Any] = ()) -> Sequence[Any]:
-        """Return each worker's shard, or dict of shards."""
+        """Return a list with each worker's shard of the data, or dict of shards."""
         if num_workers != len(self._parts):
             self._parts = self._divided(num_workers, [worker.actor.ray_actor for worker in workers])
         return self._parts
@@ -52,9 +53,10 @@ class DividedData:
 
 
 def divided(dataset: Any, num_workers: int, actors: Sequence[Any] = ()) -> list[Any]:
-    """Return a dataset's shards, near their workers if `split` supports that, or one `StreamPart` per worker.
+    """Return one shard of a dataset for each worker.
 
-    A worker's rank determines which part of a stream it reads.
+    The shards are near their workers if the dataset's `split` supports that. For a stream, all workers get the same
+    `StreamPart`, which reads the part that belongs to the worker's rank.
     """
     if isinstance(dataset, Stream):
         return [StreamPart(dataset, num_workers)] * num_workers
@@ -141,16 +143,21 @@ class StreamPart:
         self.is_known = not self._has_own_rows
 
     def of_worker(self, world: Callable[[], World]) -> StreamPart:
-        """Set the function that returns this worker's rank, to be called once a batch needs it. Return this object."""
+        """Set the function that returns this worker's rank, and return this object.
+
+        The function is called when a batch is read, because the rank may not be known before.
+        """
         self._place.world = world
         return self
 
     def joined(self, ranks: StreamGroup, collate: Collate, *, exact: bool) -> StreamPart:
-        """Connect this part to workers that notify each other how many rows they have read. Return this object.
+        """Connect this part to the other workers, which tell each other how many rows they have read.
+
+        Return this object.
 
         Args:
-            ranks: The group through which the workers notify each other.
-            collate: Forms a batch from rows.
+            ranks: The group through which the workers communicate.
+            collate: Function that forms a batch from rows.
             exact: True to use each row exactly once. Workers may then have different numbers of batches.
         """
         data = replace(self._source.data, is_training=not exact)
@@ -182,7 +189,7 @@ class StreamPart:
         return True
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the rest of the epoch, then advance to the next epoch."""
+        """Yield this worker's batches of the rest of the epoch, then advance to the next epoch."""
         for num_steps, (batch, num_rows) in enumerate(self._source.open(self.epoch, self.consumed), 1):
             if not self._has_own_rows:
                 self.consumed = self._source.consumed_after(num_steps)
@@ -192,7 +199,7 @@ class StreamPart:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Number of rows in an epoch, which must be known, and number of rows in a global batch."""
+        """A pair: the number of rows in an epoch and in a global batch. Only for streams whose rows are counted."""
         data = self._source.data
         assert data.num_rows is not None, "asked for only where it is known"
         return data.num_rows, data.batch_size
@@ -203,7 +210,7 @@ class StreamPart:
         return (batch for batch, _ in self._source.open(self.epoch, consumed))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch as plain data. It is identical on all workers.
+        """Return the position in the stream after the last batch, as plain data that is equal on all workers.
 
         Raises:
             ValueError: Each worker has a different position in the epoch.
@@ -217,7 +224,7 @@ class StreamPart:
         return {**place, **self._source.state(self.consumed, self.consumed > 0)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a position saved with any number of workers.
+        """Continue at a position in the stream that `state_dict` returned, with any number of workers.
 
         Raises:
             ValueError: The position belongs to a stream with other shards.

@@ -1,4 +1,4 @@
-"""The base class of callbacks."""
+"""`TrainingCallback`, the base class of callbacks for `Trainer.run`."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class TrainingCallback:
     reads_checkpoints: bool = False
 
     def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
-        """Called before the function starts, with the run's folder and the function's config."""
+        """Called before the training function starts, with the run's folder and the function's config."""
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        """Called for every report, with the workers' metrics by rank."""
+        """Called for every report, with a list of the workers' metrics by rank."""
 
     def finish_training(self, error: bool = False, **info: Any) -> None:
-        """Called once at the end. `error` is True if the run ended with an exception."""
+        """Called once at the end of a run. `error` is True if the run ended with an exception."""
 
     def process_results(self, results: list[dict[str, Any]], **info: Any) -> None:
-        """Remove reserved keys, preprocess the results, and call `handle_result`. Do not override."""
+        """Pass a report to `handle_result`, without reserved keys and preprocessed. Do not override this method."""
         hidden = ALL_RESERVED_KEYS - set(self.RESERVED_KEYS)
         shown = ExcludedKeysResultsPreprocessor(hidden).preprocess(results)
         if self.results_preprocessor is not None:

@@ -25,7 +25,7 @@ from raysgd.train.constants import (
 
 
 class LogdirManager:
-    """A callback's folder: the folder that was passed, or the run's folder.
+    """Determines the folder of a callback: the folder that the user passed, or else the run's folder.
 
     Args:
         logdir: Folder for the callback's files; None for the run's folder.
@@ -42,7 +42,7 @@ class LogdirManager:
         self._create_logdir = create_logdir
 
     def setup_logdir(self, default_logdir: str | Path) -> Path:
-        """Create the folder if allowed, and return it.
+        """Return the callback's folder. Create the folder if it does not exist and `create_logdir` is True.
 
         Raises:
             FileExistsError: A file has the folder's name.
@@ -88,7 +88,7 @@ class _SinkCallback(TrainingCallback):
 
     @property
     def logdir(self) -> Path:
-        """The callback's folder."""
+        """The folder to which this callback writes."""
         return self._logdir.logdir_path
 
     def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
@@ -103,7 +103,9 @@ class _SinkCallback(TrainingCallback):
 
 
 class JsonLoggerCallback(_SinkCallback):
-    """Writes a JSON file: a list with one element per report. Each element is a list of the workers' metrics.
+    """Writes all reports of a run to one JSON file.
+
+    The file contains a list with one element per report. Each element is a list of the workers' metrics.
 
     Args:
         logdir: Folder of the file. Default: the run's folder.
@@ -124,15 +126,15 @@ class JsonLoggerCallback(_SinkCallback):
 
     @property
     def log_path(self) -> Path:
-        """Path of the file."""
+        """Path of the JSON file that this callback writes."""
         return self.logdir / self._filename
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        self._sink.write(results, step=0)  # `JsonList` ignores the step
+        self._sink.write(results, step=0)  # a `JsonList` ignores `step`
 
 
 class TBXLoggerCallback(_SinkCallback):
-    """Writes files for TensorBoard with tensorboardX.
+    """Writes the reports of one worker to files for TensorBoard, with tensorboardX.
 
     Args:
         logdir: Folder of the files. Default: the run's folder.
@@ -148,7 +150,7 @@ class TBXLoggerCallback(_SinkCallback):
 
 
 def one_rank(worker_to_log: Any) -> int:
-    """Return the rank, or the only element of a list.
+    """Return the rank that a user passed as `worker_to_log`, alone or in a list.
 
     Raises:
         ValueError: The list does not have exactly one element.
@@ -165,7 +167,7 @@ def one_rank(worker_to_log: Any) -> int:
 
 
 class MLflowLoggerCallback(_SinkCallback):
-    """Logs to an MLflow run.
+    """Logs the reports of one worker to an MLflow run.
 
     Args:
         tracking_uri: Store of the runs. Default: as set by `mlflow.set_tracking_uri` or the environment variable

@@ -1,4 +1,4 @@
-"""A callback that prints reports."""
+"""`PrintCallback`, which prints the reports of a run."""
 
 from __future__ import annotations
 

@@ -24,7 +24,11 @@ class ResultsPreprocessor(abc.ABC):
 
     @abc.abstractmethod
     def preprocess(self, results: Results) -> Results:
-        """Return the results for the callback, by rank."""
+        """Return the results to pass to the callback.
+
+        Args:
+            results: The metrics of all workers, by rank.
+        """
 
 
 class SequentialResultsPreprocessor(ResultsPreprocessor):
@@ -73,7 +77,7 @@ def _ranks(indices: int | Iterable[int] | None) -> list[int] | None:
 
 
 class ExcludedKeysResultsPreprocessor(ResultsPreprocessor):
-    """Removes some keys from the results.
+    """Removes some metrics from every worker's results.
 
     Args:
         excluded_keys: The keys to remove; None to remove nothing.
@@ -110,7 +114,7 @@ class _Aggregate(ResultsPreprocessor):
 
 
 class AverageResultsPreprocessor(_Aggregate):
-    """Adds the mean over the workers as `avg(<key>)`.
+    """Adds the mean of metrics over the workers to every worker's results, as `avg(<key>)`.
 
     Args:
         keys: The keys to average; None for all.
@@ -123,7 +127,7 @@ class AverageResultsPreprocessor(_Aggregate):
 
 
 class MaxResultsPreprocessor(_Aggregate):
-    """Adds the maximum over the workers as `max(<key>)`.
+    """Adds the maximum of metrics over the workers to every worker's results, as `max(<key>)`.
 
     Args:
         keys: The keys to aggregate; None for all.
@@ -136,7 +140,7 @@ class MaxResultsPreprocessor(_Aggregate):
 
 
 class WeightedAverageResultsPreprocessor(_Aggregate):
-    """Adds the weighted mean over the workers as `weight_avg_<weight_key>(<key>)`.
+    """Adds the weighted mean of metrics over the workers, as `weight_avg_<weight_key>(<key>)`.
 
     Args:
         keys: The keys to average; None for all.
@@ -172,7 +176,10 @@ def _keys_of(results: Results) -> list[str]:
 
 
 def _valid(results: Results, key: str) -> list[float] | None:
-    """Return each worker's value, or NaN if it is unusable. If no worker has a usable value, warn and return None."""
+    """Return the value of a metric on each worker, or NaN for a worker whose value is missing or not a number.
+
+    If no worker has a usable value, warn and return None.
+    """
     if not any(key in result for result in results):
         logger.warning("`%s` is not reported from workers, so it is ignored.", key)
         return None

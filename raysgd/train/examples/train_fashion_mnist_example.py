@@ -87,7 +87,7 @@ def _images(config: dict[str, Any], part: str) -> TensorDataset:
 
 
 def train_fashion_mnist(num_workers: int = 1, use_gpu: bool = False, test_mode: bool = False) -> list[list[float]]:
-    """Train, print the losses of all workers, and return them.
+    """Train the network on several workers. Print and return the losses of each worker.
 
     Args:
         num_workers: Number of workers.

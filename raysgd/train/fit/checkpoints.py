@@ -1,7 +1,8 @@
 """Transfers a run's checkpoints, in the driver, from the workers to the trial's folder.
 
 A dict is sent to the driver, which writes it. A folder is stored by the workers: all ranks write to the same staging
-folder, and the driver commits it. ADR 94 explains why the driver numbers the checkpoints.
+folder, and the driver commits the staging folder, which means that it becomes a checkpoint with its final name. ADR 94
+explains why the driver numbers the checkpoints.
 """
 
 from __future__ import annotations
@@ -23,22 +24,23 @@ from raysgd.train.constants import TUNE_CHECKPOINT_ID
 from raysgd.train.fit.fit_session import METADATA_KEY, checkpoint_at
 
 Landing: TypeAlias = "Future[Checkpoint | None]"
-"""The checkpoint of a step, once it is in its final location. The result is None if the checkpoint was lost."""
+"""A future of a checkpoint, which is done when the checkpoint was written. Its result is None if it was lost."""
 
 
 class FitCheckpoints(CheckpointTaker):
     """Receives the checkpoints of a run, and creates a folder for each checkpoint.
 
     Args:
-        folder: The trial's folder. None writes no files and keeps only the newest checkpoint, in memory.
+        folder: The trial's folder. None to write no files and keep only the newest checkpoint, in memory.
         next_index: Number of the first checkpoint.
         begin_from: The checkpoint that the run starts from.
         metadata: Metadata to add to checkpoints. A checkpoint's own values take precedence.
         preprocessor: Preprocessor to add to checkpoints that lack a preprocessor.
-        on_attempt: Called each time before the function starts.
+        on_attempt: Function to call each time before the training function starts or restarts.
 
     Attributes:
-        landing: Future of the checkpoint added last; None before the first checkpoint.
+        landing: Future of the newest checkpoint, which is done when the checkpoint was written or lost. None before the
+            first checkpoint.
     """
 
     def __init__(
@@ -60,12 +62,15 @@ class FitCheckpoints(CheckpointTaker):
         self._newest = begin_from
 
     def keep_newest(self) -> str | None:
-        """Wait for the newest checkpoint and return its path or URI. The recorder always keeps this checkpoint."""
+        """Wait until the newest checkpoint is written, and return its path or URI.
+
+        Nothing else must be done, because the recorder never deletes the newest checkpoint.
+        """
         self.flush()
         return place_of(self._newest)
 
     def begin_attempt(self) -> None:
-        """Delete checkpoints that the last attempt left incomplete, and call `on_attempt`."""
+        """Delete staging folders that the last attempt of the run has left, and call `on_attempt`."""
         self.flush()
         if self._folder is not None:
             self._folder.discard_staged("checkpoint_")
@@ -76,7 +81,7 @@ class FitCheckpoints(CheckpointTaker):
 
         Args:
             score: Unused, because these checkpoints are ranked by the metrics that were reported with them.
-            receive: Returns a dict from its worker; None if the workers have stored a folder.
+            receive: Function that gets the dict from its worker; None if the workers have stored a folder.
 
         Raises:
             StorageError: The driver cannot find the files that the workers stored.
@@ -96,7 +101,12 @@ class FitCheckpoints(CheckpointTaker):
             self._receive(index, receive, keep, lose)
 
     def _commit(self, index: int, own_metadata: Mapping[str, Any] | None = None) -> Folder:
-        """Turn the staged files with this number into a checkpoint. `own_metadata` defaults to the staged metadata."""
+        """Turn a staging folder into a checkpoint, after adding metadata and the preprocessor. Return its folder.
+
+        Args:
+            index: Number of the checkpoint.
+            own_metadata: The checkpoint's own metadata. Default: the metadata in the staging folder.
+        """
         assert self._folder is not None, "nothing is staged where no files are kept"
         name = checkpoint_name(index)
         staged = self._folder.staged(name)
@@ -113,9 +123,15 @@ class FitCheckpoints(CheckpointTaker):
         return self._folder.commit(name)
 
     def _keep(self, index: int, landing: Landing, content: dict[str, Any]) -> None:
-        """Write a received checkpoint dict to a file, or keep the dict in memory if no files are written."""
+        """Write a checkpoint dict that was received from a worker to a file, or keep it in memory without files.
+
+        Args:
+            index: Number of the checkpoint.
+            landing: Future for the resulting checkpoint.
+            content: The dict.
+        """
         own = content.pop(METADATA_KEY, {})
-        if content.get(PREPROCESSOR_KEY) is None:  # a `TorchCheckpoint` may contain None under this key
+        if content.get(PREPROCESSOR_KEY) is None:  # the key is missing, or a `TorchCheckpoint` has None under it
             content = {**content, PREPROCESSOR_KEY: self._preprocessor}
         content = {**content, TUNE_CHECKPOINT_ID: index}
         if self._folder is None:
@@ -137,7 +153,7 @@ def place_of(checkpoint: Checkpoint | None) -> str | None:
 
 
 def _write_dict(content: dict[str, Any], staged: Folder) -> None:
-    """Write a checkpoint dict. If the dict contains a folder's files, write these files instead."""
+    """Write a checkpoint dict to a staging folder. If the dict was made from a folder, write the folder's files."""
     if FOLDER_KEY in content or EXTRA_FILES_KEY in content:
         with Checkpoint.from_dict(content).as_directory() as folder:
             staged.upload(Path(folder))
@@ -149,7 +165,7 @@ def _write_dict(content: dict[str, Any], staged: Folder) -> None:
 
 
 def _write_preprocessor(preprocessor: Any, staged: Folder) -> None:
-    """Add a preprocessor to the files that workers stored, unless they include a preprocessor or a checkpoint dict."""
+    """Add a preprocessor to a staging folder, unless it already contains a preprocessor or a checkpoint dict."""
     file = f"{PREPROCESSOR_KEY}{META_SUFFIX}"
     if not any(staged.has(name) for name in (DICT_FILE, PREPROCESSOR_KEY, file)):
         from ray import cloudpickle

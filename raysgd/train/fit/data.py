@@ -1,7 +1,8 @@
 """Provides each worker's data in a run of `fit()`: its shard of each sharded dataset, and all other datasets in full.
 
-Before anything runs, `merged_config` merges the configs of the trainer and its user. `prepared` then calls functions
-that return datasets and applies the preprocessor, once. `DatasetShards` shards the datasets whenever workers start.
+Before anything runs, `merged_config` merges the user's config with the default config of the trainer's class.
+`prepared` then calls functions that return datasets and applies the preprocessor, once per run. `DatasetShards` shards
+the datasets whenever workers start.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ OWN_CONFIG: Mapping[str, DatasetConfig] = {
     TRAIN_DATASET_KEY: DatasetConfig(fit=True, split=True),
     WILDCARD_KEY: DatasetConfig(split=False),
 }
-"""The default: "train" is sharded, and every worker gets the other datasets in full."""
+"""The default config: the dataset "train" is sharded, and every worker gets the other datasets in full."""
 
 
 class DataConfig:
@@ -94,7 +95,7 @@ class DataConfig:
         )
 
     def splits(self, name: str) -> bool:
-        """Return True if a dataset is sharded."""
+        """Return True if the dataset with this name is sharded across the workers."""
         return self._datasets_to_split == "all" or name in self._datasets_to_split
 
     def _parts(self, name: str, dataset: Any, num_workers: int, hints: list[str] | None) -> list[Any]:
@@ -108,7 +109,7 @@ class DataConfig:
 
 
 class DatasetShards(DividedData):
-    """Shards a run's datasets whenever workers start. Each call creates new shards.
+    """Shards a run's datasets across the workers. It is called whenever workers start, and creates new shards.
 
     Args:
         datasets: The result of `prepared`.
@@ -163,7 +164,7 @@ class DatasetShards(DividedData):
 
 
 def check_datasets(datasets: Any) -> dict[str, Any]:
-    """Return the datasets by name, omitting entries that are None.
+    """Check the `datasets` that a user passed to a trainer, and return them without entries that are None.
 
     Raises:
         ValueError: `datasets` is not a dict of datasets by name.
@@ -195,7 +196,10 @@ def check_preprocessor(preprocessor: Any) -> Any:
 def merged_config(
     dataset_config: Any, datasets: Mapping[str, Any], own: Mapping[str, DatasetConfig] = OWN_CONFIG
 ) -> Any:
-    """Return a `DataConfig` unchanged, or merge a user's dict of `DatasetConfig` into a trainer's config.
+    """Return the config that decides how datasets are sharded.
+
+    A `DataConfig` from the user is returned unchanged. A dict of `DatasetConfig` is merged into the default config of
+    the trainer's class.
 
     Args:
         dataset_config: The user's config; None for the trainer's default.
@@ -223,7 +227,7 @@ def is_data_config(config: Any) -> bool:
 
 
 def prepared(datasets: Mapping[str, Any], preprocessor: Any = None, config: Any = None) -> dict[str, Any]:
-    """Return the datasets ready to be read: created by their functions, transformed and shuffled.
+    """Create the datasets of a run, apply the preprocessor and shuffle them, so that workers can read them.
 
     Call it once per run. After a failure, the workers read the same datasets again. A preprocessor that has not been
     fit yet is fit here, in place.
@@ -242,7 +246,7 @@ def prepared(datasets: Mapping[str, Any], preprocessor: Any = None, config: Any 
 
 
 def with_execution_options(dataset: Any, options: Any) -> Any:
-    """Return a copy of a Ray Data dataset with these options. Other datasets are returned unchanged."""
+    """Return a copy of a Ray Data dataset with other execution options. Return any other dataset unchanged."""
     if options is None or not is_of_ray(dataset):
         return dataset
     own = with_own_options(dataset)
@@ -292,7 +296,7 @@ def _lacks_fit(preprocessor: Any) -> bool:
 
 
 def _shuffled(dataset: Any, config: DatasetConfig) -> Any:
-    """Shuffle a dataset or its blocks if the config requests it. Otherwise, return the dataset unchanged."""
+    """Return a dataset with shuffled rows or blocks, if the config asks for it. Otherwise, return it unchanged."""
     if config.global_shuffle:
         return dataset.random_shuffle()
     if config.randomize_block_order and is_of_ray(dataset):

@@ -34,7 +34,7 @@ _DEEPEST = 50
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.bool_)
 logger = logging.getLogger(__name__)
 _once = Once()
-_TRAVELS = ("data_dict", "object_ref")  # sent to the driver; checkpoints of other types are folders that workers store
+_TRAVELS = ("data_dict", "object_ref")  # checkpoints to send to the driver; others are folders, which workers store
 _MISUSE = "is meant to only be called inside a function that is executed by a Tuner or Trainer"
 _FOREIGN = (
     "A function of Ray's own session was called in a function that raysgd runs, where it does nothing. Import "
@@ -49,7 +49,8 @@ class FitSession(Session):
     Args:
         world: This worker's rank and the number of workers.
         spec: The function and how to run it.
-        checkpoint: The checkpoint that the function starts from, or its folder or content, or None.
+        checkpoint: The checkpoint from which the function starts: the object itself, its folder or its content. None to
+            start from the beginning.
         shard: This worker's shard of the data, by dataset name.
         pending: Holds large checkpoints until the driver fetches them.
         facts: What the function can query about the run, such as its folder and metadata.
@@ -72,42 +73,51 @@ class FitSession(Session):
         self._upload: Future[None] | None = None
 
     def _run(self) -> Any:
-        """Run the function. Discard its return value unless it is plain data and this rank is or may become rank 0."""
+        """Run the training function and return its return value, if `Result.return_value` may need it.
+
+        This is the case if the value is plain data and this worker has rank 0 or may get it. Otherwise, return None.
+        """
         with _working_in(self.facts.workdir), _errors_for_calls_of_ray(), _seen_by_ray(self):
             returned = super()._run()
             self._await_upload()
             return returned if self._may_be_first and is_plain(returned) else None
 
     def _explained(self, error: Exception) -> Exception:
-        """Return an exception with advice if the function called a session function of Ray."""
+        """Return an exception with advice if `error` comes from a call to one of Ray's own session functions.
+
+        Return any other exception as the base class does.
+        """
         if not isinstance(error, UserWarning | RuntimeError) or not any(text in str(error) for text in _MISUSES):
             return super()._explained(error)
         return SessionMisuseError(f"{_FOREIGN} Ray says: {error}")
 
     @property
     def _may_be_first(self) -> bool:
-        """True if this is rank 0 or may become rank 0, because ranks move up if other workers are lost."""
+        """True if this worker has rank 0, or may get rank 0 because workers with lower ranks may be lost."""
         return self.world.rank == 0 or self.membership is not None
 
     def current_checkpoint(self) -> Checkpoint | None:
-        """Return the last reported checkpoint, or the checkpoint that the function started from."""
+        """Return the checkpoint that the function has reported last, or else the one from which it started."""
         self._await_upload()
         if self._is_newest_stored:
-            self.mailbox.await_request()  # when the driver requests the next message, it has committed the checkpoint
+            self.mailbox.await_request()  # the driver commits the checkpoint before it requests the next message
         return self._newest
 
     def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
-        """Return True if the keywords are the arguments of Ray's `report`, judging by their values."""
+        """Return True if the user has named the arguments of `report`, False if each keyword is a metric.
+
+        This is decided by the values of `metrics` and `checkpoint`.
+        """
         has_checkpoint = not isinstance(keywords.get("checkpoint"), Number | str | None)
         return has_checkpoint or isinstance(keywords.get("metrics"), Mapping)
 
     def ask(self, name: str, data: Any = None) -> Any:
-        """Wait until the last checkpoint is stored, then ask the driver and return its answer."""
+        """Wait until the last reported checkpoint is stored, then ask the driver a question and return its answer."""
         self._await_upload()
         return super().ask(name, data)
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None, options: UploadOptions | None = None) -> None:
-        """Send metrics, optionally with a checkpoint.
+        """Send metrics to the driver, optionally with a checkpoint.
 
         Raises:
             TypeError: `checkpoint` is not a `Checkpoint`.
@@ -119,7 +129,7 @@ class FitSession(Session):
         options = options or UploadOptions()
         self._await_upload()
         self.iteration += 1
-        # Only rank 0's reports are written to files.
+        # The driver uses only the metrics of rank 0, so other ranks do not send theirs.
         data = self._packed(self._spec.encode({**metrics, **self._details()})) if self._may_be_first else None
         if checkpoint is None:
             self._send_metrics(data)
@@ -127,7 +137,11 @@ class FitSession(Session):
             self._send_with(checkpoint, data, options)
 
     def _send_with(self, checkpoint: Any, data: Any, options: UploadOptions) -> None:
-        """Store a checkpoint folder, in the background if requested. Otherwise, send the checkpoint's content."""
+        """Send metrics with a checkpoint.
+
+        If the checkpoint is a folder, store the folder, in the background if the user requested this. If the checkpoint
+        is a dict, send the dict to the driver.
+        """
         self._is_newest_stored = False
         if checkpoint.get_internal_representation()[0] not in _TRAVELS and self.facts.keeps_files:
             if options.is_async:
@@ -141,13 +155,16 @@ class FitSession(Session):
         self._delete_local(checkpoint, options)
 
     def _await_upload(self) -> None:
-        """Wait for a checkpoint that is being stored in the background. If storing failed, raise the error."""
+        """Wait until the thread that stores a checkpoint in the background has ended. If it failed, raise its error."""
         upload, self._upload = self._upload, None
         if upload is not None:
             upload.result()
 
     def _delete_local(self, checkpoint: Checkpoint, options: UploadOptions) -> None:
-        """Delete a checkpoint's local folder if the function requested it, unless it is inside the run's folder."""
+        """Delete the local folder of a reported checkpoint, if the user's options ask for it.
+
+        Never delete a folder inside the trial's folder, because it may be a stored checkpoint.
+        """
         kind, place = checkpoint.get_internal_representation()
         if options.deletes and kind == "local_path" and not self._is_of_trial(Path(place)):
             shutil.rmtree(place, ignore_errors=True)
@@ -157,7 +174,7 @@ class FitSession(Session):
         return trial.is_local and place.resolve().is_relative_to(Path(trial.local_path).resolve())
 
     def _store(self, data: Any, checkpoint: Checkpoint, options: UploadOptions) -> None:
-        """Upload a checkpoint folder to the staging folder that all ranks share, and send the metrics."""
+        """Copy a checkpoint folder to the staging folder of all ranks in the storage, and send the metrics."""
         name = checkpoint_name(self.mailbox.await_request())
         folder = self.facts.folder
         with checkpoint.as_directory() as path:
@@ -166,11 +183,20 @@ class FitSession(Session):
         self._newest, self._is_newest_stored = checkpoint_at(folder / name), True
 
     def _store_folder(self, data: Any, source: Path, target: Folder) -> None:
-        """Upload a folder and send the metrics. A rank above 0 first learns which file names lower ranks use."""
+        """Copy a folder to the staging folder and send the metrics.
+
+        A rank above 0 sends the metrics first. The driver then tells it which files it must leave out, because lower
+        ranks have files with the same names.
+
+        Args:
+            data: The metrics, in the form in which they are sent.
+            source: The checkpoint folder.
+            target: The staging folder.
+        """
         ref = CheckpointRef(files=names_in(source))
         if self.world.rank == 0:
             if self.membership is not None and self.membership.place.number:
-                target.delete()  # may contain files of a lost rank, whose checkpoint was never committed
+                target.delete()  # it may contain files of a lost worker, from a checkpoint that was never completed
             target.upload(source)
             self.mailbox.offer(FunctionMessage(TrainingResultType.REPORT, data, ref))
         else:
@@ -212,13 +238,13 @@ class FitSession(Session):
 
 
 def names_in(folder: Path) -> tuple[str, ...]:
-    """Return the relative names of all files in a folder and its subfolders, with forward slashes."""
+    """Return the paths of all files in a folder and its subfolders, relative to the folder, with forward slashes."""
     found = (Path(above, name) for above, _, names in os.walk(folder, followlinks=True) for name in names)
     return tuple(path.relative_to(folder).as_posix() for path in found)
 
 
 def _metadata_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return a checkpoint's metadata as an entry for the dict to send."""
+    """Return a dict with a checkpoint's metadata under `METADATA_KEY`, or an empty dict if it has no metadata."""
     metadata = checkpoint.get_metadata()
     return {METADATA_KEY: metadata} if metadata else {}
 
@@ -249,7 +275,7 @@ def check_checkpoint(checkpoint: Any) -> None:
 
 
 def without_tensors(metrics: Any, place: str = "metrics") -> Any:
-    """Return metrics without tensors, because a tensor may be on a device that the driver does not have.
+    """Return metrics in which tensors are replaced. A tensor may be on a device that the driver does not have.
 
     A one-element tensor becomes a number. Any other tensor becomes a copy on the CPU.
     """
@@ -271,7 +297,9 @@ def without_tensors(metrics: Any, place: str = "metrics") -> Any:
 
 
 def is_plain(value: Any, depth: int = 0) -> bool:
-    """Return True if a value can be sent without running code of a user's class, which pickling may do.
+    """Return True if a value consists of numbers, strings, None and arrays in lists, tuples and dicts.
+
+    Pickling any other value might run code of a user's class.
 
     >>> is_plain({"loss": [0.5, None]}), is_plain(object()), is_plain([object()])
     (True, False, False)
@@ -287,7 +315,7 @@ def is_plain(value: Any, depth: int = 0) -> bool:
 
 @contextmanager
 def _working_in(workdir: str | None) -> Iterator[None]:
-    """Make a folder the working directory of this process inside the context."""
+    """Inside the block, make a folder the working directory of this process. With None, do nothing."""
     if workdir is None:
         yield
         return
@@ -302,7 +330,7 @@ def _working_in(workdir: str | None) -> Iterator[None]:
 
 
 class SessionForRay:
-    """Stands in for Ray's own session, so that `ray.tune.report` and `ray.tune.get_checkpoint` reach this run.
+    """Takes the place of Ray's own session, so that `ray.tune.report` and `ray.tune.get_checkpoint` work in `fit` runs.
 
     Args:
         session: Session of the running function, which receives the calls.
@@ -313,14 +341,14 @@ class SessionForRay:
         self.world_rank = session.world.rank
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
-        """Send metrics, optionally with a `Checkpoint` object of Ray or raysgd."""
+        """Send metrics to the driver, optionally with a `Checkpoint` object of Ray or raysgd."""
         if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
             checkpoint = Checkpoint(checkpoint.path, checkpoint.filesystem)
         self._session.report(metrics, checkpoint)
 
     @property
     def loaded_checkpoint(self) -> Checkpoint | None:
-        """The checkpoint that the function continues from."""
+        """The checkpoint that `ray.tune.get_checkpoint` returns."""
         return self._session.current_checkpoint()
 
     def __getattr__(self, name: str) -> Any:
@@ -329,7 +357,10 @@ class SessionForRay:
 
 @contextmanager
 def _seen_by_ray(session: FitSession) -> Iterator[None]:
-    """Inside the block, connect Ray's reporting functions to this run, unless they belong to a running Tune trial."""
+    """Inside the block, let functions such as `ray.tune.report` report to this run.
+
+    Do nothing if a Ray Tune trial runs in this process, because these functions then belong to the trial.
+    """
     module = sys.modules.get("ray.train._internal.session")
     if module is None or getattr(module, "_session", session) is not None:
         yield
@@ -344,7 +375,7 @@ def _seen_by_ray(session: FitSession) -> Iterator[None]:
 
 @contextmanager
 def _errors_for_calls_of_ray() -> Iterator[None]:
-    """Inside the block, raise an error if a Ray session function would only warn that it does nothing here."""
+    """Inside the block, turn Ray's warning that a session function has no effect into an exception."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", f".*{_MISUSE}", UserWarning)
         yield

@@ -44,7 +44,7 @@ PARAMS_PICKLE_FILE = "params.pkl"
 
 _NOT_FOR_TENSORBOARD = OF_TRIAL | OF_PLACE | {CHECKPOINT_DIR_NAME, TIMESTAMP, TIME_TOTAL_S, TRAINING_ITERATION}
 _UPLOAD_EVERY_S = 5.0
-# size in bytes above which config values are shortened, because each report contains the config
+# Config values with a larger pickle, in bytes, are shortened in reports, because each report contains the config.
 _LARGEST_VALUE = 10_000
 _MOST_ENTRIES = 1_000
 
@@ -69,8 +69,8 @@ def open_writers(folder: Path, config: Mapping[str, Any], replaced: Collection[s
 
 
 def _writers(config: Mapping[str, Any]) -> Iterator[tuple[str, SafeSink]]:
-    """Yield the writers of the files, each with the name of Ray Tune's logger for the same file."""
-    # Not strict, so that programs read NaN and infinity back as numbers instead of null.
+    """Yield pairs: the name of a Ray Tune logger, and our writer that writes the same file as this logger."""
+    # Not strict, so that NaN and infinity are written as numbers and not as null.
     results = JsonLines(RESULT_FILE, {"config": config}, strict=False)
     yield JSON_LOGGER, SafeSink(results, RESULT_FILE, hidden=("config",))
     yield CSV_LOGGER, SafeSink(CsvTable(PROGRESS_FILE), PROGRESS_FILE, hidden=("config",))
@@ -81,7 +81,7 @@ def _writers(config: Mapping[str, Any]) -> Iterator[tuple[str, SafeSink]]:
 
 
 def write_params(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write the config as JSON for people and as a pickle for programs."""
+    """Write a trial's config to `params.json` for people and to `params.pkl` for programs."""
     (folder / PARAMS_FILE).write_text(as_json(config, indent=2), encoding="utf-8")
     content = _pickled(dict(config), "the config", PARAMS_PICKLE_FILE)
     if content is not None:
@@ -109,7 +109,13 @@ def write_error(folder: Path, error: BaseException, number: int) -> None:
 
 
 def _pickled(value: Any, shown: str, file: str) -> bytes | None:
-    """Return a value as a pickle. If it cannot be pickled, log a warning and return None."""
+    """Return a pickle of a value. If the value cannot be pickled, log a warning and return None.
+
+    Args:
+        value: The value.
+        shown: What the value is, for the warning.
+        file: Name of the file that would contain the pickle, for the warning.
+    """
     content, reason = pickled(value)
     if content is None:
         logger.warning("%s was not written, because %s cannot be pickled: %s", file, shown, reason)
@@ -117,7 +123,7 @@ def _pickled(value: Any, shown: str, file: str) -> bytes | None:
 
 
 def pickled(value: Any) -> tuple[bytes | None, str]:
-    """Return a value as a pickle and an empty string, or None and the reason why it cannot be pickled."""
+    """Return a pickle of a value and an empty string, or None and the reason why the value cannot be pickled."""
     from ray import cloudpickle
 
     try:
@@ -127,7 +133,12 @@ def pickled(value: Any) -> tuple[bytes | None, str]:
 
 
 def attempt(what: str, work: Callable[[], object]) -> None:
-    """Run a task. If it fails, log a warning that describes the task with `what`."""
+    """Call a function. If it raises an exception, only log a warning.
+
+    Args:
+        what: Description of the work for the warning, such as "delete checkpoint_000003".
+        work: The function.
+    """
     with failure_logged(logger.warning, "could not %s: %r", what):
         work()
 
@@ -147,14 +158,14 @@ class Logs:
         self._running: Future[None] | None = None
 
     def fetch(self) -> None:
-        """If this run continues an earlier run, download the earlier logs, so that new reports are appended to them."""
+        """If this run continues an earlier run, download the log files to which its reports will be appended."""
         if not self._folder.is_local and not self._folder.is_new:
             for name in self._folder.trial.names():
                 if self._folder.trial.has(name):
                     (self._folder.local_path / name).write_bytes(self._folder.trial.read(name))
 
     def upload_soon(self) -> None:
-        """Copy the logs in the background, at most once every few seconds."""
+        """Copy the log files to remote storage in the background, at most once every few seconds."""
         if self._folder.is_local or time.monotonic() - self._last < _UPLOAD_EVERY_S:
             return
         if self._running is None or self._running.done():
@@ -162,7 +173,10 @@ class Logs:
             self._running = self._chores.submit(attempt, f"copy the logs to {self._folder.trial}", self._upload)
 
     def upload_all(self) -> None:
-        """Copy the logs now, then delete the local logs. If copying fails, keep the local logs and log their path."""
+        """Copy the log files to remote storage now, and then delete the local copies.
+
+        If copying fails, keep the local files and log where they are.
+        """
         if self._folder.is_local:
             return
         try:
@@ -175,12 +189,12 @@ class Logs:
             self._folder.remove_staging()
 
     def remove(self, name: str) -> None:
-        """Delete a log file."""
+        """Delete one of the trial's log files."""
         (self._folder.local_path / name).unlink(missing_ok=True)
         self._folder.trial.remove(name)
 
     def rename(self, name: str, new_name: str) -> None:
-        """Rename a log file if it exists."""
+        """Rename one of the trial's log files, if the file exists."""
         path = self._folder.local_path / name
         if path.exists():
             shutil.copyfile(path, path.with_name(new_name))
@@ -191,7 +205,7 @@ class Logs:
 
 
 def shown_config(config: Mapping[str, Any]) -> Any:
-    """Return a config for use in each report. Long values are shortened, and keys and passwords are masked.
+    """Return a copy of a trial's config for reports. Long values are shortened, and keys and passwords are masked.
 
     >>> shown_config({"data": "s3://id:secret@bucket/a", "lr": 0.1, "words": bytes(1_000_000)})
     {'data': 's3://***@bucket/a', 'lr': 0.1, 'words': '(bytes: 1,000,... bytes)'}

@@ -58,7 +58,7 @@ _ALLOWED = (
 
 
 class Recorder:
-    """Writes a run's reports and status, retains its checkpoints, and calls the callbacks.
+    """Writes a run's reports and status, decides which checkpoints to keep, and calls the callbacks.
 
     All methods are called in the driver, in one thread.
 
@@ -99,7 +99,7 @@ class Recorder:
     # ---------------------------------------------------------------------------------------------------------- the run
 
     def begin_attempt(self) -> None:
-        """Start the first attempt, or another attempt after a failure.
+        """Record that the training function starts, or restarts after a failure.
 
         Raises:
             CallbackError: A callback failed.
@@ -145,11 +145,15 @@ class Recorder:
         return bool(result[DONE])
 
     def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
-        """Pass the workers' events to the callbacks."""
+        """Pass the workers' events, such as losses, to the callbacks.
+
+        Args:
+            events: Function that returns all events so far.
+        """
         self._callbacks.watch(events)
 
     def fail(self, error: BaseException) -> None:
-        """Count a failed attempt and append its error to `error.txt`."""
+        """Count a failed attempt of the run, and append its error to `error.txt`."""
         if not self._is_open:
             self._open()
         self._last_failure = error
@@ -195,7 +199,7 @@ class Recorder:
         self._callbacks.setup(self._given_stop)
 
     def _take_over(self) -> None:
-        """Load the reports, checkpoints and callback states of the run that an earlier process started."""
+        """If an earlier process started this run, load its reports, checkpoints and callback states from the folder."""
         self._folder.trial.discard_staged("checkpoint_")
         reports = read_reports(self._folder.trial)
         if reports:
@@ -215,7 +219,7 @@ class Recorder:
         experiment = self._folder.experiment
         if not experiment.has(CALLBACK_STATES_FILE):
             return
-        # the file is damaged, or a callback's class has changed
+        # Restoring fails if the file is damaged, or if a callback's class has changed.
         words = "the callbacks start without their former state (%s): %r"
         with failure_logged(logger.warning, words, CALLBACK_STATES_FILE):
             self._callbacks.restore_states(pickle.loads(experiment.read(CALLBACK_STATES_FILE)))
@@ -232,7 +236,7 @@ class Recorder:
             last_first.callback(self._note, self._trial.status)
             last_first.callback(self._logs.upload_all)
             if not has_failed:
-                # runs after the chores' `shutdown`, when no upload of the logs is pending
+                # This runs after `shutdown` of the background thread, when no log file is being uploaded.
                 last_first.callback(self._forget_errors)
             last_first.callback(self._chores.shutdown)
             if not has_failed:
@@ -242,13 +246,13 @@ class Recorder:
         self._writers = []
 
     def _forget_errors(self) -> None:
-        """Rename `error.txt` after a run that eventually succeeded."""
+        """Rename `error.txt` after a run that has succeeded in spite of failures."""
         if not self._folder.is_new or self._trial.num_failures:
             self._logs.rename(ERROR_FILE, RECOVERED_ERROR_FILE)
             self._logs.remove(ERROR_PICKLE_FILE)
 
     def _note(self, status: str) -> None:
-        """Write this trial's name and status to `run.json`, from which `restore` reads them."""
+        """Write the trial's name and status to `run.json`, which `restore` reads."""
         note = {"trial": self._folder.dir_name, "trainer": self._folder.trainer_name, "status": status}
         self._folder.experiment.write(RUN_FILE, json.dumps(note).encode())
 
@@ -264,7 +268,7 @@ class Recorder:
 
 
 def _console(run_config: RunConfig) -> list[ConsoleReporter]:
-    """Return a list with the callback that prints the run's events. Empty if printing is disabled."""
+    """Return a list with the callback that prints the run's events, or an empty list if `verbose` is 0."""
     if run_config.progress_reporter is not None:
         logger.warning("`progress_reporter` shows the trials of a `Tuner`; to print this run, pass `verbose=3`")
     if run_config.log_to_file:
@@ -273,16 +277,16 @@ def _console(run_config: RunConfig) -> list[ConsoleReporter]:
 
 
 class KeptCheckpoints:
-    """Retains the best checkpoints and the newest checkpoint, and deletes all others.
+    """Keeps the best checkpoints of a run and the newest one, and deletes all others.
 
     Args:
         folder: The trial's folder, which contains the checkpoints.
-        config: Rule that determines which checkpoints to retain.
+        config: The user's rule for which checkpoints to keep.
         chores: Background thread that deletes checkpoints.
 
     Attributes:
         latest: The newest checkpoint; None before the first checkpoint.
-        report: The report that came with the newest checkpoint. A restarted run continues after this report.
+        report: The report that came with the newest checkpoint. A run that restarts continues counting from it.
     """
 
     def __init__(self, folder: TrialFolder, config: CheckpointConfig, chores: ThreadPoolExecutor) -> None:
@@ -298,17 +302,17 @@ class KeptCheckpoints:
         self.report: Mapping[str, Any] = {}
 
     def take_over(self, reports: Sequence[Mapping[str, Any]]) -> None:
-        """Load the checkpoints and reports of the run that this run continues."""
+        """Add the checkpoints and reports that an earlier process of this run has stored."""
         by_name = by_checkpoint(reports)
         for name in self._folder.checkpoint_names():
             self.keep(Checkpoint(self._folder.trial / name), by_name.get(name, {}))
-        # the driver died after it stored the checkpoint and before it wrote the report
+        # If the newest checkpoint has no report, the driver died between storing the checkpoint and writing the report.
         if self.latest is not None and not self.report:
             last = reports[-1] if reports else {}
             self.report = {**last, TRAINING_ITERATION: iteration_of(last) + 1}
 
     def keep(self, checkpoint: Checkpoint, metrics: Mapping[str, Any]) -> None:
-        """Add a new checkpoint, and delete checkpoints that are no longer retained."""
+        """Add a new checkpoint, and delete checkpoints that the rule does not keep anymore."""
         name = name_of(checkpoint)
         number = (checkpoint_index(name) if name is not None else None) or self._next
         self._next = number + 1
@@ -320,11 +324,11 @@ class KeptCheckpoints:
 
     @property
     def best(self) -> list[Kept]:
-        """The retained checkpoints, including the newest, with the metrics of their reports, from worst to best."""
+        """The checkpoints that were kept, including the newest, with their reports, from worst to best."""
         return [each.content for each in replace(self._rule, num_best=None).best(self._saved)]
 
     def move_to_memory(self) -> None:
-        """After a successful run, move the latest checkpoint to memory if no checkpoint should stay on disk."""
+        """With `num_to_keep=0`, load the latest checkpoint into memory after a successful run and delete its files."""
         if self._keeps_none and self.latest is not None and name_of(self.latest) is not None:
             self.latest = Checkpoint.from_dict(self.latest.to_dict())
             for each in self._saved:
@@ -370,7 +374,7 @@ Stop = Callable[[str, Mapping[str, Any]], bool]
 
 
 def make_stop(stop: Any) -> Stop:
-    """Convert the `stop` of a `RunConfig` to a single condition.
+    """Convert the `stop` of a `RunConfig` to one function that decides after each report whether the run must stop.
 
     Raises:
         TypeError: `stop` has the wrong type.
@@ -382,7 +386,7 @@ def make_stop(stop: Any) -> Stop:
         return _limits(stop)
     if isinstance(stop, Sequence) and not isinstance(stop, str | bytes):
         conditions = [make_stop(each) for each in stop]
-        # A list, so that every condition receives every report.
+        # `any` gets a list and not a generator, so that every condition sees every report.
         return lambda trial_id, result: any([each(trial_id, result) for each in conditions])
     if hasattr(stop, "stop_all"):
         return lambda trial_id, result: bool(stop(trial_id, dict(result))) or bool(stop.stop_all())
@@ -398,7 +402,7 @@ def _check_takes_two(function: Callable[..., Any]) -> None:
 
 
 def _limits(limits: Mapping[str, Any]) -> Stop:
-    """Return a condition that is met when any of the metrics reaches its limit."""
+    """Return a stop condition that is met when one of the metrics reaches its limit."""
     for name, limit in limits.items():
         if not isinstance(name, str) or not is_number(limit):
             raise ValueError(

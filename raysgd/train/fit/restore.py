@@ -51,7 +51,10 @@ class RestoredRun:
 
 @dataclass(frozen=True)
 class _CheckpointAt:
-    """A checkpoint's location. In `trainer.pkl`, it replaces the checkpoint, which may be large or contain keys."""
+    """The location of a checkpoint. It replaces the checkpoint in `trainer.pkl`.
+
+    The checkpoint itself may be large, and its URI may contain keys.
+    """
 
     path: str
 
@@ -61,7 +64,10 @@ class _CheckpointAt:
 
 @dataclass(frozen=True)
 class _WithoutSecrets:
-    """Replaces a config that contains keys or passwords. The user must pass the config to `restore` again."""
+    """Replaces a `train_loop_config` with keys or passwords in `trainer.pkl`.
+
+    The user must pass the config to `restore` again.
+    """
 
     shown: Any
 
@@ -108,7 +114,10 @@ def _for_later(name: str, value: Any) -> Any:
 
 
 def _without_place(run_config: RunConfig) -> RunConfig:
-    """Remove the storage from the config, since its URI or file system may contain keys. `restore` sets it again."""
+    """Return a `RunConfig` without the storage, because its URI or file system may contain keys.
+
+    `restore` sets the storage again.
+    """
     sync_config = replace(run_config.sync_config, upload_dir=None)
     return replace(run_config, storage_path=None, storage_filesystem=None, sync_config=sync_config)
 
@@ -151,7 +160,7 @@ def restore(
     saved_as: str = TRAINER_FILE,
     **replaced: Any,
 ) -> tuple[Any, RestoredRun]:
-    """Recreate the trainer of a run or of a Tune sweep.
+    """Recreate the trainer of a run, or of a sweep of Ray Tune, from the file in the experiment's folder.
 
     Args:
         trainer_class: The class that `restore` was called on; None for the saved class.
@@ -195,7 +204,10 @@ def _load(experiment: Folder, path: str | Path, file: str) -> tuple[type, dict[s
 
 
 def _better_place(path: str | Path) -> str:
-    """Return a hint for an error message if `path` is a trial's or checkpoint's folder, or the folder above the run."""
+    """Return a hint for an error message: the folder that the user probably meant, or an empty string.
+
+    There is a hint if `path` is the folder of a trial or checkpoint, or the parent of a run's folder.
+    """
     place = Path(str(path)).expanduser()
     near = [*place.parents[:2], *sorted(found.parent for found in place.glob(f"*/{TRAINER_FILE}"))]
     for folder in near:
@@ -205,7 +217,7 @@ def _better_place(path: str | Path) -> str:
 
 
 def _complete(arguments: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the saved arguments with new arguments.
+    """Return a trainer's saved arguments, with those replaced that the user passed to `restore`.
 
     Raises:
         ValueError: The names of the datasets differ, or a config with secrets was not passed again.
@@ -228,7 +240,10 @@ def _complete(arguments: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict
 
 
 def _opened(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the arguments' saved locations by open checkpoints. Omit checkpoints that are gone or that need a key."""
+    """Return a trainer's arguments with checkpoints in place of their saved locations.
+
+    Omit a checkpoint that does not exist anymore or that cannot be opened without a key.
+    """
     found = dict(arguments)
     for name, value in arguments.items():
         if isinstance(value, _CheckpointAt):
@@ -244,7 +259,7 @@ def _opened(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def at_place(run_config: RunConfig | None, path: str | Path, filesystem: Any) -> RunConfig:
-    """Return a run's config with its current folder, which may have been moved."""
+    """Return a copy of a `RunConfig` for a run whose folder is now at `path`. The folder may have been moved."""
     name, above = open_folder(path, filesystem).name, _above(str(path))
     return replace(run_config or RunConfig(), name=name, storage_path=above, storage_filesystem=filesystem)
 
@@ -284,7 +299,7 @@ def _name_of(trainer_class: type) -> tuple[str, str]:
 
 
 def _run_in(experiment: Folder) -> RestoredRun:
-    """Return an experiment's last run. If its record is damaged, a new run starts."""
+    """Return the run in an experiment's folder. If its `run.json` is missing or damaged, a new trial will start."""
     if not experiment.has(RUN_FILE):
         return RestoredRun(experiment, None, is_finished=False)
     try:

@@ -1,7 +1,7 @@
 """Runs one call to `fit`: runs the function on workers, records its reports, and returns the result.
 
-Nothing is retried here: the engine retries as `FailurePolicy` decides. Reports are recorded in order, each once its
-checkpoint is written.
+After a failure, the engine retries if `FailurePolicy` decides so. Nothing is retried in this module. Reports are
+recorded in order. A report with a checkpoint is recorded when the checkpoint is written.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ WORDS = replace(
 
 
 class StopConditionMet(BaseException):
-    """Ends a run from any point in the driver, because its stop condition is met. This is not an error."""
+    """Raised in the driver to end a run whose stop condition is met. This is not an error."""
 
 
 @dataclass(frozen=True)
 class FitJob:
-    """One call to `fit`.
+    """The data of one call to `fit`.
 
     Attributes:
         folder: The run's folders.
-        recorder: Records the reports.
+        recorder: Object that records the reports.
         run_config: The user's `RunConfig`.
-        facts: Data about the run that the function can query, such as its folder.
+        facts: Facts about the run that the training function can query, such as its folder.
         begin_from: The checkpoint that the function starts from.
         num_ahead: Number of reports that may wait for the driver before the function is blocked.
-        aborts: Functions that end the run from another thread. Filled when the `FitRun` is created.
-        leaving: Reports whether a signal has asked the program to end.
+        aborts: Functions that end the run from another thread. `FitRun` adds its function when it is created.
+        leaving: Object that tells whether a signal has asked the program to end.
     """
 
     folder: TrialFolder
@@ -85,7 +85,10 @@ class FitJob:
     leaving: Leaving = field(default_factory=Leaving)
 
     def run(self, train: Callable[[], None]) -> Result:
-        """Call `train`, which runs the function, then finish the record and return the result.
+        """Run the training function with `train`, then complete the run's files and return the `Result`.
+
+        Args:
+            train: Function that runs the training function on the workers.
 
         Raises:
             TrainingFailedError: `train` failed. The error is also an instance of the class that `train` raised.
@@ -93,20 +96,23 @@ class FitJob:
         """
         try:
             train()
-        except BaseException as error:  # including Ctrl-C, so that the record says what ended the run
+        except BaseException as error:  # also Ctrl-C, because the run's files must say what ended the run
             self._end_failed(error)
             if not isinstance(error, Exception) or self.run_config.failure_config.fail_fast == "raise":
                 raise
             failed = training_failed_error(error, self._advice, _tune_error())
             raise failed from failed.__cause__ if isinstance(error, WorkerError) else error.__cause__
         result = self.recorder.end_run()
-        if self.leaving.is_due():  # the run succeeded, but the program must end
+        if self.leaving.is_due():  # the run has succeeded, but a signal has asked the program to end
             self.leaving.end_program(place_of(result.checkpoint))
         return result
 
     @property
     def next_index(self) -> int:
-        """Number for the next checkpoint: above all numbers in the folder, and at least the number of `begin_from`."""
+        """The number to give to the next checkpoint.
+
+        It is higher than the numbers of all checkpoints in the folder, and not lower than the number of `begin_from`.
+        """
         return max(self.folder.next_index, number_of(self.begin_from) if self.begin_from is not None else 0)
 
     def _end_failed(self, error: BaseException) -> None:
@@ -126,24 +132,28 @@ class FitJob:
 
 
 def _tune_error() -> type[Exception] | None:
-    """Return the exception class with which Ray AIR programs catch a failed run, or None if it is not imported."""
+    """Return Ray Tune's `TuneError`, with which Ray AIR programs catch a failed run; None if it is not imported."""
     return getattr(sys.modules.get("ray.tune.error"), "TuneError", None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RenewingPolicy(FailurePolicy):
-    """Decides whether to retry after a failure. A checkpoint written since the previous failure resets the retries.
+    """Decides whether to retry after a failure, and counts retries from zero again after each new checkpoint.
 
-    ADR 94 explains why, and why checkpoints no longer reset the retries once the function has raised an exception.
+    ADR 94 explains why, and why checkpoints have no effect on the count after the function has raised an exception.
 
     Attributes:
-        take_landing: Returns True if a checkpoint was written since `take_landing` was last called.
+        take_landing: Function that returns True if a checkpoint was written since its last call.
     """
 
     take_landing: Callable[[], bool]
 
     def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_continue: bool) -> Decision:
-        """Return the decision. Wait for a checkpoint in transit, unless survivors can continue and retries are left."""
+        """Return whether to continue in place, restart or give up after a failure.
+
+        If the workers must restart or no retry is left, first wait for a checkpoint that is just being received. It
+        would reset the count of retries.
+        """
         is_needed = budget.is_spent or not (self.continues and can_continue)
         if is_needed and self.take_landing():
             budget.renew()
@@ -151,11 +161,11 @@ class RenewingPolicy(FailurePolicy):
 
 
 class FitRun:
-    """Runs a function on workers.
+    """Runs a user's training function on workers, for one call to `fit`.
 
     Args:
-        job: The call to `fit` that this run belongs to. Its recorder receives each report of rank 0 with the step's
-            checkpoint, the start of each attempt, and before a new attempt the failure of the previous attempt.
+        job: The call to `fit`. Its recorder receives each report of rank 0 with the step's checkpoint, the start of
+            each attempt, and before a new attempt the failure of the previous attempt.
         function: The user's function, with its config bound.
         backend: Configures how the workers are connected.
         scaling: Number and resources of the workers.
@@ -209,7 +219,7 @@ class FitRun:
         Raises:
             WorkerError: The function raised too often. The error is also an instance of the class that was raised.
             WorkersLostError: Workers were lost too often.
-            StepMismatchError: The workers made different calls.
+            StepMismatchError: The workers did not report equally often.
             Preempted: A signal arrived, and the newest checkpoint is stored.
         """
         try:
@@ -225,7 +235,9 @@ class FitRun:
             self.stop()
 
     def step(self) -> bool:
-        """Process the workers' next step. Start the workers if necessary. Return False if the functions have finished.
+        """Wait for the next report of all workers and process it. Return False if the functions have finished.
+
+        The first call starts the workers and the functions.
 
         Raises:
             StopConditionMet: A stop condition was met.
@@ -242,11 +254,14 @@ class FitRun:
         return True
 
     def stop(self) -> None:
-        """Stop the workers, even while functions run, and record the last reports. A second call does nothing."""
+        """Stop the workers, even if the function is still running, and record the last reports.
+
+        A second call does nothing.
+        """
         is_over = self._run is not None and self._run.is_over
         self._executor.shutdown(patience_s=5 if is_over else 0)
         self._give_room_back()
-        # errors are ignored, because the run has already failed, or its last step has flushed without an error
+        # An error here is not new: if the run succeeded, its last step has called `flush` without an error.
         with suppress(Exception):
             self._checkpoints.flush()
         self._delete_too_late()
@@ -283,7 +298,10 @@ class FitRun:
         return self._run
 
     def _reserve_own_room(self) -> None:
-        """Reserve resources for the trial itself, in addition to its workers. A Ray Tune trial already has them."""
+        """Reserve the `trainer_resources` of the scaling config, in addition to the workers' resources.
+
+        In a Ray Tune trial, use the placement group that Tune has reserved for the trial instead.
+        """
         own = self._own_resources
         if own and any(own.values()):
             ensure_ray()
@@ -298,7 +316,11 @@ class FitRun:
             room.close(_CLOSE_S)
 
     def _hand_over(self, is_end: bool = False) -> None:
-        """Record reports whose checkpoints are written. With `is_end`, include reports whose checkpoints were lost."""
+        """Record the waiting reports in order, up to the first report whose checkpoint is not written yet.
+
+        Args:
+            is_end: True to record all waiting reports, also without their checkpoints, because the attempt has ended.
+        """
         while self._reports:
             metrics, landing = self._reports[0]
             if not (is_end or landing is None or landing.done()):
@@ -308,7 +330,10 @@ class FitRun:
                 raise StopConditionMet
 
     def _take_landing(self) -> bool:
-        """Return True if a checkpoint was written since the last failure and the function has never raised."""
+        """Return True if a new checkpoint must reset the count of failures.
+
+        This is the case if a checkpoint was written since the last failure, and the function has never raised.
+        """
         return self._checkpoints.take_landing() and not self._has_raised
 
     def _note_failure(self, diagnosis: Diagnosis) -> None:
@@ -317,7 +342,7 @@ class FitRun:
         self._failure = worker_error(diagnosis.faults) if is_of_user else WorkersLostError(words(diagnosis))
 
     def _begin_attempt(self) -> None:
-        """Record the last attempt's remaining reports and its failure, and start another attempt."""
+        """Record the remaining reports and the failure of the last attempt, and the start of another attempt."""
         self._hand_over(is_end=True)
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -326,7 +351,7 @@ class FitRun:
 
 
 def _landed(landing: Landing | None) -> Checkpoint | None:
-    """Return the future's checkpoint if it has been written. Return None if it is still in transit or was lost."""
+    """Return the checkpoint of a future if it has been written. Return None if it is not written yet or was lost."""
     return landing.result() if landing is not None and landing.done() else None
 
 
@@ -352,7 +377,9 @@ def _executor(
 
 
 def followed(placement_strategy: str) -> Literal["PACK", "SPREAD"] | None:
-    """Return the placement strategy for an executor. Strict strategies become best-effort strategies.
+    """Convert the `placement_strategy` of a scaling config to that of an executor, which has no strict strategies.
+
+    A strict strategy becomes the strategy that Ray follows as far as possible. None stands for the default.
 
     >>> [followed(strategy) for strategy in ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")]
     [None, 'PACK', 'SPREAD', 'SPREAD']
@@ -362,13 +389,15 @@ def followed(placement_strategy: str) -> Literal["PACK", "SPREAD"] | None:
         logger.warning(
             "`placement_strategy=%r` is followed as far as there is room, as %r is", placement_strategy, strategy
         )
-    elif strategy == "PACK":  # the default, which an environment variable may override
+    elif strategy == "PACK":  # the default, so that the environment variable for spreading still has an effect
         return None
     return "PACK" if strategy == "PACK" else "SPREAD"
 
 
 def as_max_retries(max_failures: int) -> int:
-    """Convert `FailureConfig.max_failures` to the executor's `max_retries`, the number of the failure that is raised.
+    """Convert `FailureConfig.max_failures` to the executor's `max_retries`, which is one higher.
+
+    `max_failures` counts restarts, and `max_retries` is the number of the failure that is raised as an error.
 
     >>> [as_max_retries(number) for number in (0, 2, -1)]
     [1, 3, -1]

@@ -20,12 +20,15 @@ transformers: Any = require("transformers", extra="hf", purpose="`raysgd.train.h
 
 
 class RayTrainReportCallback(transformers.TrainerCallback):
-    """Reports the logged metrics whenever the trainer saves. The saved files are in the subfolder `checkpoint`."""
+    """Reports the logged metrics with a checkpoint whenever the `transformers.Trainer` saves.
+
+    The saved files are in the subfolder `checkpoint` of the reported checkpoint.
+    """
 
     CHECKPOINT_NAME = "checkpoint"
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Report on all ranks. The first rank on each node attaches the files written by that node's ranks."""
+        """Report the logged metrics. The first rank on each node adds the files that its node's ranks have saved."""
         metrics = {name: value for logged in state.log_history for name, value in logged.items()}
         source = transformers.trainer_utils.get_last_checkpoint(args.output_dir) if session.local_rank() == 0 else None
         with tempfile.TemporaryDirectory(prefix="raysgd-transformers-") as folder:
@@ -35,7 +38,7 @@ class RayTrainReportCallback(transformers.TrainerCallback):
 
 
 class _Batches(IterableDataset[Any]):
-    """An iterable dataset over batches that Ray Data has already formed."""
+    """A PyTorch dataset whose items are batches that Ray Data has already formed."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
@@ -53,7 +56,7 @@ def prepare_trainer(trainer: Any) -> Any:
     base: Any = type(trainer)
 
     class RayTransformersTrainer(base):
-        """The user's trainer, with loaders over Ray Data batches."""
+        """Mixin for the class of a user's `transformers.Trainer`, which lets the trainer read batches of Ray Data."""
 
         def get_train_dataloader(self) -> Any:
             found = _loader_of(self.train_dataset)
@@ -68,6 +71,9 @@ def prepare_trainer(trainer: Any) -> Any:
 
 
 def _loader_of(data: Any) -> DataLoader[Any] | None:
-    """Return a loader over ready-made batches, or None for a dataset, which the trainer splits into batches itself."""
+    """Return a loader over data that consists of batches already, such as `shard.iter_torch_batches(...)`.
+
+    Return None for an ordinary dataset, from which the `transformers.Trainer` forms batches itself.
+    """
     is_dataset = isinstance(data, Dataset) or hasattr(data, "__getitem__") or not isinstance(data, Iterable)
     return None if is_dataset else DataLoader(_Batches(data), batch_size=None)

@@ -1,1 +1,1 @@
-"""What users configure on a trainer: batch options, placement, recovery, and the settings that workers receive."""
+"""Classes for the arguments of a trainer: batch options, placement, recovery, and the settings that workers receive."""

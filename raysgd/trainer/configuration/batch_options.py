@@ -1,4 +1,4 @@
-"""Options for global batches: immutable values that are checked on creation."""
+"""`BatchOptions`: the trainer's options for the global batch, the samples that all workers train on in one step."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from raysgd.trainer.configuration.batching import check_global_size, config_for_
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """The size of the global batch, and how it is split among workers.
+    """Options for the size of the global batch, and for how the global batch is split among workers.
+
+    The values are checked when an object is created, and cannot be changed later.
 
     Attributes:
-        split_batches: False: each worker's batch has the loader's batch size, so the global batch grows with the number
-            of workers. True: the global batch has the loader's batch size for any number of workers.
-        micro_batch_size: Maximum number of samples that a worker processes at once, if the global batch size is
-            constant.
-        deterministic: True to split each global batch into logical shards, so that its gradient is bitwise identical on
-            any number of workers.
-        num_shards: Number of logical shards. It equals the trainer's initial number of workers.
+        split_batches: If False, each worker's batch has the batch size of the loader, so the global batch grows with
+            the number of workers. If True, the global batch has the batch size of the loader for any number of workers.
+        micro_batch_size: Maximum number of samples that a worker processes at once. Only with `split_batches=True` or
+            `deterministic=True`.
+        deterministic: If True, each global batch is split into a fixed number of shards. Its gradient is then bitwise
+            identical on any number of workers.
+        num_shards: The number of these shards, which is the number of workers that the user requested.
 
     Raises:
         ValueError: A value is invalid, or two values contradict each other.
@@ -40,7 +42,7 @@ class BatchOptions:
             count = check_count(
                 "micro_batch_size", self.micro_batch_size, "It is what fits into the memory of one worker."
             )
-            object.__setattr__(self, "micro_batch_size", count)  # a Python integer, even if a NumPy integer was passed
+            object.__setattr__(self, "micro_batch_size", count)  # as a Python integer, even if it was a NumPy integer
             if not self.is_global:
                 raise ValueError(
                     f"`micro_batch_size={count}` splits only a constant global batch: pass "
@@ -51,48 +53,65 @@ class BatchOptions:
 
     @property
     def is_global(self) -> bool:
-        """True if these options make raysgd split global batches of a fixed size."""
+        """True if global batches have a fixed size, so that the library splits them among the current workers."""
         return self.split_batches or self.deterministic
 
     @property
     def global_option(self) -> str:
-        """The option that makes raysgd split global batches, as text such as "`split_batches=True`"; empty if unset."""
+        """The option that fixes the size of the global batch, for messages, such as "`split_batches=True`".
+
+        Empty if no option does.
+        """
         if self.split_batches:
             return "`split_batches=True`"
         return "`deterministic=True`" if self.deterministic else ""
 
     def global_size(self, size: Any, num_workers: int) -> int:
-        """Return the number of samples in a step with batch size `size` on `num_workers` workers."""
+        """Return how many samples all workers together train on in one step.
+
+        Args:
+            size: The batch size in the trainer's config.
+            num_workers: Number of workers.
+        """
         if self.split_batches:
             return check_global_size(size)
         num_parts = self.num_shards if self.deterministic else num_workers
         return split_batch_size(size, num_parts) * num_parts
 
     def of_worker(self, size: Any, num_workers: int) -> Any:
-        """Return how many samples a worker processes at once, where `size` is the batch size in its config."""
+        """Return how many samples one worker processes at once.
+
+        Args:
+            size: The batch size in the worker's config.
+            num_workers: Number of workers.
+        """
         if not self.split_batches or not is_integer(size):
             return size
         return min(-(-size // num_workers), self.micro_batch_size or size)
 
     def refuse_with(self, obstacles: Iterable[tuple[bool, str, str]]) -> None:
-        """Raise an error if these options require a constant global batch, but an obstacle prevents splitting it.
+        """Raise an error if these options fix the size of the global batch, but the library cannot split such batches.
 
         Args:
-            obstacles: Tuples of a flag (True if the obstacle applies), the argument that causes the obstacle, and
-                advice.
+            obstacles: Reasons why batches cannot be split. Each is a tuple of a flag (True if the reason applies), the
+                argument that is the reason, and advice.
 
         Raises:
-            ValueError: An obstacle applies.
+            ValueError: A reason applies.
         """
         for applies, what, way_out in obstacles:
             if self.is_global and applies:
                 raise ValueError(f"{self.global_option} cannot work with {what}: {way_out}.")
 
     def config_for(self, config: Mapping[str, Any], num_workers: int) -> dict[str, Any]:
-        """Return the config for the operator of one worker in a group of `num_workers`.
+        """Return the config for the operator of one worker.
 
-        Unless `split_batches` is set, the global batch size is replaced with the size of one worker's part, or of one
-        logical shard if `deterministic` is set.
+        With `split_batches`, the config keeps the global batch size. With `deterministic`, the global batch size is
+        replaced by the size of one shard, and otherwise by the batch size of one worker.
+
+        Args:
+            config: The trainer's config. Its `BATCH_SIZE` is the global batch size.
+            num_workers: Number of workers.
 
         Raises:
             ValueError: The config's batch size is invalid or cannot be split.

@@ -1,8 +1,7 @@
-"""Splits a global batch size over a group of workers.
+"""Splits a global batch size, the number of samples in one step over all workers, into the batch sizes of workers.
 
-The user sets one batch size for the whole group, and each worker gets an equal part. All results are computed from the
-size that the user requested, so rounding does not accumulate when a group shrinks from 4 to 3 workers and grows back to
-4. The functions are pure: they do not change the config or log anything.
+The user sets one batch size for all workers, and each worker gets an equal part. All results are computed from the size
+that the user requested, so rounding does not accumulate when a group shrinks from 4 to 3 workers and grows back to 4.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ _PLAIN = "Pass a plain `int`."
 
 
 def split_batch_size(requested: int, num_workers: int) -> int:
-    """Return each worker's part of a global batch size, rounded down.
+    """Return the batch size of one worker: the global batch size divided by the number of workers, rounded down.
 
     Args:
-        requested: Samples per step over all workers. Any integer type, such as a NumPy integer from a search algorithm.
-        num_workers: Size of the group, at least 1.
+        requested: The global batch size, of any integer type. Search algorithms, for example, pass NumPy integers.
+        num_workers: Number of workers, at least 1.
 
     Raises:
         ValueError: A value is not an integer or is below 1, or there are more workers than samples in a step.
@@ -42,7 +41,12 @@ def split_batch_size(requested: int, num_workers: int) -> int:
 
 
 def global_batch_in_words(num_workers: int, batch_size: int, can_be_constant: bool) -> str:
-    """Describe a global batch whose size depends on the number of workers, and the option that would make it constant.
+    """Describe a global batch whose size depends on the number of workers, and the option that would fix its size.
+
+    Args:
+        num_workers: Number of workers.
+        batch_size: Number of samples in the batch of one worker.
+        can_be_constant: Whether the trainer could fix the size of the global batch.
 
     Examples:
         >>> global_batch_in_words(2, 32, can_be_constant=True)
@@ -54,7 +58,7 @@ def global_batch_in_words(num_workers: int, batch_size: int, can_be_constant: bo
 
 
 def config_for_worker(config: Mapping[str, Any], num_workers: int) -> dict[str, Any]:
-    """Return a copy of the user's config with the global batch size replaced by one worker's part.
+    """Return a copy of the trainer's config in which the global batch size is replaced by the batch size of one worker.
 
     Only the key `raysgd.utils.BATCH_SIZE` is changed, if present. A plain `"batch_size"` is already the batch size of
     one worker. The copy is shallow: its values are the user's objects.
@@ -72,7 +76,7 @@ def config_for_worker(config: Mapping[str, Any], num_workers: int) -> dict[str, 
 
 
 def check_global_size(requested: Any) -> int:
-    """Check a batch size and return it as a Python integer.
+    """Check a global batch size, and return it as a Python integer.
 
     Raises:
         ValueError: The batch size is not an integer or is below 1.

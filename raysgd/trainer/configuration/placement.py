@@ -1,4 +1,4 @@
-"""`Placement`: where Ray places workers, and their runtime environment, as users specify them."""
+"""`Placement`: the user's options for the nodes on which Ray places workers, their resources and their environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _STRATEGIES = ("PACK", "SPREAD")
 
 @dataclass(frozen=True)
 class Placement:
-    """Where Ray places workers, and their resources besides CPUs and GPUs. The trainers' docstrings explain each field.
+    """Options for where Ray places workers, and for their resources besides CPUs and GPUs.
+
+    The docstrings of `TorchTrainer` and `TFTrainer` explain each field.
 
     Raises:
         ValueError, TypeError: A value is invalid.
@@ -55,15 +57,23 @@ class Placement:
 
     @property
     def custom(self) -> dict[str, float]:
-        """A worker's resources besides CPUs and GPUs, in the dict format that Ray expects."""
+        """The resources of one worker besides CPUs and GPUs: amounts by the name of the resource, as Ray expects."""
         return {**(self.resources_per_worker or {}), **checks.accelerator(self.accelerator_type)}
 
     def resources(self, num_cpus: float, num_gpus: float) -> Resources:
-        """Return a worker's resources and environment."""
+        """Return the resources, the runtime environment and the node labels with which to start one worker.
+
+        Args:
+            num_cpus: Number of CPUs for the worker.
+            num_gpus: Number of GPUs for the worker.
+        """
         return Resources(num_cpus, num_gpus, self.custom, dict(self.runtime_env or {}), dict(self.labels or {}))
 
     def packs(self, by_default: bool) -> bool:
-        """Return True if workers are packed on as few nodes as possible. `by_default` decides if no strategy is set.
+        """Return True if workers are placed on as few nodes as possible.
+
+        Args:
+            by_default: The result if the user has set no `placement_strategy`.
 
         >>> Placement().packs(True), Placement().packs(False), Placement(placement_strategy="PACK").packs(False)
         (True, False, True)

@@ -16,29 +16,30 @@ class Recovery:
     Pass it as `recovery` to `TorchTrainer` or `TFTrainer`.
 
     Args:
-        in_place: True: survivors keep their processes and continue the call, if possible; see
+        in_place: True: the workers that survive a failure keep their processes and continue the call, if possible; see
             `docs/fault-tolerance.md`. If that is not possible, or if False, all workers restart from the last snapshot.
-        wait_for_workers: True: survivors wait up to 30 s for new workers, which start immediately in any case.
-            "auto": do not wait if the global batch does not depend on the number of workers (`BATCH_SIZE`,
-            `split_batches=True`) and survivors have enough memory for their larger parts of each batch. New workers
-            then join during the epoch.
+        wait_for_workers: After a failure, new workers start immediately. True: the surviving workers wait up to 30 s
+            for the new workers. "auto": they do not wait if the size of the global batch does not depend on the number
+            of workers (`BATCH_SIZE`, `split_batches=True`), and if they have enough memory for their larger parts of
+            each batch. New workers then join during the epoch.
         resize_interval_s: How often a trainer with too few workers checks for free resources during an epoch. None:
             only before each call.
         heartbeat_s: A worker process that does not respond for this many seconds, because it is stopped or frozen,
             counts as lost. A worker that is still starting has at least 120 s to respond.
-        form_timeout_s: Time limit for forming a group once all its workers are ready. Capped at `timeout_s`.
-        settle_timeout_s: Time limit for a survivor to finish its step after a failure, and for a spare worker that runs
-            validation to finish its batch. A worker that takes longer is replaced.
+        form_timeout_s: Time limit for connecting all workers of a group with each other once they are ready. The
+            trainer's `timeout_s` is an upper limit.
+        settle_timeout_s: Time limit for a surviving worker to finish its step after a failure, and for a spare worker
+            that runs a validation to finish its batch. A worker that takes longer is replaced.
         snapshot_every_s: How often to take a snapshot after a call: a copy of the state to restart from. "auto":
             snapshots take at most 2 % of the time, and a restart repeats at most 30 s of completed calls. A number: at
             most once in that many seconds; 0: after each call. None: never; a failure that needs a snapshot then raises
             `WorkersLostError`.
         snapshot_every_n_steps: Number of steps between snapshots inside an epoch. None: only after calls. The driver
             collects snapshots four times a second, so choose a number of steps that takes a second or more.
-        undo: What workers copy before each batch, so that they can repeat the batch after a failure inside it. None:
-            model buffers always, and all registered state if needed; see `docs/recovery.md`. True: all registered
-            state; only for `TorchTrainer`. False: nothing, so that a failure inside a batch restarts the call from the
-            snapshot.
+        undo: What workers copy before each batch, so that they can repeat the batch if a failure interrupts it. None:
+            model buffers always, and the state of all registered objects if needed; see `docs/recovery.md`. True: the
+            state of all registered objects; only for `TorchTrainer`. False: nothing. The call then restarts from the
+            last snapshot if a failure interrupts a batch.
 
     Raises:
         ValueError: A value is invalid.

@@ -1,6 +1,6 @@
-"""Settings that both class-based trainers accept. They are checked once, on creation, and passed on unchanged.
+"""Settings that both `TorchTrainer` and `TFTrainer` accept. They are checked once, when they are created.
 
-A front end adds its own options in a subclass of `ReplicaSettings`. A new option requires changes in three places: the
+Each trainer adds its own options in a subclass of `ReplicaSettings`. A new option requires changes in three places: the
 trainer's signature and docstring, a field with its check here or in the subclass, and the code that uses the option.
 """
 
@@ -28,9 +28,9 @@ STREAMS_NEED = (
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings:
-    """The number of workers, their resources, and how to handle failures.
+    """Settings of a trainer for the number of workers, their resources, and how to handle failures.
 
-    The front ends' docstrings explain each field.
+    The docstrings of `TorchTrainer` and `TFTrainer` explain each field.
 
     Raises:
         ValueError, TypeError: A value is invalid.
@@ -76,14 +76,15 @@ class GroupSettings:
         return self.use_local and self.num_workers == 1
 
     def refuse_spares(self, obstacles: Iterable[tuple[bool, str]], way_out: str) -> None:
-        """Raise an error if the user requested spare workers but they could not replace lost workers.
+        """Raise an error if the user requested spare workers, but spare workers could not replace lost workers.
 
         Args:
-            obstacles: Tuples of a flag (True if the obstacle applies) and the argument that causes the obstacle.
-            way_out: Arguments that work with spares, for the error message.
+            obstacles: Reasons why spare workers cannot replace lost ones. Each is a tuple of a flag (True if the reason
+                applies) and the argument that is the reason.
+            way_out: Arguments that work with spare workers, for the error message.
 
         Raises:
-            ValueError: Spares are requested, but an obstacle applies.
+            ValueError: The user requested spare workers, and a reason applies.
         """
         own = ((self.is_driver_only, "`use_local=True`"), (not self.recovery.in_place, "`Recovery(in_place=False)`"))
         for applies, what in (*own, *obstacles):
@@ -96,18 +97,18 @@ class GroupSettings:
 
 @dataclass(frozen=True)
 class ReplicaSettings:
-    """The settings from which every replica is built. Front ends add fields in subclasses.
+    """The settings with which every worker creates its training operator. Each trainer adds fields in a subclass.
 
     Attributes:
-        training_operator_cls: The user's operator class, which each replica instantiates.
-        config: The operator's config. Its `BATCH_SIZE` is the batch size of all workers together.
+        training_operator_cls: The user's operator class.
+        config: The trainer's config. Its `BATCH_SIZE` is the batch size of all workers together.
         use_gpu: True if each worker has GPUs.
         recovery: How to handle failures.
-        batch_options: Size of the global batch, and how it is split among workers.
-        revision: Number of times that `reload` or `reset_config` has recreated the operators.
-        config_changes: One dict per call to `update_config` since the operators were last recreated, with the previous
+        batch_options: The size of the global batch, and how it is split among workers.
+        revision: How many times `reload` or `reset_config` has made the workers create new operators.
+        config_changes: For each call to `update_config` since the operators were created, a dict with the previous
             values of the changed entries.
-        callbacks_revision: Number of times that the workers' callbacks were replaced.
+        callbacks_revision: How many times the worker callbacks were replaced.
 
     Raises:
         ValueError: A value is invalid.
@@ -124,7 +125,10 @@ class ReplicaSettings:
     callbacks_revision: int = 0
 
     def after(self: SettingsT, num_changes: int) -> SettingsT:
-        """Return the settings with only the first `num_changes` config changes applied; 0 gives the original config."""
+        """Return these settings as they were after the first `num_changes` calls to `update_config`.
+
+        With 0, the result has the config with which the operators were created.
+        """
         if num_changes >= len(self.config_changes):
             return self
         config = checks.with_entries(self.config)
@@ -133,31 +137,35 @@ class ReplicaSettings:
         return replace(self, config=config, config_changes=self.config_changes[:num_changes])
 
     def follow(self, others: ReplicaSettings) -> bool:
-        """Return True if an operator built from older settings `others` needs only config changes to match `self`."""
+        """Return True if an existing operator only needs changes of its config to match these settings.
+
+        Args:
+            others: The older settings with which the operator was created.
+        """
         return self.revision == others.revision and len(self.config_changes) >= len(others.config_changes)
 
     def config_for(self, num_workers: int) -> dict[str, Any]:
-        """Return the config for the operator of one worker in a group of `num_workers`."""
+        """Return the config for the operator of one worker if there are `num_workers` workers."""
         return self.batch_options.config_for(self.config, num_workers)
 
     @property
     def keeps_global_batch(self) -> bool:
-        """True if the global batch does not depend on the number of workers."""
+        """True if the size of the global batch does not depend on the number of workers."""
         return self.batch_options.is_global or BATCH_SIZE in self.config
 
     @property
     def obstacle_of_streams(self) -> str | None:
-        """Reason why these settings do not support training on a stream; None if they support it."""
+        """Reason why operators with these settings cannot train on a stream, or None if they can."""
         return None if self.batch_options.is_global else STREAMS_NEED
 
 
 @dataclass
 class ReplicaMaker:
-    """Creates a trainer's replicas from its current settings.
+    """Creates the replica of a worker: the object that holds the training operator and runs the driver's calls.
 
     Attributes:
-        runner_cls: Class of the replicas.
-        settings: The current settings.
+        runner_cls: Class of the replica.
+        settings: The trainer's current settings.
     """
 
     runner_cls: Any

@@ -1,1 +1,1 @@
-"""The driver side of class-based trainers: calls, the loop over epochs, predictions, checkpoints."""
+"""The driver side of `TorchTrainer` and `TFTrainer`: calls to workers, loops over epochs, predictions, checkpoints."""

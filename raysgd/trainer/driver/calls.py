@@ -1,8 +1,8 @@
-"""The driver's side of training and validation calls: creates a request for each worker and handles the answers.
+"""The driver's side of training and validation calls: sends each worker its request, and handles the answers.
 
-While a call runs, listeners are notified of its progress. Afterward, its throughput and time breakdown are available.
-Validation that runs concurrently with training uses a spare worker, unless that spare is needed to replace a lost
-worker.
+While a call runs, functions that are registered as listeners receive its progress. After the call, its throughput is
+known, and how the workers spent their time. A validation that runs concurrently with training uses a spare worker,
+unless that spare is needed to replace a lost worker.
 """
 
 from __future__ import annotations
@@ -40,10 +40,14 @@ from raysgd.trainer.messages.weight_sums import ComparisonPace
 
 logger = logging.getLogger(__name__)
 
-_OPEN_STEPS_S = 10.0  # seconds to wait: workers are idle during a save, but the machine may be busy
+# Seconds to wait for the workers' step metrics during a save. The workers are idle then, but the machine may be busy.
+_OPEN_STEPS_S = 10.0
 
 Validation = Callable[[Callable[[], None]], list[EpochAnswer]]
-"""Function that validates. It takes a function that it calls repeatedly while it waits."""
+"""Function that runs a validation and returns the workers' answers.
+
+Its argument is a function without arguments, which it calls repeatedly while it waits for the workers.
+"""
 
 
 def asked(
@@ -52,7 +56,7 @@ def asked(
     reduce_results: bool = True,
     info: Mapping[str, Any] | None = None,
 ) -> EpochRequest:
-    """Check a call's arguments, and return the request to send to all replicas."""
+    """Check the user's arguments to `train` or `validate`, and return the request to send to all workers."""
     checks.refuse_text(profile=profile, reduce_results=reduce_results)
     return EpochRequest(checks.check_num_steps(num_steps), checks.check_info(info), profile, seed=0)
 
@@ -61,8 +65,8 @@ class EpochLeft(Exception):
     """Raised when a training call has stopped early, because the run must pause or end.
 
     Attributes:
-        states: Each rank's progress, as a `RunState`. Empty if the call could not stop at a step.
-        seconds: Training time of the epoch so far.
+        states: Each rank's progress, as a `RunState`. Empty if the call could not stop between two steps.
+        seconds: How long the epoch has been trained so far.
     """
 
     def __init__(self, states: Sequence[Any] = ()) -> None:
@@ -81,10 +85,12 @@ _INSIDE_A_CALL = (
 
 
 class ProgressListeners:
-    """Polls rank 0 for its progress while a call runs, and reports it to listeners. Without listeners, does nothing.
+    """Asks rank 0 for its progress while a call runs, and reports that progress to listeners.
+
+    Without listeners, nothing is asked.
 
     Attributes:
-        listeners: Functions that are called about ten times a second, and once after the call has returned.
+        listeners: Functions that receive the progress about ten times a second, and once after the call has returned.
     """
 
     def __init__(self, controller: ElasticController) -> None:
@@ -93,7 +99,7 @@ class ProgressListeners:
 
     @contextmanager
     def listening(self, *listeners: Listener) -> Iterator[None]:
-        """Add these listeners for the duration of the block."""
+        """Report progress to these listeners too, inside the block."""
         self.listeners += listeners
         try:
             yield
@@ -103,11 +109,17 @@ class ProgressListeners:
 
     @property
     def on_wait(self) -> Callable[[], None] | None:
-        """Function for the driver to call repeatedly while it waits, or None without listeners."""
+        """Function that the driver calls repeatedly while it waits for the workers. None if there are no listeners."""
         return self._tell_of_now if self.listeners else None
 
     def tell_end(self, kind: ProgressKind, asked: EpochRequest, answer: EpochAnswer) -> None:
-        """Report to listeners that a call has returned."""
+        """Report to the listeners that a call has returned.
+
+        Args:
+            kind: The type of call.
+            asked: The request that the workers have answered.
+            answer: Rank 0's answer.
+        """
         numbers = {
             name: number for name, value in (answer.metrics or {}).items() if (number := as_number(value)) is not None
         }
@@ -116,33 +128,34 @@ class ProgressListeners:
         self.tell(CallProgress(answer.num_steps, answer.num_steps, *epochs, loss, kind, numbers, is_done=True))
 
     def _tell_of_now(self) -> None:
-        """Report rank 0's current progress to listeners, if rank 0 responds within a second.
+        """Report rank 0's current progress to the listeners, if rank 0 responds within a second.
 
-        This is not part of the heartbeat, because reading metrics may wait for the device.
+        The workers' heartbeats do not include this progress: reading metrics from a GPU may take long, and heartbeats
+        must not wait.
         """
         transfer = self._controller.ensure_group().fetch(0, replica_calls.progress)
         try:
             progress: CallProgress | None = transfer.result(1.0)
-        except Exception as error:  # only log it: the call itself reports a lost worker
+        except Exception as error:  # only log the error: if the worker is lost, the running call itself reports that
             logger.debug("no news of the running call: %s", error)
             return
         if progress is not None:
             self.tell(progress)
 
     def tell(self, progress: CallProgress) -> None:
-        """Call all listeners. If a listener calls the trainer, the trainer raises an error."""
+        """Call all listeners with this progress. If a listener calls the trainer, the trainer raises an error."""
         with self._controller.turns.closed(_INSIDE_A_CALL):
             for listener in tuple(self.listeners):
                 listener(progress)
 
 
 class StepListener:
-    """Polls all ranks for the metrics of the last steps, once a second and at the end of a training call.
+    """Asks all ranks for the metrics of their last steps, once a second and at the end of a training call.
 
     Args:
-        controller: The workers' controller.
-        tell: Called with a step that all ranks have reached, and the mean metrics over all ranks since the previously
-            reported step. No step is reported twice.
+        controller: Controller of the workers.
+        tell: Function that receives a step that all ranks have reached, and the mean metrics over all ranks since the
+            step that it received before. It receives no step twice.
     """
 
     def __init__(self, controller: ElasticController, tell: Callable[[int, dict[str, float]], None]) -> None:
@@ -155,11 +168,15 @@ class StepListener:
         self._ask(progress.is_done)
 
     def tell_rest(self) -> None:
-        """Report the remaining metrics, up to the step where the call stopped."""
+        """Report the metrics that have not been reported yet, up to the step where the training call stopped."""
         self._ask(is_done=True)
 
     def open(self) -> tuple[tuple[int, MetricSummary], ...]:
-        """Return each rank's step, and its metrics since the last reported mean. Empty if a rank does not respond."""
+        """Return the metrics that each rank has measured since they were last averaged over all ranks and reported.
+
+        There is one pair per rank: the rank's current step, and its metrics. Return an empty tuple if a rank does not
+        respond.
+        """
         group = self._controller.ensure_group()
         asked = [group.fetch(rank, open_steps) for rank in range(len(group))]
         try:
@@ -177,35 +194,35 @@ class StepListener:
         asked = [group.fetch(rank, summaries_of_steps, self._last_step) for rank in range(len(group))]
         try:
             told: list[Mapping[int, MetricSummary]] = [each.result(1.0) for each in asked]
-        except Exception as error:  # the next poll requests these metrics again, unless the worker is lost
+        except Exception as error:  # only log the error, because these metrics are asked for again in a second
             logger.debug("no news of the steps: %s", error)
             told = [{}]
         self._asked_at = time.monotonic()
         until = (max if is_done else min)(max(each, default=0) for each in told)
         for step in sorted({step for each in told for step in each if self._last_step < step <= until}):
             self._last_step = step
-            rows = [row for each in told if (row := each.get(step)) and row[NUM_SAMPLES]]  # padding has no mean
+            rows = [row for each in told if (row := each.get(step)) and row[NUM_SAMPLES]]  # a rank without samples
             self._tell(step, readable.chosen(merge(rows), None))
 
 
 class EpochCalls:
-    """Runs the `train` and `validate` calls of one trainer, and stores the measurements of the last call.
+    """Runs the `train` and `validate` calls of one trainer, and measures their throughput.
 
     Args:
-        runner_cls: Class of the replicas, a `ClassRunner`.
-        controller: The workers' controller.
-        listeners: Listeners for the progress of calls.
-        sharing: Shards data over the workers.
+        runner_cls: Class of the objects that run the calls in the workers. A subclass of `ClassRunner`.
+        controller: Controller of the workers.
+        listeners: Functions that receive the progress of calls.
+        sharing: Divides datasets over the workers.
         use_local: Whether rank 0 runs in the driver, where it calls the listeners between its steps.
         name: Name of the trainer in Ray's metrics.
         used: Trainer options that performance warnings must not recommend, for example because they are already set.
 
     Attributes:
-        controller: The workers' controller.
-        listeners: Listeners for the progress of calls.
-        sharing: Shards data according to the current config.
+        controller: Controller of the workers.
+        listeners: Functions that receive the progress of calls.
+        sharing: Divides datasets over the workers according to the current config.
         samples_per_s: Samples per second in the last training call, or None before the first training call.
-        accounts: Records of how calls spent their time.
+        accounts: Records of how the workers spent their time in each call.
     """
 
     def __init__(
@@ -240,23 +257,23 @@ class EpochCalls:
         sharing: DataSharing | None = None,
         facts: Any = None,
     ) -> Requests:
-        """Return one request for each rank. If the driver shards the data, each request includes the rank's shard.
+        """Return the request for each rank. If the driver divides the data, each request includes the rank's shard.
 
         Each attempt at a call creates new requests, because the workers may have changed since the last attempt.
 
         Args:
             name: "train" or "validation".
-            asked: The request that is common to all replicas.
+            asked: The request that is the same for all ranks.
             dataset: Data to use instead of the registered data, or None.
-            worlds: Each rank's position in the group.
-            sharing: Shards data over the worker group. Default: the trainer's `sharing`.
-            facts: What a replica reported after setup. Default: rank 0's report.
+            worlds: The position of each rank in the group of workers.
+            sharing: Divides datasets over the workers. Default: the `sharing` attribute.
+            facts: What a worker reported after it ran `setup`. Default: the report of rank 0.
         """
         sharing, facts = sharing or self.sharing, facts or self.controller.facts[0]
         starts_over = asked.starts_over or self._validation_starts_over
         request = replace(asked, seed=facts.seed, starts_over=starts_over)
-        requests: Requests = [(request,)] * len(worlds)  # one object, so that the engine pickles it once for all ranks
-        # Rank 0 runs in the driver and blocks it, so rank 0 calls the listeners.
+        requests: Requests = [(request,)] * len(worlds)  # the same object for all ranks, so that it is pickled once
+        # Rank 0 runs in the driver's thread, which cannot wait and call listeners. So rank 0 calls them between steps.
         if self._use_local and self.listeners.listeners:
             requests[0] = (replace(request, redraw=self.listeners.on_wait),)
         if dataset is not None:
@@ -277,27 +294,29 @@ class EpochCalls:
         """Run a training call.
 
         Args:
-            asked: The request that is common to all replicas.
+            asked: The request that is the same for all ranks.
             max_retries: How many times to retry the call after a failure.
             dataset: Data to use instead of the registered data, or None.
-            can_resume: Whether another group can continue the call with the remaining batches.
-            check: Called with the answers before the call is committed. Raises an error if the replicas are not in
-                sync.
-            begun: Position inside the epoch from which to continue, if an earlier run stopped there.
-            leaves: Called repeatedly. If it returns True, the call stops, at the next step if possible.
+            can_resume: Whether, after a failure, another group of workers can continue the call with the remaining
+                batches.
+            check: Function that receives the workers' answers before the call counts as completed. It raises an error
+                if the workers' models are no longer equal.
+            begun: The unfinished epoch to continue, if an earlier run stopped inside an epoch. Otherwise, None.
+            leaves: Function that is called repeatedly while the workers train. When it returns True, the call stops,
+                after the current step if possible.
 
         Raises:
-            EpochLeft: The call stopped because of `leaves`.
+            EpochLeft: The call stopped because `leaves` returned True.
         """
         runner, comparisons, controller = self._runner_cls, self._comparisons, self.controller
-        number = cache(lambda: controller.num_calls)  # all attempts use the number from the first attempt
+        number = cache(lambda: controller.num_calls)  # `cache`, so that all attempts of this call use the same number
         attempts = count(1)
 
         def requests(worlds: Sequence[World]) -> Requests:
             compares = len(worlds) > 1 and (comparisons.is_due or controller.snapshots.is_due_after(call))
             request = replace(asked, compares_ranks=compares, call=number(), attempt=next(attempts))
             found = self.requests("train", request, dataset, worlds)
-            if leaves is not None and controller.ensure_group().is_driver_only:  # a single local worker has no monitor
+            if leaves is not None and controller.ensure_group().is_driver_only:  # no other thread watches `leaves`
                 found[0] = (replace(found[0][0], redraw=partial(self._between_steps, call)), *found[0][1:])
             if begun is not None:
                 found = [(begun.for_rank(rank, len(worlds)), *each) for rank, each in enumerate(found)]
@@ -307,7 +326,7 @@ class EpochCalls:
             assert {answer.call for answer in answers} == {number()}, "each rank answers the call that it was asked"
             check(answers)
 
-        # Hold the call between two steps only if the position can be saved.
+        # The call can stop between two steps only if the position in the data can be saved.
         is_held = dataset is None and controller.facts[0].epoch_obstacle is None
         call = Call(
             runner.train_epoch if begun is None else runner.resume_left,
@@ -341,21 +360,27 @@ class EpochCalls:
         return answers
 
     def _between_steps(self, call: Call) -> None:
-        """If the driver is the only worker: between two steps, call listeners and check whether to stop the call."""
+        """Between two steps, call the listeners, and stop the call if its `leaves` function says so.
+
+        Used if the driver is the only worker. Otherwise, the driver does this while it waits for the workers.
+        """
         if self.listeners.on_wait is not None:
             self.listeners.on_wait()
         if call.leaves is not None and call.leaves():
             self.controller.hold_to_leave(call)
 
     def _break_off_where(self, leaves: Callable[[], bool]) -> None:
-        """Call listeners, and abort the call if `leaves` returns True. For calls that cannot stop between two steps."""
+        """Call the listeners. If `leaves` returns True, end the call at once, in the middle of a step.
+
+        Used for training calls that cannot stop between two steps and continue later.
+        """
         if leaves():
             raise EpochLeft
         if self.listeners.on_wait is not None:
             self.listeners.on_wait()
 
     def _run_measured(self, call: Call, max_retries: int) -> list[EpochAnswer]:
-        """Run a training call and measure its samples per second."""
+        """Run a training call, and measure how many samples per second the workers train on."""
         events = self.controller.history.events
         began, num_events = time.perf_counter(), len(events)
         self.accounts.begin_call()
@@ -384,7 +409,7 @@ class EpochCalls:
         If any rank raises an error, all ranks start the next validation from the first batch.
 
         Args:
-            asked: The request that is common to all replicas.
+            asked: The request that is the same for all ranks.
             dataset: Data to use instead of the registered data, or None.
         """
         call = Call(
@@ -409,17 +434,17 @@ class EpochCalls:
     def begin_on_spare(
         self, asked: EpochRequest, dataset: Any, settings: ReplicaSettings, sharing: DataSharing, newest: NewestSnapshot
     ) -> Validation:
-        """Reserve a spare for a validation, and return the function that runs the validation.
+        """Reserve a spare worker for a validation, and return the function that runs the validation there.
 
-        The caller must hold the controller's turn (the lock that lets one call run at a time) during this call, but not
-        while the returned function runs. If no spare exists, the training workers validate immediately.
+        Callers must hold the lock that lets the trainer run one call at a time, but not while the returned function
+        runs. If there is no spare worker, the workers that train validate immediately.
 
         Args:
-            asked: The request for the spare.
+            asked: The request to send to the spare worker.
             dataset: Data to use instead of the registered data, or None.
-            settings: Settings of the training workers.
-            sharing: Shards data according to `settings`.
-            newest: The state to validate.
+            settings: Settings with which the operators of the training workers were created.
+            sharing: Divides datasets over workers according to `settings`.
+            newest: Handle to the snapshot of the training state that is validated.
         """
         controller = self.controller
         loan, facts = controller.lend_spare(), controller.facts[0]
@@ -438,7 +463,7 @@ class EpochCalls:
         return lambda on_wait: [controller.run_on_spare(loan, self._runner_cls.validate_on_loan, make_args, on_wait)]
 
     def report(self) -> None:
-        """Publish the trainer's status and throughput in Ray's metrics, if due."""
+        """Publish the trainer's status and throughput in Ray's metrics, unless this was done a moment ago."""
         self._gauges.report(len(self.controller.history.events), self._glance)
 
     def _glance(self) -> TrainerStatus:
@@ -458,8 +483,13 @@ class EpochCalls:
 
 
 def _tell_what_is_measured(num_samples: int, num_used: int) -> None:
-    """If a failure inside the call lost some samples' metrics, warn that the call's metrics don't cover all samples."""
-    if 0 < num_samples < num_used:  # 0: the user's own loop does not count samples
+    """Warn if the metrics of a call do not cover all of its samples, because workers were lost during the call.
+
+    Args:
+        num_samples: Number of samples that the metrics cover. 0 if the user's own training loop does not count samples.
+        num_used: Number of samples that the workers have trained on.
+    """
+    if 0 < num_samples < num_used:
         logger.warning(
             "the metrics of this call cover %s of %s samples: what lost workers had not told the others of their "
             "metrics was lost with them. The training did use their samples",

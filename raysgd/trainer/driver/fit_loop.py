@@ -1,4 +1,4 @@
-"""The loop of `trainer.fit` and `trainer.epochs`: trains, validates, calls callbacks, and resumes runs."""
+"""Runs `trainer.fit` and `trainer.epochs`: trains epoch by epoch, validates, calls callbacks, and resumes runs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FitOptions:
-    """The validated arguments of `fit` and `epochs`. The docstring of `fit` explains the fields.
+    """The arguments that the user has passed to `fit` or `epochs`. The docstring of `fit` explains each field.
+
+    The arguments are checked when an object is created.
 
     Raises:
         InvalidCountError: A count is out of range.
@@ -117,26 +119,30 @@ class FitOptions:
 
 
 FitProgress = tuple[Sidecar, Any, int | None]
-"""What another process needs to continue a `fit`: the sidecar of its progress; the folder for callbacks, if known; and
-the step, if the run pauses inside epochs."""
+"""What another process needs to continue a call to `fit`.
+
+A tuple of the sidecar (the run's progress, as it is also saved next to each checkpoint), the folder in which callbacks
+write if it is known, and the number of steps over all epochs if the run pauses inside epochs.
+"""
 
 NoteProgress = Callable[[FitProgress], None]
-"""Function that stores the progress of a `fit`."""
+"""Function that stores the progress of a call to `fit`, so that another process can continue the call."""
 
 
 @dataclass
 class TrainedEpoch:
-    """An epoch that has been trained.
+    """An epoch that has been trained, and perhaps is still being validated.
 
     Attributes:
         number: The epoch's number in the run, starting at 1.
-        trained: Result of the training call.
-        row: The epoch's row in the run's history.
-        shown: The epoch's row in the trainer's history, which also covers calls outside this run.
-        handle: Handle of the epoch's validation, if it runs concurrently with training.
-        ended: Holds the function that adds the validation's result to the trainer's history. Empty until the validation
-            ends.
-        is_told: True if callbacks have received the result.
+        trained: The metrics that the training call returned.
+        row: The epoch's metrics in the history of this run, a dictionary.
+        shown: The epoch's metrics in the trainer's history, a dictionary. The trainer's history also covers calls
+            outside this run.
+        handle: Handle of the epoch's validation if it runs concurrently with training. Otherwise, None.
+        ended: When a concurrent validation has ended, the function that adds its result to the trainer's history.
+            Empty before.
+        is_told: True if the `on_result` method of callbacks has been called for this epoch.
     """
 
     number: int
@@ -148,41 +154,44 @@ class TrainedEpoch:
     is_told: bool = False
 
     def note(self, add: RecordBeside, result: Any, began_at: float, seconds: float) -> None:
-        """Store the validation's result until the epoch's row is complete.
+        """Keep the result of a concurrent validation until the run's thread adds it to the histories.
 
-        Called in the validation's background thread.
+        The background thread that waits for the validation calls this method.
         """
         self.ended.append(partial(add, result, began_at, seconds))
 
 
 @dataclass(frozen=True)
 class TrainerPort:
-    """The attributes and methods of a trainer that `FitRun` uses. The trainer creates a new port for each run.
+    """The attributes and methods of a trainer that `FitRun` uses.
+
+    The trainer creates a new `TrainerPort` for each call to `fit` or `epochs`.
 
     Attributes:
         new_run: Creates the `Run` that callbacks receive.
-        history: The trainer's history, with every call.
-        calls: Runs calls on the workers, and holds the listeners.
-        once: Records which messages have been logged, so that each message is logged once.
+        history: The trainer's history, which covers every call of the trainer.
+        calls: Runs calls on the workers. Also holds the listeners that receive the progress of these calls.
+        once: Remembers which warnings have been logged, so that no warning is logged twice.
         runs_worker_callbacks: True if the workers can call worker callbacks around their steps.
         use_worker_callbacks: Installs exactly the given callbacks in the workers.
-        train: Runs a training call: `train(request, dataset=..., of_fit=True)`.
-        validate: Runs a validation call: `validate(request, dataset, of_fit=True)`.
+        train: Trains for one epoch: `train(request, dataset=..., of_fit=True)`.
+        validate: Validates once: `validate(request, dataset, of_fit=True)`.
         validates_beside: Returns True if validation can run concurrently with training.
         begin_validation: Starts a validation concurrently with training.
-        after_validation: Steps the schedulers that depend on metrics. Returns True if the state has changed.
+        after_validation: Steps the learning rate schedulers that depend on validation metrics. Returns True if this
+            has changed the training state.
         save: Saves the trainer to a file.
-        load: Loads a file.
+        load: Loads a file that `save` has written.
         note_progress: Stores the run's progress in a detached trainer, which outlives its program; None for other
             trainers.
         left_file: File to which a detached trainer saves itself if it ends after its program has exited; None for other
             trainers.
-        leaves_epochs: True if a run can stop inside an epoch.
+        leaves_epochs: True if a run can stop inside an epoch, and later continue there.
         epoch_obstacle: Returns the reason why an interrupted epoch must start over, or None if it can continue.
-        save_behind: Saves the trainer in the background. Returns None if the file is already complete.
-        save_snapshot: Writes a snapshot that the driver holds to a file.
-        place_in: Returns the number of completed epochs, and of steps over all epochs, in a snapshot.
-        settings: Returns the replicas' settings.
+        save_behind: Saves the trainer in a background thread. Returns None if the file is already complete.
+        save_snapshot: Writes a snapshot, a copy of the training state that the driver already holds, to a file.
+        place_in: Returns the number of completed epochs in a snapshot, and its number of steps over all epochs.
+        settings: Returns the settings with which the trainer created its operators in the workers.
         kept: If this process reattaches to a detached trainer, the progress that the previous process stored; otherwise
             None.
         begun: The epoch that the previous run left unfinished, or None.
@@ -220,7 +229,7 @@ class FitRun:
 
     Args:
         trainer: The attributes and methods of the trainer that this run uses.
-        options: The arguments of the call.
+        options: The user's arguments to `fit` or `epochs`.
 
     Attributes:
         history: The history of this run.
@@ -249,7 +258,8 @@ class FitRun:
         self._calls = CallbackCalls(self._callbacks, self._run)
         self._max_step: int | None = None
         self._pauses: Pauses | None = None
-        self._known_step: int | None = None  # step counted by the previous process, whose call may still be running
+        # The step that the previous process had counted before this process took over. Its call may still be running.
+        self._known_step: int | None = None
         self._is_left = False
         self._steps: StepListener | None = None
         self._step_metrics: StepMetrics | None = None
@@ -271,14 +281,15 @@ class FitRun:
         self._newest: str | None = None
 
     def _open_journal(self) -> JournalKeeper | None:
-        """Return the object that writes the run's journal.
+        """Return the object that writes the run's journal, the record of its steps, into the run's folder.
 
-        Return None if neither the user nor a callback uses the run's folder.
+        Return None if neither the user nor a callback uses the run's folder, or if the workers cannot call callbacks
+        around their steps.
         """
         has_folder = self._options.folder is not None or any(map(uses_folder_of_run, self._callbacks))
         if not (has_folder and self._trainer.runs_worker_callbacks):
             return None
-        from raysgd.journal.keeper import JournalKeeper, header_of  # not needed without a folder
+        from raysgd.journal.keeper import JournalKeeper, header_of  # imported here: not needed without a folder
 
         run, trainer = self._run, self._trainer
         asked = {"validation_freq": self._options.validation_freq, "has_dataset": self._options.dataset is not None}
@@ -292,10 +303,10 @@ class FitRun:
         return journal
 
     def epochs(self) -> Iterator[dict[str, Any]]:
-        """Train, and yield each epoch's row when the epoch ends. Closing the iterator stops the run.
+        """Train, and yield the metrics of each epoch when it ends. Closing the iterator stops the run.
 
         Raises:
-            ValueError, TypeError: The run cannot work with these arguments. Nothing has started.
+            ValueError, TypeError: The run cannot work with the user's arguments. No training has started.
             UnpicklableError: A worker callback cannot be sent to the workers.
         """
         options = self._options
@@ -378,7 +389,7 @@ class FitRun:
                     self._leave()
 
     def _goes_on(self) -> bool:
-        """Return True if the run continues with another epoch, or with the rest of an epoch."""
+        """Return True if the run still has an epoch, or the rest of an epoch, to train."""
         run = self._run
         if run.is_stopping or self._is_left or self._leaves() or run.epoch >= self._last_epoch:
             return False
@@ -387,24 +398,24 @@ class FitRun:
     # ------------------------------------------------------------------------------------------------ stopped early
 
     def _leaves(self) -> bool:
-        """Return True if a signal or the time limit requires the run to stop early.
+        """Return True if a signal or the time limit requires the run to stop before its last epoch ends.
 
-        Called repeatedly, even during an epoch.
+        The run asks this between epochs, and also while an epoch is running.
         """
         return self._leaving.is_due()
 
     def _expect_end(self) -> None:
-        """Tell the controller to stop replacing lost workers, because the run is about to end.
+        """Tell the controller not to replace lost workers anymore, because the program is about to end.
 
-        Called in the signal handler.
+        The handler of a signal that ends the program, such as SIGTERM, calls this method.
         """
         self._trainer.calls.controller.is_ending = True
 
     @contextmanager
     def _ending_afterwards(self) -> Iterator[None]:
-        """After the block, let the controller replace lost workers again.
+        """After the block, let the controller replace lost workers again, and store an unfinished epoch in the trainer.
 
-        Store an unfinished epoch for the next run.
+        The next run of the trainer can then continue that epoch.
         """
         self._leaving.begin()
         try:
@@ -414,12 +425,12 @@ class FitRun:
             self._trainer.note_begun(None if self._is_lost else self._begun)
 
     def _leave(self) -> None:
-        """If the run stops early, call `on_leave`, so that callbacks save the current state.
+        """If the run stops early, call the callbacks' `on_leave`, in which they save the current training state.
 
-        After a signal, end the program.
+        If a signal stopped the run, then end the program.
 
         Raises:
-            Preempted: The program received a signal.
+            Preempted: A signal stopped the run.
         """
         run, leaving = self._run, self._leaving
         is_early = leaving.is_due()
@@ -442,7 +453,11 @@ class FitRun:
             run.stop(leaving.reason)
 
     def _finds_snapshot(self) -> bool:
-        """After all workers were lost, return True if the driver's last snapshot is newer than the last checkpoint."""
+        """Return True if the last snapshot in the driver is newer than the last checkpoint file.
+
+        Called after all workers were lost. A snapshot is a copy of the training state that the workers sent to the
+        driver.
+        """
         landed = self._trainer.calls.controller.snapshots.landed
         if landed is None:
             return False
@@ -455,7 +470,7 @@ class FitRun:
 
     @contextmanager
     def _in_workers(self) -> Iterator[None]:
-        """Install the run's worker callbacks in the workers for the duration of the block."""
+        """Inside the block, have the workers call the run's worker callbacks around their steps."""
         chosen, use = self._worker_callbacks, self._trainer.use_worker_callbacks
         if not chosen:
             yield
@@ -464,11 +479,11 @@ class FitRun:
         def take_out() -> None:
             try:
                 use(())
-            except RaySGDError as error:  # the error that ended the run is the relevant one
+            except RaySGDError as error:  # only log this error, so that it does not hide the error that ended the run
                 logger.warning("could not take callbacks out of the workers: %r", error)
 
         with OnFailure(take_out):
-            if self._kept is None:  # otherwise the previous process has already installed them
+            if self._kept is None:  # otherwise, the process that started this run has already done it
                 use(chosen)
             yield
         use(())
@@ -483,7 +498,7 @@ class FitRun:
             if self._run.epoch < self._last_epoch:
                 self._run.stop("the program has left the loop over the epochs")
             raise
-        except BaseException as raised:  # Ctrl-C too
+        except BaseException as raised:  # also on Ctrl-C
             error = raised
             raise
         finally:
@@ -494,14 +509,14 @@ class FitRun:
         return math.inf if self._run.epochs is None else self._run.epochs
 
     def _epoch_unless_lost(self) -> dict[str, Any] | None:
-        """Train an epoch.
+        """Train an epoch, and return its metrics.
 
-        Return None if the run stops, or if all workers are lost after the program received a signal.
+        Return None if the run stops inside the epoch, or if all workers are lost after the program received a signal.
         """
         try:
             return self._epoch()
         except (WorkersLostError, CallbackError) as error:
-            # A callback's save may have failed because workers were lost.
+            # A callback that tried to save may have failed because the workers were lost. Its cause is that loss.
             lost = error.__cause__ if isinstance(error, CallbackError) else error
             if self._leaving.signal is None or not isinstance(lost, WorkersLostError):
                 raise
@@ -509,7 +524,7 @@ class FitRun:
             return None
 
     def _epoch(self) -> dict[str, Any] | None:
-        """Train an epoch. Return its row, or None if the run stopped inside the epoch."""
+        """Train an epoch, and return its metrics. Return None if the run stopped inside the epoch."""
         run, trainer = self._run, self._trainer
         self._calls.tell("on_epoch_begin")
         if run.is_stopping:
@@ -532,7 +547,7 @@ class FitRun:
         self._tell_of_events()
         self._saved.clear()
         try:
-            # If the previous epoch's result has arrived, the next save includes it.
+            # Add the previous epoch's validation result if it has arrived, so that the next checkpoint includes it.
             self._finish_validation(waits=False)
         finally:
             self._calls.tell("on_epoch_trained")
@@ -546,7 +561,10 @@ class FitRun:
         return epoch.row
 
     def _train(self, request: EpochRequest) -> Any:
-        """Train an epoch, or the rest of an epoch. Return the result, or None if the run stops inside the epoch."""
+        """Train an epoch, or the rest of an epoch, with the pauses that are due inside it.
+
+        Return the training call's result. Return None if the run stops inside the epoch.
+        """
         dataset, can_leave = self._options.dataset, self._trainer.leaves_epochs
         asks = self._asks if can_leave and (self._leaving.may_come or self._pauses is not None) else None
         self._is_left = self._begun is not None and self._begun.owes_validation and not self._pause()
@@ -566,13 +584,13 @@ class FitRun:
         return None
 
     def _asks(self) -> bool:
-        """Return True if the running epoch must pause at its next step, for example to validate or save."""
+        """Return True if the running epoch must pause after its current step, for example to validate or save."""
         return self._leaves() or (self._pauses is not None and self._pauses.is_due)
 
     def _next_pause(self) -> int | None:
-        """Return the number of the epoch's batches after which it pauses, or None.
+        """Return the number of batches after which the epoch must pause next. Return None if no pause is planned.
 
-        Called while the workers are idle.
+        The batches are counted from the start of the epoch. Called while the workers are idle.
         """
         if self._pauses is None:
             return None
@@ -581,9 +599,9 @@ class FitRun:
         return None if pause is None else pause - step + (0 if self._begun is None else self._begun.num_steps)
 
     def _pause(self) -> bool:
-        """Validate and save, if due, while the workers wait at a step. Return False if the run stops there."""
+        """Validate and save, if due, while the workers wait between two steps. Return False if the run stops there."""
         begun, pauses = self._begun, self._pauses
-        if begun is None or pauses is None:  # before the first step
+        if begun is None or pauses is None:  # the epoch has not taken a step yet
             return True
         if begun.owes_validation:
             self._validate_inside(begun)
@@ -591,12 +609,12 @@ class FitRun:
             for each in pauses.callbacks:
                 self._calls.call(each, "_on_pause", self._run, begun.global_step)
             self._note_progress()
-        if begun.is_exhausted:  # all batches are done, so complete the epoch
+        if begun.is_exhausted:  # no batches are left: continue, so that the epoch is completed
             return not self._leaves()
         return not (self._run.is_stopping or self._leaves() or pauses.ends_at(begun.global_step))
 
     def _validate_inside(self, begun: BegunEpoch) -> None:
-        """Validate on the workers that wait inside an epoch, and pass the metrics to `on_validation`."""
+        """Validate while the workers wait inside an epoch, and pass the metrics to the callbacks' `on_validation`."""
         place, result = (self._run.epoch, begun.global_step), {}
         request = replace(asked(None), starts_over=True, is_inside=True)
         with self._noting_lack_of_data():
@@ -611,9 +629,9 @@ class FitRun:
 
     @contextmanager
     def _between_epochs(self, begun: BegunEpoch) -> Iterator[None]:
-        """Inside the block, let `run.epoch` count only completed epochs.
+        """Inside the block, show callbacks the progress of an unfinished epoch in the `run` that they receive.
 
-        `run.step` counts the unfinished epoch's batches.
+        Let `run.epoch` be the number of completed epochs, and `run.step` the number of batches of the unfinished epoch.
         """
         run = self._run
         run.epoch, run.step = run.epoch - 1, begun.num_steps
@@ -623,10 +641,14 @@ class FitRun:
             run.epoch, run.step = run.epoch + 1, 0
 
     def _note_left(self, left: EpochLeft | WorkersLostError) -> None:
-        """Record the step at which an epoch stopped.
+        """Record the step at which an epoch stopped before its end.
+
+        Args:
+            left: The exception that ended the training call: an `EpochLeft` with the state of the workers, or the loss
+                of all workers.
 
         Raises:
-            WorkersLostError: The epoch failed, and the program has received no signal that would explain it.
+            WorkersLostError: All workers were lost, and the program has received no signal that would explain the loss.
         """
         if isinstance(left, WorkersLostError) and self._leaving.signal is None:
             raise left
@@ -643,9 +665,9 @@ class FitRun:
             self._begun = replace(begun, owes_validation=self._owes_validation(begun))
 
     def _owes_validation(self, begun: BegunEpoch) -> bool:
-        """Return True if a validation is due at the step where the epoch paused.
+        """Return True if `validate_every_n_steps` requires a validation at the step where the epoch paused.
 
-        Return False if the epoch is over and `validation_freq` requires a validation anyway.
+        Return False if that step is the epoch's last step and a validation follows the epoch anyway.
         """
         is_due = self._pauses is not None and self._pauses.validates_at(begun.global_step)
         return is_due and not (begun.is_exhausted and self._is_due(self._run.epoch))
@@ -654,7 +676,7 @@ class FitRun:
         recorded = self._trainer.history
         self._take_records()
         row = self.history[-1]
-        number = result.get("epoch", self._run.epoch)  # Keras's `fit` returns no epoch
+        number = result.get("epoch", self._run.epoch)  # the result of Keras's `fit` has no epoch number
         if number != self._run.epoch and self._trainer.once.is_first("epochs"):
             logger.warning(
                 "epoch %d of this run is epoch %d of the trainer, because something else was trained or loaded "
@@ -678,13 +700,13 @@ class FitRun:
         return (has_data or self._trainer.calls.controller.facts[0].has_validation) and not self._lacks_data
 
     def _validate(self, epoch: TrainedEpoch) -> None:
-        """Validate, or only start the validation if it runs concurrently with training."""
+        """Validate after an epoch. If validation runs concurrently with training, only start the validation."""
         trainer, dataset = self._trainer, self._options.validation_dataset
         if self._run.validates_beside:
             epoch.handle = trainer.begin_validation(asked(None), dataset, True, epoch.note)
             self._awaited = epoch
             return
-        # Validate on all data, even if a callback has validated on a few batches.
+        # Validate on all data from the start, even if a callback has just validated on its first few batches.
         whole = replace(asked(None), starts_over=True)
         with self._noting_lack_of_data():
             trainer.after_validation(epoch.trained, trainer.validate(whole, dataset, of_fit=True))
@@ -692,7 +714,7 @@ class FitRun:
 
     @contextmanager
     def _noting_lack_of_data(self) -> Iterator[None]:
-        """If the user's `validate` fails in the block because it has no data, don't validate in the rest of the run."""
+        """If a validation in the block fails because there is no validation data, stop validating in this run."""
         try:
             yield
         except NoDataError as error:
@@ -700,13 +722,15 @@ class FitRun:
             logger.warning("`%s.validate` needs data, so `fit` does not validate: %s", self._run.name, error.args[0])
 
     def _finish_validation(self, waits: bool = True) -> bool:
-        """Wait for the concurrent validation, if one is running, and pass its epoch's result to callbacks.
+        """Wait for the concurrent validation, if there is one, and pass the metrics of its epoch to callbacks.
 
-        If `waits` is False and the validation is still running, do nothing. If the validation has lost its workers, the
-        epoch gets no validation metrics.
+        If the validation has lost its workers, the epoch gets no validation metrics.
+
+        Args:
+            waits: If False and the validation is still running, do nothing.
 
         Returns:
-            True if the result has changed the training state.
+            True if the validation metrics have changed the training state, through a learning rate scheduler.
         """
         epoch, changes_state = self._awaited, False
         if epoch is None or epoch.handle is None or not (waits or epoch.handle.done()):
@@ -733,7 +757,10 @@ class FitRun:
             self._calls.tell("on_event", event)
 
     def _tell_of_result(self, epoch: TrainedEpoch) -> None:
-        """Call `on_result` with an epoch's result. During the call, set `run.epoch` to the number of that epoch."""
+        """Call the callbacks' `on_result` with the metrics of an epoch.
+
+        During this call, `run.epoch` is the number of that epoch, even if the next epoch is already being trained.
+        """
         run, now = self._run, self._run.epoch
         epoch.is_told, run.epoch, run._last_told = True, epoch.number, epoch.number
         try:
@@ -744,12 +771,12 @@ class FitRun:
         self._take_records()
 
     def _take_records(self) -> None:
-        """Copy new records from the trainer's history to the run's history."""
+        """Copy the records of new calls from the trainer's history to the run's history."""
         history, recorded = self.history, self._trainer.history
         for record in recorded.part(self._seen, recorded.extent).records:
             if record.of_fit:
                 history.add(record, history[-1] if len(history) else None)
-            else:  # made in a call by a callback, or by the user's loop between two epochs
+            else:  # the record of a call that a callback made, or the user's code between two epochs
                 history.records.append(record)
         self._seen = recorded.extent
 
@@ -773,10 +800,14 @@ class FitRun:
         self._calls.tell("on_checkpoint", location)
 
     def _save_behind(self, location: str) -> SaveBehind:
-        """Save in the background. Write the sidecar first, so that a complete checkpoint always has a sidecar."""
+        """Save a checkpoint in the background.
+
+        Write the sidecar, the file with the run's progress, before the checkpoint. A complete checkpoint then always
+        has a sidecar.
+        """
         self._sidecars.write(location, replace(self._sidecar(), open_steps=self._open_steps()))
         write = self._trainer.save_behind(location)
-        # The step at which the state to write was taken.
+        # The step after which the workers copied the training state that is now being written.
         step = None if self._journal is None else self._journal.last_step
         self._saved.append(location)
 
@@ -790,13 +821,18 @@ class FitRun:
         return SaveBehind(write, note)
 
     def _save_again(self, has_changed: bool) -> None:
-        """Add the previous epoch's result to the files that were saved before the result arrived."""
+        """Save again the files that were saved before the validation result of their epoch arrived.
+
+        Args:
+            has_changed: True if the validation result has changed the training state. Otherwise, only write the
+                sidecars again, the files with the run's progress.
+        """
         try:
             for location in self._saved:
                 if has_changed:
                     self._trainer.save(location)
                 self._sidecars.write(location, self._sidecar())
-        except OSError as error:  # the files of the first save still exist
+        except OSError as error:  # only a warning, because the files of the first save still exist
             logger.warning("could not add the result of the epoch before to what was saved: %s", error)
 
     def _sidecar(self) -> Sidecar:
@@ -809,22 +845,25 @@ class FitRun:
         return Sidecar(epoch, self.history, states, pending, self._run.epochs, begun, max_step=self._max_step)
 
     def _open_steps(self) -> list[Any] | None:
-        """Return step metrics not yet passed to loggers, as plain data: the step, and each rank's measurements.
+        """Return the step metrics that have not been passed to loggers yet, as plain data for the sidecar.
 
-        Return None if the metrics are unknown.
+        The list holds the step, followed by the metrics of each rank. Return None if there are no such metrics, or if
+        all workers were lost.
         """
         found = () if self._steps is None or self._is_lost else self._steps.open()
         return [found[0][0], *summaries_as_data(each for _, each in found)] if found else None
 
     def _note_progress(self) -> None:
-        """Store the run's progress if this is a detached trainer."""
+        """Store the run's progress if the trainer is a detached one, which outlives its program."""
         run, note = self._run, self._trainer.note_progress
         if note is not None:
             step = None if self._pauses is None else self._global_step()
             note((self._sidecar(), vars(run).get("folder", run._folder), step))
 
     def _resume(self) -> None:
-        if self._kept is not None:  # don't call the workers, which may already be training the next epoch
+        if self._kept is not None:
+            # This process took over a run from another process. The workers may already be training the next epoch, so
+            # do not call them.
             self._take_over(self._kept[0])
             self._run.epoch, self._known_step = self._kept[0].epoch, self._kept[2]
         else:
@@ -856,9 +895,9 @@ class FitRun:
                 )
 
     def _go_on_with_pending(self) -> None:
-        """If callbacks have not received the result of the loaded checkpoint's last epoch, pass it now.
+        """Call `on_result` for the loaded checkpoint's last epoch if it was saved before `on_result` was called.
 
-        If that epoch's validation is due, run it first.
+        If the validation of that epoch is still due, validate first.
         """
         history, number = self.history, self._run.epoch
         if self._pending != number or not len(history):
@@ -877,7 +916,7 @@ class FitRun:
         found = [each.newest_checkpoint(self._run) for each in self._callbacks]
         places, left = [str(each) for each in found if each is not None], self._trainer.left_file
         if left is not None and place_of(left)[0] >= 0:
-            places.append(left)  # last: at a tie, prefer a file with callback states
+            places.append(left)  # last, so that `max` prefers an equally new file that also has the callbacks' states
         return max(places, key=place_of, default=None)
 
     def _load(self, location: str) -> None:
@@ -893,7 +932,7 @@ class FitRun:
             self._trainer.use_worker_callbacks(self._worker_callbacks)
 
     def _continue_inside(self, begun: BegunEpoch) -> None:
-        """Continue the run with the rest of an epoch that an earlier run left unfinished."""
+        """Let the run continue with the rest of an epoch that an earlier run left unfinished."""
         self._begun = begun
         self._run.step, self._run._global_step = begun.num_steps, begun.global_step
 
@@ -905,7 +944,7 @@ class FitRun:
             self._continue_inside(BegunEpoch.from_data(sidecar.begun))
 
     def _global_step(self) -> int:
-        """Return how many batches each worker has trained on over all epochs. Called while the workers are idle."""
+        """Return how many batches each worker has trained on over all epochs. Called while workers are idle."""
         if self._known_step is not None:
             return self._known_step
         step: list[int] = self._trainer.calls.controller.run(Call(replica_calls.global_step, rank=0))

@@ -1,4 +1,7 @@
-"""Stops a run early because of a signal to the program, or because of `max_time`. See ADR 140."""
+"""Decides when a call to `fit` must stop early, because of a signal to the program or because of `max_time`.
+
+See ADR 140.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ from raysgd.exceptions import Preempted
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-_SAME_S = 1.0  # `timeout` and Slurm signal a process and also its process group, so a signal may arrive twice
+# Seconds within which a second signal counts as the same one. `timeout` and Slurm send a signal to a process and also
+# to its process group, so that it may arrive twice.
+_SAME_S = 1.0
 _FIRST_SAVE_S = 60.0
 _DURATION = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
 
@@ -27,11 +32,11 @@ Handler = Callable[[int, Any], Any]
 
 
 class Leaving:
-    """Decides whether a run must stop early, and for what reason.
+    """Decides whether a run, one call to `fit`, must stop early, and for what reason.
 
     Args:
         max_time: Time limit of the run, or None.
-        now: Clock: returns the time in seconds.
+        now: Function that returns the current time in seconds.
 
     Attributes:
         signal: The signal that the program received, or None.
@@ -50,13 +55,14 @@ class Leaving:
         self.signal: int | None = None
 
     def begin(self) -> None:
-        """Start measuring the time."""
+        """Start measuring the time that `max_time` limits."""
         self._began = self._now()
 
     def note_save(self, seconds: float) -> None:
-        """Record the duration of a save.
+        """Record how long saving a checkpoint took.
 
-        The run stops early enough before `max_time` for two saves as slow as the slowest so far.
+        The run stops early enough before `max_time` to save two more checkpoints, even if each takes as long as the
+        slowest save so far.
         """
         self._slowest_save_s = max(seconds, self._slowest_save_s or 0.0)
 
@@ -78,20 +84,23 @@ class Leaving:
 
     @property
     def reason(self) -> str:
-        """The reason why the run stops early, for messages."""
+        """Short text for messages that says why the run stops early."""
         return f"`max_time` of {self._max_s:g} s" if self.signal is None else signal.Signals(self.signal).name
 
     @property
     def since_signal_s(self) -> float:
-        """Seconds since the signal arrived."""
+        """Seconds since the program received the signal."""
         return time.monotonic() - self._came_at
 
     @contextmanager
     def listening(self, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Handle signals inside the block, if this thread may handle them, and restore the old handlers afterward.
+        """Handle signals that end the program inside the block, and restore the old signal handlers afterward.
+
+        Where this is not possible, for example outside the main thread, signals are not handled.
 
         Args:
-            tell: Called by the signal handler. It may only set flags, because it can interrupt the program anywhere.
+            tell: Function that the signal handler calls. It may only set flags, because a signal can interrupt the
+                program anywhere.
         """
         place = _obstacle()
         if place is not None:
@@ -101,13 +110,13 @@ class Leaving:
         self._tell = tell
         for number in SIGNALS:
             before = signal.getsignal(number)
-            if before not in (None, signal.SIG_IGN):  # None: a handler in C, such as `faulthandler`
+            if before not in (None, signal.SIG_IGN):  # None: a handler written in C, such as that of `faulthandler`
                 self._before[number] = signal.signal(number, self._note)
         try:
             yield
         finally:
             for noted, before in self._before.items():
-                if signal.getsignal(noted) == self._note:  # otherwise the user's program has set a handler meanwhile
+                if signal.getsignal(noted) == self._note:  # if not, the user's program has set another handler: keep it
                     signal.signal(noted, before)
 
     def _note(self, number: int, frame: Any) -> None:
@@ -120,7 +129,11 @@ class Leaving:
             raise self.error(None)
 
     def error(self, checkpoint: str | None) -> BaseException:
-        """Return the exception that ends the program, or the current cell in a notebook."""
+        """Return the exception to raise after a signal. It ends the program, or the current cell in a notebook.
+
+        Args:
+            checkpoint: The newest checkpoint, or None if nothing was saved.
+        """
         assert self.signal is not None, "a signal came"
         ipython = sys.modules.get("IPython")
         if ipython is not None and ipython.get_ipython() is not None:
@@ -128,7 +141,11 @@ class Leaving:
         return Preempted(self.signal, checkpoint)
 
     def end_program(self, checkpoint: str | None) -> NoReturn:
-        """Call the handler that the user's program set for the signal, then raise the exception from `error`."""
+        """Call the handler that the user's program set for the signal, then raise the exception from `error`.
+
+        Args:
+            checkpoint: The newest checkpoint, or None if nothing was saved.
+        """
         assert self.signal is not None, "a signal came"
         handler = self._before.get(self.signal)
         if callable(handler) and not (getattr(handler, "__module__", None) or "").startswith("ray."):
@@ -137,7 +154,10 @@ class Leaving:
 
 
 def _obstacle() -> str | None:
-    """If this code cannot handle signals, describe where it runs, such as a second thread; otherwise return None."""
+    """If signals cannot be handled where this code runs, return that place, such as "a worker of Ray".
+
+    Otherwise, return None.
+    """
     if threading.current_thread() is not threading.main_thread():
         return "another thread than the main one"
     ray = sys.modules.get("ray")
@@ -147,12 +167,12 @@ def _obstacle() -> str | None:
 
 
 def seconds_of(max_time: Any) -> float:
-    """Convert a duration to seconds.
+    """Convert a time limit to seconds.
 
     Raises:
         ValueError: `max_time` is not a duration.
 
-    >>> [seconds_of(each) for each in (90, timedelta(minutes=2), "01:00:00", "1-00:00:01")]
+     [seconds_of(each) for each in (90, timedelta(minutes=2), "01:00:00", "1-00:00:01")]
     [90.0, 120.0, 3600.0, 86401.0]
     """
     if isinstance(max_time, timedelta):

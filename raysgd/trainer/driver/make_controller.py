@@ -1,4 +1,4 @@
-"""Creates the controller of a class-based trainer from its settings."""
+"""Creates the controller of a trainer: the object that starts, replaces and ends the trainer's workers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORDS = FrontEndWords(
     after_end="the last completed state is kept",
     restart_point="from the last completed call",
 )
-"""Wording specific to class-based trainers, which the engine inserts into its messages."""
+"""Wording for `TorchTrainer` and `TFTrainer` that the engine, which also serves other trainers, puts into messages."""
 
 
 def make_controller(
@@ -42,18 +42,20 @@ def make_controller(
 
     Args:
         settings: Number of workers, their resources and how to handle failures.
-        make_replica: Creates a worker's replica, the object that hosts the operator.
+        make_replica: Creates the replica of a worker, the object that holds the worker's training operator.
         connection: Connects each worker with the other workers of its group.
         reservation_timeout_s: Seconds to wait until Ray has reserved the workers' resources.
-        keeps_survivors: Whether the framework lets the survivors of a failure continue with their current state.
-        renews_survivors: Whether survivors that cannot continue can at least restore a snapshot in the same process.
+        keeps_survivors: Whether workers that survive a failure can continue from their current training state.
+        renews_survivors: Whether workers that survive a failure, but cannot continue, can load a snapshot in the same
+            process.
     """
     is_wanted = settings.recovery.in_place and not settings.is_driver_only
     continues = is_wanted and keeps_survivors
     recovery = settings.recovery
     every_s, operator_cls = recovery.snapshot_every_s, make_replica.settings.training_operator_cls
     if settings.use_local and every_s == "auto":
-        # The user can change a local operator between calls unnoticed, so take a snapshot after each call.
+        # Take a snapshot after each call. The user may change the operator in the driver between two calls, which the
+        # trainer cannot notice.
         every_s = 0.0
     num_gpus = settings.num_gpus_per_worker if make_replica.settings.use_gpu else 0
     group = GroupSpec(

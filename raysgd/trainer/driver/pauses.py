@@ -1,4 +1,4 @@
-"""The steps inside epochs at which a run pauses to validate, to save, or to end. See ADR 140."""
+"""Decides at which steps inside epochs a call to `fit` pauses training to validate, to save, or to end. See ADR 140."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class Pauses:
     """Decides at which steps inside epochs the workers pause. Steps count a worker's batches over all epochs.
 
     Args:
-        callbacks: The callbacks that act inside epochs.
-        validate_every: Validate after every this many steps; None for never.
-        last_step: The step at which the run ends; None for no limit.
+        callbacks: The callbacks that need pauses inside epochs, for example to save a checkpoint.
+        validate_every: Number of steps after which to validate each time. None to never validate inside epochs.
+        last_step: The step at which the run ends, or None for no limit.
     """
 
     def __init__(self, callbacks: Sequence[Callback], validate_every: int | None, last_step: int | None) -> None:
@@ -22,9 +22,9 @@ class Pauses:
         self._began_at = 0
 
     def next_after(self, step: int) -> int | None:
-        """Return the step of the next pause after `step`, or None.
+        """Return the step of the next pause after `step`, or None if no pause is planned.
 
-        Call this when all validations and saves due at `step` are done.
+        Call this method when all validations and saves that are due at `step` are done.
         """
         self._began_at, every = step, self._validate_every
         wanted = [each._pause_at(step) for each in self.callbacks]
@@ -33,7 +33,7 @@ class Pauses:
 
     @property
     def is_due(self) -> bool:
-        """True if a callback asks for a pause at the next step. Checked repeatedly while an epoch runs."""
+        """True if a callback asks for a pause after the current step. Checked repeatedly while an epoch runs."""
         return any(each._pauses_now() for each in self.callbacks)
 
     def validates_at(self, step: int) -> bool:
@@ -42,5 +42,5 @@ class Pauses:
         return every is not None and step // every > self._began_at // every
 
     def ends_at(self, step: int) -> bool:
-        """Return True if the run has reached its last step."""
+        """Return True if `step`, the number of steps taken so far, is the last step of the run."""
         return self._last_step is not None and step >= self._last_step

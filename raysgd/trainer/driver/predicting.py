@@ -33,7 +33,7 @@ _LARGE_BYTES = 2**16
 
 
 def usual_batch_size(settings: ReplicaSettings, num_workers: int) -> Any:
-    """Return the number of rows in one worker's batch: from the config if it sets a batch size, otherwise a default."""
+    """Return the batch size of one worker for predictions. Take it from the config if possible, else use a default."""
     options = settings.batch_options
     config = options.config_for(settings.config, num_workers)
     return options.of_worker(config.get(BATCH_SIZE, config.get(PLAIN_BATCH_SIZE, DEFAULT_BATCH_SIZE)), num_workers)
@@ -45,10 +45,10 @@ def next_round_size(size: int, seconds: float, num_bytes: int, num_batches: int,
     The number doubles after a short round and halves after a long round, but stays within a memory limit.
 
     Args:
-        size: Batches per worker in the last round.
+        size: Number of batches that each worker predicted in the last round.
         seconds: Duration of the last round.
-        num_bytes: Bytes of inputs and outputs in the last round.
-        num_batches: Batches in the last round, over all workers.
+        num_bytes: Bytes of inputs and outputs in the last round, over all workers.
+        num_batches: Number of batches in the last round, over all workers.
         num_workers: Number of workers.
     """
     wanted = size * 2 if seconds < _SHORT_S else size // 2 if seconds > _LONG_S else size
@@ -57,18 +57,18 @@ def next_round_size(size: int, seconds: float, num_bytes: int, num_batches: int,
 
 
 class PredictionRounds:
-    """Runs one prediction in rounds. In each round, every worker predicts some of the batches.
+    """Runs one call to `predict` in rounds. In each round, every worker predicts some of the batches.
 
     Args:
-        controller: Runs calls on the workers.
-        predict: The replica method that runs one round on a worker.
+        controller: Controller of the workers.
+        predict: Method that runs in each worker. It predicts the worker's batches of one round.
         source: Source of the batches.
         info: The user's entries for the `batch_info` of `predict_batch`.
-        has_target: Whether tuple batches end with a target; None to decide by the data.
+        has_target: Whether tuple batches end with a target. None to decide by the data.
         max_retries: How many times to repeat a round after a failure.
-        place: Called with a rank and a value for it. Puts the value into Ray's object store, unless the rank runs in
-            the driver. Returns the argument to send.
-        listeners: Listeners that are notified of the progress after each round.
+        place: Function that takes a rank and a value for that rank, and returns the argument to send. It puts the value
+            into Ray's object store, unless the rank runs in the driver.
+        listeners: Functions that receive the progress after each round.
     """
 
     def __init__(
@@ -116,9 +116,12 @@ class PredictionRounds:
         self._listeners.tell(CallProgress(self._num_done, total, 0, None, None, "predict", is_done=is_done))
 
     def _requests(self, pieces: Sequence[Any], worlds: Sequence[World]) -> list[tuple[Any, ...]]:
-        """Return a request for each rank. If the group is new, include the data that every rank needs."""
+        """Return the arguments for each rank in one round.
+
+        In the first round, and after the group of workers has changed, include the data that every rank needs.
+        """
         is_new, self._worlds = worlds is not self._worlds, worlds
-        has_share = is_new and self._source.share is not None  # data that all ranks need is stored once
+        has_share = is_new and self._source.share is not None
         shares = placed_once(self._place, [self._source.share] * len(worlds)) if has_share else None
         requests, first = [], 0
         is_last = self._num_done + len(pieces) == self._source.num_batches
@@ -136,7 +139,7 @@ class PredictionRounds:
 
 
 def dealt(pieces: Sequence[Any], num_workers: int) -> list[Sequence[Any]]:
-    """Divide pieces into consecutive parts, one per worker, as evenly as possible.
+    """Divide a list of batches into consecutive parts, one per worker, as evenly as possible.
 
     Examples:
         >>> dealt([1, 2, 3, 4, 5], 3)

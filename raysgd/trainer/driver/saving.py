@@ -1,4 +1,7 @@
-"""Saves a trainer to files, loads states into all workers, and records the changes of a detached trainer."""
+"""Saves a trainer to files, loads training states into all workers, and records the changes of a detached trainer.
+
+A detached trainer outlives the program that created it.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +29,19 @@ _END_S = 60.0
 
 State = dict[str, Any]
 Content = tuple[State, Write]
-"""The state to save, and the function that writes it."""
+"""The training state to save, and the function that writes this state to a file."""
 _RECORDS = "records:"
 
 
 class FileSaves:
-    """Writes the files of a trainer.
+    """Writes the checkpoint files of one trainer.
 
     Args:
-        controller: The workers' controller. Its snapshots record the name of the file that was written last.
+        controller: Controller of the workers. Its `snapshots` remember which file was written last.
         writer: Writes files in a background thread.
 
     Attributes:
-        submitted: The most recent background write, or None before the first.
+        submitted: The file that was most recently submitted to the background thread. None if no file was.
     """
 
     def __init__(self, controller: ElasticController, writer: BackgroundWriter) -> None:
@@ -47,7 +50,7 @@ class FileSaves:
         self.submitted: SubmittedWrite | None = None
 
     def write(self, checkpoint: Any, content: Content) -> None:
-        """Write a file, and return when it is complete."""
+        """Write a checkpoint file, and return when the file is complete."""
         state, write = content
         with files.state_is_kept():
             self._writer.write(checkpoint, state, write)
@@ -56,14 +59,14 @@ class FileSaves:
     def submit(
         self, checkpoint: Any, newest: NewestSnapshot, content: Callable[[Snapshot], Content], owner: Any
     ) -> None:
-        """Write a file in the background.
+        """Write a checkpoint file in a background thread.
 
         Args:
             checkpoint: Path of the file.
-            newest: The state to save.
-            content: Creates the file's content from the state. If the state is already in the driver, `content` is
-                called immediately, so that its errors are raised here.
-            owner: The trainer. A reference keeps it alive while the state is still in its workers.
+            newest: Handle to the snapshot of the training state to save. The snapshot may still be in the workers.
+            content: Function that creates the file's content from the snapshot. If the snapshot is already in the
+                driver, `content` is called immediately, so that its errors are raised here.
+            owner: The trainer, which is kept alive while the snapshot is still in its workers.
         """
         known = None if newest.landed is None else content(newest.landed)
         kept_alive = newest if known is not None else (newest, owner)
@@ -76,22 +79,22 @@ class FileSaves:
         self._newest = ref(newest)
 
     def await_states(self) -> None:
-        """Wait until the driver has received all states that are yet to be written.
+        """Wait until the driver has received all training states that the background thread has yet to write.
 
-        Call this before stopping the workers.
+        Call this method before stopping the workers.
         """
         newest = self._newest()
         if newest is not None:
-            with suppress(TimeoutError, WorkersLostError):  # the background writer reports the error
+            with suppress(TimeoutError, WorkersLostError):  # the background thread reports these errors
                 newest.result(_END_S)
 
     def note_file(self, shown: str) -> None:
-        """Record the name of the file to which the trainer's state, or a part of the state, was last written."""
+        """Remember the name of the file to which the training state, or a part of it, was last written."""
         self._snapshots.last_file = shown
 
     def _write(self, kept_alive: Any, path: str, content: Content) -> None:
         state, write = content
-        write(path, state)  # `state` is a view of the snapshot, which `kept_alive` keeps in memory
+        write(path, state)  # `state` refers to the snapshot's memory, which `kept_alive` protects from being freed
         self.note_file(files.shown(path))
 
 
@@ -102,15 +105,15 @@ def load_into_all(
     rank_states: tuple[Any, ...],
     is_complete: bool,
 ) -> None:
-    """Load a state into all workers.
+    """Load a training state into all workers.
 
     Args:
-        controller: Runs the call.
-        restore: Replica method that restores the state.
-        state: The state that all ranks share, or a `SharedValue` with a copy in Ray's object store.
-        rank_states: Each rank's own state.
-        is_complete: Whether the state and the rank states are the whole training state. A recovery then starts from
-            this state, without fetching a snapshot.
+        controller: Controller of the workers.
+        restore: Method that restores the state in each worker.
+        state: The state that is the same for all ranks, or a `SharedValue` with a copy of it in Ray's object store.
+        rank_states: For each rank, the state that only this rank has, such as that of its random number generators.
+        is_complete: Whether `state` and `rank_states` are the whole training state. If so, they also become the last
+            snapshot, from which workers restart after a failure.
     """
 
     def arguments(worlds: Sequence[World]) -> list[tuple[Any, Any]]:
@@ -118,7 +121,7 @@ def load_into_all(
 
     is_repeatable = isinstance(state, SharedValue)
     call = Call(restore, arguments, changes_state=not is_complete, keeps_alike=True, is_repeatable=is_repeatable)
-    with controller.turns.take_turn():  # another thread's call must not come between load and `adopt`
+    with controller.turns.take_turn():  # no other thread may call workers between loading and `adopt`
         controller.run(call)
         if is_complete:
             value, reference = (state.value, state.reference) if isinstance(state, SharedValue) else (state, None)
@@ -126,12 +129,13 @@ def load_into_all(
 
 
 def load_snapshot_into_all(controller: ElasticController, restore: Callable[..., Any], snapshot: Snapshot) -> None:
-    """Load a snapshot of this or another trainer into all workers. The snapshot may be shared, so it is not modified.
+    """Load a snapshot of this or another trainer into all workers. The snapshot itself is not modified.
 
     Args:
-        controller: Runs the call.
-        restore: Replica method that restores the state.
-        snapshot: The state. On a single node, a copy that is already in Ray's object store is reused.
+        controller: Controller of the workers.
+        restore: Method that restores the snapshot in each worker.
+        snapshot: The snapshot, a copy of a training state. If Ray's object store already has a copy, and all workers
+            run on one node, that copy is used.
     """
     group = controller.ensure_group()
     is_stored = snapshot.reference is not None and group.is_on_one_node
@@ -142,10 +146,10 @@ def load_snapshot_into_all(controller: ElasticController, restore: Callable[...,
 
 
 class KeptTrainer:
-    """Records a detached trainer's changes, and restores them in the next process that attaches to it.
+    """Records the settings, history and progress of a detached trainer, and restores them in a later process.
 
     Args:
-        trainer: A class-based trainer.
+        trainer: The detached trainer, a `TorchTrainer` or `TFTrainer`.
         keeper: Counts the trainer's calls to its workers.
     """
 
@@ -154,7 +158,10 @@ class KeptTrainer:
         self._seen, self._settings = BEGINNING, trainer._settings
 
     def changes(self) -> dict[str, bytes]:
-        """Return the entries to store, pickled: the current state, and new records and settings since the last call."""
+        """Return the pickled entries to store for a later process, by name.
+
+        These are the trainer's current progress, and those records and settings that are new since the last call.
+        """
         from ray import cloudpickle
 
         trainer, history, snapshots = self._trainer, self._trainer.history, self._trainer._controller.snapshots
@@ -171,7 +178,11 @@ class KeptTrainer:
         return {name: cloudpickle.dumps(value) for name, value in found.items()}
 
     def take_over(self, kept: Mapping[str, bytes]) -> None:
-        """Restore a previous process's stored entries, such as history and settings, in the trainer."""
+        """Restore the history, the settings and the progress that a previous process stored.
+
+        Args:
+            kept: The stored entries by name, as `changes` returned them.
+        """
         trainer = self._trainer
         self._keeper.num_calls, events, last_file, places, accounts = pickle.loads(kept["state"])
         trainer._calls.accounts.take_over(accounts)
@@ -192,9 +203,11 @@ class KeptTrainer:
             trainer._fit_progress = progress
 
     def leave_call(self, *, is_interrupted: bool) -> None:
-        """Abandon the call that the previous process left running, so that the next call does not continue it.
+        """Abandon the call that the previous process left running, so that the next call does not continue that call.
 
-        Workers that are still running the abandoned call finish it, unless Ctrl-C ended it.
+        Args:
+            is_interrupted: Whether to end the abandoned call in the workers, because the user pressed Ctrl-C. If False,
+                workers that are still running the call finish it.
         """
         self._trainer._fit_progress = None
         found, self._keeper.found = self._keeper.found, None
@@ -205,5 +218,10 @@ class KeptTrainer:
 
 
 def _told_since(accounts: Accounts, before: Mapping[int, float]) -> float:
-    """Return how many seconds ranks spent in training calls since the totals `before`: the maximum over ranks."""
+    """Return how many seconds of training calls have passed since an earlier moment: the maximum over ranks.
+
+    Args:
+        accounts: Records of how the workers spend their time.
+        before: For each rank, its total seconds in training calls at the earlier moment.
+    """
     return max((seconds - before.get(rank, 0.0) for rank, seconds in accounts.in_calls().items()), default=0.0)

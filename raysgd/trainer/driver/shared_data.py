@@ -1,4 +1,7 @@
-"""Data that the driver shards among the workers: registered Ray Data, and data passed to single calls."""
+"""Divides datasets over the workers: Ray Data that operators registered, and data that users pass to single calls.
+
+Other registered data is divided by the workers themselves.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,17 @@ from raysgd.core.engine.worker import identity, packed_bytes
 from raysgd.trainer.configuration.batching import config_for_worker
 
 Requests = list[tuple[Any, ...]]
-"""For each rank, the arguments to send: the request, and the rank's shard of the data unless the rank has it."""
+"""For each rank, the arguments to send: the request, and also the rank's shard of the data if the rank lacks it."""
 
 
 def place_share(use_local: bool, rank: int, share: Any) -> Any:
-    """Put a rank's shard into Ray's object store and return the reference to send.
+    """Put a rank's shard of the data into Ray's object store, and return the reference to send to the rank.
 
-    The reference must be passed as an argument of its own, not inside another object. Otherwise Ray cannot track which
-    processes use the shard.
+    The reference must be passed to a Ray call as an argument of its own. Inside another object, Ray could not track
+    which processes use the shard.
 
     Args:
-        use_local: Whether rank 0 runs in the driver. Its shard is then returned unchanged.
+        use_local: Whether rank 0 runs in the driver. The shard of rank 0 is then returned unchanged.
         rank: Rank of the worker that receives the shard.
         share: The rank's shard of the data.
     """
@@ -37,7 +40,7 @@ def place_share(use_local: bool, rank: int, share: Any) -> Any:
     try:
         return ray.put(share)
     except TypeError:
-        packed_bytes("What the call is given", share)  # raises an error that names the object that cannot be pickled
+        packed_bytes("What the call is given", share)  # raises a clearer error, which names what cannot be pickled
         raise
 
 
@@ -50,17 +53,18 @@ class _Division:
 
 
 class DataSharing:
-    """Adds each worker's shard of the data to its request. A group receives its shards only once, until a call fails.
+    """Divides datasets over the workers, and adds each worker's shard to the request that the worker receives.
 
-    Workers keep their shards and their positions in them. A failed call may leave workers at different positions, so
-    the workers receive new shards after it.
+    Workers keep their shards, and their positions in the shards, for later calls. The driver sends new shards only when
+    the group of workers or the data has changed, and after a failed call, because the call may have left workers at
+    different positions.
 
     Args:
-        config: The config for all workers together.
-        place: Stores a rank's shard and returns the argument to send, as `place_share` does.
-        call_data_of: Takes a call's data and one worker's config. Returns a `CallData`, which says how the data is
-            sharded.
-        config_for: Builds one worker's config from the common config and the number of workers.
+        config: The trainer's config. Its batch size is that of all workers together.
+        place: Function that stores the shard of a rank and returns the argument to send, as `place_share` does.
+        call_data_of: Function that returns how to divide data over the workers, as a `CallData`. Its arguments are the
+            data that the user passed to a call, and the config of one worker.
+        config_for: Function that returns the config of one worker, from the trainer's config and the number of workers.
     """
 
     def __init__(
@@ -79,25 +83,25 @@ class DataSharing:
         self._has_warned = False
 
     def with_registered(self, requests: Requests, name: str, batches: RayBatches, worlds: Sequence[World]) -> Requests:
-        """Return the requests with shards of the Ray Data that operators registered.
+        """Add to the requests each rank's shard of the Ray Data that operators registered in `setup`.
 
         Args:
             requests: The requests by rank.
             name: "train" or "validation".
             batches: The registered data.
-            worlds: Each worker's rank and group size. Passing the identical list object means that the group has not
-                changed.
+            worlds: Each worker's rank and group size. The same list object as in the last call means that the group of
+                workers has not changed.
         """
         _, shares = self._shares(name, batches, CallData("ray", batches), worlds)
         return self._with_shares(requests, shares)
 
     def with_data_of_call(self, requests: Requests, name: str, dataset: Any, worlds: Sequence[World]) -> Requests:
-        """Return the requests with shards of a dataset that replaces the registered data for one call.
+        """Add to the requests each rank's shard of a dataset that the user passed to one call.
 
         Args:
             requests: The requests by rank.
             name: "train" or "validation".
-            dataset: The call's dataset, of a type that `call_data_of` supports.
+            dataset: The dataset that the user passed to the call, of a type that `call_data_of` supports.
             worlds: Each worker's rank and group size, as for `with_registered`.
         """
         data, of_call = self._call_data_of(dataset, self._config_for(self._config, len(worlds))), f"{name} of a call"
@@ -110,28 +114,43 @@ class DataSharing:
         return self._with_shares([(replace(each, shard_key=key),) for (each,) in requests], shares)
 
     def note_place(self, name: str, dataset: Any, place: DataPosition | None) -> None:
-        """Record the position at which a call stopped in its dataset, for the next call with the same dataset."""
+        """Remember the position at which a call stopped in the dataset that the user passed to it.
+
+        The next call with the same dataset continues from there.
+
+        Args:
+            name: "train" or "validation".
+            dataset: The dataset.
+            place: The position, or None if the next call starts from the beginning.
+        """
         self._places[name] = identity(dataset), place
 
     def places_to_keep(self) -> dict[str, tuple[str, DataPosition | None]]:
-        """Return the positions at which calls stopped in their datasets, for a process that continues this trainer.
+        """Return the positions at which calls stopped in datasets, for a later process that continues this trainer.
 
-        Only data that a driver sent to this process is included, because only such data has a token by which the later
-        process can recognize it.
+        Only datasets that another process sent to this one are included. They have a token by which the later process
+        can recognize the same dataset.
         """
         return {name: (token, place) for name, (token, place) in self._places.items() if isinstance(token, str)}
 
     def take_over(self, kept: Mapping[str, tuple[str, DataPosition | None]]) -> None:
-        """Continue datasets from the positions that another process has stored."""
+        """Let later calls continue in their datasets from positions that another process stored.
+
+        Args:
+            kept: The positions, as `places_to_keep` returned them.
+        """
         self._places = {name: (sys.intern(token), place) for name, (token, place) in kept.items()}
 
     def follow(self, config: Mapping[str, Any]) -> None:
-        """Use a changed config. The next call shards data again if a creator function builds it from the config."""
+        """Use a changed config.
+
+        If a creator function builds a dataset from the config, the next call builds and divides the dataset again.
+        """
         self._config = config
         self._divisions = {name: each for name, each in self._divisions.items() if each.kind != "creator"}
 
     def forget(self) -> None:
-        """Discard the cached shards, so that the next call recomputes them."""
+        """Forget which shards the workers have, so that the next call sends them new ones."""
         self._divisions.clear()
 
     def _with_shares(self, requests: Requests, shares: Sequence[CallData]) -> Requests:
@@ -142,9 +161,9 @@ class DataSharing:
         return [(*each, self._place(rank, shares[rank])) for rank, each in enumerate(requests)]
 
     def _shares(self, name: str, given: Any, data: CallData, worlds: Sequence[World]) -> tuple[str, Sequence[CallData]]:
-        """Return the shards' key, and the shards by rank.
+        """Return the key of a division of the data, and the shards by rank.
 
-        If the workers already have the shards, the shards returned are empty.
+        If the workers already have these shards, return an empty sequence instead of the shards.
         """
         known = self._divisions.get(name)
         if known is not None and known.data is identity(given) and known.worlds is worlds:
@@ -157,9 +176,16 @@ class DataSharing:
 
 
 def placed_once(place: Callable[[int, Any], Any], shares: Sequence[Any]) -> list[Any]:
-    """Return the argument for each rank that sends the same value to all. Ranks outside the driver share one copy."""
+    """Store a value that is sent to all ranks, and return the argument to send to each rank.
+
+    Ranks outside the driver share one copy in Ray's object store.
+
+    Args:
+        place: Function that stores the value for a rank and returns the argument to send, as `place_share` does.
+        shares: The value, repeated for each rank.
+    """
     share, num_others = shares[0], len(shares) - 1
     first = place(0, share)
-    # If rank 0 runs in the driver, its value was not put into Ray's object store, so the other ranks need a copy.
+    # If rank 0 runs in the driver, `place` has not put its value into Ray's object store. Store it for the other ranks.
     is_local = first is share
     return [first, *[place(1, share) if is_local and num_others else first] * num_others]

@@ -1,8 +1,9 @@
-"""`ClassTrainer`: the common base class of both class-based front ends.
+"""`ClassTrainer`: the common base class of `TorchTrainer` and `TFTrainer`.
 
-It runs epochs, predictions and functions on all operators, and shuts down the workers. It can also change the config,
-the operator class or the state in running workers without starting new processes. Workers that start later receive the
-same change. If a change fails on one worker, it is rolled back on all.
+A trainer runs epochs, predictions and functions on the training operators in all workers, and shuts down the workers. A
+trainer can also change the config, the operator class or the training state in running workers without starting new
+processes. Workers that start later receive the same change. If a change fails on one worker, all workers undo the
+change.
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ logger = logging.getLogger(__name__)
 
 @hide_library_frames
 class ClassTrainer(ABC, Generic[AnyOperatorT]):
-    """The driver's handle to an operator's replicas, one per worker.
+    """Base class of the trainers, which control training operators in several workers from the driver process.
 
-    Each replica holds the operator's instance in its attribute `operator`.
+    Each worker has a replica: an object that holds the worker's training operator in its attribute `operator`.
     """
 
     training_operator_cls: type[AnyOperatorT]
@@ -97,25 +98,25 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     recovery: Recovery
     _settings: Any
     _runner_cls: Any
-    """Class of the replicas, a `ClassRunner`."""
+    """Class of the replicas, the objects that run the trainer's calls in the workers. A subclass of `ClassRunner`."""
     _divide_by_hand: str
     """Advice in an error message for users whose workers each load their own shard of the data."""
     _note_fit: NoteProgress | None = None
-    """Function that stores the progress of `fit`, in a detached trainer."""
+    """In a detached trainer, the function that stores the progress of `fit` for a later process. Otherwise, None."""
     _fit_progress: FitProgress | None = None
-    """Progress from which the next `fit` continues."""
+    """Progress of an earlier process's `fit`, from which the next `fit` of this trainer continues. Usually None."""
     _begun_epoch: BegunEpoch | None = None
     """Epoch that the last `fit` left unfinished. The next `fit` continues it if the state has not changed since."""
     _left_file: str | None = None
-    """File in which a detached trainer is saved if it ends after its program has gone."""
+    """File in which a detached trainer is saved if the trainer ends after the program that started it has exited."""
     _running_fit: Callable[[], Any] = staticmethod(lambda: None)
-    """Returns the iterator over the epochs of the last `fit`, or None once the iterator has been freed."""
+    """Function that returns the iterator over the epochs of the last `fit`, or None after the iterator was freed."""
     _leaves_epochs = False
-    """True if `fit` can stop at a step inside an epoch and save its position."""
+    """True if `fit` can stop after any step of an epoch, and save the position in the epoch."""
     _shows_progress = False
-    """True if something displays the progress of training calls."""
+    """True if the progress of training calls is displayed, for example as a progress bar."""
     _runs_worker_callbacks = False
-    """True if replicas can call worker callbacks around their steps."""
+    """True if the workers can call worker callbacks around their steps."""
 
     def __init__(self, group: GroupSettings, settings: ReplicaSettings) -> None:
         self._group_settings, self._settings, self._writer = group, settings, BackgroundWriter()
@@ -134,9 +135,10 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @property
     def _new_sharing(self) -> Callable[[], DataSharing]:
-        """Return a function that creates a `DataSharing` from the current settings.
+        """Return a function that creates a `DataSharing`, the object that divides datasets over the workers.
 
-        The function holds no reference to the trainer, so that the trainer can be freed.
+        The function uses the trainer's current settings. It holds no reference to the trainer, so that the trainer can
+        be freed while the function is still in use.
         """
         replicas, place, call_data_of = self._replicas, self._place, self._call_data_of
 
@@ -148,11 +150,11 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _make_connection(self) -> Connection:
-        """Return the framework's connection, which joins the workers into a group that can communicate."""
+        """Return the object with which the workers form a communication group of the framework."""
 
     @property
     def _renews_survivors(self) -> bool:
-        """True if survivors that cannot continue can restore a snapshot without a new process."""
+        """True if workers that survive a failure can load a snapshot in their processes, instead of in new ones."""
         return False
 
     @property
@@ -163,50 +165,67 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     @property
     @abstractmethod
     def _keeps_survivors(self) -> bool:
-        """True if the framework lets the survivors of a failure continue with their current state."""
+        """True if workers that survive a failure can continue from their current training state, without a snapshot."""
 
     @abstractmethod
     def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
-        """Raise an error if a dataset cannot replace the registered data for one call."""
+        """Raise an error if one call cannot use this dataset instead of the data that the operator registered."""
 
     def _check_fit(self, epochs: int) -> None:
         """Raise an error if `fit` cannot train for this many epochs."""
 
     def _shown(self) -> AbstractContextManager[Any]:
-        """Return a context manager that shows the progress of the training call in its block."""
+        """Return a context manager that displays the progress of the training call that runs in its block."""
         return nullcontext()
 
     def _goes_on_with(self, dataset: Any) -> bool:
-        """Return True if a new group can continue a training call on `dataset`, as it can on the registered data."""
+        """Return True if a training call on `dataset` can continue in another group of workers after a failure."""
         return False
 
     @abstractmethod
     def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
-        """Raise an error if the workers' answers disagree. After training, this runs before the call is committed."""
+        """Raise an error if the workers' answers contradict each other.
+
+        After a training call, this check runs before the call counts as completed.
+
+        Args:
+            kind: The type of call.
+            answers: The answers by rank.
+            asked: The request that the workers have answered.
+        """
 
     def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> bool:
-        """After `fit` has validated, step the schedulers that depend on metrics. Return True if any schedulers do."""
+        """After `fit` has validated, step the learning rate schedulers that depend on metrics.
+
+        Args:
+            trained: Metrics of the epoch's training.
+            validated: Metrics of the epoch's validation.
+
+        Returns:
+            True if there are such schedulers.
+        """
         return False
 
     _merged: Callable[[Sequence[EpochAnswer], bool], Any] = staticmethod(merged)
-    """Function that merges the answers of the workers into the result of a call."""
+    """Function that merges the workers' answers into the result that the user's call to the trainer returns."""
 
     def _settings_to_send(self, settings: Any) -> ReplicaSettings:
-        """Return the settings in a picklable form that can be sent to other processes."""
+        """Return the settings in a form that can be pickled and sent to other processes."""
         return settings
 
     def _take_settings(self, settings: ReplicaSettings) -> None:
-        """Use these settings for all workers that start later."""
+        """Make these the trainer's settings, and use them for all workers that start later."""
         is_other = settings.revision != self._settings.revision
         self._settings = settings
         self._replicas.settings = self._settings_to_send(settings)
         show_options(self, settings)
         if is_other and self._controller.group is not None:
-            # With the same revision, spares apply the changes when they join the group.
+            # After `reload` or `reset_config`, end the spare workers, whose operators are outdated. Any other change of
+            # the settings reaches a spare worker when it joins the group.
             self._controller.group.standby.kill_all()
 
     def _make_controller(self) -> ElasticController:
-        """Return the controller that manages the workers for the trainer's arguments."""
+        """Return the controller that starts, replaces and ends the workers, for the arguments of this trainer."""
         self._replicas.settings = self._settings_to_send(self._settings)
         return make_controller(
             self._group_settings,
@@ -218,7 +237,10 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         )
 
     def _begin(self, controller: ElasticController) -> None:
-        """Start the workers. They end when the trainer is garbage-collected, even if `shutdown` is never called."""
+        """Start the workers.
+
+        The workers end at the latest when the trainer is garbage-collected, even if `shutdown` is never called.
+        """
         self._controller = controller
         self._listeners = ProgressListeners(controller)
         self._recorder = CallRecorder(controller.history.events)
@@ -240,25 +262,36 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         controller.observe_with(self._calls.report)
 
     def _used_options(self) -> list[str]:
-        """Return options that the time ledger must not recommend to the user: they are already set, or cannot help."""
+        """Return the trainer options that performance advice must not recommend to the user.
+
+        These options are already set, or changing them cannot help.
+        """
         recovery = self._settings.recovery
         used = {
             "spare_workers": self._group_settings.spare_workers > 0,
-            # Off, so the ledger must not recommend a longer interval.
+            # No snapshots are taken inside epochs, so advice to take them less often makes no sense.
             "snapshot_every_n_steps": recovery.snapshot_every_n_steps is None,
         }
         return [name for name, is_used in used.items() if is_used]
 
     def _kept_by(self, keeper: Keeper, note_fit: NoteProgress) -> KeptTrainer:
-        """Return an object that records this trainer's changes.
+        """Return an object that records changes of this trainer's settings and history.
 
-        A detached trainer continues in a new process from these records.
+        From these records, a detached trainer continues in a new process if its process ends.
+
+        Args:
+            keeper: Store of the records.
+            note_fit: Function that stores the progress of `fit`.
         """
         self._note_fit = note_fit
         return KeptTrainer(self, keeper)
 
     def _save_left(self, reason: str) -> None:
-        """Save a detached trainer that is about to end, with the sidecar file that `resume_from="auto"` reads."""
+        """Save a detached trainer that is about to end, so that a later `fit(resume_from="auto")` finds the file.
+
+        Args:
+            reason: Why the trainer ends. It becomes the `stop_reason` of the history.
+        """
         assert self._left_file is not None, "it has a folder"
         self.save(self._left_file)
         [epoch] = self._controller.run(Call(replica_calls.epochs_done, rank=0))
@@ -330,7 +363,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
                 `timings`, the seconds that the worker spent on each type of work (see `ledger`).
             reduce_results: Whether to merge the workers' metrics. False returns a list with one dict per worker.
             max_retries: How many times to retry this call after a failure.
-            info: Values to pass to the operator.
+            info: Values to pass to the operator's `train_epoch` and `train_batch`, by name.
             dataset: Data to train on in this call instead of the registered data: a loader or dataset of the framework,
                 arrays, a data frame, a Ray Data dataset, a function `(config, batch_size)` that returns a loader or
                 dataset, and others; see `docs/data.md`. Not with creator functions.
@@ -482,11 +515,14 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return self._merged(answers, reduce_results)
 
     def _after_evaluation(self) -> None:
-        """Record that an evaluation may have changed custom state in the training workers."""
+        """Called after an evaluation, in which the operators may have changed state of their own."""
 
     @property
     def _validates_beside(self) -> bool:
-        """True if spares can validate while other workers train. If not, log a warning with the reason once."""
+        """True if spare workers can validate while other workers train.
+
+        If not, log a warning with the reason the first time.
+        """
         group = self._group_settings
         if group.spare_workers and not group.use_local:
             return True
@@ -507,15 +543,15 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         reduce_results: bool,
         note: Callable[[RecordBeside, Any, float, float], object] | None = None,
     ) -> CallHandle[Any]:
-        """Start validating the current state on a spare, while training continues.
+        """Start validating the current training state on a spare worker, while training continues.
 
         Args:
-            request: The request for the spare.
-            dataset: Data to use instead of the registered data, or None.
-            reduce_results: Whether to merge the metrics.
-            note: Function of `fit` that receives the result, in a background thread. Its first argument is the function
-                that adds the result to the history; the others are the arguments for that function. Default: add the
-                result to the history immediately.
+            request: The request to send to the spare worker.
+            dataset: Data to validate on instead of the registered data, or None.
+            reduce_results: Whether to merge the metrics of the workers.
+            note: For `fit`: function that receives the result, in a background thread. Its first argument is the
+                function that adds the result to the history. Its other arguments are the arguments for that function.
+                If None, the result is added to the history as soon as the validation ends.
         """
 
         def take_state() -> tuple[Validation, RecordBeside]:
@@ -537,25 +573,36 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def save(self, checkpoint: str | PathLike[str], blocking: bool = True) -> Any:
-        """Write the state to a file."""
+        """Write the training state to a file.
+
+        Args:
+            checkpoint: Path or URI of the file.
+            blocking: Whether to wait until the file is complete.
+        """
 
     @abstractmethod
     def load(self, checkpoint: str | PathLike[str]) -> Any:
-        """Load a file that `save` wrote."""
+        """Load the training state from a file that `save` wrote."""
 
     def _save_behind(self, checkpoint: str) -> SubmittedWrite | None:
-        """Write the state to a file in the background. Return the write, or None if the file is already complete."""
+        """Save a checkpoint in a background thread.
+
+        Return an object that tells when the file is complete. Return None if the file is complete already.
+        """
         self._saves.submitted = None
         self.save(checkpoint, blocking=False)
         return self._saves.submitted
 
     @abstractmethod
     def _save_snapshot(self, checkpoint: str, snapshot: Snapshot) -> None:
-        """Write a snapshot that the driver holds to a file, without calling any worker."""
+        """Write a snapshot, a copy of the training state that the driver holds, to a file. This calls no worker."""
 
     @abstractmethod
     def _place_in(self, snapshot: Snapshot) -> tuple[int, int]:
-        """Return how many epochs, and batches over all epochs, were trained before a snapshot that the driver holds."""
+        """Return the number of epochs, and of batches over all epochs, that were trained before a snapshot was taken.
+
+        A snapshot is a copy of the training state. The driver must hold this one already.
+        """
 
     @checks.answer_mistakes("`trainer.fit(5)` for 5 epochs")
     def fit(
@@ -594,11 +641,13 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             validation_dataset: Data to validate on instead of the registered data, as in `validate`.
             resume_from: Path or URI of a file that `run.save` or `save` wrote, to load before training. "auto" loads
                 the newest checkpoint that a callback such as `Checkpointing` finds, or the file in the `folder` of
-                `raysgd.Detached` if it is further ahead. If there is no checkpoint, training starts from scratch.
+                `raysgd.Detached` if that file is from a later step. If there is no checkpoint, training starts from
+                scratch.
             folder: Local folder for the callbacks' files. Default: a new folder in `~/ray_results`.
-            validate: "async" starts the next epoch while one of the trainer's `spare_workers` validates the previous
-                epoch. An epoch's row is then complete, and callbacks have received it, at the end of the next epoch. No
-                validation is skipped: each epoch ends by waiting for the previous epoch's validation.
+            validate: "inline" validates after an epoch, and then starts the next epoch. "async" starts the next epoch
+                while one of the trainer's `spare_workers` validates the previous epoch. The row of an epoch is then
+                complete, and callbacks have received it, at the end of the next epoch. No validation is skipped: each
+                epoch ends by waiting for the previous epoch's validation.
             progress: Whether to show a `raysgd.callbacks.ProgressBar`. None shows it in a terminal or a notebook.
             log_every_n_steps: Pass training metrics to loggers and reports after every this many steps inside an epoch;
                 0 for epochs only. For `TorchTrainer`.
@@ -607,7 +656,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             The history of the run: one row per epoch, and all events.
 
         Raises:
-            ValueError, TypeError: An argument is invalid, or a callback cannot work in this run. Nothing has started.
+            ValueError, TypeError: An argument is invalid, or a callback cannot work in this run. No training has
+                started.
             CallbackError: A callback failed. The training state is not lost.
             WorkerError, WorkersLostError: As in `train`.
             Preempted: The program received SIGTERM or SIGUSR1. The run stopped at a step, and was saved if a callback
@@ -723,26 +773,40 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return self._recorder.history
 
     def _use_worker_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
-        """Install exactly these callbacks in the current workers and in workers that start later."""
+        """Let all workers call these worker callbacks, and no others, from now on. This includes later workers."""
         chosen = tuple(callbacks)
         revision = self._settings.callbacks_revision + 1
         with self._controller.turns.take_turn():
             self._take_settings(replace(self._settings, worker_callbacks=chosen, callbacks_revision=revision))
-            if self._controller.group is not None:  # otherwise workers get the callbacks when they start
+            if self._controller.group is not None:  # if no workers run, they get the callbacks when they start
                 self._on_all(self._runner_cls.follow, self._replicas.settings, changes_state=True, leaves_as_new=True)
 
     def _on_all(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        """Call a function with the replica on all workers. `options` are passed to the engine's `Call`."""
+        """Call `function(replica, *args)` in all workers, where `replica` is the object that holds the operator.
+
+        Args:
+            function: The function to call.
+            *args: Arguments of the function after the replica.
+            **options: Further arguments of the `Call` that the workers run.
+        """
         return self._controller.run(Call(function, lambda worlds: [args] * len(worlds), **options))
 
     @property
     @abstractmethod
     def _call_data_of(self) -> Callable[[Any, Mapping[str, Any]], CallData | None]:
-        """Function that takes a call's data and one worker's config, and returns how the data is sharded."""
+        """Function that returns how to divide data over the workers.
+
+        Its arguments are the data that the user passed to a call, and the config of one worker.
+        """
 
     @abstractmethod
     def _to_predict(self, data: Any, asked: BatchRequest) -> tuple[PredictionSource, Container]:
-        """Return the source of the batches to predict, and the container that collects the predictions."""
+        """Return the source of the batches to predict, and the container that collects the predictions.
+
+        Args:
+            data: The data that the user passed to `predict`.
+            asked: The user's arguments that say how to make batches of the data.
+        """
 
     def predict(
         self,
@@ -818,7 +882,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _load_state(self, state: dict[str, Any]) -> None:
-        """Load the result of `state_dict` into all workers."""
+        """Load a state dict, as `state_dict` returns it, into all workers."""
 
     # ----------------------------------------------------------------------------------------- changes in live workers
 
@@ -867,7 +931,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             with _naming_config_entries(settings.config):
                 options = {"changes_state": True, "keeps_alike": True, "is_repeatable": False}
                 answers = self._on_all(self._runner_cls.change_config, self._settings_to_send(settings), **options)
-            # Only now, because the call itself also reaches workers that start while it runs.
+            # Change the settings after the call, because the call itself also changes workers that start during it.
             self._take_settings(settings)
             self._calls.sharing.follow(settings.config)
         if answers[0]:
@@ -892,7 +956,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
                     f"`update_config({name}=...)`: the config has no `{name}`.{guess} "
                     f"It has {', '.join(f'`{each}`' for each in config) or 'no entries'}."
                 )
-        # Values from `_replicas` are picklable.
+        # Take the old values from `_replicas`, where they are in a form that can be pickled.
         before = {name: self._replicas.settings.config[name] for name in changes}
         return replace(
             self._settings,
@@ -930,15 +994,15 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             self._controller.ensure_group()
         else:
             _send_by_value(training_operator_cls)
-            self._newest_snapshot()  # starts the transfer; `snapshot()` below waits for it
+            self._newest_snapshot()  # start to transfer a snapshot to the driver; `snapshot()` below waits for it
         edited = self._prepared(settings)
         if not self._group_settings.is_driver_only:
-            self._controller.snapshot()  # take a snapshot of the state from calls with the old class
+            self._controller.snapshot()  # workers that start later load it instead of repeating calls of the old class
         with self._adopted(settings):
             options = {"changes_state": bool(edited), "keeps_alike": True, "is_repeatable": False}
             finish = partial(self._on_all, self._runner_cls.finish_reload, revision, edited, **options)
             facts = finish()
-            if None in facts:  # workers that joined meanwhile have not prepared the new operator: restart all
+            if None in facts:  # a worker that has just joined did not prepare the new operator: restart all workers
                 self._controller.kill_group()
                 self._controller.ensure_group()
                 facts = finish()
@@ -947,10 +1011,13 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _check_reload(self, training_operator_cls: Any) -> None:
-        """Raise an error if this is not an operator class, or if the workers cannot hold a second operator."""
+        """Raise an error if `reload` got no operator class, or if the workers cannot hold a second operator."""
 
     def _prepared(self, settings: ReplicaSettings) -> Any:
-        """Create an operator of the new class in all workers. Return the hyperparameters that the class changes."""
+        """Create an operator of the new class in all workers, beside the old operator.
+
+        Return the hyperparameters of optimizers that the new class changes.
+        """
         with OnFailure(self._drop_prepared):
             answers = self._on_all(self._runner_cls.prepare_reload, settings, keeps_alike=True)
             for name in ("train_data", "validation_data"):
@@ -963,7 +1030,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return answers[0][1]
 
     def _drop_prepared(self) -> None:
-        with suppress(RaySGDError):  # the original error is the relevant one
+        with suppress(RaySGDError):  # an error here must not hide the error that made `reload` fail
             if self._controller.group is not None:
                 self._on_all(self._runner_cls.drop_reload)
 
@@ -992,35 +1059,39 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _load_snapshot(self, snapshot: Snapshot) -> None:
-        """Load a snapshot of this or another trainer. Do not modify the snapshot, which trainers may share."""
+        """Load a snapshot of this or another trainer into all workers.
+
+        Subclasses must not modify the snapshot, because other trainers may still use it.
+        """
 
     def _follow_config(self) -> None:
         self._on_all(self._runner_cls.follow_config, changes_state=True, keeps_alike=True)
 
     @contextmanager
     def _adopted(self, settings: ReplicaSettings) -> Iterator[None]:
-        """Use these settings for workers that start later. If the block raises an error, restore the old settings."""
+        """Make these the trainer's settings. If the block raises an error, restore the old settings."""
         before = self._settings
         self._take_settings(settings)
         with OnFailure(partial(self._take_settings, before)):
             yield
 
     def _renew(self) -> None:
-        """Replace the operators in all workers with new operators built from the current settings."""
+        """Replace the operators in all workers by new operators that are created from the current settings."""
         if self.backend == "horovod":  # Horovod can be initialized only once per process
             self._controller.restart()
         else:
             self._controller.renew(self._runner_cls.renew, self._replicas.settings)
 
     def _checked_config(self, config: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the config, or raise an error if this trainer cannot work with it."""
+        """Return the config as a dictionary, or raise an error if this trainer cannot work with it."""
         return checks.check_config(config)
 
     # -------------------------------------------------------------------------------- code in the workers, and the end
 
     def apply_all_workers(self, fn: Callable[[], T]) -> list[T]:
         """Run `fn()` once in each worker process. Return the results in rank order."""
-        return self._on_all(replica_calls.execute, fn, changes_state=True, is_repeatable=False)  # `fn` may set a seed
+        # `fn` may change the workers' state, for example by setting a random seed.
+        return self._on_all(replica_calls.execute, fn, changes_state=True, is_repeatable=False)
 
     def apply_all_operators(self, fn: Callable[[AnyOperatorT], T]) -> list[T]:
         """Run `fn(operator)` in all workers at the same time. Return the results in rank order.
@@ -1063,7 +1134,10 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             self._writer.close()
 
     def _interrupt(self) -> None:
-        """End the running call from another thread, as Ctrl-C does, unless the driver is the only worker."""
+        """End the running call from another thread, as Ctrl-C does.
+
+        If the driver is the only worker, do nothing.
+        """
         if not self._group_settings.is_driver_only:
             self._controller.turns.interrupt_running()
 
@@ -1086,22 +1160,23 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @property
     def _global_batch_in_words(self) -> str:
-        """Description of the global batch if its size depends on the number of workers; otherwise empty."""
+        """Description of the global batch if its size depends on the number of workers. Otherwise, an empty string."""
         facts = self._facts
         if facts.keeps_global_batch or facts.batch_size is None or self.max_replicas == 1:
             return ""
         return global_batch_in_words(self.num_workers, facts.batch_size, self._keeps_survivors)
 
     def ledger(self) -> TimeLedger:
-        """Return how each rank spent its time, up to its last heartbeat. This does not contact the workers.
+        """Return how each worker spent its time, up to the last time the worker reported its progress.
 
-        For up-to-date figures, use `status().ledger`. Notes in the ledger say what is missing.
+        This does not contact the workers. For up-to-date figures, use `status().ledger`. The ledger's notes say which
+        figures are missing.
         """
         controller = self._controller
         return self._calls.accounts.ledger(None if controller.is_stopped else controller.num_workers)
 
     def __repr__(self) -> str:
-        """Return a one-line description. This does not contact the workers."""
+        """Return a one-line description of the trainer, without contacting the workers."""
         try:
             return f"<{self._title}: {self._in_words()}>"
         except AttributeError:  # the trainer failed to start
@@ -1124,34 +1199,34 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return ", ".join([*told, self.backend, *readable.failures(self.history.events)])
 
     def _snapshot(self) -> Snapshot:
-        """Return a snapshot of the current state.
-
-        Always copy a local operator's state, which users can change directly.
-        """
-        if self.use_local:
+        """Return a snapshot, a copy of the current training state, when it has arrived in the driver."""
+        if self.use_local:  # users can change the operator in the driver directly, so an earlier copy may be outdated
             self._controller.snapshots.touch()
         return self._controller.snapshot()
 
     def _newest_snapshot(self) -> NewestSnapshot:
-        """Return a handle to the current state once workers have copied it.
+        """Return a handle to a snapshot of the current training state, as soon as the workers have copied their state.
 
-        The transfer to the driver may be in progress.
+        The snapshot may still be on its way to the driver.
         """
         if self.use_local:
             self._controller.snapshots.touch()
         return self._controller.newest_snapshot()
 
     def _shared_snapshot(self) -> Snapshot:
-        """Return a snapshot of the current shared state.
+        """Return a snapshot of the current state that all workers share, such as the model's weights.
 
-        The random states may be slightly older, which avoids a copy.
+        To avoid another copy, the states of the workers' random number generators may be slightly older.
         """
         landed = self._controller.landed_snapshot() if not self.use_local else None
         return self._snapshot() if landed is None else landed
 
     @property
     def config(self) -> dict[str, Any]:
-        """Read-only copy of the config, with the actual global batch size for the current number of workers."""
+        """Read-only copy of the config.
+
+        Its `BATCH_SIZE` is the actual size of the global batch with the current number of workers.
+        """
         config = dict(self._settings.config)
         if BATCH_SIZE in config:
             options = self._settings.batch_options
@@ -1175,7 +1250,10 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @property
     def _facts(self) -> Any:
-        """What rank 0 reported after `setup`, such as the number of models. Only data may differ on other ranks."""
+        """What rank 0 reported after `setup`, such as the number of models.
+
+        Other ranks may have reported other data, but are the same otherwise.
+        """
         return self._controller.facts[0]
 
     @property
@@ -1187,7 +1265,11 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return self._controller.history.last_resize
 
     def _check_same_data(self) -> None:
-        """Raise an error if the ranks shard different data, because their shards could overlap unnoticed."""
+        """Raise an error if the workers registered different datasets.
+
+        Each worker takes its shard of the dataset that it registered itself. Shards of different datasets could overlap
+        unnoticed.
+        """
         for name in ("train_data", "validation_data"):
             found = [getattr(facts, name) for facts in self._controller.facts]
             if len(set(found)) > 1:
@@ -1201,7 +1283,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
 @contextmanager
 def _naming_config_entries(config: Mapping[str, Any]) -> Iterator[None]:
-    """If a config entry cannot be sent to the workers, add its name to the error."""
+    """If the block raises an error because a config entry cannot be pickled, add the entry's name to the error."""
     try:
         yield
     except UnpicklableError as error:
@@ -1210,13 +1292,19 @@ def _naming_config_entries(config: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _abandon(controller: ElasticController, background: BackgroundCalls) -> None:
-    """Stop a trainer that the user never shut down. Called when it is garbage-collected or the program ends."""
+    """Stop the workers of a trainer that the user never shut down.
+
+    Called when the trainer is garbage-collected, or when the program ends.
+    """
     controller.stop(force=True)
     background.await_end()
 
 
 def _send_by_value(operator_cls: type[Any]) -> None:
-    """Register the class's module to be pickled by value, because workers may have imported an older version of it."""
+    """Make pickle send the operator class itself to the workers, instead of only the names of its module and class.
+
+    The workers may have imported an older version of the module, before the user edited it.
+    """
     module = sys.modules.get(operator_cls.__module__)
     path = getattr(module, "__file__", None)
     if module is None or path is None or module.__name__.partition(".")[0] in ("__main__", "raysgd"):
@@ -1228,7 +1316,14 @@ def _send_by_value(operator_cls: type[Any]) -> None:
 
 
 def show_options(trainer: object, *settings: Any) -> None:
-    """Set every option as an attribute of the trainer, unless the trainer's class has an attribute of that name."""
+    """Set every option as an attribute of the trainer, so that users can read it.
+
+    An option is left out if the trainer's class has an attribute of the same name.
+
+    Args:
+        trainer: The trainer.
+        *settings: Dataclass objects whose fields are the options.
+    """
     for each in settings:
         names = [field.name for field in fields(each) if not hasattr(type(trainer), field.name)]
         vars(trainer).update({name: getattr(each, name) for name in names})

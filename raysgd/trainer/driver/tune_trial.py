@@ -1,9 +1,10 @@
-"""One Ray Tune trial, implemented once for all front ends.
+"""Runs a trainer as one Ray Tune trial. All kinds of trainers share this module.
 
-Only this module knows which methods Ray Tune calls, in which order, and what they must return. Front ends implement
-`TuneTrial`, or derive from the class that `trainer_trainable` returns. `ray.tune` is imported inside functions.
+Only this module knows which methods Ray Tune calls, in which order, and what they must return. A trainer implements
+`TuneTrial`, or derives from the class that `trainer_trainable` returns. `ray.tune` is imported inside functions,
+because not all users install it.
 
-ADR 72 explains why all front ends use one module.
+ADR 72 explains why all trainers use one module.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class TrialStepResult:
     """The result of one step of a trial.
 
     Attributes:
-        metrics: The reported metrics; None if there is nothing new to report.
+        metrics: The metrics to report to Tune, or None if there are no new metrics.
         has_checkpoint: True if a new checkpoint exists that Tune should save. None leaves the decision to Tune.
         is_last: True if the trial is over.
     """
@@ -48,9 +49,9 @@ class TrialInfo:
 
     Attributes:
         logdir: The trial's folder on the node where it runs.
-        name: The trial's name in Tune; None outside Tune.
-        identity: The trial's ID in Tune; None outside Tune.
-        resources: Resources that Tune reserved for the trial; None outside Tune.
+        name: The trial's name in Tune, or None outside Tune.
+        identity: The trial's ID in Tune, or None outside Tune.
+        resources: Resources that Tune reserved for the trial, or None outside Tune.
     """
 
     logdir: Path
@@ -60,26 +61,29 @@ class TrialInfo:
 
 
 class TuneTrial(Protocol):
-    """Training that runs as a trial. All methods run in the trial's process, one at a time."""
+    """Interface of training that runs as a Ray Tune trial.
+
+    All methods are called in the trial's process, one at a time.
+    """
 
     def step(self) -> TrialStepResult:
         """Train until there is a result to report, or until training ends."""
 
     def save(self, folder: Path) -> None:
-        """Write everything that `load` needs to a folder."""
+        """Write to a folder everything that `load` needs to continue the training."""
 
     def load(self, folder: Path) -> None:
-        """Continue from the files that `save` wrote, in this process or another process."""
+        """Continue the training from the files that `save` wrote, in this process or another process."""
 
     def end(self) -> None:
-        """Release all resources. A second call does nothing."""
+        """End the training and free its resources. A second call does nothing."""
 
 
 def require_tune(purpose: str) -> Any:
-    """Return the module `ray.tune`.
+    """Import and return the module `ray.tune`.
 
     Args:
-        purpose: What needs Tune, for the error message.
+        purpose: What needs Ray Tune, for the error message.
 
     Raises:
         MissingTuneError: Ray Tune or one of its dependencies is not installed.
@@ -91,7 +95,12 @@ def require_tune(purpose: str) -> Any:
 
 
 def reservation(bundles: Bundles, strategy: str = "PACK") -> Any:
-    """Return a trial's resources in the format that Tune expects. The first bundle is for the trial itself."""
+    """Return the resources of a trial in the format that Ray Tune expects.
+
+    Args:
+        bundles: Resources of the trial's own process, then those of each of its workers.
+        strategy: Placement strategy of Ray, such as "PACK" for as few nodes as possible.
+    """
     return require_tune("a trial").PlacementGroupFactory([dict(bundle) for bundle in bundles], strategy=strategy)
 
 
@@ -103,14 +112,15 @@ def make_trainable(
     strategy: str = "PACK",
     purpose: str = "a trial",
 ) -> type[Any]:
-    """Return a class for `tune.Tuner` or `tune.run`.
+    """Return a trainable class to pass to `tune.Tuner` or `tune.run`.
 
     Args:
-        make_trial: Creates the trial, in the trial's process. It must be picklable.
-        bundles_of: Returns the resources for a config: one bundle for the trial itself, then one per worker.
+        make_trial: Function that creates the training of a trial, in the trial's process. It must be picklable.
+        bundles_of: Function that returns the resources for a config: those of the trial's own process, then those of
+            each of its workers.
         name: Name of the class, which Tune displays.
-        strategy: How to place the bundles.
-        purpose: What needs Tune, for the error message.
+        strategy: Placement strategy of Ray, such as "PACK" for as few nodes as possible.
+        purpose: What needs Ray Tune, for the error message.
 
     Raises:
         MissingTuneError: Ray Tune is not installed.
@@ -128,7 +138,7 @@ def make_trainable(
         return {**(reported.metrics or last or {}), **flags, names.DONE: True}
 
     class TrialTrainable(tune.Trainable):  # type: ignore[name-defined]
-        """Adapts a `TuneTrial` to the interface that Ray Tune calls."""
+        """Trainable class that runs a `TuneTrial`."""
 
         _last: dict[str, Any] | None = None
 
@@ -148,7 +158,7 @@ def make_trainable(
 
         def reset_config(self, new_config: dict[str, Any]) -> bool:
             self._last = None
-            self._trial.end()  # the next trial gets a new object
+            self._trial.end()  # the actor is reused for another trial, for which `setup` creates a new `TuneTrial`
             self.setup(new_config)
             return True
 
@@ -160,7 +170,7 @@ def make_trainable(
             return reservation(bundles_of(dict(config)), strategy)
 
         def __repr__(self) -> str:
-            return name  # Ray shows this name for the actor in its log
+            return name  # Ray's log shows the actor under this name
 
     TrialTrainable.__name__ = TrialTrainable.__qualname__ = name
     return TrialTrainable
@@ -174,7 +184,10 @@ def _info_of(trainable: Any) -> TrialInfo:
 
 @functools.cache
 def trainer_trainable(purpose: str) -> type[Any]:
-    """Return the base class of `BaseTorchTrainable` and `TFTrainable`, which runs a class-based trainer as a trial.
+    """Return the base class of `BaseTorchTrainable` and `TFTrainable`, which runs a trainer as a Ray Tune trial.
+
+    Args:
+        purpose: What needs Ray Tune, for the error message.
 
     Raises:
         MissingTuneError: Ray Tune is not installed.
@@ -182,7 +195,7 @@ def trainer_trainable(purpose: str) -> type[Any]:
     tune = require_tune(purpose)
 
     class TrainerTrainable(tune.Trainable):  # type: ignore[name-defined]
-        """One trial. A subclass creates the trainer. Each step trains and validates for one epoch."""
+        """A Ray Tune trial. A subclass creates the trainer. Each step of the trial trains and validates one epoch."""
 
         _checkpoint_name: ClassVar[str]
         _trainer: Any = None
@@ -194,7 +207,10 @@ def trainer_trainable(purpose: str) -> type[Any]:
             )
 
         def _reset_trainer(self, tune_config: dict[str, Any]) -> bool:
-            """Give the trainer a new config and new operators. Return False if this requires a new trainer."""
+            """Give the trainer the config of another trial, and new operators.
+
+            Return False if this is not possible, so that a new trainer is needed.
+            """
             return False
 
         @property
@@ -203,27 +219,30 @@ def trainer_trainable(purpose: str) -> type[Any]:
             return self._trainer
 
         def setup(self, config: dict[str, Any]) -> None:
-            """Start the workers."""
+            """Create the trainer for this trial's config, which starts the workers."""
             self._trainer = self._create_trainer(dict(config))
 
         def reset_config(self, new_config: dict[str, Any]) -> bool:
-            """Reuse the workers for another trial, in the same processes if possible."""
+            """Prepare this actor for another trial. Reuse the worker processes if possible."""
             if not self._reset_trainer(dict(new_config)):
                 self.cleanup()
                 self.setup(new_config)
             return True
 
         def save_checkpoint(self, checkpoint_dir: str) -> str:
-            """Write the state to the folder, and return the folder for Ray Tune."""
+            """Save the trainer and the config to the folder, and return the folder, as Ray Tune expects."""
             self._trainer.save(str(Path(checkpoint_dir, self._checkpoint_name)))
             write_config(Path(checkpoint_dir), self.config)
             return checkpoint_dir
 
         def load_checkpoint(self, checkpoint: str) -> None:
-            """Load the checkpoint that `save_checkpoint` wrote, from the folder or the file.
+            """Load a checkpoint that `save_checkpoint` wrote.
 
-            If it was saved with another config, the optimizers use the values of the current config. If you have state
-            outside the trainer, override this method and `save_checkpoint`.
+            If the checkpoint was saved with another config, the optimizers then use the values of the current config.
+            If you have state outside the trainer, override this method and `save_checkpoint`.
+
+            Args:
+                checkpoint: The folder of the checkpoint, or the trainer's file in that folder.
             """
             path = Path(checkpoint)
             self._trainer.load(str(path / self._checkpoint_name if path.is_dir() else path))
@@ -231,7 +250,7 @@ def trainer_trainable(purpose: str) -> type[Any]:
                 self._trainer._follow_config()
 
         def cleanup(self) -> None:
-            """Shut down the workers."""
+            """Shut down the trainer and its workers at the end of the trial."""
             trainer, self._trainer = self._trainer, None
             if trainer is not None:
                 trainer.shutdown()
@@ -240,12 +259,15 @@ def trainer_trainable(purpose: str) -> type[Any]:
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write the values of a config next to a checkpoint."""
+    """Write the values of a config to a file in the folder of a checkpoint."""
     (folder / _CONFIG_FILE).write_text(json.dumps(_comparable(config)), encoding="utf-8")
 
 
 def has_changed(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Return True if a checkpoint was written with another config. Return False if no config is stored with it."""
+    """Return True if the checkpoint in a folder was written with another config.
+
+    Return False if no config was stored with the checkpoint.
+    """
     try:
         noted = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -254,9 +276,9 @@ def has_changed(folder: Path, config: Mapping[str, Any]) -> bool:
 
 
 def _comparable(value: Any) -> Any:
-    """Return a JSON-like form of a config value to compare with a stored value.
+    """Convert a config value to a form that can be stored as JSON and compared with a stored value.
 
-    Objects become a hash of their pickle.
+    An object that JSON cannot express becomes a hash of its pickled bytes.
     """
     if isinstance(value, Mapping):
         return {str(key): _comparable(each) for key, each in value.items()}
@@ -268,7 +290,7 @@ def _comparable(value: Any) -> Any:
     try:
         return hashlib.sha256(packed_bytes("The config", value)).hexdigest()
     except UnpicklableError:
-        return math.nan  # NaN equals nothing, so the config counts as changed
+        return math.nan  # NaN differs from every value, also from itself, so the config always counts as changed
 
 
 def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Messages between the driver and the workers of class-based trainers."""
+"""Messages between the driver and the workers of a `TorchTrainer` or `TFTrainer`."""

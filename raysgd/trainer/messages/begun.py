@@ -1,4 +1,7 @@
-"""`BegunEpoch`: progress of an epoch that a run left unfinished, and each rank's metrics so far. No I/O."""
+"""`BegunEpoch`: the progress of an epoch that a run left unfinished, with each rank's metrics so far.
+
+A later run continues the epoch from this progress. This module reads and writes no files.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,17 @@ _BY_RANK = ("by_rank", "lost")
 
 @dataclass(frozen=True)
 class BegunEpoch:
-    """An epoch that a run left unfinished.
+    """The progress of an epoch that a run left unfinished, from which another run can continue the epoch.
 
     Attributes:
         num_steps: Number of the epoch's batches that each worker has trained on.
         epoch_idx: Index of the epoch, starting at 0.
-        by_rank: Metrics of each rank.
+        by_rank: Metrics that each rank has measured in this epoch.
         lost: Metrics of ranks that were lost before the run left the epoch.
-        seconds: Training time of the epoch so far.
+        seconds: How long the epoch has been trained so far.
         global_step: Number of batches that each worker has trained on over all epochs.
         is_exhausted: True if all batches are done, but user code after the last batch may still have to run.
-        owes_validation: True if a validation is due at this step but has not run.
+        owes_validation: True if a validation is due at this step but has not run yet.
         objects: Names of metrics that are objects, such as torchmetrics metrics. Their values exist only in the
             processes that measured them.
     """
@@ -40,10 +43,10 @@ class BegunEpoch:
 
     @staticmethod
     def of(states: Sequence[Any], **more: Any) -> BegunEpoch:
-        """Create a `BegunEpoch` from the ranks' progress.
+        """Create a `BegunEpoch` from the progress that the ranks reported.
 
         Args:
-            states: The `RunState` of each rank.
+            states: The progress of each rank, a `RunState`.
             **more: Values of further attributes.
         """
         first = states[0]
@@ -53,11 +56,14 @@ class BegunEpoch:
         return BegunEpoch(first.num_steps, first.epoch_idx, by_rank, lost, is_exhausted=first.is_exhausted, **more)
 
     def for_rank(self, rank: int, num_ranks: int) -> BegunEpoch:
-        """Return a copy with only the old ranks' metrics that rank `rank` of a new group takes over."""
+        """Return a copy for one rank of a new group of workers.
+
+        The copy has only those metrics of the old ranks that this new rank adds to its own metrics.
+        """
         return replace(self, by_rank=self.by_rank[rank::num_ranks])
 
     def as_data(self) -> dict[str, Any]:
-        """Return the epoch as JSON-serializable data. Floats are exact."""
+        """Return this epoch's progress as data that can be written as JSON. Floats keep their exact values."""
         return {
             "num_steps": self.num_steps,
             "epoch_idx": self.epoch_idx,
@@ -92,12 +98,12 @@ class BegunEpoch:
 
 
 def summaries_as_data(summaries: Iterable[MetricSummary]) -> list[dict[str, Any]]:
-    """Return metrics as JSON-serializable data. Floats are exact."""
+    """Return metrics as data that can be written as JSON. Floats keep their exact values."""
     return [_as_data(each) for each in summaries]
 
 
 def summaries_from_data(data: Iterable[Mapping[str, Any]]) -> tuple[MetricSummary, ...]:
-    """Return metrics from the result of `summaries_as_data`.
+    """Return the metrics that `summaries_as_data` converted to data.
 
     Raises:
         KeyError, TypeError, ValueError: The data is damaged.
@@ -106,7 +112,10 @@ def summaries_from_data(data: Iterable[Mapping[str, Any]]) -> tuple[MetricSummar
 
 
 def _without_objects(metrics: MetricSummary | None) -> MetricSummary:
-    """Return a copy of a rank's metrics without metric objects, which cannot be stored as JSON."""
+    """Return a copy of a rank's metrics without metric objects, such as torchmetrics metrics.
+
+    Metric objects cannot be stored as JSON.
+    """
     if metrics is None:
         return MetricSummary()
     return MetricSummary(
@@ -129,7 +138,10 @@ def _packed_all(values: Iterable[Any]) -> list[Any]:
 
 
 def _packed(value: float) -> int | str:
-    """Return a number in an exact JSON form. Floats become hexadecimal strings, since JSON has no infinity or NaN."""
+    """Convert a number to a form that JSON stores exactly.
+
+    Floats become hexadecimal strings, because JSON has no infinity or NaN.
+    """
     return value.hex() if isinstance(value, float) else int(value)
 
 

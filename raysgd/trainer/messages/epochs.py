@@ -1,4 +1,7 @@
-"""The request and the answer of one `train` or `validate` call, between a class-based trainer and a replica. No I/O."""
+"""What a trainer sends to a worker for one `train` or `validate` call, and what the worker answers.
+
+This module only defines these messages and does no I/O.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +19,31 @@ from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.messages.weight_sums import WeightSums
 
 VALIDATES = "validates"
-"""Key in an epoch's `info`: True if `fit` validates after epochs."""
+"""Key in the `info` of an epoch. Its value is True if `fit` validates after epochs."""
 
 
 @dataclass(frozen=True)
 class EpochRequest:
-    """What the driver asks of one worker in one `train` or `validate` call.
+    """What the driver asks one worker to do in one `train` or `validate` call.
 
     Attributes:
-        num_steps: Maximum number of steps; None for no limit.
-        info: The caller's `info` for the operator.
-        profile: True to return how long each phase took.
-        seed: Seed for the order of the data.
-        shard_key: Key of data that replaces the registered data, or None.
-        redraw: Called by a replica in the driver between steps, about ten times a second, to show progress.
+        num_steps: Maximum number of steps, or None for no limit.
+        info: The `info` that the user passed to `train` or `validate`, for the operator.
+        profile: True if the worker must also return how long each phase of the call took.
+        seed: Seed of the random order in which samples are used.
+        shard_key: Key that identifies a dataset that the user passed to the call. None if the call uses the data that
+            the operator registered.
+        redraw: Function that a worker in the driver process calls between steps, about ten times a second, so that
+            progress is displayed. None for other workers.
         starts_over: True to start an evaluation from the first batch, even if the last call stopped inside the data.
-        compares_ranks: True to return checksums of the weights.
-        call: Number of the training call. A replica continues an unfinished call only if the request has the same
+        compares_ranks: True if the worker must also return checksums of its weights.
+        call: Number of the training call. A worker continues an unfinished call only if the request has the same
             number.
-        attempt: Number of the attempt at the call, starting at 1. When the group changes during the call, the new group
-            starts the next attempt.
-        hold_at: Number of batches after which all ranks pause a training call; None for no pause.
-        is_inside: True for a validation inside an epoch, which must not affect random numbers and metrics in the rest
-            of the epoch.
+        attempt: Number of the attempt at the call, starting at 1. When the group of workers changes during the call,
+            the new group starts the next attempt.
+        hold_at: Number of batches after which all ranks pause a training call, or None for no pause.
+        is_inside: True for a validation in the middle of an epoch, which must not affect random numbers and metrics in
+            the rest of the epoch.
     """
 
     num_steps: int | None
@@ -57,23 +62,22 @@ class EpochRequest:
 
 @dataclass(frozen=True)
 class EpochAnswer:
-    """A worker's answer to an `EpochRequest`.
-
-    Sample counts are 0 if unknown.
+    """A worker's answer to an `EpochRequest`. A number of samples is 0 if it is unknown.
 
     Attributes:
-        metrics: Metrics of the call, or None if the operator did not return a mapping.
-        returned: The operator's result if it is not a mapping.
-        num_steps: Number of batches that were drawn.
-        epoch_idx: Index of the pass in which a training call began, or of the last pass before an evaluation.
-        heartbeat: Final heartbeat of a training call.
-        place: Position at which the call stopped, if data was passed to it.
-        joint_work: Record of the operations, such as all-reduces, that must be the same on all ranks. None if not
-            recorded.
-        weight_sums: Checksums of the weights, if requested.
-        num_inherited: Number of samples whose metrics came from lost workers.
-        num_used: Number of samples that all ranks together have trained on in the call, or in its last pass.
-        call: Number of the training call that this answers.
+        metrics: Metrics of the call. None if the operator's `train_epoch` or `validate` did not return a mapping.
+        returned: What the operator's method returned, if it is not a mapping.
+        num_steps: Number of batches that the worker has used.
+        epoch_idx: Index of the epoch in which a training call began, or of the last epoch before an evaluation.
+        heartbeat: The worker's progress and time measurements at the end of a training call.
+        place: Position at which a training call stopped in data that the user passed to it. Otherwise, None.
+        joint_work: Record of the operations, such as all-reduces, that must be the same on all ranks. None if they are
+            not recorded.
+        weight_sums: Checksums of the weights, if they were requested.
+        num_inherited: Number of samples whose metrics this worker took over from lost workers.
+        num_used: Number of samples that all ranks together have trained on in the call, or in its last pass over the
+            data.
+        call: Number of the training call that the worker has answered.
     """
 
     metrics: MetricSummary | None
@@ -90,11 +94,11 @@ class EpochAnswer:
 
 
 INHERITED = "inherited_samples"
-"""Key in a worker's unmerged result: number of its samples that came from lost workers."""
+"""Key in the result of one worker: the number of samples in its metrics that lost workers had processed."""
 
 
 def merged(answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
-    """Merge the workers' results into one dict, or return them as a list if `reduce_results` is False.
+    """Merge the workers' metrics into one dict. If `reduce_results` is False, return a list of all workers' results.
 
     Raises:
         TypeError: An operator returned something that cannot be merged.
@@ -119,10 +123,14 @@ def _own_result(answer: EpochAnswer) -> Any:
 
 
 def accepted(method: Callable[..., Any], iterator: Any, **named: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments to call a user's override with: the iterator, and the arguments in `named` that it accepts.
+    """Return the positional and keyword arguments with which to call a user's `train_epoch` or `validate`.
 
-    Overrides written for the old library (`ray.util.sgd`) take `info` as the second positional argument, under any
-    name.
+    Methods written for the old library (`ray.util.sgd`) take `info` as the second positional argument, under any name.
+
+    Args:
+        method: The user's method.
+        iterator: The iterator over batches, which is the first argument.
+        **named: Further arguments by name. Those that the method does not accept are left out.
     """
     parameters = _parameters(method)[1:]
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
@@ -147,14 +155,15 @@ def accepted(method: Callable[..., Any], iterator: Any, **named: Any) -> tuple[l
 
 
 def bind_batch_info(method: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
-    """Wrap a user's override in a function that takes a batch and its info.
+    """Wrap a user's method, such as `train_batch`, in a function that takes a batch and its `batch_info` dictionary.
 
-    Besides the batch, the override may take `batch_info`, even as a keyword-only argument; `batch_idx`, as in the guide
-    of the old library (`ray.util.sgd`); both; or neither. A second argument with any other name receives the info.
+    Besides the batch, the user's method may take `batch_info`, even as a keyword-only argument; `batch_idx`, as in the
+    guide of the old library (`ray.util.sgd`); both; or neither. A second argument with any other name receives the
+    `batch_info` dictionary.
     """
     parameters = _parameters(method)
     if parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
-        del parameters[0]  # the batch
+        del parameters[0]  # the first parameter is the batch
     known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)} & _BATCH_ARGUMENTS
     first = parameters[0] if parameters else None
     takes_info_unnamed = first is not None and first.name not in known and first.kind in _POSITIONAL
@@ -179,7 +188,10 @@ def _parameters(method: Callable[..., Any]) -> list[inspect.Parameter]:
 
 @lru_cache
 def _parameters_of(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
-    """Return a function's parameters. Cached, because every epoch needs them. The cache holds no operators."""
+    """Return the parameters of a function from a cache, because they are needed in every epoch.
+
+    The keys of the cache are plain functions. Bound methods would keep operators in memory.
+    """
     return tuple(inspect.signature(function).parameters.values())
 
 

@@ -1,4 +1,4 @@
-"""`RunnerFacts`: what a replica reports to the driver after its setup."""
+"""`RunnerFacts`: what a worker reports to the driver after it has created its training operator."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from raysgd.core.arrays.ray_batches import RayBatches
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerFacts:
-    """What a replica reports to the driver after its setup.
+    """What a worker reports to the driver after it has created its training operator and run the user's `setup`.
 
     Attributes:
         num_models: Number of registered models.
         num_optimizers: Number of registered optimizers.
-        seed: This rank's seed for the data order.
-        train_data: Properties of the train data that must be identical on all ranks; None if the data is not sharded.
-        validation_data: The corresponding properties of the validation data.
-        keeps_own_state: True if the operator has custom state, which validation or prediction may change.
-        epoch_obstacle: Reason why an epoch must start over after an interruption; None if it can continue.
-        ray_batches: Registered Ray Data, which the driver shards among the workers. Rank 0 reports it for all ranks.
-        has_validation: True if validation data is registered, or if the user overrides `validate`, which may not
-            need data.
-        keeps_global_batch: True if the global batch does not depend on the number of workers.
-        batch_size: Number of samples in a batch of one worker's train loader; None if unknown.
+        seed: Seed of this rank for the random order of samples.
+        train_data: Properties of the training data that must be identical on all ranks. None if the library does not
+            divide the data over the workers.
+        validation_data: The same properties of the validation data.
+        keeps_own_state: True if the operator has state of its own that a validation or a prediction may change.
+        epoch_obstacle: Reason why an interrupted epoch must start over, or None if it can continue.
+        ray_batches: Ray Data that the operator registered, by "train" and "validation". Rank 0 reports it for all
+            ranks, and the driver divides it over the workers.
+        has_validation: True if validation data is registered, or if the user overrides `validate`. The user's method
+            may need no registered data.
+        keeps_global_batch: True if the size of the global batch does not depend on the number of workers.
+        batch_size: Number of samples in a batch of this worker's training data, or None if unknown.
     """
 
     num_models: int
@@ -42,5 +44,5 @@ class RunnerFacts:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of models and of optimizers that a state dict must contain so that it can be loaded."""
+        """The numbers of models and optimizers that a state dict must have so that this operator can load it."""
         return {"models": self.num_models, "optimizers": self.num_optimizers}

@@ -1,4 +1,8 @@
-"""Records operations that all ranks must take in the same order, and finds ranks that deviate. No I/O."""
+"""Compares which operations, such as all-reduces, the ranks of a training call have run, and in which order.
+
+All ranks must run the same operations in the same order. Otherwise, they wait for each other forever, or their models
+become different. This module does no I/O.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,14 @@ from raysgd.core.text.log_lines import named
 
 @dataclass(frozen=True)
 class JointWork:
-    """Actions of one rank in a training call, such as all-reduces, that all ranks must take in the same order.
+    """Record of one rank's actions in a training call, such as all-reduces, that all ranks must take in the same order.
 
     Attributes:
-        counts: Number of times that each action was taken.
-        marks: Running hashes of the sequence of actions. The last hash covers all actions so far, and each earlier
-            hash covers one action less.
-        is_over: True if the call has ended.
-        number: Number of the training call, counted from when its worker group formed.
+        counts: How many times the rank has taken each kind of action, by the action's name.
+        marks: Hashes of the sequence of actions. The last hash covers all actions so far, and each earlier hash covers
+            one action less.
+        is_over: True if the training call has ended on this rank.
+        number: Number of the training call, counted from when the group of workers formed.
     """
 
     counts: Mapping[str, int]
@@ -29,11 +33,15 @@ class JointWork:
 
     @property
     def num(self) -> int:
-        """Total number of actions."""
+        """Total number of actions that the rank has taken."""
         return sum(self.counts.values())
 
     def can_become(self, other: JointWork) -> bool:
-        """Return True if this rank can still take the same actions as `other`, which has taken at least as many."""
+        """Return True if the other rank's actions begin with this rank's actions, so that this rank can catch up.
+
+        Args:
+            other: Record of a rank that has taken at least as many actions.
+        """
         num_behind = other.num - self.num
         if self.is_over and num_behind:
             return False
@@ -41,11 +49,13 @@ class JointWork:
 
 
 def difference(told: Mapping[int, Any]) -> str:
-    """Describe how the actions of ranks differ. Return an empty string if all ranks can still take the same actions.
+    """Describe how the actions of ranks in a training call differ.
+
+    Return an empty string if all ranks have taken the same actions, or can still catch up with the others.
 
     Args:
-        told: The latest heartbeat, answer or failure of each rank, by rank. Entries without `joint_work` are ignored.
-            Entries from an earlier call are ignored too, because their ranks have not started this call yet.
+        told: The latest progress report, answer or failure of each rank, by rank. Ranks without a `joint_work` are
+            ignored, and so are ranks whose report is from an earlier call.
     """
     found = {rank: work for rank, each in told.items() if (work := getattr(each, "joint_work", None)) is not None}
     newest = max((work.number for work in found.values()), default=0)

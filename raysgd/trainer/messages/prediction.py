@@ -1,4 +1,7 @@
-"""One round of `predict` in a replica: the request, and the output for each batch."""
+"""One round of a `predict` call in one worker: the driver's request, and how the worker computes the outputs.
+
+In each round, every worker predicts some batches.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +14,26 @@ from raysgd.core.arrays.ray_batches import BatchForm
 from raysgd.trainer.messages.epochs import bind_batch_info
 
 AsBatch = Callable[[Any, BatchForm], Any]
-"""Converts arrays to a batch in the framework's format."""
+"""Function that converts arrays to a batch in the framework's format."""
 
 HAS_TARGET = "has_target"
-"""Key in the `batch_info` of `predict_batch`: True if the last element of a tuple batch is a target."""
+"""Key in the `batch_info` of `predict_batch`. Its value is True if the last element of a tuple batch is a target."""
 
 
 @dataclass(frozen=True)
 class PredictRequest:
-    """What the driver asks of one worker in one round of a prediction.
+    """What the driver asks one worker to do in one round of a `predict` call.
 
     Attributes:
-        key: ID of the prediction, under which workers store its data.
-        info: The caller's `info` for the operator.
-        has_target: True if tuple batches end with a target; None to decide by their length.
-        first_batch: Index of this worker's first batch among all batches of the prediction.
-        num_done: Number of batches that all workers together completed before the round.
-        num_workers: Number of workers in the round.
-        total: Total number of batches; None if unknown.
-        is_last: True if this is the last round, after which workers can discard the prediction's data.
+        key: ID of the `predict` call. Workers store the data of the call under this ID.
+        info: The `info` that the user passed to `predict`.
+        has_target: True if tuple batches end with a target, False if not. None to assume a target in tuples with
+            several elements.
+        first_batch: Index of this worker's first batch among all batches of the call.
+        num_done: Number of batches that all workers together completed before this round.
+        num_workers: Number of workers in this round.
+        total: Number of batches in all rounds, or None if unknown.
+        is_last: True if this is the last round, after which workers can discard the data of the call.
     """
 
     key: str
@@ -44,18 +48,24 @@ class PredictRequest:
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches to predict, in the format of the user's data.
+    """The batches that one worker predicts in one round.
 
     Attributes:
-        batches: One worker's batches of the round, in row order.
-        form: How to convert arrays and dicts of columns; None if the batches need no conversion.
+        batches: The batches in the format of the user's data, in row order.
+        form: How to convert arrays and dicts of columns to batches of the framework. None if the batches need no
+            conversion.
     """
 
     batches: Sequence[Any]
     form: BatchForm | None = None
 
     def made(self, as_batch: AsBatch, num_rows_of: Callable[[Any], int]) -> Iterator[tuple[Any, int]]:
-        """Yield the converted batches, each with its number of rows."""
+        """Yield each batch in the framework's format, with its number of rows.
+
+        Args:
+            as_batch: Function that converts a batch according to `form`.
+            num_rows_of: Function that returns the number of rows in a converted batch.
+        """
         for given in self.batches:
             batch = given if self.form is None else as_batch(given, self.form)
             yield batch, num_rows_of(batch)
@@ -63,7 +73,10 @@ class Batches:
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of a dataset to predict: one range of indices per batch. Every worker already has the dataset."""
+    """The rows of a dataset that one worker predicts in one round, as one range of row indices per batch.
+
+    Every worker already has the whole dataset.
+    """
 
     ranges: Sequence[range]
 
@@ -72,10 +85,12 @@ Work = Batches | Rows
 
 
 class PredictionPlace:
-    """A replica's progress in a prediction, with the attributes of a stream from which progress is usually read.
+    """The progress of a `predict` call in one worker.
+
+    This class has those attributes of a batch stream from which the progress of other calls is read.
 
     Attributes:
-        source: Always None, because a prediction has no source that knows the number of batches.
+        source: Always None. The `source` of a batch stream knows the number of batches.
         num_steps_taken: Estimated number of batches that all workers together have completed.
     """
 
@@ -85,7 +100,10 @@ class PredictionPlace:
         self.num_steps_taken = request.num_done
 
     def note_batches(self, num_own: int) -> None:
-        """Record how many batches of the round this worker has completed. Assumes equal progress on other workers."""
+        """Record how many batches of the current round this worker has completed.
+
+        The other workers are assumed to have completed as many.
+        """
         done, total = self._request.num_done + num_own * self._request.num_workers, self._request.total
         self.num_steps_taken = done if total is None else min(done, total)
 
@@ -101,10 +119,10 @@ def outputs_of(
 
     Args:
         operator: Operator whose `predict_batch` is called.
-        batches: This worker's batches, each with its number of rows.
-        request: The request for the round.
-        place: Progress record, updated after each batch.
-        plain: Converts a tensor to an array.
+        batches: This worker's batches in this round, each with its number of rows.
+        request: The driver's request for this round.
+        place: Record of the progress, which is updated after each batch.
+        plain: Function that converts a tensor to an array.
 
     Raises:
         ValueError: The number of rows in an output differs from its batch.
@@ -122,7 +140,12 @@ def outputs_of(
 
 
 def as_arrays(returned: Any, plain: Callable[[Any], Any]) -> Any:
-    """Convert tensors in tuples, dicts and lists to arrays. A list has one entry per row."""
+    """Convert the tensors that `predict_batch` returned, alone or in tuples, dicts and lists, to arrays.
+
+    Args:
+        returned: The value that `predict_batch` returned. A list in it has one entry per row.
+        plain: Function that converts a tensor to an array.
+    """
     if isinstance(returned, Mapping):
         return {name: as_arrays(part, plain) for name, part in returned.items() if part is not None}
     if isinstance(returned, tuple):
@@ -134,7 +157,12 @@ def as_arrays(returned: Any, plain: Callable[[Any], Any]) -> Any:
 
 
 def check_rows(output: Any, num_rows: int, name: str) -> None:
-    """Check that an output has one row for each row of its batch.
+    """Check that an output of `predict_batch` has one row for each row of its batch.
+
+    Args:
+        output: The output, as arrays.
+        num_rows: Number of rows in the batch.
+        name: Name of the operator's class, for the error message.
 
     Raises:
         ValueError: The number of rows differs.

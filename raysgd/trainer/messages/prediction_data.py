@@ -1,4 +1,4 @@
-"""Framework-independent sources of batches to predict: arrays, data frames, Ray Data and iterators."""
+"""Makes batches to predict from arrays, data frames, Ray Data and iterators, independently of the framework."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ DEFAULT_BATCH_SIZE = 32
 
 @dataclass
 class PredictionSource:
-    """Yields the pieces of the data to predict. A piece is one batch, or the row indices of one batch.
+    """Supplies the data of a `predict` call in pieces. A piece is one batch, or the row indices of one batch.
 
     Attributes:
         pieces: The pieces, in row order.
-        work: Converts consecutive pieces to the `Work` that is sent to one worker.
-        nbytes: Returns the number of bytes to send for a piece.
-        num_batches: Number of batches; None if unknown.
-        share: Data to send once to every worker, such as the dataset that row indices refer to; None if not needed.
-        has_target: True if tuple batches end with a target; None to assume so for tuples with several elements.
+        work: Function that converts consecutive pieces to the object that is sent to one worker, a `Work`.
+        nbytes: Function that returns the number of bytes to send for a piece.
+        num_batches: Number of batches in the whole data, or None if unknown.
+        share: Data to send once to every worker, such as the dataset to which row indices refer. None if no such data
+            is needed.
+        has_target: True if tuple batches end with a target, False if not. None to assume a target in tuples with
+            several elements.
     """
 
     pieces: Iterator[Any]
@@ -42,17 +44,23 @@ class PredictionSource:
     has_target: bool | None = None
 
     def draw(self, number: int) -> Sequence[Any]:
-        """Return the next pieces, at most `number`; an empty list at the end."""
+        """Return the next pieces, at most `number` of them. Return an empty list when no pieces are left."""
         return list(islice(self.pieces, number))
 
     def close(self) -> None:
-        """Close the generator if the pieces come from a generator."""
+        """If the pieces come from a generator, close the generator."""
         if hasattr(self.pieces, "close"):
             self.pieces.close()
 
 
 def source_of_rows(num_rows: int, batch_size: int, share: Any) -> PredictionSource:
-    """Return a source of row indices into a dataset that every worker receives."""
+    """Return a source whose pieces are the row indices of batches, in a dataset that every worker receives whole.
+
+    Args:
+        num_rows: Number of rows in the dataset.
+        batch_size: Number of rows in a batch.
+        share: The dataset, in the form that is sent to every worker.
+    """
     ranges = [range(start, min(start + batch_size, num_rows)) for start in range(0, num_rows, batch_size)]
     return PredictionSource(iter(ranges), Rows, lambda piece: 0, len(ranges), share)
 
@@ -60,12 +68,13 @@ def source_of_rows(num_rows: int, batch_size: int, share: Any) -> PredictionSour
 def source_of_batches(
     batches: Iterable[Any], num_batches: int | None = None, form: BatchForm | None = None
 ) -> PredictionSource:
-    """Return a source of the batches of an iterable.
+    """Return a source whose pieces are batches from an iterable.
 
     Args:
         batches: The batches, in row order.
-        num_batches: Number of batches; None if unknown.
-        form: How to convert arrays and dicts of columns; None if the batches need no conversion.
+        num_batches: Number of batches, or None if unknown.
+        form: How to convert arrays and dicts of columns to batches of the framework. None if the batches need no
+            conversion.
     """
     return PredictionSource(iter(batches), partial(Batches, form=form), _bytes_of_batch, num_batches)
 
@@ -76,14 +85,18 @@ def _bytes_of_batch(batch: Any) -> int:
 
 def _rows(array: Any, start: int, stop: int) -> Any:
     part = array[start:stop]
-    return part.clone() if hasattr(part, "clone") else part  # pickling a slice of a tensor would send the whole tensor
+    # Clone a slice of a tensor, because pickling the slice itself would send the whole tensor.
+    return part.clone() if hasattr(part, "clone") else part
 
 
 def num_rows_of(arrays: Any) -> int:
-    """Return the number of rows, which must be equal in all arrays.
+    """Return the number of rows in arrays, which must all have the same number.
+
+    Args:
+        arrays: An array, or arrays in tuples, lists and dicts.
 
     Raises:
-        ValueError: The numbers of rows differ, or an array has no rows.
+        ValueError: The numbers of rows differ, or an array is a scalar.
     """
     found = {name: trees.rows_of(leaf) for name, leaf in trees.leaves(arrays)}
     if len(set(found.values())) != 1 or None in found.values():
@@ -94,13 +107,14 @@ def num_rows_of(arrays: Any) -> int:
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """The user's options in `predict` that determine how rows are combined into batches.
+    """The user's arguments to `predict` that determine how rows are combined into batches.
 
     Attributes:
-        batch_size: Batch size for data that does not specify a batch size.
-        has_size: True if the user passed the batch size to `predict`, so that it overrides the data's batch size.
-        feature_columns: Columns that the user passed to `predict`.
-        leaf: Converts an array of the results to the user's format.
+        batch_size: Number of rows in a batch.
+        has_size: True if the user passed the batch size to `predict`. It then overrides a batch size that the data
+            specifies itself.
+        feature_columns: The `feature_columns` that the user passed to `predict`.
+        leaf: Function that converts an array of the results to the user's format.
     """
 
     batch_size: int
@@ -109,14 +123,17 @@ class BatchRequest:
     leaf: Callable[[Any], Any] = trees.own
 
     def size(self, own: int | None) -> int:
-        """Return the batch size to use for data whose own batch size is `own`."""
+        """Return the batch size to use for data that specifies the batch size `own`, or None."""
         return self.batch_size if self.has_size or own is None else own
 
     def form(self, own: BatchForm = PLAIN_FORM) -> BatchForm:
-        """Return how to form batches from data that has its own form `own`.
+        """Return which columns the batches have, and how they are converted.
 
-        Columns passed to `predict` take precedence. The label column is kept only if the data has a transform, which
-        may read it.
+        Columns that the user passed to `predict` take precedence over those that the data specifies. The label column
+        is kept only if the data has a transform, because the transform may read the label column.
+
+        Args:
+            own: What the data specifies itself.
         """
         if self.feature_columns is not None:
             return replace(PLAIN_FORM, feature_columns=self.feature_columns)
@@ -127,7 +144,13 @@ Found = tuple[PredictionSource, Container]
 
 
 def source_of(data: Any, asked: BatchRequest) -> Found | None:
-    """Return the source and the result container for data of a framework-independent type, or None for other data.
+    """Return the source of batches and the container of the results for arrays, data frames or Ray Data.
+
+    Return None for data of another type.
+
+    Args:
+        data: The data that the user passed to `predict`.
+        asked: The user's arguments that say how to make batches.
 
     Raises:
         TypeError, ValueError: The columns are invalid, or the data has no columns.
@@ -152,7 +175,7 @@ def _of_arrays(given: Any, asked: BatchRequest) -> Found:
         data = data if form.columns is None else _columns_of(data, form.columns)
     rows = as_arrays(data, in_columns=form.columns is not None)
     size = asked.size(arrays.batch_size)
-    starts = range(0, num_rows_of(rows), size) or [0]  # without rows, one empty batch reveals the format of the outputs
+    starts = range(0, num_rows_of(rows), size) or [0]  # without rows, predict one empty batch, which shows the format
 
     def batch_at(start: int) -> Any:
         return trees.mapped(rows, lambda array: _rows(array, start, start + size))
@@ -173,7 +196,12 @@ def _columns_of(frame: Any, columns: Sequence[str]) -> Any:
 
 
 def refuse(data: Any, kinds: str) -> TypeError:
-    """Return the error for data of an unsupported type."""
+    """Return the error to raise for data of a type that `predict` does not support.
+
+    Args:
+        data: The data.
+        kinds: Description of the types that are supported.
+    """
     hint = ""
     if isinstance(data, list):
         first = type(data[0]) if data else object

@@ -1,6 +1,8 @@
-"""Replica calls: the functions that trainers in the driver run on replicas.
+"""Functions that a trainer in the driver sends to its workers to be run there.
 
-They have a module of their own because a worker imports the module of every function that it receives.
+The first argument of each function is the worker's replica, the object that holds the training operator. These
+functions have a module of their own because a worker imports the module of every function that it receives, and must
+not import modules of the driver.
 """
 
 from __future__ import annotations
@@ -12,28 +14,28 @@ from raysgd.core.numbers.results import CallProgress
 
 
 def execute(replica: Any, fn: Callable[[], Any]) -> Any:
-    """Call a user's function, without arguments, in the replica's process."""
+    """Call the user's function without arguments in the worker, and return its result."""
     return fn()
 
 
 def apply(replica: Any, fn: Callable[[Any], Any]) -> Any:
-    """Call a user's function with the replica's operator."""
+    """Call the user's function with the worker's training operator, and return its result."""
     return fn(replica.operator)
 
 
 def epochs_done(replica: Any) -> int:
-    """Return the number of completed epochs in this replica's state."""
+    """Return how many epochs the worker has completed."""
     done: int = replica.epochs_done
     return done
 
 
 def global_step(replica: Any) -> int:
-    """Return the total number of batches that this replica has trained on."""
+    """Return how many batches the worker has trained on over all epochs."""
     step: int = replica.operator.global_step
     return step
 
 
 def progress(replica: Any) -> CallProgress | None:
-    """Return the progress of the replica's current call."""
+    """Return the progress of the call that the worker is running, or None between calls."""
     found: CallProgress | None = replica.progress()
     return found

@@ -1,1 +1,1 @@
-"""One worker of a class-based trainer. Hosts the operator and answers the driver's calls."""
+"""The worker side of `TorchTrainer` and `TFTrainer`: holds the training operator and runs the driver's calls."""

@@ -1,7 +1,7 @@
-"""`HostedOperator`: an operator together with its data, training loop, state, and rank in a group.
+"""`HostedOperator`: the training operator in a worker, together with its data, its training loop and its state.
 
-A replica hosts one operator at a time, and each new operator gets a new `HostedOperator`. Objects that belong to the
-process, such as the ledger of its time, stay with the replica.
+A worker has one operator at a time, and each new operator gets a new `HostedOperator`. Objects that belong to the
+worker process, such as the record of how its time was spent, do not belong to the `HostedOperator`.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from raysgd.trainer.worker.state.replica_state import ReplicaState
 
 
 class HostedOperator(ABC):
-    """An operator with its data, loop and state. Subclasses create `operator`, `loop` and `state` in `build`.
+    """The training operator in a worker, with its data, training loop and state. Each framework has a subclass.
+
+    The subclasses create `operator`, `loop` and `state` in `build`.
 
     Args:
-        settings: Settings from which to build the operator.
-        world: This worker's rank and the size of the group.
-        feed: Provides the data.
-        ledger: Records how the replica spends its time.
+        settings: Settings with which to create the operator.
+        world: This worker's rank and the number of workers in its group.
+        feed: Provides the batches.
+        ledger: Records how the worker spends its time.
 
     Attributes:
-        settings: The current settings, including later changes to the config.
-        world: This worker's rank and the size of the group.
-        feed: Provides the data.
-        operator: The live operator.
-        loop: Runs the steps of training calls.
-        state: Reads and restores the state.
-        has_trained: True if this rank has trained, so its random generators have advanced.
+        settings: The current settings, including later changes of the config.
+        world: This worker's rank and the number of workers in its group.
+        feed: Provides the batches.
+        operator: The operator, an instance of the user's class.
+        loop: Framework-specific part of training calls.
+        state: Reads and restores the training state.
+        has_trained: True if this worker has trained, so that its random number generators have advanced.
     """
 
     settings: Any
@@ -60,43 +62,66 @@ class HostedOperator(ABC):
     def build(self) -> RunnerFacts:
         """Create the operator, its loop and its state. This runs the user's `setup`.
 
-        Return the facts that the driver needs.
+        Return what the driver must know about the operator, such as the number of models.
         """
 
     @abstractmethod
     def facts(self) -> RunnerFacts:
-        """Return the facts that the driver needs about the operator."""
+        """Return what the driver must know about the operator, such as the number of models."""
 
     @abstractmethod
     def warm_up(self) -> None:
-        """Train on one batch before joining a group, so that the first real step is fast.
+        """Train on one batch before this worker joins a group, so that its first step in the group is fast.
 
-        Another rank's state replaces the result.
+        The changed training state does not matter, because the worker receives another rank's state when it joins.
         """
 
     @abstractmethod
     def take_place(self, world: World) -> None:
-        """Adapt to a new rank and group size. This process has already joined the new group."""
+        """Adapt the operator to a new group of workers, which this process has already joined.
+
+        Args:
+            world: This worker's rank in the new group, and the number of workers.
+        """
 
     @abstractmethod
     def send(self, state: Any, takers: Sequence[int]) -> None:
-        """Send a state to the ranks `takers`."""
+        """Send a training state to other ranks.
+
+        Args:
+            state: The training state.
+            takers: The ranks that receive the state.
+        """
 
     @abstractmethod
     def receive(self, source: int, takers: Sequence[int]) -> Any:
-        """Receive the state that rank `source` sends to the ranks `takers`, which include this rank."""
+        """Receive the training state that another rank sends.
+
+        Args:
+            source: The rank that sends the state.
+            takers: All ranks that receive the state, including this one.
+        """
 
     @abstractmethod
     def settle_in(self) -> None:
-        """Called in a new group once all ranks have the same state."""
+        """Called in a new group of workers when all ranks have the same training state."""
 
     def names_of_all(self, name: str) -> Collection[str] | None:
-        """Gather the names of all ranks in the group. Return None if this framework does not gather names."""
+        """Gather the names of all ranks in the group. Return None if this framework does not gather names.
+
+        Args:
+            name: Name of this rank.
+        """
         return None
 
     @abstractmethod
     def training(self, run: EpochRun, stream: Any) -> AbstractContextManager[Any]:
-        """Return the context manager in which to run the operator's `train_epoch`."""
+        """Return the context manager in which to run the operator's `train_epoch`.
+
+        Args:
+            run: Record of the training call.
+            stream: Stream of batches of the call.
+        """
 
     @abstractmethod
     def evaluating(self) -> AbstractContextManager[Any]:
@@ -108,19 +133,31 @@ class HostedOperator(ABC):
 
     @abstractmethod
     def weight_sums(self) -> WeightSums | None:
-        """Return checksums of the weights that must be in sync on all ranks, or None if no weights need to be."""
+        """Return checksums of the weights that must be equal on all ranks. Return None if no weights must be equal."""
 
     @abstractmethod
     def giving_back_random_numbers(self) -> AbstractContextManager[None]:
-        """Return a context manager that restores the random state on exit, as if its block had drawn no numbers."""
+        """Return a context manager that restores the states of random number generators when its block ends.
+
+        After the block, they are as if no random numbers had been drawn in it.
+        """
 
     def inside_epoch(self) -> AbstractContextManager[None]:
-        """Return the context manager for a validation inside an epoch, which must not affect the rest of the epoch."""
+        """Return the context manager in which to validate in the middle of an epoch.
+
+        It makes sure that the validation does not affect the rest of the epoch.
+        """
         return self.giving_back_random_numbers()
 
     @abstractmethod
     def to_predict(self, request: PredictRequest, work: Work, share: Any) -> Iterator[tuple[Any, int]]:
-        """Yield this replica's batches of a prediction, each with its number of rows."""
+        """Yield the batches that this worker predicts in one round of a `predict` call, each with its number of rows.
+
+        Args:
+            request: The driver's request.
+            work: The batches of this worker, or the row indices of its batches.
+            share: The dataset to which row indices refer. None if there is none, or if this worker already has it.
+        """
 
     @abstractmethod
     def as_array(self, value: Any) -> Any:
@@ -128,7 +165,7 @@ class HostedOperator(ABC):
 
     @property
     def group_obstacle(self) -> str | None:
-        """Reason why this replica can never continue in a new group, or None if it can."""
+        """Reason why this worker can never continue in another group of workers, or None if it can."""
         return self.feed.obstacle("train") or self.feed.obstacle("validation")
 
     @property
@@ -147,7 +184,10 @@ class HostedOperator(ABC):
         return not is_of_library(type(self.operator).validate)
 
     def follow(self, settings: Any) -> None:
-        """Apply, in order, the config and callback changes in `settings` that this operator has not applied yet."""
+        """Change the operator's config and worker callbacks to those in newer settings.
+
+        Changes of the config are applied one after the other, in the order in which the user made them.
+        """
         before = self.settings
         for number in range(len(before.config_changes), len(settings.config_changes)):
             self.change_config(settings.after(number + 1))
@@ -159,10 +199,11 @@ class HostedOperator(ABC):
         """Change entries of the operator's config.
 
         Args:
-            settings: Settings with the new values. Only the last entry of `config_changes` is applied.
+            settings: Settings with the new values. Only the entries in the last item of `config_changes` are changed.
 
         Returns:
-            Names of the entries whose change certainly has no effect beyond `operator.config`.
+            Names of the entries whose change has no effect except on the value in `operator.config`. Entries for which
+            this is uncertain are not included.
         """
         operator, changed = self.operator, settings.config_changes[-1]
         before, own = dict(operator.config), self.settings
@@ -180,35 +221,38 @@ class HostedOperator(ABC):
 
     @abstractmethod
     def edited_by(self, candidate: Any) -> Any:
-        """Return the hyperparameters to which `candidate`, an operator of an edited class, gave new values.
+        """Return the hyperparameters of optimizers that an edited version of the user's class sets to other values.
 
-        Empty if no value changed.
+        Return an empty object if no value has changed.
+
+        Args:
+            candidate: The `HostedOperator` of the edited class.
         """
 
     @abstractmethod
     def take_edited(self, edited: Any) -> None:
-        """Apply the hyperparameters that `edited_by` returned."""
+        """Set the hyperparameters of the optimizers to the values that `edited_by` returned."""
 
     @abstractmethod
     def follow_config(self) -> None:
-        """Reset the optimizers' hyperparameters to the values that `setup` chose."""
+        """Set the hyperparameters of the optimizers back to the values that `setup` chose."""
 
     def install_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
-        """Install these callbacks, replacing the previously installed callbacks."""
+        """Let the operator call these worker callbacks, and no others, from now on."""
         self.operator._raysgd.callbacks.install(callbacks, self.operator)
         self.loop.note_boundary()
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
-        """Restore a snapshot or a checkpoint; see `ReplicaState.restore`."""
+        """Load the training state of a snapshot or a checkpoint. See `ReplicaState.restore`."""
         self.state.restore(shared_state, own_state)
         self.loop.note_restored()
 
     def close(self) -> None:
-        """Drop the data iterators, which ends the data loaders' worker processes. The operator stays usable."""
+        """Drop the iterators over data, which ends the worker processes of data loaders. The operator stays usable."""
         self.feed.close()
 
 
 def is_of_library(method: Any) -> bool:
-    """Return True if a method is defined by the library, False if by the user."""
+    """Return True if the library defines this method. Return False if the user overrides it."""
     is_ours: bool = method.__module__.startswith("raysgd.")
     return is_ours

@@ -1,10 +1,11 @@
-"""The goodput ledger of one replica: measures which part of its time goes into useful training.
+"""`Ledger`: measures how one worker spends its time, to find out which part goes into useful training.
 
-The ledger assigns every second since the replica joined a group to one bin: a category such as waiting for data or
-taking a snapshot. It is independent of the framework. The training loop reports each switch to another bin, which costs
-one reading of the clock. Two kinds of time are assigned late. First, if a step is interrupted, its time moves to
-another bin, because the step will be repeated. Second, the time after an interrupted call counts as recovery only if
-the replica continues in a new group. Until that is known, this time stays in two internal bins.
+The ledger assigns every second since the worker joined a group to one bin: a category such as waiting for data or
+taking a snapshot. The training loop reports each switch to another bin, which costs one reading of the clock.
+
+Two kinds of time move to another bin later. If a step is interrupted, its time was not useful, because the step will be
+repeated. And the time after an interrupted call counts as recovery only if the worker continues in a new group. Until
+this is known, that time is in two internal bins.
 """
 
 from __future__ import annotations
@@ -39,17 +40,20 @@ from raysgd.core.engine.shared.time_spent import (
 from raysgd.exceptions import OnFailure
 
 BROKEN, LEFT = "(broken off)", "(group left)"
-"""Time since a call was interrupted, and since the replica left the group. Later assigned to recovery or the driver."""
+"""Internal bins for the time since a call was interrupted, and since the worker left the group.
 
-# The bins to which an interrupted step's time moves. A failed exchange was waiting for a lost rank, so its time counts
-# as detection.
+Their time later moves to recovery, or to the time between two calls.
+"""
+
+# The bins to which the time of an interrupted step moves. A failed exchange between ranks was waiting for a lost rank,
+# so its time counts as detecting the failure.
 _UNDONE_AS = {USEFUL: AGAIN, EXCHANGE: DETECT, SLOWER_RANK: DETECT}
 
 ItemT = TypeVar("ItemT")
 
 
 class Ledger:
-    """Assigns a replica's time to bins: categories such as waiting for data, training steps, and snapshots.
+    """Assigns the time of one worker to bins: categories such as waiting for data, training steps, and snapshots.
 
     Examples:
         >>> ledger = Ledger(clock=iter(range(20)).__next__)
@@ -61,7 +65,7 @@ class Ledger:
         {'useful': 2.0, 'data': 3.0, 'other': 4.0}
 
     Args:
-        clock: Returns seconds. Only differences are used.
+        clock: Function that returns a time in seconds. Only differences between two times are used.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -73,7 +77,7 @@ class Ledger:
     def _begin(self) -> None:
         self._of = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._seconds = dict.fromkeys((*BINS, BROKEN, LEFT), 0.0)
-        self._complete = self._seconds.copy()  # the seconds by bin, as of the last completed step
+        self._complete = self._seconds.copy()  # the seconds in each bin when the last step was completed
         self._bin, self._since = START_UP, self._clock()
         self._saved_s = 0.0
         self._at_call: dict[str, float] = {}
@@ -81,9 +85,9 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------ bins
 
     def enter(self, name: str) -> str:
-        """Assign time from now on to the bin `name`, and return the previous bin."""
+        """Assign the time from now on to the bin `name`. Return the name of the previous bin."""
         with self._lock:
-            now = self._clock()  # under the lock, so that the reading is never older than the start of the current bin
+            now = self._clock()  # read under the lock, so that `now` is never before the start of the current bin
             before, self._bin = self._bin, name
             self._seconds[before] += now - self._since
             self._since = now
@@ -98,9 +102,9 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------ a training call
 
     def begin_call(self) -> None:
-        """Start a new call.
+        """Start the time of a new call.
 
-        If an earlier call was interrupted, assign the time since then to the driver, not to recovery.
+        If an earlier call was interrupted, the time since then counts as time between calls, not as recovery.
         """
         self._settle(DRIVER, DRIVER)
         self.enter(OTHER)
@@ -108,9 +112,12 @@ class Ledger:
 
     @contextmanager
     def call(self, first: str = OTHER) -> Iterator[None]:
-        """Assign the block's time to a training call, starting in bin `first`.
+        """Inside the block, measure the time of a training call.
 
-        If the block fails, its last step counts as interrupted.
+        If the block raises an error, the last step counts as interrupted.
+
+        Args:
+            first: Name of the bin to which time is assigned first.
         """
         self.enter(first)
         with OnFailure(self._break_off):
@@ -119,13 +126,14 @@ class Ledger:
         self.enter(OTHER)
 
     def end_call(self) -> None:
-        """End the call: its answer is complete, so time from now on is the driver's."""
+        """End the time of the call. From now on, the worker waits for the driver's next call."""
         self.enter(DRIVER)
 
     def timing(self, batches: Iterator[ItemT]) -> Iterator[ItemT]:
-        """Yield the batches. Drawing a batch counts as waiting for data.
+        """Yield the batches, and measure the time.
 
-        The time until the next draw counts as a step.
+        Drawing a batch counts as waiting for data. The time from then until the next batch is drawn counts as a
+        training step.
         """
         self.enter(DATA)
         for batch in batches:
@@ -135,34 +143,42 @@ class Ledger:
         self.enter(OTHER)
 
     def commit(self) -> None:
-        """Complete the step, so that its time counts as useful, which means that the step will not be repeated."""
+        """Record that the current step is completed. Its time stays in its bin, because the step is never repeated."""
         if self._bin in _UNDONE_AS:
             self.enter(self._bin)
         self._complete = self._seconds.copy()
 
     def _break_off(self) -> None:
-        """End an interrupted step. Its time moves to other bins, because the step will be repeated."""
+        """Record that the current step was interrupted. Its time moves to other bins, as the step will be repeated."""
         self.enter(BROKEN)
         for name, target in _UNDONE_AS.items():
             self._move(name, target, self._seconds[name] - self._complete[name])
 
     def exchanging(self, group: Any) -> AbstractContextManager[None]:
-        """Assign the block's time to communication with the other ranks.
+        """Return a context manager that assigns the time of its block to communication with the other ranks.
 
         Args:
-            group: The communicating group. Its `waited_s` counts the seconds that this rank waited for other ranks.
+            group: Communication group of the ranks. Its `waited_s` is how long this rank has waited for other ranks.
         """
         return _Exchange(self, group)
 
     def begin_exchange(self) -> bool:
-        """Start communication with other ranks. Return True if it belongs to a step and needs `end_exchange`."""
+        """Record that communication with other ranks starts.
+
+        Return True if this happens in a training step, so that `end_exchange` must be called. Otherwise, the time is
+        not measured.
+        """
         if self._bin != USEFUL:
             return False
         self.enter(EXCHANGE)
         return True
 
     def end_exchange(self, waited_s: float = 0.0) -> None:
-        """End communication with other ranks. This rank spent `waited_s` seconds of it waiting for slower ranks."""
+        """Record that communication with other ranks has ended.
+
+        Args:
+            waited_s: How many of these seconds this rank was waiting for slower ranks.
+        """
         if self._bin == EXCHANGE:
             self.enter(USEFUL)
             if waited_s:
@@ -172,21 +188,22 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------ groups
 
     def stand_by(self) -> None:
-        """Mark the replica as standby. Its time is counted only from when it joins a group."""
+        """Record that this is a standby worker. Its time is measured from the moment when it joins a group."""
         self._is_successor = self._waits_for_place = True
 
     def leave_group(self) -> None:
-        """Record that the replica left a group in which a call was interrupted."""
+        """Record that this worker has left its group, if a call was interrupted in the group."""
         if self._bin == BROKEN:
             self.enter(LEFT)
 
     @contextmanager
     def regrouping(self, goes_on: Callable[[], bool]) -> Iterator[None]:
-        """Assign the block's time to joining a new group.
+        """Inside the block, measure the time that it takes to join a new group of workers.
 
         Args:
-            goes_on: Returns True if a call continues in the new group, so that the time after the context counts as
-                recovery. Not called if a call was interrupted on this rank, because that call continues.
+            goes_on: Function that returns True if a call continues in the new group. The time after the block then
+                counts as recovery. If a call was interrupted on this rank, it always continues, and the function is not
+                called.
         """
         if self._waits_for_place:
             self._waits_for_place = False
@@ -206,7 +223,10 @@ class Ledger:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Assign the block's time to copying the state. Steps before the copy then count as saved."""
+        """Inside the block, measure the time that it takes to copy the training state.
+
+        The steps before the copy count as saved from then on.
+        """
         before = self.enter(SNAPSHOT)
         try:
             yield
@@ -216,7 +236,7 @@ class Ledger:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Assign the block's time to a call that evaluates or predicts."""
+        """Inside the block, measure the time of a call to `validate` or `predict`."""
         self.begin_call()
         self.enter(EVALUATION)
         try:
@@ -227,12 +247,12 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------ readings
 
     def reading(self) -> TimeSpent:
-        """Return the time by bin up to now. May be called from a second thread."""
+        """Return how long each bin has lasted up to now. A second thread may call this method."""
         seconds = self._shown()
         return TimeSpent(self._of, seconds, max(0.0, seconds[USEFUL] - self._saved_s), self._is_successor)
 
     def of_call(self) -> dict[str, float]:
-        """Return the seconds of the running call by bin, such as waiting for data. Omit empty bins."""
+        """Return how many seconds of the running call each bin has lasted. Bins without time are left out."""
         found = {name: spent - self._at_call.get(name, 0.0) for name, spent in self._shown().items()}
         return {name: spent for name, spent in found.items() if spent > 0}
 
@@ -245,7 +265,7 @@ class Ledger:
 
 
 class _Exchange(AbstractContextManager[None]):
-    """Context manager for `Ledger.exchanging`. A class, because a generator would double the overhead."""
+    """Context manager that `Ledger.exchanging` returns. It is a class, because a generator would take twice as long."""
 
     __slots__ = ("_before_s", "_group", "_is_of_step", "_ledger")
 

@@ -1,8 +1,8 @@
-"""Base class of the operators of both frameworks.
+"""Base class of the PyTorch and TensorFlow training operators, which users subclass.
 
-Users subclass an operator and set arbitrary attributes on it. The library therefore stores its own data in a single
-attribute, `_raysgd`, so that names cannot collide by accident. Earlier versions used other private attributes, which
-some users' subclasses read. These attributes still exist, as read-only views of `_raysgd`.
+Users set attributes of any name on their operators. To avoid collisions, the library stores its own data in a single
+attribute, `_raysgd`. Earlier versions used other private attributes, which some users' subclasses read. These
+attributes still exist, as read-only views of values in `_raysgd`.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _OF_TRAINER = "It comes from the trainer."
 
 
 def rung(method: Callable[Concatenate[SelfT, ...], ResultT]) -> Callable[Concatenate[SelfT, ...], ResultT]:
-    """Mark a method that users may override with fewer arguments, so that type checkers accept the override."""
+    """Mark a method that users may override with fewer parameters. Type checkers then accept such an override."""
     return method
 
 
 class ReadOnlyView:
-    """A read-only attribute of an operator that returns a value from the operator's `Internals`.
+    """Descriptor for a read-only attribute of an operator, whose value is stored in the operator's `Internals`.
 
     Args:
-        path: Attribute path of the value inside `Internals`.
-        way_out: Sentence in the error message that says what to do instead of assigning.
+        path: Attribute path of the value inside `Internals`, such as "world.rank".
+        way_out: Sentence for the error message that says what to do instead of assigning to the attribute.
     """
 
     def __init__(self, path: str, way_out: str = _OF_TRAINER) -> None:
@@ -74,21 +74,21 @@ class Internals:
 
     Attributes:
         config: This worker's config.
-        context: The operator's rank and group size, its settings, and framework objects it needs, such as the device.
+        context: The worker's rank and the number of workers, the trainer's settings, and objects of the framework that
+            the operator needs, such as the device.
         latest_metrics: Metrics of the last batch.
-        logged: Metrics passed to `log` since the previous batch's metrics were collected.
-        logged_outside: Metrics passed to `log` outside any batch.
-        meters_to_fill: The meters, which accumulate the call's metrics, that the next `train_epoch` fills; None once it
-            has taken them.
-        meters: Meters of the last `train_epoch`.
-        lost: Metrics that lost workers measured in this call. Empty except on rank 0, which adds them to its own
-            metrics.
-        once: Messages that were already logged.
-        callbacks: The operator's worker callbacks.
-        place: The replica's position in its step (a `PlaceInStep`); None outside a call.
+        logged: Metrics that were passed to `log` since the metrics of the previous batch were collected.
+        logged_outside: Metrics that were passed to `log` outside any batch.
+        meters_to_fill: Collection in which the next `train_epoch` accumulates its metrics. None after `train_epoch` has
+            taken the collection.
+        meters: Collection in which the last `train_epoch` has accumulated its metrics.
+        lost: Metrics that lost workers measured in this call. Only rank 0 has them, and adds them to its own metrics.
+        once: Remembers which messages have been logged, so that no message is logged twice.
+        callbacks: The worker callbacks that the operator calls.
+        place: The worker's position in the current step, a `PlaceInStep`. None outside a call.
     """
 
-    _operator: Any  # the operator that this record belongs to
+    _operator: Any  # the operator whose `_raysgd` attribute is this object
 
     def __init__(self, config: dict[str, Any], context: Any) -> None:
         self.config = config
@@ -105,7 +105,7 @@ class Internals:
 
     @property
     def world(self) -> World:
-        """This worker's rank and the size of its group."""
+        """This worker's rank and the number of workers in its group."""
         world: World = self.context.world
         return world
 
@@ -116,11 +116,16 @@ class Internals:
         return use_gpu
 
     def take_place(self, world: World) -> None:
-        """Set the operator's rank and group size for a new group."""
+        """Store the worker's rank in a new group, and the number of workers there."""
         self.context = replace(self.context, world=world)
 
     def follow(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
-        """Apply changed config entries. The base class does nothing."""
+        """Adapt objects such as optimizers to changed entries of the config. The base class does nothing.
+
+        Args:
+            config: The config with the new values.
+            changed: The previous values of the changed entries, by name.
+        """
 
     def info_of_call(self, num_steps: int | None, epoch_idx: int) -> dict[str, Any]:
         """Return the entries that the library adds to the `info` of a training call."""
@@ -128,34 +133,39 @@ class Internals:
 
     @staticmethod
     def to_floats(tensors: list[Any]) -> list[float]:
-        """Return the values of one-element tensors."""
+        """Convert one-element tensors to floats."""
         return float_each(tensors)
 
     def new_meters(self) -> AverageMeterCollection:
-        """Return empty meters for one epoch."""
+        """Return an empty collection, in which one epoch can accumulate its metrics."""
         return AverageMeterCollection()
 
     def take_meters(self) -> AverageMeterCollection:
-        """Return the meters in `meters_to_fill`, or new meters if those were already taken."""
+        """Return the collection in which the running `train_epoch` accumulates its metrics.
+
+        This is `meters_to_fill`, or a new collection if `meters_to_fill` was already taken.
+        """
         self.meters, self.meters_to_fill = self.meters_to_fill or self.new_meters(), None
         return self.meters
 
     def begin_batch(self) -> None:
-        """Start a batch.
+        """Called before each batch.
 
-        First set aside metrics logged between batches, which belong to the call's result, not to this batch.
+        Metrics that were logged since the last batch do not belong to this batch. Keep them for the result of the call.
         """
         if self.logged:
             set_apart(self)
 
     def num_samples(self, batch: Any) -> int:
-        """Return how many samples in the batch count, without padding."""
+        """Return the number of samples in the batch, not counting padding."""
         raise NotImplementedError
 
     def completed(self, metrics: Any, batch: Any) -> Any:
-        """Return a batch's metrics with logged metrics added, and with the number of samples if it is missing.
+        """Add the logged metrics to the metrics of a batch, and the number of samples if it is missing.
 
-        A value that is not a dict is returned unchanged.
+        Args:
+            metrics: The metrics that the operator's method returned. A value that is not a dict is returned unchanged.
+            batch: The batch, to count its samples.
         """
         if not isinstance(metrics, Mapping):
             return metrics
@@ -164,7 +174,11 @@ class Internals:
         return metrics if NUM_SAMPLES in metrics else {**metrics, NUM_SAMPLES: self.num_samples(batch)}
 
     def values_and_weight(self, metrics: Mapping[str, Any], method: str) -> tuple[dict[str, Any], Any]:
-        """Split a method's return value for a batch into metrics, including logged metrics, and the sample count.
+        """Split the result of a batch into its metrics, including logged ones, and its number of samples.
+
+        Args:
+            metrics: The value that the operator's method returned.
+            method: Name of the method, for the error message.
 
         Raises:
             TypeError: The method did not return a dict.
@@ -180,7 +194,10 @@ class Internals:
 
 
 class BaseOperator:
-    """The framework-independent part of an operator. Users subclass `TrainingOperator`, which derives from it."""
+    """The part of a training operator that does not depend on the framework.
+
+    Users subclass `TrainingOperator`, which derives from this class.
+    """
 
     resumes_epochs: bool | None = None
     warms_up: bool = True
@@ -224,7 +241,10 @@ class BaseOperator:
         note(self._raysgd.logged, name, value)
 
     def skip_batch(self) -> None:
-        """Skip the current batch. Call this on all workers, and do not train on the batch afterwards."""
+        """Leave the current batch out of training.
+
+        Call this method on all workers, and do not train on the batch then.
+        """
         if self._raysgd.place is not None:
             self._raysgd.place.skip()
 
@@ -237,7 +257,7 @@ class BaseOperator:
         Args:
             batch: A batch of the data. The default method passes it to the model as in training, without its target.
             batch_info: A dict with `batch_idx`, `has_target` (True if the last element of a tuple batch is a target),
-                and the entries of `info`.
+                and the entries of the `info` that was passed to `predict`.
 
         Returns:
             One result per row, in row order, as a tensor, an array or a list. To return several results, use a tuple or
@@ -246,14 +266,14 @@ class BaseOperator:
         return self._raysgd.predict(batch, batch_info)
 
     def state_dict(self) -> Any:
-        """Return custom state for checkpoints and recovery, with tensors on the CPU.
+        """Return state of your own that checkpoints and recovery must include, with tensors on the CPU.
 
-        Registered objects are saved automatically.
+        By default, return None. The state of registered objects is saved automatically.
         """
         return None
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load the value that `state_dict` returned, which may be None."""
+        """Load the state that `state_dict` returned, which may be None."""
 
     def world_changed(self) -> None:
         """Called on every worker after the number of workers has changed. `world_size` is the new number.
@@ -285,13 +305,13 @@ class BaseOperator:
 
     @property
     def world_rank(self) -> int:
-        """Rank among all workers; 0 for a single worker."""
+        """Rank of this worker among all workers. 0 if there is a single worker."""
         rank: int = self._raysgd.world.rank
         return rank
 
     @property
     def local_rank(self) -> int:
-        """Rank among the workers on this node."""
+        """Rank of this worker among the workers on the same node."""
         rank: int = self._raysgd.world.local_rank
         return rank
 
@@ -305,9 +325,9 @@ class BaseOperator:
 def class_of_creators(
     own: type[BaseOperator], creators_cls: type[BaseOperator], members: Mapping[str, Any]
 ) -> type[Any]:
-    """Return an operator class that combines a user's methods with a `setup` that calls creator functions.
+    """Return an operator class that has the user's methods, and a `setup` that calls the user's creator functions.
 
-    The user's own `setup` runs after the creator functions.
+    If the user's class has its own `setup`, it runs after the creator functions.
 
     Args:
         own: The class whose `from_creators` was called.
@@ -326,13 +346,13 @@ def class_of_creators(
 
 
 def take_place(operator: BaseOperator, world: World) -> None:
-    """Set an operator's rank and group size for a new group."""
+    """Tell an operator the worker's rank in a new group, and the number of workers there."""
     operator._raysgd.take_place(world)
     operator.world_size = world.size
 
 
 def made_by_hand(operator_cls: type[Any]) -> TypeError:
-    """Return the error to raise when user code instantiates an operator, which only the library may do."""
+    """Return the error to raise when the user's code creates an operator itself, which only the library may do."""
     name = operator_cls.__name__
     return TypeError(
         f"`{name}()`: each worker creates its own operator. Pass the class itself, `training_operator_cls={name}`."
@@ -350,7 +370,7 @@ def check_is_set_up(operator: BaseOperator) -> None:
 
 
 def required(operator: BaseOperator, name: str) -> Any:
-    """Return an operator's attribute that the library's default methods need, such as `model`.
+    """Return an attribute of the operator, such as `model`, that the library's default methods need.
 
     Raises:
         NotRegisteredError: The user's class does not set the attribute.
@@ -367,18 +387,18 @@ def required(operator: BaseOperator, name: str) -> Any:
 
 @dataclass(frozen=True)
 class RegisteredParts:
-    """The objects passed to one argument of `register`, with the type of their container.
+    """The objects that the user has passed to one argument of `register`.
 
     Attributes:
         items: The objects.
-        container: `tuple`, `list`, or None if the user passed a single object.
+        container: Type of the container in which they were passed, `tuple` or `list`. None for a single object.
     """
 
     items: list[Any]
     container: type | None
 
     def mirror(self, items: Sequence[Any]) -> Any:
-        """Return `items` in the same type of container that the user passed."""
+        """Return `items` in a container of the type that the user passed, or as a single object."""
         if self.container is None:
             return items[0]
         return tuple(items) if self.container is tuple else list(items)
@@ -387,14 +407,14 @@ class RegisteredParts:
 def parts_of(
     name: str, given: Any, is_one: Callable[[Any], bool], what: str, *, may_be_empty: bool = False
 ) -> RegisteredParts:
-    """Return the objects passed to an argument of `register`: a single object or a container of objects.
+    """Return the objects that the user passed to one argument of `register`, as one object or in a container.
 
     Args:
         name: Name of the argument.
         given: Value of the argument.
-        is_one: Returns True for an object of the expected type, which may itself be iterable.
+        is_one: Function that returns True for an object of the expected type. Such an object may itself be iterable.
         what: Description of the expected type, for the error message.
-        may_be_empty: True to accept an empty container.
+        may_be_empty: Whether to accept an empty container.
 
     Raises:
         InvalidRegistrationError: An object has the wrong type, or the container is empty.

@@ -1,7 +1,7 @@
-"""`ClassRunner`: base class of replicas that host operators. The engine and the driver call its methods by name.
+"""`ClassRunner`: the object in each worker that holds the training operator and runs the driver's calls.
 
-The work is split over modules: `hosted` connects the operator with its framework, `training` runs the calls, and
-`state` copies the state. ADR 115 explains the split.
+The driver calls its methods by name. The work is split over modules: `hosted` connects the operator with its framework,
+`training` runs the calls, and `state` copies the training state. ADR 115 explains the split.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ logger = logging.getLogger(__name__)
 
 
 class ClassRunner(ReplicaCalls, ABC):
-    """A `RegroupingReplica` that hosts one operator at a time.
+    """The object in a worker that holds the training operator, one at a time, and runs the driver's calls.
+
+    This class implements the engine's interface `RegroupingReplica`. Each framework has a subclass.
 
     Args:
-        settings: Settings to build the operator from.
-        world: This worker's rank and the size of its group.
+        settings: Settings with which to create the operator.
+        world: This worker's rank and the number of workers in its group.
     """
 
     _candidate: HostedOperator | None = None
@@ -43,10 +45,12 @@ class ClassRunner(ReplicaCalls, ABC):
 
     @abstractmethod
     def _make_hosted(self, settings: Any, world: World) -> HostedOperator:
-        """Return a `HostedOperator` of this framework for these settings, without calling its `build`."""
+        """Return a `HostedOperator` of this framework for these settings, without creating its operator yet."""
 
     def setup(self) -> Any:
-        """Build the operator, which runs the user's `setup`, and apply later config changes. Return its facts.
+        """Create the operator, which runs the user's `setup`, and apply later changes of the config.
+
+        Return what the driver must know about the operator, a `RunnerFacts`.
 
         Raises:
             NotRegisteredError: `setup` did not register a model.
@@ -64,7 +68,14 @@ class ClassRunner(ReplicaCalls, ABC):
         return facts
 
     def renew(self, settings: Any, world: World | None = None) -> Any:
-        """Build a new operator from new settings, in the same process and group. Return its facts, as `setup` does."""
+        """Replace the operator by a new one that is created from new settings, in the same process and group.
+
+        Return what the driver must know about the new operator, as `setup` does.
+
+        Args:
+            settings: The new settings.
+            world: This worker's rank and the number of workers. Default: as before.
+        """
         self.shutdown()
         self.drop_reload()
         self._settings = settings
@@ -72,46 +83,51 @@ class ClassRunner(ReplicaCalls, ABC):
         return self.setup()
 
     def follow(self, settings: Any) -> None:
-        """Apply settings changes made since the operator was built; see `HostedOperator.follow`."""
+        """Change the operator's config and worker callbacks to those in newer settings. See `HostedOperator.follow`."""
         self._hosted.follow(settings)
 
     def warm_up(self) -> None:
-        """Run a training step in advance, before this replica joins a group."""
+        """Run one training step before this worker joins a group, so that its first step in the group is fast."""
         self._ledger.stand_by()
         try:
             self._hosted.warm_up()
-        except Exception as error:  # a real step will raise the same error
+        except Exception as error:  # only log the error, because a step in the group will raise it again
             logger.warning("warm-up of a new worker failed: %r", error)
 
     @property
     def epoch(self) -> int:
-        """Number of passes over the train data that have started."""
+        """Number of passes over the training data that this worker has started."""
         return self._hosted.feed.epoch
 
     @property
     def epochs_done(self) -> int:
-        """Number of completed passes over the train data."""
+        """Number of passes over the training data that this worker has completed."""
         feed = self._hosted.feed
         position = feed.position()
         is_mid_pass = position is not None and (position.get("is_mid_pass") or position.get("is_unknown"))
         return feed.epoch - bool(is_mid_pass)
 
     def change_config(self, settings: Any) -> list[str]:
-        """Change entries of the operator's config; see `HostedOperator.change_config`."""
+        """Change entries of the operator's config. See `HostedOperator.change_config`."""
         return self._hosted.change_config(settings)
 
-    # The following methods replace the operator class of a live replica. ADR 72 explains why this takes two steps.
+    # The following methods implement `reload`: they replace the operator by one of an edited class, with the same
+    # state. ADR 72 explains why this takes two steps.
 
     def prepare_reload(self, settings: Any) -> tuple[RunnerFacts, Any]:
-        """Build an operator from the user's edited class and load the current state into it.
+        """Create an operator of the user's edited class, and load the current training state into it.
 
-        The old operator is used until `finish_reload`.
+        The old operator stays in use until `finish_reload`.
+
+        Args:
+            settings: Settings with the edited class.
 
         Returns:
-            Facts of the new operator, and the hyperparameters that its `setup` sets to other values than before.
+            What the driver must know about the new operator, and the hyperparameters that its `setup` sets to other
+            values than the old operator's `setup`.
 
         Raises:
-            ValueError: The state does not match the new operator.
+            ValueError: The training state does not match the new operator.
         """
         hosted = self._hosted
         self._candidate, own = None, hosted.state.own()
@@ -126,11 +142,15 @@ class ClassRunner(ReplicaCalls, ABC):
         return facts, hosted.edited_by(candidate)
 
     def finish_reload(self, revision: int, edited: Any) -> RunnerFacts | None:
-        """Switch to the operator that `prepare_reload` built, and return its facts.
+        """Switch to the operator that `prepare_reload` created. Return what the driver must know about the operator.
 
-        Return None if there is no such operator.
+        Return None if `prepare_reload` has not run in this worker.
+
+        Args:
+            revision: The `revision` of the settings with the edited class.
+            edited: The hyperparameters that the edited class sets to other values.
         """
-        if self._hosted.settings.revision != revision:  # if they are equal, this replica already has the new class
+        if self._hosted.settings.revision != revision:  # if equal, this worker already has the edited class
             candidate = self._candidate
             if candidate is None or candidate.settings.revision != revision:
                 return None
@@ -142,58 +162,83 @@ class ClassRunner(ReplicaCalls, ABC):
         return facts
 
     def drop_reload(self) -> None:
-        """Discard the operator that `prepare_reload` built."""
+        """Discard the operator that `prepare_reload` created."""
         self._candidate = None
 
     def follow_config(self) -> None:
-        """Reset optimizers' hyperparameters to the values from `setup`, after loading a state from another config."""
+        """Set the hyperparameters of the optimizers back to the values that `setup` chose.
+
+        Called after the state of a trainer with another config was loaded.
+        """
         self._hosted.follow_config()
 
     # ------------------------------------------------------------------------------------------------ the state
 
     def state(self) -> dict[str, Any]:
-        """Return the live state. The caller must copy it before running anything else."""
+        """Return the training state without copying it. Callers must copy the state before they run anything else."""
         return self._hosted.state.read()
 
     def capture(self, landed_token: int | None) -> Capture:
-        """Copy the state between two calls: rank 0 copies the shared state, and every rank copies its own state.
+        """Copy the training state between two calls.
+
+        Rank 0 copies the state that all ranks share. Every rank copies the state that only this rank has.
 
         Args:
-            landed_token: Token of the last copy that the driver has fetched; None if the driver has not fetched any.
+            landed_token: Token of the last copy that has arrived in the driver, or None if no copy has.
         """
         return self._copies.after_call(self._hosted.state, self._hosted.world.rank, landed_token)
 
     def fetch(self, token: int) -> Any:
-        """Return the copy of the state with this token."""
+        """Return the copy of the training state that this token identifies. A second thread calls this method."""
         return self._copies.fetch(token)
 
     def part_of_snapshot(self, number: int) -> Capture | None:
-        """Return this rank's part of the snapshot taken in a call after `number` steps; None if it was discarded."""
+        """Return this rank's part of the snapshot that was taken after `number` steps of the running call.
+
+        Return None if this rank has discarded its part.
+        """
         return self._copies.part_of_snapshot(number)
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
-        """Restore a snapshot or a checkpoint. If it does not match the operator, nothing changes."""
+        """Load the training state of a snapshot or a checkpoint. If it does not match the operator, change nothing.
+
+        Args:
+            shared_state: The state that all ranks share.
+            own_state: The state that only this rank has. None to leave that state unchanged.
+        """
         self._hosted.restore(shared_state, own_state)
         self._forget_call()
 
     def restore_inside(self, shared_state: Any, own_state: Any, first: RunState, parts: Iterable[RunState]) -> None:
-        """Restore a snapshot that was taken inside a training call, so that the call can continue from there."""
+        """Load a snapshot that was taken inside a training call, so that the call can continue from there.
+
+        Args:
+            shared_state: The state that all ranks share.
+            own_state: The state that only this rank has. None to leave that state unchanged.
+            first: Progress of the call on rank 0 when the snapshot was taken.
+            parts: Progress of those old ranks whose metrics this rank adds to its own.
+        """
         self.restore(shared_state, own_state)
         self._go_on_from(first, parts)
 
     def shutdown(self) -> None:
-        """Discard the iterators, which stops the loaders' worker processes. The operator stays usable."""
+        """Drop the iterators over data, which ends the worker processes of data loaders. The operator stays usable."""
         self._hosted.close()
         self._forget_call()
         self._copies.clear()
 
     def regroup(self, world: World, handover: StateHandover) -> Any:
-        """Continue in the new group. Each rank in `handover.takers` receives the state of rank `handover.source`."""
+        """Continue in a new group of workers. Return what the driver must know about the operator.
+
+        Args:
+            world: This worker's rank in the new group, and the number of workers.
+            handover: Says which rank sends its training state to which other ranks.
+        """
         hosted = self._hosted
         with self._ledger.regrouping(goes_on=lambda: self._unfinished is not None):
             self._leave_group()
-            self.drop_reload()  # the operator from `prepare_reload` was built for the old group
-            if handover.make_replica is not None:  # this standby worker was built with older settings
+            self.drop_reload()  # the operator from `prepare_reload` belongs to the old group
+            if handover.make_replica is not None:  # this standby worker was started with older settings
                 hosted.follow(handover.make_replica.settings)
             hosted.world = world
             hosted.take_place(world)
@@ -209,20 +254,21 @@ class ClassRunner(ReplicaCalls, ABC):
     def validate_on_loan(
         self, number: int, settings: Any, state: Any, request: EpochRequest, share: Any = None
     ) -> EpochAnswer | None:
-        """Validate a training worker's state on a spare worker, which belongs to no group.
+        """Validate the training state of the training workers on this spare worker.
 
-        If the state belongs to older settings, rebuild the operator for those settings. Afterwards, rebuild it for the
-        spare's own settings.
+        If the state was trained with older settings, create an operator with those settings for the validation.
+        Afterwards, create one with this worker's own settings again.
 
         Args:
-            number: Number of the loan. A loan is a call that a spare worker runs until the group needs the spare.
-            settings: Settings that the state belongs to.
-            state: The state to validate.
-            request: The validation request.
-            share: This worker's shard, if the driver shards the validation data; otherwise None.
+            number: Number of this call on the spare worker. `leave_call` ends the call if the spare worker is needed to
+                replace a lost worker.
+            settings: Settings of the trainer when the state was copied.
+            state: The training state to validate.
+            request: The driver's request to validate.
+            share: The validation data for this worker, if the driver provides it. Otherwise, None.
 
         Returns:
-            The answer; None if the loan ended before the validation was complete.
+            The answer. None if the call was ended before the validation was complete.
         """
 
         def has_left() -> bool:
@@ -246,5 +292,5 @@ class ClassRunner(ReplicaCalls, ABC):
         return None if has_left() else answer
 
     def leave_call(self, number: int) -> None:
-        """End this call on a spare worker, and all earlier calls on it. Called from a second thread."""
+        """End the `validate_on_loan` call with this number, and all earlier ones. A second thread calls this method."""
         self._last_left = max(self._last_left, number)

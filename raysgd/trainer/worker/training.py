@@ -1,4 +1,7 @@
-"""Runs `train`, `validate` and `predict` calls in one replica. A `train` call can continue after a loss of workers."""
+"""Runs the trainer's `train`, `validate` and `predict` calls in one worker process.
+
+After workers are lost, a `train` call continues in the surviving workers.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +42,14 @@ _PHASES = {"train": "training", "validation": "validating", "test": "testing", "
 
 @dataclass(frozen=True)
 class RunningCall:
-    """A call that is currently running on a replica.
+    """The `train`, `validate` or `predict` call that a worker is running at the moment.
 
     Attributes:
-        stream: Source of the call's batches. Its `num_steps_taken` counts the steps.
-        began_at: Value of `num_steps_taken` when the call began.
-        num_steps: Number of steps to take; None for all.
-        info: The `info` that is passed to the operator's method.
-        kind: The type of call.
+        stream: Object that supplies the call's batches. Its `num_steps_taken` counts the batches taken so far.
+        began_at: The stream's `num_steps_taken` when the call began.
+        num_steps: Number of batches to use, or None to use all remaining batches.
+        info: The `info` dictionary that is passed to the operator's method.
+        kind: What the call does: train, validate, test or predict.
     """
 
     stream: Any
@@ -57,16 +60,19 @@ class RunningCall:
 
 
 class ReplicaCalls:
-    """Runs calls on the hosted operator, continues calls that were interrupted or paused, and reports progress.
+    """Runs the driver's calls on this worker's training operator, and reports their progress.
+
+    A training call that was interrupted by a failure, or paused, continues after its last completed step.
 
     Args:
-        snapshot_every_n_steps: Copy the state after every this many steps of a training call; None for no copies.
+        snapshot_every_n_steps: Copy the training state each time a training call has completed this many steps. None to
+            make no copies inside a call.
     """
 
     _hosted: HostedOperator
     _running: RunningCall | None = None
-    _run: EpochRun | None = None  # the current or last training call
-    # Returns True to end a validation on a spare worker early; None on other workers.
+    _run: EpochRun | None = None  # record of the current or last training call
+    # On a spare worker that validates: returns True if the validation must end early. None on all other workers.
     _has_left: Callable[[], bool] | None = None
 
     def __init__(self, snapshot_every_n_steps: int | None) -> None:
@@ -74,32 +80,33 @@ class ReplicaCalls:
         self._copies = StateCopies(snapshot_every_n_steps, self._ledger)
 
     def _host(self, hosted: HostedOperator) -> None:
-        """Replace the hosted operator with this new operator, which has not run any call yet."""
+        """Use this new operator, which has not run any call yet, for all later calls."""
         self._hosted = hosted
         self._forget_call()
         self._last_hold = 0, False  # number of the last proposal to stop, and whether all ranks have agreed to it
         self._name = uuid.uuid4().hex  # identifies this rank to other ranks, even in later groups
-        self._timers = TimerCollection()  # the operator's timers, enabled in calls with `profile`
+        self._timers = TimerCollection()  # the timers of the operator, which measure only in calls with `profile`
 
     def _forget_call(self) -> None:
-        """Discard the record of the last training call, because the state was replaced."""
+        """Discard what is known about the last training call, for example after other training state was loaded."""
         self._running = self._run = None
         self._copies.forget_call()
 
     # ------------------------------------------------------------------------------------ training
 
     def train_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
-        """Run the operator's `train_epoch` once.
+        """Run the operator's `train_epoch` from the start of the requested call.
 
         Args:
-            request: The training request.
-            share: This replica's shard of data that the driver shards. None if there is no such data, or if the replica
-                already has its shard.
+            request: The driver's request to train.
+            share: This worker's shard of a dataset that the driver has divided. None if the driver divides no dataset,
+                or if this worker already has its shard.
         """
         hosted, loop = self._hosted, self._hosted.loop
-        raised, self._run = self._unfinished, None  # if this call fails before it starts, there is no call to resume
+        # If this call fails before it starts, `_run` stays None, so that there is no call to resume.
+        raised, self._run = self._unfinished, None
         if raised is not None and raised.stream is hosted.feed.train_stream is not None:
-            # Repeat the batch in which user code raised an error.
+            # The user's code raised an error in the last call: train on that batch again.
             hosted.feed.go_to(hosted.feed.epoch, hosted.feed.position())
         self._ledger.begin_call()
         loop.begin_call()
@@ -114,7 +121,12 @@ class ReplicaCalls:
         return self._go_through(run, stream, request)
 
     def resume_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
-        """Continue a call that was interrupted or paused, from the step after the last completed step."""
+        """Continue a training call that was interrupted or paused, from the step after its last completed step.
+
+        Args:
+            request: The request of the call to continue.
+            share: See `train_epoch`.
+        """
         run, loop = epoch_run.run_of(self._run, request.call), self._hosted.loop
         if run is None:  # this rank had not begun the call when it was interrupted
             return self.train_epoch(request, share)
@@ -126,21 +138,25 @@ class ReplicaCalls:
         return self._go_through(run, loop.stream(request, is_begun=True), request)
 
     def resume_left(self, begun: BegunEpoch, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
-        """Continue an epoch that a run left unfinished, possibly in another process. The state is already loaded.
+        """Continue an epoch that an earlier run left unfinished, possibly in another process.
+
+        This worker already has the training state of the step at which the earlier run stopped.
 
         Args:
-            begun: Position at which the run left the epoch, and the old ranks' metrics that this rank takes over.
-            request: The training request.
+            begun: The step at which the earlier run left the epoch, and the metrics of that run's ranks that this rank
+                includes in its own metrics.
+            request: The driver's request to train.
             share: See `train_epoch`.
         """
         loop, run = self._hosted.loop, self._unfinished
-        if not (begun.is_exhausted or loop.stream(request).is_mid_pass):  # the registered data has changed
+        if not (begun.is_exhausted or loop.stream(request).is_mid_pass):
+            # The user has registered other data since, so there is no position to continue from: start the epoch over.
             return self.train_epoch(request, share)
         self._ledger.begin_call()
         loop.begin_call()
         self._set_timers(request.profile)
         if run is not None and (run.num_completed, run.epoch_idx) == (begun.num_steps, begun.epoch_idx):
-            run.detach()  # the run left the epoch in this process, which still holds the epoch's metric objects
+            run.detach()  # the earlier run used this same process, which still holds the epoch's metric objects
             run.call = request.call
             return self.resume_epoch(request, share)
         for name in begun.objects:
@@ -153,12 +169,21 @@ class ReplicaCalls:
         return self.resume_epoch(request, share)
 
     def go_on_left(self, begun: BegunEpoch, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
-        """Continue a `resume_left` call that was interrupted or paused."""
+        """Continue a `resume_left` call that was interrupted or paused.
+
+        If this worker had not begun the call, begin it now. See `resume_left` for the arguments.
+        """
         has_begun = epoch_run.run_of(self._run, request.call) is not None
         return self.resume_epoch(request, share) if has_begun else self.resume_left(begun, request, share)
 
     def _go_through(self, run: EpochRun, stream: Any, request: EpochRequest) -> EpochAnswer | HeldAtStep:
-        """Run the operator's `train_epoch` over the remaining batches of the call."""
+        """Run the operator's `train_epoch` on the remaining batches of a training call.
+
+        Args:
+            run: Record of the training call.
+            stream: Stream from which the batches come.
+            request: The driver's request to train.
+        """
         hosted, loop, feed, operator = self._hosted, self._hosted.loop, self._hosted.feed, self._hosted.operator
         internals = operator._raysgd
         callbacks = internals.callbacks
@@ -185,7 +210,8 @@ class ReplicaCalls:
                 stack.enter_context(hosted.training(run, stream))
                 place = internals.place = loop.place
                 after = callbacks.after_batch(operator, place) if callbacks.are_there else None
-                if after is not None or not is_stock:  # the default loop completes the metrics itself
+                # The library's own `train_epoch` completes each batch's metrics. The user's `train_epoch` does not.
+                if after is not None or not is_stock:
                     stack.enter_context(around_batches(operator, "train_batch", place, after))
                 if callbacks.are_there:
                     stack.enter_context(callbacks.listening(operator))
@@ -201,24 +227,24 @@ class ReplicaCalls:
         except HeldAtBoundary:
             is_planned, run.gate = run.gate.is_planned(run.num_completed), Gate()
             return HeldAtStep(run.num_completed, self._snapshot(run), is_planned)
-        except BaseException as error:  # Ctrl-C too: the next call must begin at a step boundary
+        except BaseException as error:  # also on Ctrl-C, because the next call must begin after a completed step
             is_alone = not hosted.world.is_distributed
             if loop.can_return and (is_alone or not loop.is_lost(error)):
                 loop.return_to_boundary()
-            elif is_alone and stream is feed.train_stream:  # the optimizer has stepped, so count the batch
-                stream.settle()
+            elif is_alone and stream is feed.train_stream:
+                stream.settle()  # the optimizer has already stepped on the batch, so count the batch as used
             raise
         finally:
             internals.meters_to_fill = stream.at_boundary = None
             internals.place = place_before
         if not batches.was_touched and feed.epoch == epoch_before:
-            feed.begin_pass()  # `train_epoch` ignored the batches and used other data
+            feed.begin_pass()  # count an epoch, because the user's `train_epoch` has used other data than the batches
         return self._finish(run, returned, request, place=feed.place_of_call(stream))
 
     def _where(self, stream: Any, request: EpochRequest) -> dict[str, Any]:
-        """Describe where in the data this worker group starts.
+        """Describe the position in the training data from which this group of workers continues the epoch.
 
-        From this plain data, `raysgd.replay` finds each step's samples.
+        The description goes into the run's journal. `raysgd.replay` uses it to find the samples of each step.
         """
         hosted, operator, feed = self._hosted, self._hosted.operator, self._hosted.feed
         is_begun, place = stream.is_mid_pass, cast("Any", hosted.loop.place)
@@ -256,11 +282,11 @@ class ReplicaCalls:
         return self._complete(run, answer)
 
     def _complete(self, run: EpochRun, answer: EpochAnswer) -> EpochAnswer:
-        """Return this rank's answer. On rank 0, add the metrics of lost workers."""
+        """Return this rank's answer to the driver. On rank 0, add the metrics of workers that were lost meanwhile."""
         return answer if self._hosted.world.rank or not run.rows.lost else run.with_lost(answer)
 
     def _set_timers(self, profile: bool) -> None:
-        """Reset and enable the operator's timers if `profile` is True, otherwise disable them."""
+        """If `profile` is True, reset and enable the operator's timers. Otherwise, disable the timers."""
         if profile:
             self._timers.reset()
             self._timers.enable()
@@ -271,13 +297,14 @@ class ReplicaCalls:
     def _answer(
         self, returned: Any, request: EpochRequest, num_steps: int, extra: Mapping[str, Any] | None = None
     ) -> EpochAnswer:
-        """Create the answer to a call.
+        """Create the answer that this worker sends to the driver at the end of a training or validation call.
 
         Args:
-            returned: The result of the operator's method. If it is not a mapping, it is sent unchanged.
-            request: The call's request.
-            num_steps: Number of steps taken.
-            extra: Entries that the library adds to the metrics.
+            returned: The return value of the operator's `train_epoch` or `validate`. A value that is not a mapping is
+                sent unchanged.
+            request: The driver's request.
+            num_steps: Number of steps that the call has taken.
+            extra: Metrics that the library adds to those in `returned`.
         """
         if not isinstance(returned, Mapping):
             return EpochAnswer(None, returned, num_steps)
@@ -291,10 +318,12 @@ class ReplicaCalls:
         return EpochAnswer(MetricSummary(values, *behind), None, num_steps)
 
     def _at_boundary(self, loop: Loop, run: EpochRun, stream: Any) -> None:
-        """After a confirmed step: add its metrics, take a snapshot if due, and stop if all ranks have agreed to.
+        """Finish a step that all ranks have completed.
+
+        Add the step's metrics to those of the epoch, and copy the training state if a snapshot is due.
 
         Raises:
-            HeldAtBoundary: All ranks have agreed to stop here.
+            HeldAtBoundary: All ranks have agreed to stop after this step.
         """
         loop.note_boundary()
         run.meters.count_held()
@@ -321,7 +350,7 @@ class ReplicaCalls:
             run.place = self._hosted.feed.place_of_call(run.stream)
 
     def capture_here(self) -> Capture:
-        """Copy the state after the last completed step; see `RegroupingReplica`."""
+        """Copy the training state as it is after the last completed step. See `RegroupingReplica`."""
         run, hosted = self._unfinished, self._hosted
         if run is None or hosted.epoch_obstacle is not None or hosted.feed.obstacle_of_call(run.stream) is not None:
             return self._copies.after_call(hosted.state, hosted.world.rank, None)
@@ -330,7 +359,10 @@ class ReplicaCalls:
     # ------------------------------------------------------------------------------------ a call in a new group
 
     def replica_progress(self) -> ReplicaProgress:
-        """Return the progress of the interrupted or paused training call, or else of the last completed call."""
+        """Return how far this worker has come in the training call that was interrupted or paused.
+
+        If there is no such call, return the progress of the last completed training call.
+        """
         self._ledger.leave_group()
         hosted, loop, run = self._hosted, self._hosted.loop, self._run
         obstacle = hosted.group_obstacle
@@ -342,9 +374,12 @@ class ReplicaCalls:
         return ReplicaProgress(run.num_completed, loop.is_whole, obstacle, loop.progress_text())
 
     def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
-        """Propose a step at which to stop. Called from a second thread; see `RegroupingReplica`."""
+        """Propose a step after which this worker stops training if all other ranks agree.
+
+        The worker's second thread calls this method. See `RegroupingReplica`.
+        """
         run = self._unfinished
-        # A late proposal was already settled: training would wait forever for its settlement.
+        # Ignore a proposal that arrives late, after it was settled: training would wait at its step forever.
         if number <= self._last_hold[0]:
             return None
         self._last_hold = number, False
@@ -357,35 +392,41 @@ class ReplicaCalls:
         return step if run.gate.propose(step, lambda: run.num_completed) else None
 
     def settle_hold(self, number: int, is_agreed: bool) -> None:
-        """Settle a proposal to stop. If `is_agreed`, all ranks stop at the proposed step; otherwise no rank stops."""
+        """Tell this worker the outcome of a proposal to stop. See `RegroupingReplica`.
+
+        Args:
+            number: Number of the proposal.
+            is_agreed: If True, all ranks stop at the proposed step. If False, no rank stops.
+        """
         if self._run is not None and number == self._last_hold[0]:
             self._last_hold = number, is_agreed
             self._run.gate.settle(is_agreed)
 
     def last_hold(self) -> tuple[int, bool]:
-        """Return the number of the last proposal and whether all ranks agreed; see `RegroupingReplica`."""
+        """Return the number of the last proposal to stop, and True if all ranks agreed. See `RegroupingReplica`."""
         return self._last_hold
 
     def _leave_group(self) -> None:
-        """Return to the last step boundary.
+        """Prepare the running training call to continue in another group of workers.
 
-        Detach the call from its stream, because the new group reshards the data.
+        Undo the step that was interrupted. Detach the call from its data stream, because the new group divides the
+        remaining data anew.
         """
         loop, run = self._hosted.loop, self._unfinished
         loop.break_off()
         self._copies.forget_call()
         if run is not None:
-            if loop.is_whole:  # otherwise this rank will receive another rank's state
+            if loop.is_whole:  # if not, this rank will receive the training state of another rank
                 loop.return_to_boundary()
             self._note_place(run)
             run.detach()
 
     def _handed_over(self) -> tuple[Mapping[str, Any], RunState | None]:
-        """Return the state and the call's progress, which will be sent to other ranks."""
+        """Return the training state and the progress of the training call, to be sent to other ranks."""
         return self._hosted.state.read(), None if self._run is None else self._run.state(with_metrics=False)
 
     def _take_over(self, state: Mapping[str, Any], run: RunState | None) -> None:
-        """Restore another rank's state, and continue from its progress."""
+        """Restore another rank's training state, and continue the training call from that rank's progress."""
         self._hosted.restore(state, None)
         if run is None:
             self._run = None
@@ -395,9 +436,11 @@ class ReplicaCalls:
         self._run = own
 
     def _go_on_from(self, first: RunState, parts: Iterable[RunState]) -> None:
-        """Prepare to continue a call from the progress `first`.
+        """Prepare to continue a training call.
 
-        Add the metrics in `parts`, which other ranks measured.
+        Args:
+            first: Progress from which the call continues.
+            parts: Metrics that other ranks measured earlier in the call. This rank adds them to its own metrics.
         """
         run = self._new_run(first.call, first.epoch_idx, first.num_requested)
         run.count(part.metrics for part in parts)
@@ -409,11 +452,12 @@ class ReplicaCalls:
         return EpochRun(epoch_idx, num_steps, meters, RankRows(self._name), call=call)
 
     def _settle_run(self, present: Collection[str] | None, left: Iterable[RunState]) -> None:
-        """Keep the metrics of ranks that are missing from the new group in which the call continues.
+        """Keep the metrics of ranks that are missing from the new group of workers in which the call continues.
 
         Args:
-            present: Names of the ranks in the new group. All other ranks are lost. None if the names are unknown.
-            left: Progress and metrics of the ranks that left gracefully.
+            present: Names of the ranks in the new group, or None if they are unknown. Ranks that are not among them
+                count as lost.
+            left: Progress and metrics of the ranks that left the group as planned, without a failure.
         """
         run = self._run
         if run is not None:
@@ -426,7 +470,7 @@ class ReplicaCalls:
         """Run the operator's `validate` once.
 
         Args:
-            request: The validation request.
+            request: The driver's request to validate.
             share: See `train_epoch`.
         """
         with self._ledger.evaluating(), self._hosted.inside_epoch() if request.is_inside else nullcontext():
@@ -437,7 +481,8 @@ class ReplicaCalls:
         options = loop.validation_options(request)
         self._set_timers(request.profile)
         feed.take_share("validation", request, share)
-        if feed.ray_loader("validation") is not None:  # all ranks must start a pass together
+        if feed.ray_loader("validation") is not None:
+            # With Ray Data, all ranks must start from the beginning of the data together.
             request = replace(request, starts_over=True)
         forget(operator._raysgd)
         with (
@@ -458,13 +503,13 @@ class ReplicaCalls:
         return replace(answer, epoch_idx=max(0, feed.epoch - 1))
 
     def predict(self, request: PredictRequest, work: Work, share: Any = None) -> list[Any]:
-        """Predict this replica's batches in one round of a prediction.
+        """Predict some batches of a `predict` call, which the driver sends to the workers in several rounds.
 
         Args:
-            request: The prediction request.
-            work: This replica's batches in this round.
-            share: Data for all rounds of the prediction. None if there is no such data, or if the replica already has
-                it.
+            request: The driver's request to predict.
+            work: This worker's batches in this round.
+            share: This worker's shard of the data, for all rounds. None if the driver divides no data, or if this
+                worker already has its shard.
 
         Returns:
             The output for each batch, as arrays.
@@ -481,7 +526,7 @@ class ReplicaCalls:
 
     @contextmanager
     def _shown(self, running: RunningCall) -> Iterator[None]:
-        """Inside the block, make the running call's progress visible to a second thread."""
+        """Inside the block, make the progress of this call visible to the worker's second thread."""
         self._running, self._hosted.operator._raysgd.latest_metrics = running, {}
         try:
             yield
@@ -490,12 +535,12 @@ class ReplicaCalls:
 
     @property
     def _unfinished(self) -> EpochRun | None:
-        """The training call that was started but not finished, or None."""
+        """The training call that this worker has started but not finished, or None if there is no such call."""
         run = self._run
         return None if run is None or run.is_finished else run
 
     def heartbeat(self) -> Heartbeat:
-        """Return a heartbeat: progress, time spent and other figures. Called from a second thread."""
+        """Return this worker's current progress, and how its time was spent. The worker's second thread calls this."""
         run, running = self._unfinished, self._running
         if run is None:
             return self._heartbeat("between calls" if running is None else _PHASES[running.kind], -1)
@@ -519,12 +564,15 @@ class ReplicaCalls:
         )
 
     def joint_work_of(self, error: BaseException) -> JointWork | None:
-        """Return the record of this rank's joint work if a difference between the ranks may have caused `error`."""
+        """Return the record of this rank's actions in the call, such as all-reduces, that all ranks must take in order.
+
+        Return None if `error` was not raised because ranks took different actions.
+        """
         loop = self._hosted.loop
         return loop.joint_work if loop.may_be_parted(error) else None
 
     def progress(self) -> CallProgress | None:
-        """Return the progress of the running call, or None between calls. Called from a second thread."""
+        """Return the progress of the running call, or None between calls. The worker's second thread calls this."""
         running = self._running
         if running is None:
             return None

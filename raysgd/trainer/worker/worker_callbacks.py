@@ -1,4 +1,7 @@
-"""The worker callbacks in one worker: calls them, and saves and loads their states."""
+"""Calls the worker callbacks in one worker, and saves and loads their states.
+
+Worker callbacks are instances of `raysgd.callbacks.WorkerCallback`, which run in the workers.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +16,23 @@ from raysgd.core.numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, AverageMeterCo
 from raysgd.trainer.worker.data.batch_streams import PlaceInStep
 
 CALLBACKS = "callbacks"
-"""Key of the callbacks' states in a replica's state. A replica without callback states omits it."""
+"""Key of the callbacks' states in the training state of a worker. Without such states, the key is missing."""
 
 
 logger = logging.getLogger(__name__)
 
 
 class InstalledCallbacks:
-    """The worker callbacks of one operator.
+    """The worker callbacks that one training operator calls (the installed callbacks).
 
-    If a loaded state belongs to a callback that is not installed, the state is retained until a callback with the same
+    If a checkpoint has the state of a callback that is not installed, that state is kept until a callback with the same
     `state_key` is installed.
 
     Attributes:
         are_there: True if at least one callback is installed.
         noting_batches: The callbacks that override `_on_batch`.
-        wants_gradients: True if a callback is to be called before an optimizer steps.
-        wants_steps: True if a callback is to be called after an optimizer has stepped.
+        wants_gradients: True if a callback must be called before an optimizer steps.
+        wants_steps: True if a callback must be called after an optimizer has stepped.
     """
 
     def __init__(self) -> None:
@@ -46,7 +49,7 @@ class InstalledCallbacks:
         self.wants_gradients, self.wants_steps = bool(on_gradients), bool(on_steps)
 
     def install(self, callbacks: Sequence[WorkerCallback], operator: Any) -> None:
-        """Replace the installed callbacks with copies of `callbacks`."""
+        """Replace the installed callbacks by copies of these callbacks, and call `on_begin` of each copy."""
         states = self.states()
         self._callbacks = [copy.deepcopy(each) for each in callbacks]
         self.are_there = bool(self._callbacks)
@@ -58,24 +61,38 @@ class InstalledCallbacks:
     # ---------------------------------------------------------------------------------------------- around a step
 
     def begin_epoch(self, epoch: Any, operator: Any) -> None:
-        """Call `on_epoch_begin`, unless this worker has already called it for the same epoch before a failure."""
+        """Call `on_epoch_begin` of the callbacks, unless it was called for the same epoch before a failure.
+
+        Args:
+            epoch: Object that identifies the epoch.
+            operator: The training operator.
+        """
         if epoch is not self._epoch:
             self._epoch = epoch
             for each in self._callbacks:
                 call_event(each, "on_epoch_begin", operator)
 
     def begin_leg(self, operator: Any, describe: Callable[[], Mapping[str, Any]]) -> None:
-        """Call `_on_leg`, because an epoch begins or a new group continues the epoch.
+        """Call `_on_leg` of the callbacks when an epoch begins, and when a new group of workers continues the epoch.
 
         Args:
-            operator: The operator.
-            describe: Returns a description of the leg, the part of the epoch that this worker group runs.
+            operator: The training operator.
+            describe: Function that returns a description of the leg, the part of the epoch that the current group of
+                workers runs.
         """
         for each in self._with("_on_leg"):
             call_event(each, "_on_leg", operator, describe())
 
     def after_batch(self, operator: Any, step: PlaceInStep) -> Callable[[Any], Any] | None:
-        """Return a function that must be called with each batch's metrics, or None if no callback needs them."""
+        """Return a function that must be called with the metrics of each batch, to call `on_step_end` of callbacks.
+
+        The function returns the metrics with the entries that callbacks added. Return None if no callback overrides
+        `on_step_end`.
+
+        Args:
+            operator: The training operator.
+            step: The worker's position in the current step, which says whether a batch ends a step.
+        """
         watching, window = self._with("on_step_end"), list[AverageMeterCollection]()
 
         def after(metrics: Any) -> Any:
@@ -89,13 +106,19 @@ class InstalledCallbacks:
         return after if watching else None
 
     def note_batch(self, operator: Any, metrics: Any, is_boundary: bool) -> None:
-        """Call `_on_batch` with the metrics of a batch; None for padding."""
+        """Call `_on_batch` of the callbacks after a batch.
+
+        Args:
+            operator: The training operator.
+            metrics: Metrics of the batch, or None if the batch is padding, whose samples do not count.
+            is_boundary: True if the batch ends a step.
+        """
         for each in self.noting_batches:
             call_event(each, "_on_batch", operator, metrics, is_boundary)
 
     @contextmanager
     def listening(self, operator: Any) -> Iterator[None]:
-        """Inside the block, call the installed callbacks around optimizer steps."""
+        """Inside the block, let optimizer steps call the installed callbacks."""
         self._listen(self._with("on_gradients"), self._with("on_optimizer_step"))
         self._operator = operator
         try:
@@ -105,27 +128,32 @@ class InstalledCallbacks:
             self._listen([], [])
 
     def gradients(self, optimizer: Any) -> None:
-        """Call `on_gradients` before an optimizer steps, once its gradients are complete."""
+        """Call `on_gradients` of the callbacks, when gradients are complete and before an optimizer steps."""
         for each in self._on_gradients:
             call_event(each, "on_gradients", self._operator, optimizer)
 
     def note_norm(self, norm: Any) -> None:
-        """Call `_on_norm` with an optimizer's gradient norm, which clipping or a callback has computed."""
+        """Call `_on_norm` of the callbacks with the norm of the gradients that clipping or a callback has computed."""
         for each in self._with("_on_norm"):
             call_event(each, "_on_norm", norm)
 
     def stepped(self, optimizer: Any) -> None:
-        """Call `on_optimizer_step` after an optimizer has stepped."""
+        """Call `on_optimizer_step` of the callbacks after an optimizer has stepped."""
         for each in self._on_steps:
             call_event(each, "on_optimizer_step", self._operator, optimizer)
 
     @property
     def changed_by_steps(self) -> list[WorkerCallback]:
-        """The callbacks that are called around optimizer steps, which may change the callbacks' states."""
+        """The callbacks that are called before or after optimizer steps. Their states may change in each step."""
         return [*self._on_gradients, *self._on_steps]
 
     def end_epoch(self, operator: Any, returned: Any) -> Any:
-        """Call `on_epoch_end`. Return the metrics of `train_epoch` with the entries that callbacks added."""
+        """Call `on_epoch_end` of the callbacks, and return the epoch's metrics with the entries that callbacks added.
+
+        Args:
+            operator: The training operator.
+            returned: What the operator's `train_epoch` returned.
+        """
         self._epoch = None
         watching = self._with("on_epoch_end")
         if not watching or not isinstance(returned, Mapping):
@@ -139,27 +167,33 @@ class InstalledCallbacks:
         return [each for each in self._callbacks if getattr(type(each), method) is not getattr(WorkerCallback, method)]
 
     def of_kind(self, kind: type) -> Any:
-        """Return the callback of exactly this class, or None if no such callback is installed."""
+        """Return the installed callback of exactly this class, or None if there is none."""
         return next((each for each in self._callbacks if type(each) is kind), None)
 
     # ---------------------------------------------------------------------------------------------- their state
 
     def states(self) -> dict[str, Any]:
-        """Return the callbacks' states by `state_key`, including loaded states whose callback is not installed."""
+        """Return the states of the callbacks by `state_key`.
+
+        This includes states from a checkpoint whose callbacks are not installed.
+        """
         return {**self._unclaimed, **{key_of(each): call_event(each, "state_dict") for each in self._callbacks}}
 
     def state_of(self, key: str) -> Any:
-        """Return the state stored under a `state_key`, or None if no state has this key."""
+        """Return the state of the callback with this `state_key`, or None if there is no such state."""
         found = next((each for each in self._callbacks if key_of(each) == key), None)
         return self._unclaimed.get(key) if found is None else call_event(found, "state_dict")
 
     def part_of_state(self) -> dict[str, Any]:
-        """Return the entry of the replica's state that holds the callbacks' states; empty if they have no states."""
+        """Return the entry for the callbacks' states in the worker's state dict, as a dict with one key.
+
+        Return an empty dict if the callbacks have no states.
+        """
         states = self.states()
         return {CALLBACKS: states} if states else {}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Check the type of the callbacks' states in a replica's state.
+        """Check the type of the callbacks' states in a state dict that is about to be loaded.
 
         Raises:
             ValueError: The callbacks' states are not a mapping.
@@ -168,7 +202,10 @@ class InstalledCallbacks:
             raise ValueError(f"The state's {CALLBACKS!r} does not have the states of callbacks. Nothing was loaded.")
 
     def apply(self, state: Mapping[str, Any], operator: Any) -> None:
-        """Load the callbacks' states from a replica's state. A callback without a state is reset with `on_begin`."""
+        """Load the callbacks' states from a state dict.
+
+        For a callback whose state is missing there, `on_begin` is called, so that the callback starts anew.
+        """
         without = self._claim(copy.deepcopy(dict(state.get(CALLBACKS, {}))))
         for each in without:
             call_event(each, "on_begin", operator)
@@ -181,7 +218,11 @@ class InstalledCallbacks:
             )
 
     def _claim(self, states: Mapping[str, Any]) -> list[WorkerCallback]:
-        """Load each callback's state from `states`. Return the callbacks whose key is missing."""
+        """Load the state of each callback. Return the callbacks whose state is missing.
+
+        Args:
+            states: The states by `state_key`.
+        """
         self._unclaimed = {key: state for key, state in states.items() if state is not None}
         for each in self._callbacks:
             state = self._unclaimed.pop(key_of(each), None)
@@ -200,9 +241,15 @@ def _after_step(callbacks: Sequence[WorkerCallback], operator: Any, metrics: Any
 
 
 def _over_batches(meters: AverageMeterCollection, metrics: Any, is_last: bool) -> Any:
-    """Add a batch's metrics to its step's meters. After the step's last batch, return the means and their weights.
+    """Average metrics over the batches of a step, whose gradients add up.
 
-    Metrics that cannot be averaged keep this batch's value.
+    After the last batch, return the averages and their weights. A metric that cannot be averaged has the value of the
+    last batch.
+
+    Args:
+        meters: Collection in which the step's metrics are accumulated.
+        metrics: Metrics of one batch.
+        is_last: True if the batch is the last of the step.
     """
     if not isinstance(metrics, Mapping):
         return metrics

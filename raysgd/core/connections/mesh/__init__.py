@@ -1,1 +1,1 @@
-"""Sockets between all pairs of ranks: how ranks connect, and the collectives over the sockets."""
+"""Sockets between all pairs of ranks: how the ranks connect, and the collectives that use these sockets."""

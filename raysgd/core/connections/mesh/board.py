@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 from raysgd.core.connections.mesh.mesh import MeshBroken
 
-_HEAD = struct.Struct("<III")  # rank that wrote the value, length of the key, length of the value
+_HEAD = struct.Struct("<III")  # header of a message: rank that wrote the value, length of the key, length of the value
 _PART = 1 << 16
 _INTERRUPTED = "it was interrupted"
 
 
 class BoardMessage(NamedTuple):
-    """A key and a value in transit.
+    """A key and its value, on the way from the rank that wrote them to another rank.
 
     Attributes:
         source: The rank that wrote the value.
@@ -39,7 +39,7 @@ class BoardMessage(NamedTuple):
 
     @property
     def encoded(self) -> bytes:
-        """The message in its wire format."""
+        """The message as the bytes to send."""
         name = self.key.encode()
         return b"".join((_HEAD.pack(self.source, len(name), len(self.value)), name, self.value))
 
@@ -60,12 +60,12 @@ def taken_from(received: bytearray) -> list[BoardMessage]:
 
 
 class _Link:
-    """The connection to one neighbor.
+    """This rank's connection to one of its neighbors.
 
     Args:
         rank: Rank of the neighbor.
         connection: Socket connected to the neighbor.
-        wake: Called when the socket has not accepted all bytes, so that another thread must send the rest.
+        wake: Called if the socket has not accepted all bytes. It must make another thread send the remaining bytes.
     """
 
     __slots__ = ("_is_cut", "_received", "_sending", "_unsent", "_wake", "connection", "rank")
@@ -103,7 +103,7 @@ class _Link:
         return bool(self._unsent)
 
     def receive(self) -> list[BoardMessage]:
-        """Receive the available bytes and return the complete messages."""
+        """Receive the bytes that have arrived, and return the messages that are complete."""
         part = self.connection.recv(_PART)
         if not part:
             raise ConnectionError("it has left, or has lost another rank")
@@ -117,7 +117,7 @@ class _Link:
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def close_socket(self) -> None:
-        """Close the socket. Afterwards, `wake` is no longer called."""
+        """Close the socket. Afterwards, this object never calls `wake` again."""
         with self._sending:
             self.connection.close()
 
@@ -128,16 +128,20 @@ def others(rank: int, size: int) -> set[int]:
 
 
 def neighbors(rank: int, size: int) -> set[int]:
-    """Return the ranks to which a rank has a connection: those at a power-of-two distance, in both directions.
+    """Return the neighbors of a rank: the ranks at a power-of-two distance in both directions.
 
-    With N ranks, each rank has about 2 log2 N neighbors, and a message reaches all ranks within log2 N hops.
+    A rank has a connection to each of its neighbors. With N ranks, these are about 2 log2 N connections, and a message
+    reaches all ranks within log2 N hops.
     """
     steps = [1 << power for power in range((size - 1).bit_length())]
     return {(rank + step) % size for step in steps} | {(rank - step) % size for step in steps}
 
 
 def next_of_all(rank: int, source: int, size: int) -> list[int]:
-    """Return the neighbors to which `rank` forwards a message that `source` wrote. Every rank gets the message once."""
+    """Return the neighbors to which `rank` forwards a message that `source` wrote.
+
+    Every rank gets each message once.
+    """
     distance = (rank - source) % size
     powers = range(distance.bit_length(), (size - 1).bit_length())
     return [(rank + (1 << power)) % size for power in powers if distance + (1 << power) < size]
@@ -164,7 +168,8 @@ class Board:
         self._broken_by = ""
         self._is_cut = False
         self._has_changed = threading.Condition()
-        self._bell: tuple[int, ...] = os.pipe() if connections else ()  # writing to the second end wakes the thread
+        # Writing to the second end of this pipe wakes the receiving thread.
+        self._bell: tuple[int, ...] = os.pipe() if connections else ()
         self._links = {rank: _Link(rank, each, self._wake) for rank, each in connections.items()}
         self._by_number = {link.connection.fileno(): link for link in self._links.values()}
         self._poll = select.poll()
@@ -175,11 +180,11 @@ class Board:
             self._receiver.start()
 
     def wait(self, keys: Sequence[str], timeout_s: float) -> None:
-        """Wait until all keys have values.
+        """Wait until all keys have values on the board.
 
         Raises:
             BoardTimeout: A key still has no value after `timeout_s` seconds.
-            MeshBroken: A rank that might write one of the keys is gone.
+            MeshBroken: A connection has ended, so the values may never arrive.
         """
         if self.has(keys):
             return
@@ -194,22 +199,22 @@ class Board:
                 raise MeshBroken(f"{what}: {self._broken_by}")
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """Return the value of a key. Wait for it if necessary. Raises the same errors as `wait`."""
+        """Wait until a key has a value on the board, and return the value. Raise the same errors as `wait`."""
         self.wait([key], timeout_s)
         return self._values[key]
 
     def has(self, keys: Iterable[str]) -> bool:
-        """Return True if all keys have values."""
+        """Return True if all keys have values in this rank's copy of the board."""
         return all(key in self._values for key in keys)
 
     @property
     def values(self) -> list[bytes]:
-        """All values currently on the board."""
+        """All values in this rank's copy of the board."""
         with self._has_changed:
             return list(self._values.values())
 
     def put(self, key: str, value: bytes) -> None:
-        """Write a value and send it to all ranks.
+        """Store a value in this rank's copy of the board, and send it to all other ranks.
 
         Raises:
             MeshBroken: A connection has ended.
@@ -234,7 +239,10 @@ class Board:
             self._break(_INTERRUPTED if was_cut else str(error))
 
     def _receive_once(self) -> None:
-        """Wait for messages, then forward and store them. If a connection has ended, raise an error afterwards."""
+        """Wait for messages from neighbors, then forward the messages and store their values.
+
+        If a connection has ended, raise an error after that.
+        """
         messages: list[BoardMessage] = []
         ends: list[MeshBroken] = []
         for number, events in self._poll.poll():
@@ -255,9 +263,14 @@ class Board:
             raise ends[0]
 
     def _moved(self, link: _Link, events: int) -> list[BoardMessage]:
-        """Send data to and receive data from a neighbor without blocking, as the poll events allow.
+        """Send buffered bytes to a neighbor, or receive its messages, as far as possible without waiting.
 
-        Return the complete messages.
+        Args:
+            link: The connection to the neighbor.
+            events: What the connection is ready for, as `select.poll` reported it.
+
+        Returns:
+            The messages that are complete.
         """
         if events & select.POLLOUT:
             link.send_rest()
@@ -265,7 +278,7 @@ class Board:
         return link.receive() if events & ~select.POLLOUT else []
 
     def _watch_rests(self) -> None:
-        """Poll each socket with buffered bytes for readiness to send."""
+        """From now on, also wait until sockets with buffered bytes can send more."""
         os.read(self._bell[0], _PART)
         for link in self._links.values():
             self._poll.modify(link.connection, _events(link))
@@ -274,7 +287,7 @@ class Board:
         os.write(self._bell[1], b"!")
 
     def _pass_on(self, messages: Sequence[BoardMessage]) -> None:
-        """Forward messages to this rank's next neighbors. Send messages to the same neighbor together."""
+        """Forward messages to this rank's neighbors. Messages to the same neighbor are sent together."""
         onward: dict[int, list[bytes]] = defaultdict(list)
         for message in messages:
             encoded = message.encoded
@@ -297,16 +310,16 @@ class Board:
             link.cut()
 
     def interrupt(self) -> None:
-        """Shut down all connections.
+        """Shut down this rank's connections. May be called from any thread.
 
-        Callable from any thread. This aborts this rank's waits, and other ranks' waits for this rank.
+        The shutdown aborts this rank's waits for values, and other ranks' waits for values from this rank.
         """
         if not self._is_cut:
             self._cut()
             self._break(_INTERRUPTED)
 
     def close_sockets(self) -> None:
-        """Shut down the connections, and close the sockets once the receiving thread has finished."""
+        """Shut down this rank's connections. Close the sockets once the receiving thread has finished."""
         self.interrupt()
         if self._receiver.is_alive():
             self._receiver.join()

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _BACKLOG = 4096
-_MOST_STRANGERS = 128  # more unauthenticated connections could exhaust this process's file descriptors
-_MOST_ACCEPTED = 256  # connections to accept per poll, so that earlier connections also make progress
+_MOST_STRANGERS = 128  # limit of unauthenticated connections: more could exhaust this process's file descriptors
+_MOST_ACCEPTED = 256  # limit of connections to accept per poll, so that earlier handshakes also make progress
 _HAS_NAMES = sys.platform.startswith("linux")  # Linux has abstract Unix sockets, whose names need no files
 
 Address: TypeAlias = tuple[str, int]
@@ -51,11 +51,11 @@ _PROOF_LENGTH = 32
 
 
 class Deadline:
-    """Time limit for waiting for other ranks, starting now.
+    """A time limit for waiting until other ranks have joined. The time starts when this object is created.
 
     Args:
-        timeout_s: Maximum time to wait.
-        is_interrupted: Called by each `check`. If it returns True, the wait is aborted.
+        timeout_s: Maximum number of seconds to wait.
+        is_interrupted: Called by each `check`. If it returns True, `check` raises.
     """
 
     def __init__(self, timeout_s: float, is_interrupted: Callable[[], bool] = lambda: False) -> None:
@@ -64,7 +64,7 @@ class Deadline:
         self._deadline = time.monotonic() + timeout_s
 
     def check(self) -> None:
-        """Raise an error if the wait must end.
+        """Raise an error if this rank must not wait any longer.
 
         Raises:
             ConnectFailed: The deadline has passed, or the wait was interrupted.
@@ -74,9 +74,11 @@ class Deadline:
 
 
 def listen_at(host: str) -> socket.socket:
-    """Listen at a free port of `host`. If this machine does not have that address, listen on all its addresses.
+    """Return a socket that listens at a free port of the address `host`.
 
-    Behind network address translation (NAT), other machines know this machine by an address that it does not have.
+    If this machine does not have that address, the socket listens at all addresses of the machine. This happens behind
+    network address translation (NAT), where other machines know this machine by an address that it does not have
+    itself.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -91,7 +93,7 @@ def listen_at(host: str) -> socket.socket:
 
 
 class ConnectionAttempt(NamedTuple):
-    """A connection that this rank initiates.
+    """A connection to open from this rank to another rank.
 
     Attributes:
         rank: The rank to connect to.
@@ -107,9 +109,9 @@ class ConnectionAttempt(NamedTuple):
 class Endpoint:
     """The sockets at which a rank listens for connections from other ranks.
 
-    At the loopback address, the endpoint listens at a Unix socket, where a message takes a third of the time. It also
-    reserves a TCP port, so that no other process gets that port. If Unix sockets are not possible, it listens at the
-    port.
+    At the loopback address, the endpoint listens at a Unix socket, over which a message takes a third of the time. It
+    also reserves a TCP port, so that no other process gets that port. If Unix sockets are not possible, the endpoint
+    listens at the TCP port.
 
     Attributes:
         port: The number that other ranks need to connect, the second item of an `Address`.
@@ -126,7 +128,7 @@ class Endpoint:
         self._listener.setblocking(False)
 
     def close_sockets(self) -> None:
-        """Stop listening."""
+        """Close the listening sockets."""
         self._listener.close()
         if self._holding is not None:
             self._holding.close()
@@ -134,16 +136,20 @@ class Endpoint:
     def connect(
         self, rendezvous: Rendezvous, rank: int, lanes: Sequence[Collection[int]], deadline: Deadline
     ) -> list[Connections]:
-        """Connect to other ranks, which must call this at the same time. Stop listening afterwards.
+        """Connect this rank to other ranks, then stop listening.
 
-        This rank connects to lower ranks and accepts connections from higher ranks.
+        The other ranks must call this method at the same time. This rank connects to lower ranks and accepts
+        connections from higher ranks.
 
         Args:
             rendezvous: The ranks' addresses and the group's secret.
             rank: This rank.
-            lanes: For each lane, which is one set of connections, the ranks to connect to. Each of these ranks must
-                list this rank in the same lane.
+            lanes: The sets of connections (lanes) to open. For each lane, the ranks to connect to. Each of these ranks
+                must list this rank in the same lane.
             deadline: Limits the wait for other ranks.
+
+        Returns:
+            For each lane, the connected sockets by rank.
 
         Raises:
             ConnectFailed: Another rank is gone or was too late.
@@ -164,11 +170,11 @@ class Endpoint:
     def connect_all(
         self, credentials: Credentials, calls: Collection[ConnectionAttempt], num_accepted: int, deadline: Deadline
     ) -> list[Peer]:
-        """Connect to some ranks and accept connections from other ranks. Return when all are connected.
+        """Open connections to some ranks and accept connections from other ranks. Return when all are connected.
 
         Args:
             credentials: This rank's number and the group's secret.
-            calls: The connections to initiate.
+            calls: The connections to open.
             num_accepted: Number of connections to accept from other ranks.
             deadline: Limits the wait for other ranks.
 
@@ -200,8 +206,8 @@ class _Pending:
     Attributes:
         connection: The socket to the other side.
         handshake: The generator that performs the handshake.
-        call: The connection that this rank initiated, or None if the other side connected. Any process may connect, so
-            this rank ignores the failure of an accepted handshake.
+        call: The connection attempt, if this rank opened the connection. None if the other side did. Since any process
+            may connect, a handshake that the other side started may fail without an error.
         events: The poll events that the handshake waits for.
     """
 
@@ -213,13 +219,13 @@ class _Pending:
 
 
 class _Handshakes:
-    """Performs many handshakes concurrently, so that no handshake waits for another.
+    """Performs a rank's handshakes concurrently, so that no handshake waits for another handshake.
 
     Args:
         credentials: This rank's number and the group's secret.
-        listener: The socket to which others connect.
-        most_accepted: Maximum number of accepted handshakes in progress. Beyond that number, the oldest handshakes are
-            dropped, starting with processes that have not sent a valid greeting.
+        listener: The socket to which other ranks connect.
+        most_accepted: Maximum number of handshakes in progress that other processes have started. Beyond that number,
+            the oldest of these handshakes are dropped, starting with processes that have not sent a valid greeting.
 
     Attributes:
         peers: Ranks whose handshakes have succeeded.
@@ -236,14 +242,14 @@ class _Handshakes:
         self._greeted: set[int] = set()  # file descriptors of processes whose greeting proves that they know the secret
 
     def call(self, call: ConnectionAttempt) -> None:
-        """Connect to a rank, and start the handshake."""
+        """Open a connection to another rank, and start the handshake with that rank."""
         connection = _socket_for(call.address)
         code = connection.connect_ex(_name_of(call.address))
         if code not in (0, errno.EINPROGRESS):
             connection.close()
             if code != errno.EAGAIN:
                 raise OSError(code, os.strerror(code))
-            self._postponed.append(call)  # retry later: the other rank's listening socket has a full backlog
+            self._postponed.append(call)  # retry later: that rank's queue of incoming connections is full
             return
         self._start(connection, self._credentials.initiate(connection, call.rank, call.lane), call)
         self._advance(connection.fileno())
@@ -269,7 +275,7 @@ class _Handshakes:
         self._poll.register(connection, select.POLLIN)
 
     def poll(self) -> None:
-        """Poll once, for at most `_POLL_S`. Advance handshakes that received data, and accept new connections."""
+        """Wait up to `_POLL_S` for events. Continue handshakes that received data, and accept new connections."""
         postponed, self._postponed = self._postponed, []
         for call in postponed:
             self.call(call)
@@ -296,7 +302,8 @@ class _Handshakes:
             if one.call is not None:
                 if not isinstance(error, ConnectionResetError | BrokenPipeError):
                     raise
-                self._postponed.append(one.call)  # retry: that rank has too many handshakes, or has stopped listening
+                # Retry: that rank dropped the connection because it has too many handshakes, or has stopped listening.
+                self._postponed.append(one.call)
             self.drop([number])
         else:
             if events != one.events:
@@ -304,7 +311,7 @@ class _Handshakes:
                 self._poll.modify(number, events)
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Disconnect the processes at these file descriptors and abandon their handshakes."""
+        """Close the connections with these file descriptors and abandon their handshakes."""
         for number in list(numbers):
             self._forget(number).connection.close()
 
@@ -315,13 +322,11 @@ class _Handshakes:
 
 
 def _listen_at_name(host: str) -> tuple[socket.socket, socket.socket, int] | None:
-    """Listen at a Unix socket with a random abstract name.
-
-    The name is random, because any user of the machine could bind a predictable name.
+    """Listen at a Unix socket with a random abstract name. Any user of the machine could bind a predictable name.
 
     Returns:
-        A socket that reserves a free TCP port, the listening socket, and the number that stands for its name. None if
-        Unix sockets are not possible, for example in a sandbox.
+        A socket that reserves a free TCP port, the listening socket, and the number that encodes the listening socket's
+        name. None if Unix sockets are not possible, for example in a sandbox.
     """
     holding, listener = socket.socket(), socket.socket(socket.AF_UNIX)
     try:
@@ -338,13 +343,17 @@ def _listen_at_name(host: str) -> tuple[socket.socket, socket.socket, int] | Non
 
 
 def has_names(host: str) -> bool:
-    """Return True if ranks at `host` listen at Unix sockets, unless a sandbox forbids them."""
+    """Return True if ranks at the address `host` listen at Unix sockets.
+
+    In a sandbox, they may have to use TCP anyway.
+    """
     return _HAS_NAMES and host == LOOPBACK
 
 
 def _name_of(address: Address) -> Address | bytes:
-    """Return the argument for `connect`: the address itself, or the abstract name of the Unix socket that it encodes.
+    """Return the address in the form that `bind` and `connect` expect.
 
+    This is the address itself, or the abstract name of the Unix socket if the address's port encodes such a name.
     Abstract names are visible in the whole network namespace.
     """
     return b"\0raysgd/%x" % address[1] if address[1] >> PORT_BITS else address
@@ -363,7 +372,8 @@ def _disable_nagle(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-_HELLO = struct.Struct("<II16s32s")  # connecting rank, lane, nonce, and greeting: an HMAC with the secret
+# First message of a handshake: connecting rank, lane, nonce, and an HMAC that proves knowledge of the secret.
+_HELLO = struct.Struct("<II16s32s")
 _NOT_YET = (errno.EAGAIN, errno.EWOULDBLOCK, errno.ENOTCONN)  # macOS reports ENOTCONN while connecting
 
 
@@ -397,11 +407,25 @@ class Credentials:
     secret: bytes
 
     def proof(self, role: bytes, initiator: int, responder: int, lane: int, nonces: bytes) -> bytes:
-        """Return the HMAC over the nonces. It also covers role, ranks and lane, so it cannot be replayed elsewhere."""
+        """Return the HMAC with which one side of a connection proves that it knows the group's secret.
+
+        The HMAC covers the nonces, the role, the ranks and the lane. A recorded proof is therefore invalid for any
+        other connection.
+
+        Args:
+            role: The step of the handshake to which the proof belongs.
+            initiator: The connecting rank.
+            responder: The accepting rank.
+            lane: Index of the connection among the two ranks' connections.
+            nonces: The nonces sent so far in this handshake.
+        """
         return hmac.digest(self.secret, role + struct.pack("<III", initiator, responder, lane) + nonces, "sha256")
 
     def initiate(self, connection: socket.socket, responder: int, lane: int) -> Handshake:
-        """Perform the handshake as the connecting side. The socket to rank `responder` may still be connecting."""
+        """Perform the connecting side's part of the handshake with rank `responder`.
+
+        The socket may still be connecting.
+        """
         own = secrets.token_bytes(_NONCE_LENGTH)
         greeting = self.proof(b"greeting", self.rank, responder, lane, own)
         yield from _sent(connection, _HELLO.pack(self.rank, lane, own, greeting))
@@ -413,7 +437,10 @@ class Credentials:
         return Peer(connection, responder, lane)
 
     def respond(self, connection: socket.socket, note_greeting: Callable[[], None]) -> Handshake:
-        """Perform the handshake as the accepting side. Call `note_greeting` once the greeting proves to be valid."""
+        """Perform the accepting side's part of the handshake.
+
+        Call `note_greeting` if the other side's greeting is valid.
+        """
         initiator, lane, other, greeting = _HELLO.unpack((yield from _received(connection, _HELLO.size)))
         if hmac.compare_digest(greeting, self.proof(b"greeting", initiator, self.rank, lane, other)):
             note_greeting()

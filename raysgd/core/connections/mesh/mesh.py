@@ -1,8 +1,9 @@
-"""The mesh: sockets between all pairs of ranks, over which ranks swap bytes.
+"""The mesh: sockets between all pairs of ranks, through which ranks send and receive bytes.
 
-In a swap, a rank sends messages to some ranks and receives messages from some ranks at the same time. Every rank must
-make the same swaps in the same order. An error in a swap shuts down all of this rank's connections, so that no other
-rank waits for this rank. `interrupt` does the same from any thread.
+Its only operation is a swap: a rank sends messages to some ranks and receives messages from some ranks at the same
+time. Every rank must make the same swaps in the same order. An error in a swap shuts down all of this rank's
+connections, so that no other rank waits for this rank. `interrupt` shuts them down, too, and may be called from any
+thread.
 
 ADR 35 explains why gradients in host memory do not use gloo.
 """
@@ -19,10 +20,11 @@ from typing import Any, TypeAlias, TypeVar
 
 from raysgd.exceptions import OnFailure
 
-_HEAD = struct.Struct("<QI")  # number of bytes that follow, and type of the collective
+_HEAD = struct.Struct("<QI")  # header of a message: number of bytes that follow, and type of the collective
 _LONGEST_POLL_MS = 2**31 - 1
 
-_IS_GONE = getattr(select, "POLLRDHUP", 0)  # Linux only; elsewhere, a closed connection is noticed on its next use
+# Poll event for a closed connection. It exists on Linux only. Elsewhere, the next use of the connection fails.
+_IS_GONE = getattr(select, "POLLRDHUP", 0)
 
 Bytes: TypeAlias = memoryview
 
@@ -39,11 +41,13 @@ class NotAligned(ValueError):
 
 
 class Mesh:
-    """One rank's connections to all other ranks. In a swap, ranks send and receive messages at the same time.
+    """One rank's connections to all other ranks.
+
+    In a swap, ranks send and receive messages through these connections at the same time.
 
     Attributes:
-        timeout_s: How long a swap may stall before it raises.
-        waited_s: Seconds that this rank has waited in swaps for ranks that had not started the same swap.
+        timeout_s: How many seconds a swap may go without sending or receiving a byte before it raises.
+        waited_s: Seconds that this rank has waited in swaps until other ranks started the same swap.
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], timeout_s: float) -> None:
@@ -66,8 +70,8 @@ class Mesh:
             kind: Identifies the type of collective. All ranks must pass the same number.
 
         Raises:
-            MeshBroken: A connection ended, or no byte moved for `timeout_s`.
-            NotAligned: A rank sent a message of another size or `kind`, so it is at a different collective.
+            MeshBroken: A connection ended, or no byte was sent or received for `timeout_s`.
+            NotAligned: A rank sent a message of another size or `kind`, so it is in a different collective.
         """
         if self._is_broken:
             raise MeshBroken("the connections to the other ranks have ended")
@@ -111,7 +115,7 @@ class Mesh:
             raise MeshBroken(f"rank {', '.join(map(str, sorted(gone)))} has ended its connection")
 
     def _watch(self, rank: int, events: int) -> None:
-        """Set the poll events for the connection to a rank."""
+        """Set the poll events that `_wait` watches for on the connection to a rank."""
         try:
             self._poll.modify(self._connections[rank], events)
         except ValueError as error:
@@ -119,18 +123,18 @@ class Mesh:
 
     @property
     def is_broken(self) -> bool:
-        """True if a connection has ended."""
+        """True if any connection to another rank has ended."""
         if self._is_broken:
             return True
-        poll = select.poll()  # a new object, because another thread may be waiting in `self._poll`
+        poll = select.poll()  # a new poll object, because another thread may be waiting in `self._poll`
         for connection in self._connections.values():
             poll.register(connection, _IS_GONE)
         return bool(poll.poll(0))
 
     def interrupt(self) -> None:
-        """Shut down all connections.
+        """Shut down this rank's connections. May be called from any thread.
 
-        Callable from any thread. This aborts this rank's swaps, and other ranks' swaps with this rank.
+        The shutdown aborts this rank's swaps, and other ranks' swaps with this rank.
         """
         if self._is_broken:
             return
@@ -151,7 +155,10 @@ def _pieces(message: Message) -> list[Any]:
 
 
 def _go_on(tasks: dict[int, _TaskT]) -> bool:
-    """Advance each task as far as possible without blocking, and remove finished tasks. Return True if any advanced."""
+    """Send or receive as much as possible in each task without blocking, and remove finished tasks.
+
+    Return True if any task sent or received bytes.
+    """
     has_moved = False
     for rank, task in list(tasks.items()):
         has_moved |= task.go_on()
@@ -193,7 +200,7 @@ class _Receiving:
 
     @property
     def has_begun(self) -> bool:
-        """True if the message's header has arrived, so the other rank has started the same swap."""
+        """True if the message's header has arrived. The other rank has then started the same swap."""
         return self._head is None
 
     def go_on(self) -> bool:
@@ -234,7 +241,7 @@ _TaskT = TypeVar("_TaskT", _Sending, _Receiving)
 
 
 def _rest_of(parts: Sequence[Any], num_sent: int) -> Iterator[Any]:
-    """Yield the rest of a message after its first `num_sent` bytes."""
+    """Yield the parts of a message that remain after its first `num_sent` bytes."""
     for part in parts:
         if num_sent < len(part):
             yield memoryview(part)[num_sent:]

@@ -1,10 +1,11 @@
-"""Presents a board, raysgd's key-value store of a group, to PyTorch as a `torch.distributed` store.
+"""Presents a board (raysgd's key-value store of a group) to PyTorch as a `torch.distributed` store.
 
 Through such a store, the ranks of a process group find each other.
 
 PyTorch's own `TCPStore` accepts connections from any process, dies with its host, and looks up each client's host name.
-Without a name server, these lookups take long for many clients at once. This module imports PyTorch, so import it only
-where it is needed.
+Without a name server, these lookups take long for many clients at once.
+
+This module imports PyTorch. Import this module only in processes that use PyTorch anyway.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from raysgd.core.connections.mesh.board import Board, BoardTimeout
 
 
 class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
-    """Implements the store operations that gloo uses. PyTorch's C++ code calls these operations, too.
+    """A `torch.distributed` store with the operations that gloo uses. Its values are stored on a board.
 
-    PyTorch sets the store's `timeout` to the process group's timeout.
+    PyTorch's C++ code also calls these operations. PyTorch sets the store's `timeout` to the process group's timeout.
 
     Args:
         board: Board that holds the values.
@@ -50,7 +51,7 @@ class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
             self.set(key, value)
 
     def add(self, key: str, amount: int) -> int:
-        """Raise an error. Counters are not supported, because they would need one rank to act as a server."""
+        """Raise an error. The store has no counters, because counters would need one rank to act as a server."""
         raise NotImplementedError(
             "the store of this process group has no counters. Create groups without `use_local_synchronization=True`, "
             "and leave the variable `TORCH_DIST_INIT_BARRIER` unset."

@@ -45,12 +45,12 @@ _NO_ROWS: Mapping[int, Array] = {}
 
 
 class RankSums:
-    """Computes all-reduce sums together with the other ranks.
+    """Sums arrays over all ranks (all-reduce). Every rank has such an object and calls the same methods.
 
     Args:
         rank: This rank.
         mesh: Connections to the other ranks.
-        nodes: Maps ranks to nodes.
+        nodes: Tells which ranks are on the same node.
     """
 
     def __init__(self, rank: int, mesh: Mesh, nodes: Nodes) -> None:
@@ -74,7 +74,7 @@ class RankSums:
             self._by_lanes(flat, kind)
 
     def can_carry(self, flat: Array) -> bool:
-        """Return True if `add_up_with` supports this array. All ranks get the same result."""
+        """Return True if `add_up_with` can sum an array of this size. All ranks get the same result."""
         return len(self._all) <= MOST and (flat.nbytes <= MAX_WHOLE_BYTES or not self._nodes.are_shared)
 
     def add_up_with(self, flat: Array, row: Array, kind: int) -> list[Array]:
@@ -96,7 +96,10 @@ class RankSums:
     # ------------------------------------------------------------------------------------ several nodes
 
     def _by_leaders(self, flat: Array, kind: int) -> None:
-        """Sum within each node, then across the nodes' first ranks. These broadcast the result in their nodes."""
+        """Sum an array within each node, then across the first ranks of the nodes.
+
+        The first rank of each node then broadcasts the sum within its node.
+        """
         beside = self._beside
         self._among(beside, flat, kind, is_small=True)
         if self._rank == beside[0]:
@@ -104,9 +107,9 @@ class RankSums:
         self._spread(beside, flat, kind)
 
     def _by_lanes(self, flat: Array, kind: int) -> None:
-        """Reduce-scatter on each node, all-reduce each part between nodes, then all-gather on each node.
+        """Reduce-scatter an array on each node, all-reduce each part between nodes, then all-gather on each node.
 
-        Each node sends about twice the array's bytes, however many ranks it has, as in a ring over all ranks.
+        Each node sends about twice the array's bytes, no matter how many ranks it has, like a ring over all ranks.
         """
         beside, lanes = self._beside, self._nodes.lanes
         parts, owners = _divided(flat, len(lanes)), beside[: len(lanes)]
@@ -140,8 +143,8 @@ class RankSums:
     def _whole(self, ranks: Sequence[int], flat: Array, kind: int, rows: Mapping[int, Array] = _NO_ROWS) -> None:
         """Send the whole array from every rank to every other, then sum locally.
 
-        This needs only one round of messages, and latency dominates the cost of small arrays. With `rows`, each rank
-        also sends its own row, and receives the other ranks' rows into `rows`.
+        This algorithm needs only one round of messages. For small arrays, the number of rounds determines the time.
+        With `rows`, each rank also sends its own row, and receives the other ranks' rows into `rows`.
         """
         others = self._without_self(ranks)
         received = self._room(others, flat.dtype, len(flat))
@@ -149,7 +152,10 @@ class RankSums:
         _add_in_order({**received, self._rank: flat}, flat)
 
     def _in_parts(self, ranks: Sequence[int], flat: Array, kind: int, rows: Mapping[int, Array] = _NO_ROWS) -> None:
-        """Reduce-scatter, then all-gather. Each rank sends about twice the array's bytes, for any number of ranks."""
+        """Sum an array over `ranks`: reduce-scatter, then all-gather.
+
+        Each rank sends about twice the array's bytes, for any number of ranks.
+        """
         parts = _divided(flat, len(ranks))
         self._collect(ranks, ranks, parts, kind, rows)
         self._distribute(ranks, ranks, parts, kind)
@@ -162,9 +168,9 @@ class RankSums:
         kind: int,
         rows: Mapping[int, Array] = _NO_ROWS,
     ) -> None:
-        """Reduce-scatter: each owner sums its part over all of `ranks`.
+        """Reduce-scatter: each rank in `owners` receives its part of the array from all `ranks` and sums it.
 
-        `rows` are sent along as in `_whole`. This requires that all ranks are owners.
+        The `rows` are sent along as in `_whole`. This requires that all ranks are owners.
         """
         of_others = {owner: part for owner, part in zip(owners, parts, strict=True) if owner != self._rank}
         outgoing = {owner: self._with_own(part, rows) for owner, part in of_others.items()}
@@ -178,7 +184,7 @@ class RankSums:
             _add_in_order({**received, self._rank: own}, own)
 
     def _distribute(self, ranks: Sequence[int], owners: Sequence[int], parts: Sequence[Array], kind: int) -> None:
-        """All-gather: each owner sends its part to all of `ranks`."""
+        """All-gather: each rank in `owners` sends its summed part of the array to all `ranks`."""
         incoming = {owner: as_bytes(part) for owner, part in zip(owners, parts, strict=True) if owner != self._rank}
         outgoing = {}
         if self._rank in owners:
@@ -186,7 +192,10 @@ class RankSums:
         self._mesh.swap(outgoing, incoming, kind)
 
     def _by_tree(self, ranks: Sequence[int], flat: Array, kind: int) -> None:
-        """Reduce up a tree to the first rank, then broadcast down the tree. This takes few messages per rank."""
+        """Sum an array up a tree of ranks to the first rank, then broadcast the sum down the tree.
+
+        This algorithm takes few messages per rank.
+        """
         above, below = tree(ranks, self._rank)
         if below:
             received = self._room(below, flat.dtype, len(flat))
@@ -197,7 +206,7 @@ class RankSums:
         self._spread(ranks, flat, kind)
 
     def _spread(self, ranks: Sequence[int], flat: Array, kind: int) -> None:
-        """Broadcast an array from the first of `ranks` to the other ranks, in place."""
+        """Broadcast an array from the first of `ranks` to the rest of `ranks`, in place."""
         above, passed_on = tree(ranks, self._rank)
         if above is not None:
             self._mesh.swap({}, {above: as_bytes(flat)}, kind)
@@ -207,14 +216,17 @@ class RankSums:
     # ------------------------------------------------------------------------------------ buffers
 
     def _with_own(self, flat: Array, rows: Mapping[int, Array]) -> Message:
-        """Return the array as a message. If there are rows, append this rank's row."""
+        """Return the array as a message. If there are rows, append this rank's row to the message."""
         return (as_bytes(flat), as_bytes(rows[self._rank])) if rows else as_bytes(flat)
 
     def _without_self(self, ranks: Sequence[int]) -> list[int]:
         return [rank for rank in ranks if rank != self._rank]
 
     def _room(self, ranks: Collection[int], dtype: np.dtype[Any], num_numbers: int) -> dict[int, Array]:
-        """Return a receive buffer for each rank. Reuse memory, because allocating it costs as much as the sum."""
+        """Return a receive buffer for each rank.
+
+        Later calls reuse the memory, because allocating it takes as long as a sum.
+        """
         num_bytes = num_numbers * dtype.itemsize
         if len(self._scratch) < num_bytes * len(ranks):
             self._scratch = np.empty(num_bytes * len(ranks), np.uint8)
@@ -223,7 +235,7 @@ class RankSums:
 
 
 def as_bytes(row: Array) -> memoryview:
-    """Return a byte view of the array. It goes through NumPy, because `memoryview` does not support all dtypes."""
+    """Return a view of the array as bytes. Cast in NumPy, because `memoryview` does not support all dtypes."""
     return row.view(np.uint8).data
 
 
@@ -244,7 +256,12 @@ def doubled(size: int) -> list[int]:
 
 
 def _add_in_order(terms: Mapping[int, Array], target: Array) -> None:
-    """Sum the terms in rank order into `target`, which is one of the terms."""
+    """Sum arrays in rank order into `target`.
+
+    Args:
+        terms: The arrays to sum, by rank.
+        target: The array to hold the sum. It must be one of the terms.
+    """
     first, second, *more = (terms[rank] for rank in sorted(terms))
     total = target if not more or target is first or target is second else first
     np.add(first, second, out=total)
@@ -256,7 +273,7 @@ def _add_in_order(terms: Mapping[int, Array], target: Array) -> None:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Maps a group's ranks to nodes.
+    """Tells which ranks of a group are on the same node.
 
     Attributes:
         hosts: The address of each rank's node, by rank. Must be identical on all ranks.
@@ -274,17 +291,17 @@ class Nodes:
 
     @cached_property
     def are_shared(self) -> bool:
-        """True if there are several nodes and any of them has several ranks."""
+        """True if there are several nodes and any node has several ranks."""
         return 1 < len(self.ranks) < len(self.hosts)
 
     @cached_property
     def leaders(self) -> list[int]:
-        """The first rank of each node."""
+        """The first rank of each node, in the order of `ranks`."""
         return [ranks[0] for ranks in self.ranks]
 
     @cached_property
     def lanes(self) -> list[list[int]]:
-        """Lists of ranks, here called lanes, with one rank per node. Each lane reduces one part of an array.
+        """Lists of ranks (lanes) that each contain one rank of every node. Each lane sums one part of an array.
 
         The node with the fewest ranks determines the number of lanes.
         """
@@ -292,7 +309,7 @@ class Nodes:
 
     @cached_property
     def in_order(self) -> list[int]:
-        """All ranks, node by node."""
+        """All ranks, ordered by node."""
         return [rank for ranks in self.ranks for rank in ranks]
 
     def beside(self, rank: int) -> list[int]:
@@ -303,8 +320,8 @@ class Nodes:
 def tree(ranks: Sequence[int], rank: int) -> tuple[int | None, list[int]]:
     """Return a rank's parent and children in the broadcast tree that starts at the first of `ranks`.
 
-    Children are in the order in which the rank sends to them. In each round of messages, the number of ranks that have
-    the data doubles.
+    The children are in the order in which the rank sends to them. In each round of messages, the number of ranks that
+    have the data doubles.
     """
     place, above = list(ranks).index(rank), None
     reach = 1
@@ -329,14 +346,14 @@ ChainTransfer: TypeAlias = Callable[[Mapping[int, Bytes], Mapping[int, Bytes]], 
 
 
 class Chain:
-    """One rank's position in a chain that transfers bytes from one rank through several others.
+    """One rank's position in a chain of ranks, through which bytes are forwarded from a source to all other ranks.
 
     The bytes are sent in pieces, and each rank receives one piece while it sends the previous piece. The whole chain
-    therefore takes little longer than one transfer, whatever its length, and the source sends the bytes only once.
-    ADR 35 explains why the source does not send to each rank directly.
+    therefore takes little longer than one transfer, whatever its length, and the source sends the bytes only once. ADR
+    35 explains why the source does not send to each rank directly.
 
     Args:
-        move: Transfers pieces between this rank and its neighbors.
+        move: Transfers pieces between this rank and its neighbors in the chain.
         rank: This rank.
         source: The rank that has the bytes.
         takers: The ranks that receive the bytes, in chain order. Must be the same on all ranks.
@@ -353,7 +370,11 @@ class Chain:
         self._after = way[place + 1] if place + 1 < len(way) else None
 
     def pass_on(self, *parts: Bytes) -> None:
-        """Send the buffers at the source. At other ranks, receive into them and forward each piece to the next rank."""
+        """Transfer the contents of buffers through the chain.
+
+        Args:
+            *parts: The buffers. The source sends from them. Each other rank receives into them and forwards each piece.
+        """
         held: Bytes | None = None
         for piece in self._pieces(parts):
             if self._before is None:

@@ -1,1 +1,1 @@
-"""Data types and interfaces shared by the engine's code in the driver and in the workers, which may import them all."""
+"""Data types and interfaces that the engine's code in the driver shares with its code in the workers."""

@@ -1,4 +1,4 @@
-"""`Call`, a function to run on a group's workers, and `CallHandle`, a handle to a call that runs in the background."""
+"""Defines `Call`, a function to run on a group's workers, and `CallHandle`, a handle to a call in the background."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Call:
             only some ranks, the replicas may be out of sync.
         captures: True to copy the replicas' state after the call even if no snapshot is due.
         rank: The only rank that runs the call. None for all ranks.
-        on_wait: Called in the driver about ten times a second while it waits for the call.
-        resume: Resumes the call in a newly formed group, with the same arguments as `function`. None if the call can
-            only start over, which is enough for a call that does not change the state.
-        leaves_as_new: True if new workers are built with the state that this call produces, so that a restart need not
+        on_wait: Called about ten times a second while the driver waits for the call.
+        resume: Function that resumes the call in a newly formed group, with the same arguments as `function`. None if
+            the call can only start over, which is enough for a call that does not change the state.
+        leaves_as_new: True if new workers are built with the state that this call produces. A restart then need not
             repeat the call.
         check: Called with the values of all ranks before the call counts as completed. If it raises, the group is
             killed, because its replicas are out of sync.
         divergence: Checks whether ranks ran different steps, so that some would wait for other ranks forever. Returns a
-            description, or "" if they did not. Takes one object per rank: its heartbeat while the call runs, its value
-            or failure after the call failed.
+            description of the difference, or "". Takes one object per rank: the rank's heartbeat while the call runs,
+            its value or failure after the call failed.
         may_continue: False if survivors of a failure must not continue the call in a new group.
         is_short: True if the call may be so short that the time to send it matters.
         is_repeatable: True if repeating the call later gives the same result. False for a function that reads objects
@@ -63,16 +63,19 @@ class Call:
 
     @property
     def can_continue(self) -> bool:
-        """True if survivors of a failure can continue the call."""
+        """True if survivors of a failure can continue the call in a new group."""
         return self.may_continue and (self.resume is not None or not self.changes_state)
 
     @property
     def is_kept(self) -> bool:
-        """True if a restart must not lose the call's effect: it must restore a later snapshot or repeat the call."""
+        """True if a restart must not lose the call's effect.
+
+        The restart must then restore a snapshot taken after the call, or repeat the call.
+        """
         return self.changes_state and not self.leaves_as_new
 
     def on_its_ranks(self, args: Sequence[Sequence[Any]]) -> dict[int, Sequence[Any]]:
-        """Return the arguments by rank, only for the ranks that run the call.
+        """Return the arguments, by rank, of the ranks that run the call.
 
         Args:
             args: The arguments of every rank of the group, by rank.
@@ -85,7 +88,7 @@ class CallHandle(ABC, Generic[T]):
 
     @abstractmethod
     def done(self) -> bool:
-        """Return True if the call has finished, with a result or an error."""
+        """Return True if the call has finished, whether with a result or an error."""
 
     @abstractmethod
     def result(self, timeout: float | None = None) -> T:
@@ -101,10 +104,10 @@ class CallHandle(ABC, Generic[T]):
 
 
 def run_into(future: Future[T], work: Callable[[], T]) -> None:
-    """Run `work` and set its result or exception on `future`. Used as the target of a thread."""
+    """Run `work` and store its result or exception in `future`. Threads use this function as their target."""
     try:
         result = work()
-    except BaseException as error:  # including KeyboardInterrupt, which the caller of `future.result` should get
+    except BaseException as error:  # even KeyboardInterrupt, which the caller of `future.result` should get
         future.set_exception(error)
     else:
         future.set_result(result)

@@ -1,4 +1,4 @@
-"""The interface that connects workers for collectives, and `NoConnection` for workers that run independently."""
+"""The interface through which workers connect for collectives, and a connection for workers that run independently."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FORM_TIMEOUT_S = 120.0
 class Connection(ABC):
     """Connects one worker with the other workers of its group, for example in a PyTorch process group.
 
-    All methods run in the worker.
+    All methods run in the worker's process.
     """
 
     def limit_threads(self, num_threads: int) -> None:
-        """Limit the number of threads of numerical libraries. Works best before these libraries are imported."""
+        """Limit the number of threads of numerical libraries. This works best before the libraries are imported."""
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             os.environ[name] = str(num_threads)
         torch = sys.modules.get("torch")
@@ -32,23 +32,26 @@ class Connection(ABC):
         """Import the framework in a remote worker's process. All workers do this at the same time."""
 
     def load_in_driver(self) -> None:
-        """Import the framework in the driver, if the driver is a worker (`use_local=True`)."""
+        """Import the framework in the driver. Called if the driver itself is a worker (`use_local=True`)."""
         self.load()
 
     def use_gpus(self, gpu_ids: Sequence[str]) -> None:  # noqa: B027 - only GPU frameworks have to do something
-        """If the driver is a worker, restrict it to the GPUs that are reserved for it.
+        """If the driver itself is a worker, restrict it to the GPUs that are reserved for it.
 
         Remote workers do not need this, because Ray shows each of them only its assigned GPUs.
+
+        Args:
+            gpu_ids: IDs of the reserved GPUs.
         """
 
     @property
     def opens_for_any_rank(self) -> bool:
-        """True if `open_endpoint` does not depend on the rank, so that it can be called before the rank is known."""
+        """True if `open_endpoint` does not depend on the rank and may be called before the rank is known."""
         return False
 
     @property
     def listens_alone(self) -> bool:
-        """True if a driver that is the only worker must open an endpoint, too."""
+        """True if the driver must open an endpoint even if it is the only worker."""
         return False
 
     @abstractmethod
@@ -59,27 +62,28 @@ class Connection(ABC):
 
         Args:
             host: Address of this machine to listen on. Only ranks that can reach this address can connect.
-            rank: This worker's rank in the next group. Any number if `opens_for_any_rank`.
+            rank: This worker's rank in the next group. May be any number if `opens_for_any_rank` is True.
         """
 
     @abstractmethod
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
-        """Join the group. Return when all ranks have joined.
+        """Connect to the other ranks of the group. Return when all ranks are connected.
 
         Args:
             rendezvous: The addresses of all ranks. This rank's address is the endpoint that it opened.
             world: This worker's rank, group size and so on.
-            even_alone: True to form a group even for a single rank, as a model wrapped for data parallelism requires.
+            even_alone: True to form a group even for a single rank. A model wrapped for data parallelism requires this.
         """
 
     def interrupt(self) -> None:  # noqa: B027 - most connections have nothing to interrupt
-        """Abort `join` and all collectives of this rank, after which the group is unusable. Called from another thread.
+        """Abort `join` and all collectives of this rank. Afterwards, the group is unusable.
 
-        If a connection does not implement this, ranks that wait for a lost rank can only be restarted.
+        May be called from any thread. If a connection class lacks this method, ranks that wait for a lost rank can only
+        be restarted.
         """
 
     def give_up(self, error: BaseException) -> None:
-        """Abort this rank's communication after a call failed in a broken group, so that no other rank waits for it.
+        """Abort this rank's communication after a connection error, so that no other rank waits for this rank.
 
         Args:
             error: The exception that the call raised.
@@ -88,26 +92,26 @@ class Connection(ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """Leave the group, and notify ranks that are still waiting for this rank.
+        """Leave the group, and let ranks that still wait for this rank notice that it has left.
 
-        Safe even if the worker has not joined a group or the group is broken.
+        This method may be called even if the worker has not joined a group or the group is broken.
         """
 
     def leave_for_another(self) -> None:
-        """Leave the group right before joining another group. Unlike in `leave`, cleanup may be postponed."""
+        """Leave the group in order to join another group. Unlike `leave`, this method may postpone cleanup."""
         self.leave()
 
     @abstractmethod
     def is_connection_error(self, error: BaseException) -> bool:
-        """Return True if an exception raised in this process means that the group is broken.
+        """Return True if an exception raised in this process means that the connections of the group are broken.
 
-        Called while the exception still has its traceback. Return False for errors of user code, such as a lost
-        database connection, because a call that fails with a broken group is retried.
+        The exception must still have its traceback. Return False for errors of user code, such as a lost database
+        connection, because a call that fails with a broken group is retried.
         """
 
 
 class NoConnection(Connection):
-    """A connection for workers that run independently, without communication."""
+    """A connection for workers that run independently of each other and never communicate."""
 
     def load(self) -> None:
         """Do nothing: there is no framework to import."""
@@ -116,10 +120,10 @@ class NoConnection(Connection):
         return 0
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
-        """Do nothing: there is no group."""
+        """Do nothing: there is no group to join."""
 
     def leave(self) -> None:
-        """Do nothing: there is no group."""
+        """Do nothing: there is no group to leave."""
 
     def is_connection_error(self, error: BaseException) -> bool:
         return False

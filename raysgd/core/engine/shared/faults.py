@@ -1,4 +1,7 @@
-"""Describes an exception of user code, in the process that raised it, as a `WorkerFault` that can be pickled."""
+"""Turns an exception of user code into a `WorkerFault`, a description that can be pickled and sent to the driver.
+
+The process that raised the exception uses this module.
+"""
 
 from __future__ import annotations
 
@@ -18,30 +21,31 @@ _HEADS = ("Original Traceback (most recent call last):", "in user code:")
 """Lines that precede quoted stack frames in error messages of PyTorch's loader processes and TensorFlow's functions."""
 _MOST_CALLERS = 5
 _MOST_CAUSES = 3
-_LONGEST_CAUSE = 200  # characters
+_LONGEST_CAUSE = 200  # largest number of characters of a cause in a message
 _NO_DEBUGGER = (
     "a worker has no terminal, so a debugger cannot stop there. To debug an operator make the trainer with "
     "`use_local=True`: it then runs in your program. A training function can be called by itself. With the environment "
     "variable RAY_DEBUG=1, `breakpoint()` waits for Ray's debugger."
 )
-_NO_INPUT = "EOF when reading a line"  # message of the error that `input` raises without a terminal
-_LONGEST_TEXT = 20_000  # characters of a message or a traceback
+_NO_INPUT = "EOF when reading a line"  # message of the error that Python's `input` raises without a terminal
+_LONGEST_TEXT = 20_000  # largest number of characters in a message or a traceback
 _OF_PLAIN_ERRORS = ("builtins", "raysgd", "torch")
-_LARGEST_ERROR = 2**20  # bytes of a pickled exception; the driver may receive an exception from every rank
+_LARGEST_ERROR = 2**20  # largest size of a pickled exception in bytes; the driver may receive one from every rank
 
 
 def describe_fault(error: BaseException, rank: int, node: str, *, portable: bool, brief: bool = False) -> WorkerFault:
-    """Describe an exception raised by user code as a `WorkerFault`, in the process that raised it.
+    """Describe an exception that user code raised in this process.
 
-    The traceback starts at the first frame of user code, because the library's frames before it do not help users.
+    The traceback in the description starts at the first frame of user code, because raysgd's frames before it do not
+    help users.
 
     Args:
         error: The exception to describe. Its traceback is shortened in place.
         rank: Rank of this worker.
         node: Address of this node.
-        portable: True if the description is sent to another process. Otherwise the exception keeps its live frames for
+        portable: True if the description is sent to another process. Otherwise, the exception keeps its live frames for
             debuggers, and `traceback_text` stays empty, because Python shows the frames anyway.
-        brief: True to omit source lines from the traceback, because Python must read many files to get them.
+        brief: True to omit source lines from the traceback. Python must read many files to get them.
     """
     error.__traceback__ = _from_user_code(error.__traceback__)
     message, frames = _message(error, portable), _frames(error)
@@ -64,12 +68,15 @@ def has_user_code(error: BaseException) -> bool:
 
 
 def shortened(text: str, longest: int = _LONGEST_TEXT) -> str:
-    """Return `text`, cut to `longest` characters. If it was cut, its full length is appended."""
+    """Return the text, cut to `longest` characters. If it was cut, its full length is appended."""
     return text if len(text) <= longest else f"{text[:longest]} ... (cut; {len(text):,} characters in all)"
 
 
 def _from_user_code(where: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the first frame of user code. Return it unchanged if it has no user code."""
+    """Return the part of a traceback that starts at the first frame of user code.
+
+    Return all of it if it has no user code.
+    """
     link = where
     while link is not None:
         if is_of_user(link.tb_frame):
@@ -79,11 +86,17 @@ def _from_user_code(where: TracebackType | None) -> TracebackType | None:
 
 
 def _traceback_text(error: BaseException, message: str, frames: traceback.StackSummary | None) -> str:
-    """Return the traceback as a string. If `frames` is given, list only these frames, without source lines."""
+    """Return the exception's traceback as a string.
+
+    Args:
+        error: The exception.
+        message: The exception's message.
+        frames: If given, list only these frames, without source lines.
+    """
     if frames is not None:
         places = [f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}\n' for frame in frames]
         return f"Traceback (most recent call last):\n{''.join(places)}{type(error).__name__}: {message}\n"
-    if len(message) > _LONGEST_TEXT:  # `format_exception` would include the whole message again
+    if len(message) > _LONGEST_TEXT:  # do not use `format_exception`, which would include the whole message again
         return "".join(traceback.format_tb(error.__traceback__)) + f"{type(error).__name__}: {message[:200]} ...\n"
     return shortened("".join(traceback.format_exception(type(error), error, error.__traceback__)), 4 * _LONGEST_TEXT)
 
@@ -98,7 +111,9 @@ def _message(error: BaseException, portable: bool) -> str:
 
 
 def _quoted(error: BaseException) -> tuple[list[str], str]:
-    """Split an error message that quotes stack frames.
+    """Separate the stack frames that an exception's message quotes from the rest of the message.
+
+    Errors of PyTorch's loader processes and of TensorFlow's functions quote stack frames in their messages.
 
     Returns:
         The quoted lines of user code, innermost last, and the message without the quoted frames.
@@ -116,7 +131,7 @@ def _quoted(error: BaseException) -> tuple[list[str], str]:
         elif indent and line.startswith(indent):
             if is_place:
                 places[-1] += f": {line.strip()}"
-            is_place = False  # further indented lines only underline parts of the line of code
+            is_place = False  # ignore further indented lines, which only underline parts of the line of code
         else:
             indent = ""
             words.append(line.strip())
@@ -125,7 +140,7 @@ def _quoted(error: BaseException) -> tuple[list[str], str]:
 
 
 def _location(error: BaseException, frames: traceback.StackSummary) -> str:
-    """Return the innermost line of user code, or if there is none, the innermost line of the traceback."""
+    """Return the innermost line of user code in the traceback. If there is none, return the innermost line of all."""
     if not frames:
         return "an unknown place"
     own = _own_lines(error)
@@ -136,7 +151,7 @@ def _location(error: BaseException, frames: traceback.StackSummary) -> str:
 
 
 def _callers(error: BaseException) -> tuple[str, ...]:
-    """Return the lines of user code that called the innermost line, innermost first.
+    """Return the lines of user code that called the innermost line of user code, innermost first.
 
     If there are many, return the innermost lines, a count of the omitted lines, and the outermost line.
     """
@@ -148,7 +163,7 @@ def _callers(error: BaseException) -> tuple[str, ...]:
 
 
 def _causes(error: BaseException) -> tuple[str, ...]:
-    """Describe the errors that caused this error, latest first, each with its innermost line of user code."""
+    """Describe the exceptions that caused this exception, latest first, each with its innermost line of user code."""
     causes: list[str] = []
     while len(causes) < _MOST_CAUSES:
         word, before = "caused by", error.__cause__
@@ -164,16 +179,18 @@ def _causes(error: BaseException) -> tuple[str, ...]:
 
 
 def _own_lines(error: BaseException) -> list[str]:
-    """Return the lines of user code in the traceback, followed by those quoted in the error message, innermost last."""
+    """Return the lines of user code in an exception's traceback, then those quoted in its message, innermost last."""
     own = _frames(error, only_own=True)
     places = [(f"{frame.filename}:{frame.lineno} in {frame.name}", frame.line) for frame in own]
     return [f"{place}: {line}" if line else place for place, line in places] + _quoted(error)[0]
 
 
 def _frames(error: BaseException, *, only_own: bool = False) -> traceback.StackSummary:
-    """Return the traceback's frames, or with `only_own`, only the frames of user code.
+    """Return the frames of the exception's traceback. Source files are read only when a line's text is used.
 
-    Source files are read only when a line's text is used.
+    Args:
+        error: The exception.
+        only_own: True to return only the frames of user code.
     """
     frames = traceback.walk_tb(error.__traceback__)
     chosen = ((frame, line) for frame, line in frames if is_of_user(frame) or not only_own)
@@ -181,7 +198,10 @@ def _frames(error: BaseException, *, only_own: bool = False) -> traceback.StackS
 
 
 def _picklable(error: BaseException) -> BaseException | None:
-    """Return the exception if it can be pickled, otherwise a copy without the unpicklable parts, otherwise None."""
+    """Return the exception if it can be pickled. Otherwise return a copy without the parts that cannot be pickled.
+
+    Return None if no such copy can be made.
+    """
     if _is_plain(error) or _survives(error):
         return error
     try:
@@ -192,7 +212,10 @@ def _picklable(error: BaseException) -> BaseException | None:
 
 
 def _is_plain(error: BaseException) -> bool:
-    """Return True if the exception can certainly be pickled. Saves a trial for most connection errors."""
+    """Return True if the exception can certainly be pickled.
+
+    For most connection errors, this check saves pickling them as a trial.
+    """
     is_known = type(error).__module__.partition(".")[0] in _OF_PLAIN_ERRORS
     return is_known and not error.__dict__ and all(type(arg) is str and len(arg) <= _LONGEST_TEXT for arg in error.args)
 
@@ -207,7 +230,7 @@ def _travels(value: Any) -> bool:
 
 
 def _packed(value: Any) -> bytes | None:
-    """Return the pickled `value`, or None if it is too large or cannot be pickled and unpickled."""
+    """Return the value in pickled form. Return None if it is too large or cannot be pickled and unpickled."""
     import cloudpickle
 
     try:

@@ -1,4 +1,4 @@
-"""Events of a trainer's worker groups. Each event is recorded and logged."""
+"""Events of a trainer's worker groups, such as starts, failures and recoveries. Each event is recorded and logged."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class GroupEvent:
 
     @property
     def began_at(self) -> float:
-        """When the event began, in Unix time. A failure begins when it is detected."""
+        """Time when the event began, in Unix time. A failure begins when the driver detects it."""
         return self.at - self.seconds
 
     @property
@@ -80,7 +80,7 @@ class GroupEvent:
 
 
 class GroupHistory:
-    """The events of a trainer, oldest first.
+    """The events of a trainer's worker groups, oldest first.
 
     Args:
         now: Clock, in Unix time.

@@ -17,11 +17,11 @@ EverySeconds = float | Literal["auto"] | None
 
 @dataclass(frozen=True)
 class FrontEndWords:
-    """Front-end-specific wording that the engine adds to its errors and log lines.
+    """The front end's wording (such as `TorchTrainer`'s) for parts of the engine's errors and log messages.
 
     Attributes:
         when_shut_down: Added to the error raised by calls to a trainer that was shut down.
-        when_interrupted: Added to the error raised by a call if the trainer is shut down while it runs.
+        when_interrupted: Added to the error raised by a call if the trainer is shut down while the call runs.
         when_starved: Added to the error if too few workers can be started.
         when_spent: Added to the error if a worker fails when no retry is left.
         when_not_granted: Added to the error if Ray does not grant the resources in time.
@@ -56,8 +56,8 @@ class GroupSpec:
         use_local: True if rank 0 runs in the driver process.
         initialization_hook: Runs once in each worker process, before everything else.
         reservation_timeout_s: How long to wait until the cluster grants the resources.
-        captures: True if workers copy their training state after calls that change it. Not needed if no worker can be
-            lost.
+        captures: True if workers copy their training state after calls that change this state. Not needed if no worker
+            can be lost.
         snapshot_every_s: How often workers copy their state. See `is_due` in `snapshots`.
         snapshots_inside: True if workers also copy their state during calls.
         regroups: True if replicas are `RegroupingReplica`s, so that survivors of a failure can continue in place: keep
@@ -72,7 +72,7 @@ class GroupSpec:
         heartbeat_s: A worker without a heartbeat for this many seconds counts as lost.
         settle_timeout_s: How many seconds a survivor of a failure may take to finish its step.
         relay: Logs the workers' log lines in the driver.
-        words: Front-end-specific wording for errors and log lines.
+        words: The front end's wording for errors and log messages.
     """
 
     connection: Connection
@@ -97,25 +97,28 @@ class GroupSpec:
 
     @property
     def captures_after_calls(self) -> bool:
-        """True if workers copy their state after calls even if the call does not request it."""
+        """True if workers copy their training state after calls, even after calls that do not request this."""
         return self.captures and self.snapshot_every_s is not None
 
     @property
     def loses_state(self) -> bool:
-        """True if the user disabled snapshots, so the training state is lost together with the workers."""
+        """True if the user disabled snapshots. The training state is then lost together with the workers."""
         return self.captures and self.snapshot_every_s is None
 
     @property
     def keeps_processes(self) -> bool:
-        """True if workers keep their processes when other workers join. A group can then start with fewer workers."""
+        """True if workers keep their processes when other workers join.
+
+        A group may then start with fewer workers than wanted.
+        """
         return self.regroups or self.renews
 
     @property
     def keeps_survivors(self) -> bool:
-        """True if survivors of a failure can be reused, so the engine must find out which workers survived."""
+        """True if survivors of a failure can be reused. The engine must then find out which workers survived."""
         return self.keeps_processes or self.runs_on
 
     @property
     def num_threads(self) -> int:
-        """Number of threads of one worker."""
+        """Number of threads that a worker's numerical libraries may use."""
         return max(1, int(self.resources.num_cpus))

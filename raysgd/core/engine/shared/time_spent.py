@@ -1,4 +1,4 @@
-"""How much time each rank spent on what: seconds by category, such as steps, waiting for data or recovery.
+"""Records how each rank spent its time: seconds by category, such as steps, waiting for data or recovery.
 
 The categories are called bins, and the seconds of all bins add up to the elapsed time. Workers measure the times
 (`raysgd/trainer/worker/ledger.py`), and the driver sums them (`raysgd/core/history/accounts.py`). ADR 97 explains the
@@ -55,12 +55,13 @@ _AVOIDABLE = {
 
 @dataclass(frozen=True)
 class TimeSpent:
-    """How much time one replica spent on what, as measured in its worker.
+    """How one replica spent its time, as measured in its worker.
 
     Attributes:
         of: Identifies the replica. If a replica is replaced, its successor with the same rank has a different value.
         seconds: Seconds by bin (category of time) since the replica got its rank.
-        unsaved_s: Seconds of steps since the replica's state was last copied. A restart would have to repeat them.
+        unsaved_s: Seconds of training steps since the replica's state was last copied. A restart would have to repeat
+            these steps.
         is_successor: True if the replica got its rank when survivors of a failure continued in a new group.
     """
 
@@ -71,17 +72,17 @@ class TimeSpent:
 
     @cached_property
     def total_s(self) -> float:
-        """Total seconds over all bins."""
+        """Total seconds, summed over all bins (categories of time)."""
         return sum(self.seconds.values())
 
 
 @dataclass(frozen=True)
 class TimeLedger:
-    """How much time a trainer's ranks spent on what, such as steps, waiting for data or recovery.
+    """How a trainer's ranks spent their time: on steps, waiting for data, recovery and so on.
 
     Attributes:
         ranks: For each rank that has reported, its seconds by bin (category of time). A rank's seconds add up to the
-            time for which it has existed.
+            time for which the rank has existed.
         notes: Sentences that say what the ledger does not include.
     """
 
@@ -118,9 +119,9 @@ class TimeLedger:
 
     @property
     def goodput(self) -> float | None:
-        """Fraction of the time in training calls that was neither lost to failures nor spent on protection from them.
+        """Fraction of the time in training calls that was neither lost to failures nor spent on preparing for failures.
 
-        None before the first training call.
+        The value is None before the first training call.
         """
         return goodput_of(self.total())
 
@@ -150,9 +151,12 @@ class TimeLedger:
 
 
 def goodput_of(seconds: Mapping[str, float]) -> float | None:
-    """Return the fraction of the time in training calls that was neither lost to failures nor spent on protection.
+    """Return the fraction of the time in training calls that was not lost to failures or spent on preparing for them.
 
-    None if there was no training call.
+    Return None if there was no training call.
+
+    Args:
+        seconds: Seconds by bin (category of time).
 
     Examples:
         >>> goodput_of({"useful": 8.0, "data": 1.0, "recovery_form": 1.0, "driver": 100.0})
@@ -163,5 +167,9 @@ def goodput_of(seconds: Mapping[str, float]) -> float | None:
 
 
 def seconds_in_calls(seconds: Mapping[str, float]) -> float:
-    """Return the seconds in training calls, including recoveries, from the seconds by bin."""
+    """Return the seconds that were spent in training calls, including recoveries.
+
+    Args:
+        seconds: Seconds by bin (category of time).
+    """
     return sum(spent for name, spent in seconds.items() if name not in OUTSIDE)

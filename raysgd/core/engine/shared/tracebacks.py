@@ -1,4 +1,4 @@
-"""Removes the library's frames from the tracebacks that users see. `RAYSGD_TRACEBACK=full` disables this.
+"""Removes raysgd's own frames from the tracebacks that users see. `RAYSGD_TRACEBACK=full` disables this.
 
 As in Keras and JAX, the traceback of the exception object itself is shortened, and no hook of Python or IPython is
 replaced. Debuggers still stop in the user's frames, even in a worker that runs in this process. An error that may be a
@@ -18,13 +18,14 @@ from raysgd.exceptions import RaySGDError
 ClassT = TypeVar("ClassT", bound=type[Any])
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
-_SAYS_ALL = (RaySGDError, KeyboardInterrupt)  # errors with complete messages, so the library's frames do not help
-_MOSTLY_SAYS_ALL = (ValueError, TypeError, OSError, ImportError)  # usually caused by a wrong argument or path
+_SAYS_ALL = (RaySGDError, KeyboardInterrupt)  # errors whose messages say everything, so raysgd's frames do not help
+# Errors that are usually caused by a wrong argument or path.
+_MOSTLY_SAYS_ALL = (ValueError, TypeError, OSError, ImportError)
 _MOST_FRAMES = 3
 
 
 def hide_library_frames(cls: ClassT) -> ClassT:
-    """Decorate a class so that its constructor and public methods raise errors without the library's frames."""
+    """Decorate a class so that errors raised by its constructor and public methods do not show raysgd's frames."""
     for name, value in [*vars(cls).items()]:
         is_public = not name.startswith("_") or name in ("__init__", "__next__")
         if is_public and inspect.isfunction(value) and not getattr(value, "__isabstractmethod__", False):
@@ -33,7 +34,7 @@ def hide_library_frames(cls: ClassT) -> ClassT:
 
 
 def hides_library_frames(method: MethodT) -> MethodT:
-    """Decorate a method or generator function so that it raises errors without the library's frames."""
+    """Decorate a method or generator function so that errors raised by it do not show raysgd's frames."""
     if inspect.isgeneratorfunction(method):
 
         @wraps(method)
@@ -58,12 +59,12 @@ def hides_library_frames(method: MethodT) -> MethodT:
 
 
 def without_library_frames(error: BaseException, unless: str) -> BaseException:
-    """Remove the library's frames from an error's traceback. Return the error.
+    """Remove raysgd's frames from the traceback of an error. Return the error.
 
     Args:
         error: The error to shorten. Its traceback starts in the caller of this function.
-        unless: Hint on how to get the whole traceback. It is not used, but tracebacks show users the caller's line with
-            this argument.
+        unless: Hint on how to get the whole traceback. This function does not use the hint, but tracebacks show users
+            the caller's line, which contains it.
     """
     trace = error.__traceback__
     inside = trace.tb_next if trace is not None else None
@@ -79,7 +80,7 @@ def without_library_frames(error: BaseException, unless: str) -> BaseException:
 
 
 def _hide_in_causes(error: BaseException) -> None:
-    """Remove the library's frames from the chained exceptions that Python prints before the error."""
+    """Remove raysgd's frames from the chained exceptions that Python prints before the error."""
     seen: list[BaseException] = [error]
     for each in seen:
         for before in (each.__cause__, each.__context__):

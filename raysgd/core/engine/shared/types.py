@@ -1,4 +1,4 @@
-"""The data types that the engine's driver and workers pass to each other. All are frozen dataclasses."""
+"""The data types that the engine's code in the driver and in the workers exchanges. All are frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ class Rendezvous:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Host of each rank."""
+        """Host address of each rank, by rank."""
         return tuple(host for host, _ in self.addresses)
 
     @property
     def address(self) -> str:
-        """Host of rank 0."""
+        """Host address of rank 0."""
         return self.addresses[0][0]
 
     @property
     def port(self) -> int:
-        """Port of rank 0."""
+        """Port at which rank 0 listens."""
         return self.addresses[0][1] & (1 << PORT_BITS) - 1
 
 
 def hosts_of(infos: Sequence[WorkerInfo]) -> list[str]:
-    """Return the address at which each worker should listen for the other workers.
+    """Return the addresses at which the workers should listen for each other.
 
-    If all workers are on one node, this is the loopback address: no other node needs to connect, and a node may not be
+    If all workers are on one node, this is the loopback address. No other node needs to connect, and a node may not be
     able to reach its own public address.
     """
     on_one_node = len({info.node_id for info in infos}) == 1
@@ -163,7 +163,7 @@ class ClusterView:
     can_grow: bool = True
 
     def without(self, node_ids: Collection[str]) -> ClusterView:
-        """Return the cluster without these nodes."""
+        """Return the view without the nodes that have these IDs."""
         return replace(self, nodes=tuple(node for node in self.nodes if node.node_id not in node_ids))
 
 
@@ -201,7 +201,7 @@ class Outcome:
 
     @property
     def has_died(self) -> bool:
-        """True if the worker died during the call."""
+        """True if the worker's process or node died during the call."""
         return self.failure is not None and self.failure.kind == "died"
 
 
@@ -226,14 +226,14 @@ class ReplicaProgress:
 
 @dataclass(frozen=True)
 class StateHandover:
-    """Which rank of a new group sends the training state, and which ranks receive it.
+    """Says which rank of a new group sends the training state, and which ranks receive it.
 
     Attributes:
-        source: Rank in the new group whose state all ranks continue from.
+        source: Rank in the new group from whose state all ranks continue.
         takers: Ranks in the new group that lack this state. The state is passed along a chain: from `source` to the
             first taker, from there to the second taker, and so on.
         orphans: Progress and metrics of the ranks that left the group without having failed.
-        make_replica: The current replica factory, for joining workers, which may have been started with an older
+        make_replica: The current replica factory, for joining workers. They may have been started with an older
             factory. None for survivors.
     """
 
@@ -243,7 +243,9 @@ class StateHandover:
     make_replica: Any = None
 
     def by_node(self, worlds: Sequence[World]) -> StateHandover:
-        """Sort `takers` by node, starting with the source's node, so that the state is sent to each node only once.
+        """Return a copy with `takers` sorted by node, starting with the source's node.
+
+        The state is then sent to each node only once.
 
         Args:
             worlds: The `World` of each rank.
@@ -277,10 +279,13 @@ class DataLedger:
     left_out: int = 0
 
     def used_since(self, before: DataLedger) -> int:
-        """Return how many samples of this pass were used since `before`, an earlier ledger.
+        """Return how many samples of this pass were used since an earlier ledger.
 
         >>> [DataLedger(1, 100, 60).used_since(DataLedger(index, 100, 20)) for index in (0, 1)]
         [60, 40]
+
+        Args:
+            before: The earlier ledger. If it is for another pass, all samples of this pass count.
         """
         return self.used - (before.used if before.pass_index == self.pass_index else 0)
 
@@ -292,7 +297,7 @@ class DataLedger:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A replica's answer to a poll: a sign of life with the replica's progress.
+    """A replica's answer to a poll. It shows that the worker is alive, and how far the replica is.
 
     Attributes:
         epoch: The current epoch.
@@ -303,9 +308,9 @@ class Heartbeat:
         at: Time of the heartbeat, on the worker process's clock.
         own_s: Seconds of the current or last training call in which this rank worked, rather than waited for other
             ranks. None if not measured.
-        data: How many samples were used. None if the library does not shard the data.
+        data: How many samples were used. None if raysgd does not shard the data.
         notes: Lines that the process logged since its last heartbeat or answer.
-        time: How much time the rank spent on what, such as steps or waiting for data. None if not measured.
+        time: How the rank spent its time, such as on steps or waiting for data. None if not measured.
         joint_work: Record of what every rank must do in the same way in the current or last training call, such as its
             steps. None if nothing was recorded.
     """
@@ -330,7 +335,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class HeldAtStep:
-    """A call's return value on every rank if the call stopped between two steps, for example to let workers join.
+    """What a call returns on every rank if it stopped between two steps, for example to let workers join.
 
     Attributes:
         step: Number of completed steps of the call.
@@ -359,5 +364,5 @@ class GroupReport:
 
     @property
     def all_answered(self) -> bool:
-        """True if every worker answered, is alive and is connected, so that the group can run another call."""
+        """True if every worker has answered, is alive and is connected. The group can then run another call."""
         return all(o.answered and (o.failure is None or o.failure.kind == "user") for o in self.outcomes)

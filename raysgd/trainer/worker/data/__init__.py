@@ -1,1 +1,1 @@
-"""One worker's data: streams of batches and the worker's position in them."""
+"""The training and validation data in one worker: streams of batches, and the position in each stream."""

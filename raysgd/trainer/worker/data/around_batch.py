@@ -1,8 +1,8 @@
-"""Wraps an operator's `train_batch` or `validate_batch`, and collects the metrics that `self.log` reports.
+"""Adds the number of samples and the metrics that `self.log` reports to the result of `train_batch`.
 
-The wrapper is set on the operator, so a user's own loop calls it just as the default loop does. It adds the sample
-count and the logged metrics after the method has returned, because an override may do arithmetic on what the default
-method returns.
+The same is done for `validate_batch`. For this, the operator's method is replaced by a wrapper, which is also called if
+the user writes the training loop. The wrapper adds to the result only after the user's method has returned, because
+that method may do arithmetic on the result of the library's default method.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ _COUNTERS = (NUM_SAMPLES, BATCH_WEIGHT, BATCH_COUNT)
 
 
 def note(logged: MutableMapping[str, Any], name: str, value: Any) -> None:
-    """Record a logged metric for the current batch. A later value under the same name replaces an earlier value.
+    """Record a metric that the user passed to `self.log`. A later value of the same name replaces an earlier value.
+
+    Args:
+        logged: The metrics logged so far in the current batch, to which this metric is added.
+        name: Name of the metric.
+        value: Value of the metric.
 
     Raises:
         TypeError: The name is not a non-empty string, or the value is a symbolic tensor of a TensorFlow graph.
@@ -41,7 +46,12 @@ def note(logged: MutableMapping[str, Any], name: str, value: Any) -> None:
 
 
 def with_logged(metrics: Mapping[str, Any], logged: MutableMapping[str, Any]) -> Mapping[str, Any]:
-    """Merge logged metrics into a batch's metrics, and clear `logged`. A returned value replaces a logged value."""
+    """Return the metrics of a batch together with the logged metrics, and clear `logged`.
+
+    Args:
+        metrics: The metrics that `train_batch` or `validate_batch` returned. They take precedence.
+        logged: The metrics that were passed to `self.log` in the batch.
+    """
     if not logged:
         return metrics
     together = {**logged, **metrics}
@@ -50,19 +60,22 @@ def with_logged(metrics: Mapping[str, Any], logged: MutableMapping[str, Any]) ->
 
 
 def set_apart(internals: Any) -> None:
-    """Move metrics that were logged since the last batch to `logged_outside`. They belong to the call's result."""
+    """Move the metrics that were logged since the last batch to `logged_outside`.
+
+    They were logged outside any batch, and are added to the result of the whole `train` or `validate` call.
+    """
     internals.logged_outside.update(internals.logged)
     internals.logged.clear()
 
 
 def forget(internals: Any) -> None:
-    """Discard all logged metrics at the start of a call."""
+    """Discard all logged metrics, for example at the start of a call."""
     internals.logged.clear()
     internals.logged_outside.clear()
 
 
 def take_outside(internals: Any) -> dict[str, Any]:
-    """Return and clear the metrics that were logged outside any batch. They go into the result of the call."""
+    """Return the metrics that were logged outside any batch, for the result of the whole call, and clear them."""
     if not (internals.logged or internals.logged_outside):
         return {}
     set_apart(internals)
@@ -75,13 +88,14 @@ def take_outside(internals: Any) -> dict[str, Any]:
 def around_batches(
     operator: Any, name: str, place: PlaceInStep, after: Callable[[Any], Any] | None = None
 ) -> Iterator[None]:
-    """Wrap a method of the operator so that its metrics include the sample count and the logged metrics.
+    """Inside the block, let a method of the operator also return the number of samples and the logged metrics.
 
     Args:
         operator: Operator whose method is wrapped.
-        name: Name of the method.
-        place: The replica's position in its step. It says whether the batch is padding, whose samples do not count.
-        after: Called with each batch's metrics. Its return value replaces them.
+        name: Name of the method, "train_batch" or "validate_batch".
+        place: The worker's position in the current step. It tells whether the batch is padding, whose samples do not
+            count.
+        after: Function that receives the metrics of each batch and returns the metrics to use instead, or None.
     """
     internals, method, was_set = operator._raysgd, getattr(operator, name), name in vars(operator)
 

@@ -1,11 +1,11 @@
-"""Streams of batches that last across calls and track one replica's position in its data.
+"""Streams of batches that remember one worker's position in its data between calls.
 
-A stream keeps an iterator over its source open between calls, so a call with `num_steps` continues where the previous
-call stopped. The position is the number of samples that all ranks together have used, so it is valid for any number of
-workers. A pass is one iteration through the whole data; it may span several calls.
+A stream keeps an iterator over its data open between calls, so a call with `num_steps` continues where the previous
+call stopped. The position is the number of samples that all ranks together have used. It is therefore valid for any
+number of workers. A pass is one iteration through the whole data, and may span several calls.
 
-A step counts as done only once the loop requests the next batch or finishes. `BatchStream.take` then confirms the
-step. Until then, the operator's meters and `global_step` may be ahead of the position.
+A step counts as done only when the training loop requests the next batch or ends. `BatchStream.take` then confirms the
+step. Until then, the operator's metrics and its `global_step` may already include a step that the position does not.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 NO_BATCH = object()
-"""Placeholder batch for a global step in which this rank has no samples. The step still counts."""
+"""Placeholder for the batch of a step in which this rank has no samples. The step still counts as one of the call."""
 _REDRAW_EVERY_S = 0.1
 
 
 class BatchInStep(Protocol):
-    """One rank's batch in a step that all replicas take together."""
+    """The batch of one rank in a step that all ranks take together."""
 
     @property
     def num_samples(self) -> int | None:
-        """Number of samples in the batch, without padding; None if unknown."""
+        """Number of samples in the batch, not counting padding. None if unknown."""
 
     @property
     def is_padding(self) -> bool:
         """True if no sample in this batch counts.
 
-        The rank trains on the batch only to take part in other ranks' collectives.
+        The rank has no samples left. It trains on the batch only to take part in the other ranks' all-reduces.
         """
 
     @property
     def is_boundary(self) -> bool:
-        """True if this batch completes an optimizer step."""
+        """True if the optimizer steps after this batch, which may be the last of several whose gradients add up."""
 
 
 class PlaceInStep(Protocol):
-    """A replica's position in a step that all replicas take together.
+    """A worker's position in a step that all workers take together.
 
-    The PyTorch front end uses the current `Leg`, the part of a call that one worker group runs.
+    With PyTorch, this is the `Leg` object of the part of a call that the current group of workers runs.
 
     Attributes:
-        began_at: Time at which the replica started to draw its batch.
+        began_at: Time at which the worker started to draw its batch.
     """
 
     began_at: float
@@ -55,13 +55,16 @@ class PlaceInStep(Protocol):
         """The most recent batch that the stream yielded."""
 
     def skip(self) -> None:
-        """Skip the most recent batch, so that it does not take part in training."""
+        """Take the most recent batch out of the training step."""
 
     def confirm(self) -> None:
-        """Check the worker group before a step counts as done. Raises if the group broke during the step."""
+        """Raise an error if the group of workers broke during the current step.
+
+        Called before the step counts as done.
+        """
 
     def end_stream(self) -> None:
-        """Called when the call has no more batches."""
+        """Called when the stream has yielded all batches of a training or validation call."""
 
 
 ItemT = TypeVar("ItemT")
@@ -69,14 +72,14 @@ PlaceT = TypeVar("PlaceT", bound=PlaceInStep)
 
 
 class _OpenPass(Generic[ItemT]):
-    """The rest of a pass over the data: items that the stream has not yielded yet.
+    """The rest of a pass over the data: the items that a stream has not yielded yet.
 
     Args:
-        items: Iterator over the source's items.
+        items: Iterator over the items of the stream's source.
 
     Attributes:
-        items: Iterator over the items that have not been drawn.
-        ahead: Items that were drawn from `items` but not yielded yet. None marks the end of the pass.
+        items: Iterator over the items that have not been drawn yet.
+        ahead: Items that were drawn from `items` but not yielded yet. None among them marks the end of the pass.
     """
 
     def __init__(self, items: Iterator[ItemT]) -> None:
@@ -85,21 +88,24 @@ class _OpenPass(Generic[ItemT]):
 
 
 class BatchStream(ABC, Generic[ItemT, PlaceT]):
-    """Yields the batches of a source, for pass after pass over the data, and tracks the position.
+    """Yields the batches of a source, pass after pass over the data, and remembers the position in the data.
 
-    A subclass defines what an item of its source is and how samples are counted.
+    A subclass defines what an item of its source is, and how samples are counted.
 
     Args:
-        source: Source of the batches.
-        place_of: Returns the replica's position in its step. The stream reports each batch there before yielding it.
-        next_pass: Called when a new pass starts. Returns the index of the pass.
-        undo: Called before a padding batch. Returns a function that reverts the effects of training on that batch.
+        source: Object that supplies the batches, such as a wrapped data loader.
+        place_of: Function that returns the worker's position in the current step. The stream records each batch there
+            before yielding the batch.
+        next_pass: Function that is called when a new pass starts, and returns the index of the pass.
+        undo: Function that is called before a padding batch, and returns a function that reverts the effects of
+            training on that batch. None if padding batches have no effects.
 
     Attributes:
-        at_boundary: If set, called between two steps. An exception that it raises ends the iteration.
-        prepare: Called before the first batch of every call and every pass.
-        has_one_pass: True if the source has only one pass, which all ranks start together. No rank may then start
-            a second pass.
+        at_boundary: Function that is called after each completed step, or None. If it raises an exception, the
+            iteration ends.
+        prepare: Function that is called before the first batch of every call and every pass.
+        has_one_pass: True if the source can be iterated through only once, by all ranks together. No second pass is
+            then started.
         pass_index: Index of the most recently started pass.
         num_steps_taken: Number of steps whose first batch was yielded.
     """
@@ -118,8 +124,8 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         self._undo_padding: Callable[[], None] | None = None
         self._pass: _OpenPass[ItemT] | None = None
         self._to_resume: tuple[int, int] | None = None
-        self._num_open = 0  # global batches started since the last confirmed optimizer step
-        self._is_last_of_step = True  # refers to the most recently drawn batch
+        self._num_open = 0  # number of global batches that were started since the last confirmed optimizer step
+        self._is_last_of_step = True  # True if the most recently drawn batch is the last of its step
         self.at_boundary: Callable[[], None] | None = None
         self.prepare: Callable[[], None] = lambda: None
         self.has_one_pass = self._has_begun = False
@@ -128,31 +134,35 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
 
     @property
     def place(self) -> PlaceT:
-        """The replica's position in its step."""
+        """The worker's position in the current step."""
         return self._place_of()
 
     @property
     @abstractmethod
     def completed(self) -> int:
-        """Number of samples of the current pass that all ranks used in completed steps; 0 if unknown."""
+        """Number of samples of the current pass that all ranks together have used in completed steps. 0 if unknown."""
 
     @abstractmethod
     def _begin_pass(self, consumed: int) -> Iterator[ItemT]:
-        """Open the source for pass number `pass_index`, skipping the pass's first `consumed` samples."""
+        """Return an iterator over the items of pass number `pass_index`.
+
+        Args:
+            consumed: Number of samples at the start of the pass to leave out, because they were used already.
+        """
 
     @abstractmethod
     def _begin_step(self, place: PlaceT, item: ItemT, is_last: bool) -> Any:
-        """Count a batch's samples, set the batch as the current one in `place`, and return it.
+        """Make a batch of an item, count its samples, record the batch in `place`, and return it.
 
         Args:
-            place: The replica's position in its step.
-            item: The source's item.
+            place: The worker's position in the current step.
+            item: The item that was drawn from the source.
             is_last: True if this batch is the last of the pass or of the call.
         """
 
     @property
     def num_steps_completed(self) -> int:
-        """Number of steps that are done. A step is done once the loop has requested the batch after it."""
+        """Number of completed steps. A step is completed when the training loop requests the batch after the step."""
         return self.num_steps_taken - self._num_open
 
     @property
@@ -164,7 +174,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         """Confirm the last step after the loop over the batches has finished.
 
         Raises:
-            RuntimeError: The group broke during the last step.
+            RuntimeError: The group of workers broke during the last step.
         """
         self._settle(self.place)
 
@@ -176,7 +186,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         self._num_open = 0
 
     def break_off(self) -> None:
-        """Discard an interrupted step. Its batches will be yielded again, possibly on another rank."""
+        """Discard an interrupted step. The batches of the step will be yielded again, possibly on another rank."""
         self._leave_padding()
         if self.is_mid_pass:
             self.resume(self.pass_index, self.completed)
@@ -184,7 +194,12 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         self._pass, self._num_open, self._is_last_of_step = None, 0, True
 
     def resume(self, pass_index: int, consumed: int) -> None:
-        """Continue a pass from a given position. The next batch starts after the first `consumed` samples."""
+        """Let the next batch come from the given position in a pass.
+
+        Args:
+            pass_index: Index of the pass.
+            consumed: Number of samples at the start of the pass that were used already.
+        """
         self._pass, self._is_last_of_step = None, True
         self.pass_index, self._to_resume = pass_index, (pass_index, consumed)
 
@@ -195,7 +210,8 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         `at_boundary`. An empty source ends the iteration.
 
         Args:
-            num_steps: Number of steps; None for the rest of the current pass, or for a whole pass if none is open.
+            num_steps: Number of steps. None for the rest of the current pass, or for a whole new pass if the last one
+                is complete.
         """
         num_drawn, just_opened, place = 0, False, self.place
         self._undo_padding = None
@@ -209,7 +225,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
             place.began_at = time.perf_counter()
             if not self._pass.ahead:
                 self._pass.ahead.append(next(self._pass.items, None))
-            item = self._pass.ahead[0]  # stays in `ahead` until it is yielded, in case drawing the next item fails
+            item = self._pass.ahead[0]  # keep the item in `ahead` until it is yielded: drawing the next one may fail
             if item is None:
                 self._pass = None
                 if just_opened:
@@ -248,18 +264,21 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         is_last = self._is_last_of_pass(self._pass, item)
         batch = self._begin_step(
             place, item, is_last or is_last_of_call
-        )  # if a rank is lost, this raises before the step counts as started
+        )  # if a rank was lost, this raises an error before the step counts as started
         self.num_steps_taken += is_first_of_step
         if is_last:
             self._pass = None  # the next call starts a new pass
         return batch
 
     def _place_in_step(self, item: ItemT) -> tuple[bool, bool]:
-        """Return two flags: True if a global step starts with this item, and True if a global step ends with it."""
+        """Return True if a step of all ranks starts with this item, and True if such a step ends with this item."""
         return True, True
 
     def _is_last_of_pass(self, open_pass: _OpenPass[ItemT], item: ItemT) -> bool:
-        """Remove the item from `ahead` and draw the next item. Return True if the item is the last of the pass."""
+        """Return True if the item at the front of `ahead` is the last of the pass.
+
+        To find out, draw the next item, which replaces the item in `ahead`.
+        """
         open_pass.ahead = [next(open_pass.items, None)]
         return open_pass.ahead[0] is None
 
@@ -267,7 +286,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         undo = self._undo_padding = None if self._undo is None else self._undo()
         try:
             yield batch
-        finally:  # undo the padding batch even if user code raises, unless another call has started since
+        finally:  # undo training on the padding batch even after an error, unless another call has started since
             if undo is not None and undo is self._undo_padding:
                 self._leave_padding()
 
@@ -278,7 +297,11 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
 
 
 class WatchedBatches:
-    """The iterator of batches passed to the user's `train_epoch`. `was_touched` becomes True on first use."""
+    """The iterator over batches that is passed to the operator's `train_epoch`.
+
+    Attributes:
+        was_touched: True after the first use. If it stays False, the user's `train_epoch` has used other data.
+    """
 
     def __init__(self, batches: Iterator[Any], stream: BatchStream[Any, Any]) -> None:
         self._batches = batches
@@ -287,7 +310,10 @@ class WatchedBatches:
 
     @property
     def is_padding(self) -> bool:
-        """True if the last batch is padding, which repeats samples because only other workers have samples left."""
+        """True if the most recent batch is padding.
+
+        A padding batch repeats samples, because this worker has no samples left while other workers have some.
+        """
         is_padding: bool = self._stream.place.batch.is_padding
         return is_padding
 
@@ -301,7 +327,7 @@ class WatchedBatches:
 
 
 def redrawing(batches: Iterator[Any], redraw: Callable[[], None]) -> Iterator[Any]:
-    """Yield the batches. Between batches, call `redraw` about ten times a second to update a progress display."""
+    """Yield the batches, and call `redraw` between batches, about ten times a second, to update a progress display."""
     due = time.monotonic()
     for batch in batches:
         if time.monotonic() >= due:

@@ -1,4 +1,4 @@
-"""One call to `train` on one worker: its progress, where it stops, and the record from which other ranks continue."""
+"""Progress of one call to `train` in one worker, and what other workers need to continue the call."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from raysgd.trainer.worker.data.rank_rows import RankRows
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics"
-"""Name of the part of a row that holds a rank's running sums of metrics. A row is what ranks exchange in each step."""
+"""Name of the sums of metrics in the data that each rank sends to all other ranks in every step (the rank's row)."""
 
 
 class NumberedRun(Protocol):
-    """Base class of a rank's record of a training call. The rank keeps this record after the call has ended.
+    """Base class of the record that a rank keeps of its last training call, also after the call has ended.
 
     Attributes:
-        call: Number of the call.
+        call: Number of the training call.
     """
 
     call: int
@@ -35,24 +35,30 @@ RunT = TypeVar("RunT", bound=NumberedRun)
 
 
 def run_of(kept: RunT | None, call: int) -> RunT | None:
-    """Return `kept`, the rank's last record, if it belongs to the call with this number; otherwise None."""
+    """Return the record that a rank has kept if it belongs to the call with this number. Otherwise, return None.
+
+    Args:
+        kept: The rank's last record, or None.
+        call: Number of a training call.
+    """
     return kept if kept is not None and kept.call == call else None
 
 
 class HeldAtBoundary(BaseException):
-    """Raised to stop an epoch between two steps, so that it can continue later.
+    """Raised inside the user's training loop to stop an epoch between two steps. The epoch can continue later.
 
-    `except Exception` does not catch it.
+    An `except Exception` in the user's code does not catch this exception.
     """
 
 
 class Gate:
-    """Lets one rank take part in an agreement by which all ranks stop training after the same step.
+    """One rank's part in an agreement by which all ranks stop a training call after the same step.
 
-    The training thread calls `stops` between two steps. A second thread makes the proposals.
+    The driver proposes a step to all ranks, and then tells them whether all have agreed. A second thread of the worker
+    receives these messages. The training thread calls `stops` between two steps.
 
     Args:
-        planned: Number of steps after which all ranks stop without a proposal; None for no planned stop.
+        planned: Number of steps after which all ranks stop without a proposal, or None for no planned stop.
     """
 
     def __init__(self, planned: int | None = None) -> None:
@@ -62,15 +68,15 @@ class Gate:
         self._changed = threading.Condition()
 
     def propose(self, at: int, completed: Callable[[], int]) -> bool:
-        """Propose to stop after `at` steps. Return False if this rank may already be past that step.
+        """Propose to stop training after `at` steps. Return False if this rank may already be past that step.
 
         Args:
-            at: Number of steps.
-            completed: Returns the current number of completed steps.
+            at: Number of completed steps of the call at which to stop.
+            completed: Function that returns the current number of completed steps.
         """
         with self._changed:
             self.proposed, self._is_agreed = at, None
-            # Set before the check, so that a training thread that completes step `at` after the check sees it.
+            # `proposed` is set before this check: a training thread that completes the step after it sees the proposal.
             if completed() < at:
                 return True
             self.proposed = None
@@ -78,9 +84,9 @@ class Gate:
             return False
 
     def settle(self, is_agreed: bool) -> None:
-        """Accept or withdraw the proposal.
+        """Accept the current proposal if all ranks have agreed to stop at its step.
 
-        If `is_agreed`, all ranks stop at the proposed step; otherwise no rank stops there.
+        Otherwise, withdraw the proposal.
         """
         with self._changed:
             if is_agreed:
@@ -90,43 +96,46 @@ class Gate:
             self._changed.notify_all()
 
     def stops(self, completed: int) -> bool:
-        """Return True if the epoch must stop now. Blocks while a proposal for this step is undecided."""
+        """Return True if the training call must stop now, after `completed` steps.
+
+        If it is not yet known whether all ranks agree to stop at this step, wait until this is known.
+        """
         if self.is_planned(completed):
             return True
         if not self._is_proposed(completed):
             return False
-        with self._changed:  # check again: the second thread may have replaced the proposal with a later one
+        with self._changed:  # check again, because the second thread may have replaced the proposal by a later step
             while self._is_proposed(completed) and self._is_agreed is None:
                 self._changed.wait()
             return self._is_proposed(completed)
 
     def is_planned(self, completed: int) -> bool:
-        """Return True if all ranks stop here as planned, without a proposal."""
+        """Return True if all ranks stop after `completed` steps because this was planned before the call."""
         return self.planned is not None and completed >= self.planned
 
     def _is_proposed(self, completed: int) -> bool:
-        proposed = self.proposed  # read once: the second thread may withdraw it at any moment
+        proposed = self.proposed  # read only once, because the second thread may withdraw the proposal at any moment
         return proposed is not None and completed >= proposed
 
 
 @dataclass(frozen=True)
 class RunState:
-    """A rank's progress in a call, from which another process can continue the call.
+    """A rank's progress in a training call, from which another process can continue the call.
 
     Attributes:
         num_steps: Number of completed steps of the call.
         epoch_idx: Index of the pass over the data in which the call started.
-        num_requested: Number of steps that the call takes; None for the rest of the pass.
+        num_requested: Number of steps that the call was asked to take, or None for the rest of the pass.
         is_exhausted: True if all steps are done. User code after the last step may still have to run.
         is_finished: True if the call is complete, including user code after the last step.
-        name: Name of the rank that created this record.
-        metrics: Metrics of the rank that created this record; None if that rank stays in the group and reports them
-            itself.
+        name: Name of the rank that created this record. Unlike a number, it stays the same in later groups.
+        metrics: Metrics that this rank has measured in the call. None if the rank continues in the next group and
+            reports its metrics itself.
         others: Metrics of all ranks as of the last completed step, as far as this rank received them, by rank name.
             Empty if `metrics` is set.
         lost: Metrics of lost ranks, by rank name.
-        place: Position in data passed to this call; None for registered data.
-        call: Number of the call.
+        place: Position in the data that the user passed to this call. None if the call uses registered data.
+        call: Number of the training call.
     """
 
     num_steps: int
@@ -147,21 +156,21 @@ class RunState:
 
 @dataclass
 class EpochRun:
-    """One training call on this rank, from its first step to its answer, even if the group changes in between.
+    """One training call on this rank, from its first step to its answer. The group of workers may change meanwhile.
 
     Attributes:
-        epoch_idx: Index of the pass in which the call started.
-        num_steps: Number of steps to take; None for the rest of the pass.
-        meters: Meters, which accumulate the call's metrics. A step's metrics are included once the step is done.
-        rows: The metrics that ranks sent to each other in each step of this call.
-        num_steps_before: Number of steps completed before the current stream was attached.
-        answer: This rank's answer to the call; None until the rank has finished the call.
-        is_finished: True if the call is complete, possibly because another rank reported so.
-        is_exhausted: True if all steps were done at the last `detach`.
-        place: Position in data passed to this call, as of the last `detach`.
-        gate: Agrees with the other ranks to stop between two steps.
-        ledger_before: Record of which samples were used before the call; None if this rank joined during the call.
-        call: Number of the training call. It distinguishes this call's requests from other calls' requests.
+        epoch_idx: Index of the pass over the data in which the call started.
+        num_steps: Number of steps to take, or None for the rest of the pass.
+        meters: Accumulates the metrics of the call. The metrics of a step are included once the step is completed.
+        rows: The metrics that all ranks send to each other in every step.
+        num_steps_before: Number of steps of the call that were completed with earlier streams of batches.
+        answer: This rank's answer to the call. None until the rank has finished the call.
+        is_finished: True if the call is complete, possibly because another rank reported this.
+        is_exhausted: True if all steps were completed when the last stream of batches was detached.
+        place: Position in the data that the user passed to this call, as of the last `detach`.
+        gate: Agreement with the other ranks to stop the call between two steps.
+        ledger_before: Record of which samples were used before the call. None if this rank joined during the call.
+        call: Number of the training call, by which requests for this call are recognized.
     """
 
     epoch_idx: int
@@ -180,31 +189,31 @@ class EpochRun:
     _began_at: int = 0
 
     def attach(self, stream: Any) -> None:
-        """Take batches from `stream` from now on."""
+        """Let the rest of the call take its batches from this stream."""
         self._stream, self._began_at = stream, stream.num_steps_completed
 
     @property
     def stream(self) -> Any:
-        """The stream of the batches; None after `detach`."""
+        """The stream from which the call takes its batches. None after `detach`."""
         return self._stream
 
     @property
     def num_completed(self) -> int:
-        """Number of completed steps of the call."""
-        stream = self._stream  # read once, because heartbeats access this property from another thread
+        """Number of steps of the call that all ranks have completed."""
+        stream = self._stream  # read only once, because another thread uses this property and `detach` may intervene
         here = stream.num_steps_completed - self._began_at if stream is not None else 0
         return self.num_steps_before + here
 
     @property
     def num_steps_left(self) -> int | None:
-        """Number of remaining steps; None for the rest of the pass."""
+        """Number of steps that remain to be taken. None if the call takes the rest of the pass."""
         return None if self.num_steps is None else max(0, self.num_steps - self.num_completed)
 
     def detach(self) -> None:
-        """Drop the stream, because the call continues in a new group with a new stream. Only completed steps count.
+        """Drop the stream of batches, because the call will continue in a new group of workers with a new stream.
 
-        This also cancels an agreement to stop, because workers that join the new group have not taken part in the
-        agreement.
+        An interrupted step does not count. An agreement to stop is canceled, because workers that join the new group
+        have not taken part in it.
         """
         self.gate = Gate()
         self.meters.drop_held()
@@ -220,15 +229,15 @@ class EpochRun:
         return self.num_completed > 0 and not self._stream.is_mid_pass
 
     def finish(self, answer: EpochAnswer) -> None:
-        """Store the answer and mark the call as finished."""
+        """Store this rank's answer, and mark the call as finished."""
         self.answer, self.is_finished = answer, True
 
     def state(self, with_metrics: bool) -> RunState:
         """Return a record of the call's progress, from which another rank or a later process can continue the call.
 
         Args:
-            with_metrics: True to include this rank's metrics, for a snapshot or because this rank leaves the group.
-                False if this rank stays and reports its metrics itself.
+            with_metrics: Whether to include this rank's metrics. Pass True for a snapshot, or if this rank leaves the
+                group. Pass False if this rank stays in the group and reports its metrics itself.
         """
         return RunState(
             self.num_completed,
@@ -245,17 +254,17 @@ class EpochRun:
         )
 
     def count(self, measured: Iterable[MetricSummary | None]) -> None:
-        """Add metrics that other ranks measured in this call to this rank's meters."""
+        """Add metrics that other ranks have measured in this call to this rank's metrics."""
         for metrics in measured:
             if metrics is not None:
                 self.meters.go_on_from(metrics)
 
     def take_over(self, state: RunState) -> None:
-        """Continue from another rank's progress, but keep this rank's own metrics.
+        """Continue the call from another rank's progress, but keep this rank's own metrics.
 
         If the other rank has completed one more step, that step counts on all ranks. This rank was interrupted in that
-        step and has discarded the step's metrics. But it had sent its running sums with its gradients to all ranks, so
-        it can restore them from the other rank's record.
+        step and has discarded the metrics of the step. But in each step, every rank sends the sums of its metrics to
+        all ranks. The other rank has received the sums of this rank, from which this rank restores its metrics.
 
         Args:
             state: The other rank's progress.
@@ -274,7 +283,7 @@ class EpochRun:
 
     @property
     def _told(self) -> dict[str, MetricSummary]:
-        """All ranks' metrics as of the last completed step, by rank name."""
+        """The metrics of all ranks as of the last completed step, by rank name."""
         rows = self.rows.as_of(self.num_completed).items()
         return {name: row if isinstance(row, MetricSummary) else self._read(row) for name, row in rows}
 
@@ -282,22 +291,27 @@ class EpochRun:
         return self.meters.summary_of(*row.part(METRICS))
 
     def settle(self, present: Collection[str] | None) -> None:
-        """Prepare to continue in a new group. Keep metrics that lost ranks had sent, to add them when the call ends.
+        """Keep the metrics that lost ranks had sent, because the call continues in a new group of workers.
+
+        They are added to the result when the call ends.
 
         Args:
-            present: Names of the ranks in the new group. If None (unknown), no rank counts as lost.
+            present: Names of the ranks in the new group. If None, the names are unknown and no rank counts as lost.
         """
         told = self._told
         self.rows.settle(self.num_completed, told, told if present is None else present)
 
     def with_lost(self, answer: EpochAnswer) -> EpochAnswer:
-        """Return the answer with lost ranks' metrics added. Called only on rank 0, so that they are counted once."""
+        """Return this rank's answer with the metrics of lost ranks added.
+
+        Only rank 0 calls this method, so that the metrics of lost ranks are counted once.
+        """
         if answer.metrics is None:
             return answer
         lost = list(self.rows.lost.values())
         self._tell_what_is_missing(lost)
         metrics = with_lost(answer.metrics, lost, self.meters.names)
-        if metrics is answer.metrics:  # the user's own loop computed these metrics
+        if metrics is answer.metrics:  # nothing was added, because the user's own training loop computed the metrics
             return answer
         return replace(answer, metrics=metrics, num_inherited=num_samples_of(metrics) - num_samples_of(answer.metrics))
 

@@ -1,4 +1,7 @@
-"""One replica's data across calls: streams of batches, the number of passes, and the position that snapshots store."""
+"""The data of one worker across calls: streams of batches, the number of passes over the data, and the position.
+
+Snapshots and checkpoints store the position, so that training can continue there.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,19 @@ logger = logging.getLogger(__name__)
 
 
 class DataFeed(ABC):
-    """Provides a replica's streams of batches and tracks their positions.
+    """Provides one worker's streams of batches, and remembers the position in each.
 
-    Subclasses create the sources of batches. A source sets `is_divided` to True if the library shards its data.
-    Positions are then valid for any number of workers. The source's `state(consumed, is_mid_pass)` returns the entries
-    of a position that only the source knows, such as the order of the samples. Its `load_state(position)` restores a
-    position, and returns True if the interrupted pass can continue from there.
+    Subclasses create the sources of batches. The attribute `is_divided` of a source is True if the library divides its
+    data over the workers. Positions in such data are valid for any number of workers. A source's method
+    `state(consumed, is_mid_pass)` returns those entries of a position that only the source knows, such as the order of
+    the samples. Its method `load_state(position)` restores a position, and returns True if the interrupted pass can
+    continue from there.
 
     Attributes:
-        epoch: Number of passes over the train data that have started.
-        train_stream: Stream over the registered train data; None until a call has used it.
-        data_of_call: This worker's shard of the data passed to the last call, under "train" or "validation".
+        epoch: Number of passes over the training data that have started.
+        train_stream: Stream of batches of the registered training data. None until a call has used it.
+        data_of_call: This worker's shard of the data that the user passed to the last call, under "train" or
+            "validation".
     """
 
     def __init__(self) -> None:
@@ -44,39 +49,64 @@ class DataFeed(ABC):
     @property
     @abstractmethod
     def _ranks(self) -> Any:
-        """This worker's rank and group size, in the form that the framework's sources accept."""
+        """This worker's rank and the number of workers, in the form that the framework's sources accept."""
 
     @property
     @abstractmethod
     def _registered_stream(self) -> Any:
-        """The registered `StreamData` to train on; None if the train data is of another type or missing."""
+        """The `StreamData` that the operator registered to train on. None if it has registered no data of this type."""
 
     @abstractmethod
     def _source(self, name: str, request: EpochRequest, *, training: bool) -> Any:
-        """Return the source of batches for the data registered under "train" or "validation"."""
+        """Return the source of batches for the data that the operator registered.
+
+        Args:
+            name: "train" or "validation".
+            request: The driver's request.
+            training: Whether the batches are used for training.
+        """
 
     @abstractmethod
     def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> Any:
-        """Return the source of batches for the data passed with the request, under "train" or "validation"."""
+        """Return the source of batches for the data that the user passed to this call.
+
+        Args:
+            name: "train" or "validation".
+            request: The driver's request.
+            training: Whether the batches are used for training.
+        """
 
     @abstractmethod
     def _stream_over(self, source: Any, begin_pass: Callable[[], int]) -> Any:
-        """Return a stream to train on. At the start of each pass it calls `begin_pass` to get the pass index."""
+        """Return a stream of batches to train on.
+
+        Args:
+            source: Source of the batches.
+            begin_pass: Function that the stream calls at the start of each pass. It returns the index of the pass.
+        """
 
     @abstractmethod
     def _make(self, name: str) -> Any:
-        """Create the loader or dataset for this worker's shard under "train" or "validation"."""
+        """Create the loader or dataset for this worker's shard of the data that the user passed to a call.
+
+        Args:
+            name: "train" or "validation".
+        """
 
     @abstractmethod
     def _open_validation(self, request: EpochRequest) -> Any:
-        """Return a stream over the validation data that starts with the first batch."""
+        """Return a stream of batches of the validation data, from the first batch on."""
 
     @abstractmethod
     def obstacle(self, name: str) -> str | None:
-        """Return the reason why the position in the "train" or "validation" data is unknown; None if it is known."""
+        """Return the reason why the position in the registered data is unknown, or None if it is known.
+
+        Args:
+            name: "train" or "validation".
+        """
 
     def obstacle_of_call(self, stream: Any) -> str | None:
-        """Return the reason why a call that was passed its own data cannot continue inside a pass.
+        """Return the reason why a call on data that the user passed to it cannot continue in the middle of the data.
 
         Return None if the call can continue, or if it uses registered data.
         """
@@ -84,16 +114,23 @@ class DataFeed(ABC):
 
     @abstractmethod
     def ledger(self) -> DataLedger | None:
-        """Return the record of which training samples were used; None if unknown."""
+        """Return the record of which training samples were used, or None if this is unknown."""
 
     @abstractmethod
     def ray_loader(self, name: str) -> RayLoader | None:
-        """Return the loader registered under "train" or "validation" if it reads Ray Data, otherwise None."""
+        """Return the registered loader of training or validation data if it reads Ray Data. Otherwise, return None.
+
+        Args:
+            name: "train" or "validation".
+        """
 
     def take_share(self, name: str, request: EpochRequest, share: CallData | None) -> None:
-        """Store this worker's shard of data that the driver shards, in place of an earlier shard.
+        """Store this worker's shard of data that the driver has divided, in place of an earlier shard.
 
-        If the shard is None, keep the earlier shard.
+        Args:
+            name: "train" or "validation".
+            request: The driver's request.
+            share: The shard. None to keep the earlier shard.
         """
         if share is None:
             return
@@ -107,14 +144,18 @@ class DataFeed(ABC):
             self.train_stream = None
 
     def training(self, request: EpochRequest, *, is_begun: bool = False) -> Any:
-        """Return the stream to train on: over the request's data if it has any, otherwise over the registered data.
+        """Return the stream of batches for a training call.
+
+        The batches come from the data that the user passed to the call. Without such data, they come from the data that
+        the operator registered.
 
         Args:
-            request: The training request.
-            is_begun: True if the call is resumed. Its pass over the request's data is then already counted.
+            request: The driver's request to train.
+            is_begun: Whether the call was interrupted and now continues. The pass over data that was passed to the call
+                is then already counted.
         """
         epoch = self.epoch
-        with OnFailure(lambda: self._count(epoch)):  # do not count the pass if the call fails to start
+        with OnFailure(lambda: self._count(epoch)):  # if the call cannot start, do not count a pass for it
             return self._joined(request, is_begun)
 
     def _joined(self, request: EpochRequest, is_begun: bool) -> Any:
@@ -135,10 +176,10 @@ class DataFeed(ABC):
 
     @contextmanager
     def validating(self, request: EpochRequest) -> Iterator[Any]:
-        """Yield the stream of batches for a call to `validate`.
+        """Inside the block, provide the stream of batches for a call to `validate`.
 
-        If a call with `num_steps` over registered data succeeds, the next call continues after its last batch. In all
-        other cases, the next call starts with the first batch, regardless of where the user's loop stopped.
+        If a call with `num_steps` on registered data succeeds, the next call continues after its last batch. In all
+        other cases, the next call starts with the first batch, wherever the user's loop has stopped.
         """
         if request.shard_key is not None:  # the user passed data to this call
             yield self._open_validation(request)
@@ -150,7 +191,10 @@ class DataFeed(ABC):
             self._left_to_validate = stream
 
     def _stream_of_call(self, request: EpochRequest) -> Any:
-        """Return a stream over data passed to a call, at the position where the previous call on this data stopped."""
+        """Return a stream over the data that the user passed to a call.
+
+        If an earlier call on the same data stopped before the end, the stream continues from there.
+        """
         key, stream = self._of_call
         if stream is None or key != request.shard_key:
             source = self._source_of_call("train", request, training=True)
@@ -160,7 +204,7 @@ class DataFeed(ABC):
         return stream
 
     def _go_to_place(self, stream: Any) -> None:
-        """Move a new stream to where the previous call on the same data stopped."""
+        """Move a new stream to the position where the previous call on the same data stopped."""
         share = self.data_of_call["train"]
         place = share.place
         if place is None or not has_divided_source(stream):
@@ -170,9 +214,9 @@ class DataFeed(ABC):
         self.data_of_call["train"] = replace(share, place=None)
 
     def made_of_call(self, name: str, request: EpochRequest) -> Any:
-        """Return the loader or dataset for a shard of data passed to a call.
+        """Return the loader or dataset for this worker's shard of the data that the user passed to a call.
 
-        Calls on the same shard share one loader.
+        Several calls on the same shard use the same loader.
         """
         key, made = self._made.get(name, (None, None))
         if key != request.shard_key:
@@ -181,31 +225,34 @@ class DataFeed(ABC):
         return made
 
     def is_divided(self, stream: Any) -> bool:
-        """Return True if the library shards the stream's data, so that its position is valid for any group size."""
+        """Return True for the stream of registered data if the library divides that data over the workers.
+
+        The position in the stream is then valid for any number of workers.
+        """
         return stream is self.train_stream and has_divided_source(stream)
 
     def break_off(self) -> None:
-        """Discard interrupted steps, so that their batches are yielded again."""
+        """Discard the step that was interrupted in each stream, so that the batches of the step are yielded again."""
         for stream in (self.train_stream, self._of_call[1]):
             if stream is not None:
                 stream.break_off()
 
     def begin_again(self, request: EpochRequest, share: CallData | None, place: DataPosition | None) -> None:
-        """Prepare to resume a call in a new group.
+        """Prepare the data for a training call that continues in a new group of workers.
 
         Args:
-            request: The training request.
-            share: This worker's shard, if the driver shards the call's data; otherwise None.
-            place: The position in the data that was passed to the call.
+            request: The driver's request to train.
+            share: This worker's new shard of the data, if the driver divides the data. Otherwise, None.
+            place: The position in the data that the user passed to the call, from which the call continues.
         """
         if request.shard_key is not None:
             self.take_share("train", request, share)
             self.data_of_call["train"] = replace(self.data_of_call["train"], place=place)
 
     def place_of_call(self, stream: Any) -> DataPosition | None:
-        """Return the position at which a call stopped in data passed to it.
+        """Return the position at which a call stopped in the data that the user passed to it.
 
-        Return None at the end of a pass, or if the position is unknown.
+        Return None at the end of a pass, for registered data, or if the position is unknown.
         """
         if stream is self.train_stream or not has_divided_source(stream):
             return None
@@ -215,21 +262,21 @@ class DataFeed(ABC):
         return DataPosition(stream.pass_index, consumed, stream.source.state(consumed, True))
 
     def begin_pass(self) -> int:
-        """Count a new pass over the train data and return the pass's index."""
+        """Count a new pass over the training data, and return the index of the pass."""
         self.epoch += 1
         return self.epoch - 1
 
     def pass_index(self, stream: Any) -> int:
-        """Return the index of the pass to which the next batch belongs."""
+        """Return the index of the pass over the data to which the next batch of this stream belongs."""
         if stream is not self.train_stream:
             return self.epoch - 1
         index: int = stream.pass_index if stream.is_mid_pass else self.epoch
         return index
 
     def position(self) -> dict[str, Any] | None:
-        """Return the position of the next batch in the train data.
+        """Return the position of the next batch in the training data, for snapshots and checkpoints.
 
-        If the library does not shard the data, a position inside a pass is unknown.
+        If the library does not divide the data over the workers, a position inside a pass is unknown.
         """
         stream = self.train_stream
         if stream is None:
@@ -241,26 +288,31 @@ class DataFeed(ABC):
         return {
             "pass_index": stream.pass_index,
             "consumed": consumed,
-            "is_mid_pass": is_mid_pass,  # True even before the first step of the pass is done
+            "is_mid_pass": is_mid_pass,  # True when the pass has started, even before its first step is completed
             **stream.source.state(consumed, is_mid_pass),
         }
 
     def check_position(self, position: Mapping[str, Any] | None) -> None:
-        """Check that a position is valid for the registered stream.
+        """Check that training can continue at a saved position, if the operator has registered a `StreamData`.
 
         Raises:
-            ValueError: The position is invalid for the stream.
+            ValueError: The position is invalid for the registered stream.
         """
         if self._registered_stream is not None and position and not position.get("is_unknown"):
             self._registered_stream.check_position(position)
 
     def go_to(self, epoch: int, position: Mapping[str, Any] | None) -> None:
-        """Continue from a saved position with new streams."""
+        """Let the next call continue from a saved position, with new streams.
+
+        Args:
+            epoch: Number of passes over the training data that had started.
+            position: The saved position, or None to start with a new pass.
+        """
         self.close()
         self.epoch, self._to_resume = epoch, position
 
     def close(self) -> None:
-        """Discard the streams and their iterators."""
+        """Discard the streams of batches and their iterators over data."""
         self.train_stream = None
         self._of_call = None, None
         self._left_to_validate = None
@@ -278,5 +330,5 @@ class DataFeed(ABC):
 
 
 def has_divided_source(stream: Any) -> bool:
-    """Return True if the library shards the data that a stream reads."""
+    """Return True if the library divides the data of this stream over the workers."""
     return getattr(getattr(stream, "source", None), "is_divided", False)

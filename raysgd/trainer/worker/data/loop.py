@@ -1,4 +1,4 @@
-"""`Loop`: the framework-specific part of a training loop."""
+"""`Loop`: the part of a worker's training calls that differs between PyTorch and TensorFlow."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from raysgd.trainer.worker.data.feed import DataFeed
 
 
 class Loop:
-    """The framework-specific part of a training loop over a feed's batches.
+    """What a worker knows about the steps of its training calls. Each framework has a subclass.
 
-    A step boundary is the point between two steps. Subclasses know whether the replica is at a boundary or inside a
-    step. This base class assumes that the replica is always at a boundary.
+    A step boundary is the point between two steps. Subclasses know whether the worker is at a boundary or inside a
+    step. This base class assumes that the worker is always at a boundary.
 
     Attributes:
-        first_bin: Category in the time `Ledger` to which time before the first batch is assigned. If the library draws
-            no batches, the whole call is assigned to it.
+        first_bin: Category of time, in the worker's `Ledger`, to which the time before the first batch is assigned. If
+            the user's code reads its data itself, the whole call is assigned to this category.
     """
 
     first_bin: ClassVar[str] = OTHER
@@ -32,110 +32,119 @@ class Loop:
 
     @property
     def place(self) -> PlaceInStep:
-        """The replica's position in its step."""
+        """The worker's position in the current step."""
         raise NotImplementedError
 
     @property
     def is_whole(self) -> bool:
-        """True if the current state is the state after a completed step."""
+        """True if the worker's training state is that after a completed step, not one inside a step."""
         return True
 
     @property
     def can_return(self) -> bool:
-        """True if the state after the last completed step can be restored when user code raises.
+        """True if the training state after the last completed step can be restored when user code raises an error.
 
-        The value is the same on all ranks.
+        This property has the same value on all ranks.
         """
         return self.is_whole
 
     @property
     def has_stock_loop(self) -> bool:
-        """True if the library's loop runs the epoch. It adds the sample count and logged metrics to batches itself."""
+        """True if the library's own training loop runs the epoch, not one that the user wrote.
+
+        The library's loop adds the number of samples and the logged metrics to the metrics of each batch itself.
+        """
         return False
 
     def is_lost(self, error: BaseException) -> bool:
-        """Return True if an exception means that the worker group is broken, for example because a worker was lost."""
+        """Return True if an error means that workers cannot communicate anymore, for example because one was lost."""
         return False
 
     def may_be_parted(self, error: BaseException) -> bool:
-        """Return True if an exception may have been raised because ranks ran different operations."""
+        """Return True if an error may have been raised because ranks ran different collective operations."""
         return False
 
     @property
     def own_s(self) -> float | None:
-        """Seconds of the training call that this rank did not spend waiting for other ranks; None if not measured."""
+        """Seconds of the training call that this rank did not spend waiting for other ranks. None if not measured."""
         return None
 
     @property
     def joint_work(self) -> JointWork | None:
-        """Record of the training call's actions that must be the same on all ranks; None if nothing is recorded."""
+        """Record of this rank's actions in the call, such as all-reduces, that all ranks must take in the same order.
+
+        None if such actions are not recorded.
+        """
         return None
 
     def plain(self, value: Any) -> Any:
-        """Convert a result to a type that the driver can read, such as a one-element tensor to a number."""
+        """Convert a metric to a type that the driver can read. A one-element tensor, for example, becomes a number."""
         return value
 
     def note_boundary(self) -> None:
-        """Called at a step boundary, when a step is complete."""
+        """Called between two steps, when a step is complete."""
 
     def note_restored(self) -> None:
-        """Called after the state was replaced by the state from a step boundary."""
+        """Called after another training state was loaded, which is always the state after a completed step."""
         self.note_boundary()
 
     def begin_call(self) -> None:
-        """Called before a new training call, to discard the state of the previous call."""
+        """Called before a new training call, to discard what this object remembers about the previous call."""
 
     def return_to_boundary(self) -> None:
-        """Restore the state at the last step boundary. The batches since then will be repeated."""
+        """Restore the training state after the last completed step. The batches since then will be repeated."""
 
     def end_call(self) -> None:
-        """Called when a training call's answer is complete."""
+        """Called when the worker has completed its answer to a training call."""
 
     def stream(self, request: EpochRequest, *, is_begun: bool = False) -> Any:
-        """Return the stream of batches for a training call; see `DataFeed.training`."""
+        """Return the stream of batches for a training call. See `DataFeed.training`."""
         return self._feed.training(request, is_begun=is_begun)
 
     def pass_index(self, stream: Any) -> int:
-        """Return the index of the pass to which the next batch belongs."""
+        """Return the index of the pass over the data to which the next batch of the stream belongs."""
         return self._feed.pass_index(stream)
 
     def can_resume(self, stream: Any) -> bool:
-        """Return True if a call over this stream can resume in the middle."""
+        """Return True if a training call on this stream can continue in the middle of the data."""
         return self._feed.is_divided(stream)
 
     def break_off(self) -> None:
-        """Discard an interrupted step, so that its batches are yielded again."""
+        """Discard an interrupted step, so that the batches of the step are yielded again."""
         self._feed.break_off()
 
     @property
     def order_obstacle(self) -> str | None:
-        """Reason why this process cannot repeat the rest of the pass in the same sample order; None if it can."""
+        """Reason why this worker cannot use the remaining samples of the pass in the same order as before.
+
+        None if it can.
+        """
         return None
 
     def ledger(self) -> DataLedger | None:
-        """Return the record of which samples were used; None if the library does not shard the data.
+        """Return the record of which samples were used. Return None if the library does not divide the data.
 
-        Called from two threads.
+        Two threads call this method.
         """
         return self._feed.ledger()
 
     def progress_text(self) -> str:
-        """Return a description of the training call's progress for the log."""
+        """Describe for the log which samples of an interrupted training call are repeated."""
         data = self.ledger()
         return "" if data is None else f"no sample lost, {data.in_flight} in flight are repeated ({data})"
 
     def num_samples(self, run: EpochRun) -> int:
-        """Return the number of samples that this rank used in a training call; 0 if samples are not counted."""
+        """Return the number of samples that this rank used in a training call, or 0 if samples are not counted."""
         return int(run.meters.n)
 
     def results(self, run: EpochRun) -> Any:
-        """Return this rank's metrics for an epoch that another rank finished, so that this rank need not finish it."""
+        """Return this rank's metrics of an epoch that another rank has finished and this rank has not."""
         return run.meters.summary()
 
     def extra_results(self) -> dict[str, Any]:
-        """Return the entries that the library adds to the metrics of a training call."""
+        """Return the entries that the library adds to the result of a training call, such as the epoch number."""
         return {"epoch": self._feed.epoch}
 
     def validation_options(self, request: EpochRequest) -> Mapping[str, Any]:
-        """Return the arguments for the operator's `validate` in addition to the batches and `info`."""
+        """Return the keyword arguments with which to call the operator's `validate`, besides the batches and `info`."""
         return {}

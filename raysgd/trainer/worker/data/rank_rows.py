@@ -1,12 +1,15 @@
-"""In every step, each rank sends its metrics so far, called its row, to all other ranks before the optimizer steps.
+"""Exchanges metrics between ranks in every step, so that the metrics of a lost worker are not lost with it.
 
-A row has named parts. Each part has values and a layout that says what the values mean. Layouts seldom change, so a
-rank sends its layout only when it changes. A rank that completes a step has received all ranks' rows for that step, so
-every survivor knows what a lost rank had measured. It also keeps the previous step's rows, because the ranks continue
-from the previous step if the latest step is interrupted.
+In every step, before the optimizer steps, each rank sends the metrics that it has measured so far to all other ranks.
+This message is called the rank's row. A row has named parts, and each part has values and a layout, which says what the
+values mean. A rank sends its layout only when the layout changes, which is rare.
 
-`RowExchange` sends rows within one group. `RankRows` stores them across all groups of one call. ADR 1 gives the
-reasons.
+A rank that completes a step has received the rows of all ranks for that step. If a worker is lost, the surviving ranks
+know its metrics from its last row. Ranks also keep the rows of the step before, because they continue from that step if
+the latest step is interrupted.
+
+`RowExchange` sends the rows within one group of workers. `RankRows` stores the rows during a whole training call, in
+which the group may change. ADR 1 gives the reasons.
 """
 
 from __future__ import annotations
@@ -21,12 +24,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Part = tuple[Any, Sequence[float]]
-"""A layout and the values it describes."""
+"""One part of a row: a layout, and the values that the layout describes."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Gather = Callable[[Array], list[Array]]
 
-_HEAD = struct.Struct("<IIQ")  # bytes in the row, number of values, bytes in the layout that follows the values
+# The start of an encoded row: the number of bytes in the row, the number of values, and the number of bytes of the
+# layout, which follows the values.
+_HEAD = struct.Struct("<IIQ")
 _FIRST_CAPACITY = 512
 
 
@@ -42,7 +47,7 @@ class Row(NamedTuple):
     numbers: Array
 
     def part(self, name: str) -> Part | None:
-        """Return the part `name`; None if the row has no such part."""
+        """Return the part of the row that has this name, or None if the row has no such part."""
         start = 0
         for each, layout, length in self.parts:
             if each == name:
@@ -52,13 +57,14 @@ class Row(NamedTuple):
 
 
 class RowExchange:
-    """Sends this rank's row of metrics to all ranks in a group, and receives theirs.
+    """Sends this rank's row of metrics to all ranks in the group of workers, and receives the rows of the other ranks.
 
     All ranks must call `exchange` together.
 
     Args:
-        name: Name of this rank, which stays the same in later groups.
-        gather: All-gather: takes this rank's array and returns the arrays of all ranks. All arrays have the same shape.
+        name: Name of this rank. Unlike its number, the name stays the same in later groups.
+        gather: All-gather function. It takes this rank's array, and returns the arrays of all ranks, which have the
+            same shape.
     """
 
     def __init__(self, name: str, gather: Gather) -> None:
@@ -71,15 +77,15 @@ class RowExchange:
         """Send a row with these parts to all ranks. Return the rows of all ranks, by rank name.
 
         Args:
-            parts: The parts by name.
-            gather: All-gather to use first instead of the default, for example an all-gather that sends other data
-                along with the row.
+            parts: The parts of this rank's row, by name.
+            gather: All-gather function to use instead of the default, for example one that sends other data together
+                with the row. If the rows turn out to be too long for it, they are sent again with the default.
         """
         own = self._encoded(parts)
         received = self._gathered(own, gather or self._gather)
         heads = _heads_of(received)
         while (needed := max(num_bytes for num_bytes, *_ in heads)) > self._capacity:
-            # Computed from all rows, so all ranks get the same capacity.
+            # All ranks compute the new capacity from the same rows, so it is the same on all ranks.
             self._capacity = 1 << (needed - 1).bit_length()
             received = self._gathered(own, self._gather)
             heads = _heads_of(received)
@@ -113,11 +119,11 @@ def _heads_of(rows: Sequence[Array]) -> list[tuple[int, int, int]]:
 
 
 class RankRows:
-    """Stores all ranks' rows of metrics in a call, by rank name, even if the worker group changes during the call.
+    """Stores the last metrics that each rank has sent in a training call, even if the group of workers changes.
 
     Attributes:
         name: Name of this rank.
-        lost: Rows or metrics of lost ranks, each as of the last step that counts.
+        lost: The metrics of lost ranks, by rank name, as of the last step that counts.
     """
 
     def __init__(self, name: str) -> None:
@@ -126,17 +132,31 @@ class RankRows:
         self._told: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=2)
 
     def note(self, num_steps: int, rows: Mapping[str, Any]) -> None:
-        """Store the rows that the ranks sent in the step after `num_steps` completed steps."""
+        """Store the rows that the ranks sent in one step.
+
+        Args:
+            num_steps: Number of steps that were completed before that step.
+            rows: The rows by rank name.
+        """
         if self._told and self._told[-1][0] == num_steps:
             self._told.pop()
         self._told.append((num_steps, rows))
 
     def as_of(self, num_steps: int) -> Mapping[str, Any]:
-        """Return the rows sent in the last of the first `num_steps` steps, by rank name; empty if unknown."""
+        """Return the last rows that the ranks sent in the first `num_steps` steps of the call, by rank name.
+
+        Return an empty mapping if no such rows are stored.
+        """
         return next((rows for before, rows in reversed(self._told) if before < num_steps), {})
 
     def settle(self, num_steps: int, rows: Mapping[str, Any], present: Collection[str]) -> None:
-        """Continue in a new group after `num_steps` steps. Keep the rows of ranks not in `present`, which are lost."""
+        """Keep the last rows of lost ranks, because a new group of workers continues the call.
+
+        Args:
+            num_steps: Number of completed steps.
+            rows: The rows of all ranks after these steps, by rank name.
+            present: Names of the ranks in the new group. Ranks that are not among them are lost.
+        """
         self._told.clear()
         self.note(num_steps - 1, rows)
         self.lost.update({name: row for name, row in rows.items() if name not in present})

@@ -1,1 +1,1 @@
-"""One worker's state: reading, checking, copying and restoring it."""
+"""Reads, checks, copies and restores the training state of one worker."""

@@ -1,4 +1,7 @@
-"""Copies of a worker's state, including snapshots inside a call, stored until the driver has fetched them."""
+"""Copies the training state of a worker, and stores each copy until the driver has fetched it.
+
+Some copies are taken between two calls, and some inside a training call (mid-call snapshots).
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,19 @@ from typing import Any
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.trainer.worker.ledger import Ledger
 
-_INLINE_BYTES = 65536  # a state up to this size is sent with the answer, because a separate call would cost more
+# A training state up to this size is sent to the driver with the answer to a call, because another call would cost
+# more.
+_INLINE_BYTES = 65536
 
 
 @dataclass(frozen=True)
 class StateCopy:
-    """A copy of a worker's state, or of this rank's part of the state if the state is sharded.
+    """A copy of the training state, or of this rank's shard if the state is sharded over the ranks.
 
     Attributes:
-        content: The copy.
-        num_bytes: Size of the copy.
-        is_part: True if the state is sharded, so that every rank has a part of it.
+        content: The copied state.
+        num_bytes: Size of the copied state in bytes.
+        is_part: True if the state is sharded, and this is one shard.
     """
 
     content: Any
@@ -28,37 +33,37 @@ class StateCopy:
 
 
 class StateCopies:
-    """Takes copies of one worker's state and stores them until the driver has fetched them.
+    """Copies the training state of one worker, and stores each copy until the driver has fetched it.
 
-    Also stores this rank's parts of the two newest mid-call snapshots, keyed by the number of steps completed before
-    each. A second thread fetches copies while the training thread runs.
+    A token, a number, identifies each copy. This object also stores this rank's parts of the two newest snapshots that
+    were taken inside the running training call. A second thread fetches copies while the training thread runs.
 
     Args:
-        every: Number of steps between copies of the state inside a training call; None for no copies.
-        ledger: Records the time spent on copies.
+        every: Number of steps between snapshots inside a training call, or None for no such snapshots.
+        ledger: Records how long copying takes.
 
     Attributes:
-        every: Number of steps between copies, as passed to the constructor.
-        newest: Number of steps that the running call had completed at its newest snapshot; 0 if it has no snapshot.
+        every: Number of steps between snapshots inside a training call.
+        newest: Number of steps of the running call after which its newest snapshot was taken. 0 if there is none.
     """
 
     def __init__(self, every: int | None, ledger: Ledger) -> None:
         self.every, self._ledger = every, ledger
-        self._kept: dict[int, StateCopy] = {}  # by token
+        self._kept: dict[int, StateCopy] = {}  # the copies by token
         self._changing = threading.Lock()
-        self._claimed: int | None = None  # token that the driver will fetch
+        self._claimed: int | None = None  # token of the copy that the driver will fetch next
         self._last_token = 0
         self._parts: dict[int, Capture] = {}
         self.newest = 0
 
     def after_call(self, state: Any, rank: int, landed_token: int | None) -> Capture:
-        """Copy the state between two calls. Store the copy until the driver fetches it, for example to write a file.
+        """Copy the training state between two calls, and store the copy until the driver fetches it.
 
         Args:
-            state: A `ReplicaState`.
+            state: The `ReplicaState` of this worker.
             rank: Rank of this worker.
-            landed_token: Token of the last copy that the driver has received. That copy and earlier copies are
-                discarded. None if the driver has not received any.
+            landed_token: Token of the last copy that has arrived in the driver. That copy and earlier copies are
+                discarded. None if no copy has arrived.
         """
         with self._ledger.copying():
             with self._changing:
@@ -69,12 +74,12 @@ class StateCopies:
             return part
 
     def inside_call(self, state: Any, rank: int, progress: Any) -> Capture:
-        """Copy the state in the middle of a call. Discard older copies that the driver has not requested.
+        """Copy the training state inside a training call. Discard older copies that the driver has not requested.
 
         Args:
-            state: A `ReplicaState`.
+            state: The `ReplicaState` of this worker.
             rank: Rank of this worker.
-            progress: Progress of the call.
+            progress: Progress of the training call, which is stored with the copy.
         """
         with self._ledger.copying():
             with self._changing:
@@ -82,19 +87,25 @@ class StateCopies:
             return self._with(state.copy_for_driver(rank), Capture(state.own(), progress=progress))
 
     def _with(self, copy: StateCopy | None, part: Capture) -> Capture:
-        """Add a copy of the shared state to `part`: a small copy directly, a large copy as a token to fetch it by."""
+        """Add a copy of the state that all ranks share to this rank's part of a snapshot.
+
+        A small copy is added itself. A large copy is stored, and only its token is added.
+        """
         if copy is None:
             return part
         if copy.num_bytes <= _INLINE_BYTES and not copy.is_part:
             return replace(part, shared_state=copy.content)
-        # Otherwise `fetch` in the second thread, which replaces the dict, could drop the new entry.
+        # Without the lock, `fetch` in the second thread could drop the new entry, because it replaces the dictionary.
         with self._changing:
             self._last_token += 1
             self._kept[self._last_token] = copy
             return replace(part, token=self._last_token, is_part=copy.is_part)
 
     def fetch(self, token: int) -> Any:
-        """Return the copy with this token, and discard earlier copies, which the driver has already received."""
+        """Return the copy that this token identifies.
+
+        Discard earlier copies, which the driver does not need anymore.
+        """
         with self._changing:
             self._kept = {each: copy for each, copy in self._kept.items() if each >= token}
             self._claimed, copy = token, self._kept[token]
@@ -103,19 +114,25 @@ class StateCopies:
     # ------------------------------------------------------------------------------------ mid-call snapshots
 
     def is_due(self, num_steps: int) -> bool:
-        """Return True if a snapshot is due after `num_steps` steps of the running call."""
+        """Return True if a snapshot must be taken after `num_steps` steps of the running training call."""
         return self.every is not None and num_steps - self.newest >= self.every
 
     def keep(self, num_steps: int, part: Capture) -> None:
-        """Store this rank's part of the snapshot after `num_steps` steps. Of earlier parts, keep only the latest."""
+        """Store this rank's part of a snapshot inside the running call. Of earlier parts, keep only the newest.
+
+        Args:
+            num_steps: Number of steps of the call after which the snapshot was taken.
+            part: This rank's part of the snapshot.
+        """
         self._parts = {number: self._parts[number] for number in (self.newest,) if number in self._parts}
         self._parts[num_steps] = part
         self.newest = num_steps
 
     def part_of_snapshot(self, number: int) -> Capture | None:
-        """Return this rank's part of the snapshot after `number` steps, or None if the part was discarded.
+        """Return this rank's part of the snapshot that was taken after `number` steps of the running call.
 
-        If the part has a separate copy of shared state, retain that copy until the driver fetches it.
+        Return None if the part was discarded. If the part refers to a stored copy of the state, keep that copy until
+        the driver fetches it.
         """
         part = self._parts.get(number)
         if part is not None and part.token is not None:
@@ -126,11 +143,11 @@ class StateCopies:
         return part
 
     def forget_call(self) -> None:
-        """Discard the mid-call snapshots, because another call or another group starts."""
+        """Discard this rank's parts of the snapshots inside a call, because the call ends or its group changes."""
         self._parts, self.newest = {}, 0
 
     def clear(self) -> None:
-        """Discard all copies."""
+        """Discard all copies of the training state."""
         self.forget_call()
         with self._changing:
             self._kept = {}

@@ -1,4 +1,8 @@
-"""Reads, checks and replaces a replica's state: a part that all ranks share, and a part that only this rank has."""
+"""Reads, checks and replaces the training state of a worker.
+
+One part of the state is the same on all ranks, such as the model's weights. Another part belongs to one rank only: the
+states of its random number generators.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,12 @@ from raysgd.trainer.worker.data.feed import DataFeed
 from raysgd.trainer.worker.state.copies import StateCopy
 from raysgd.trainer.worker.state.state_checks import check_progress
 
-RESUME = "resume"  # key of the data position and the step counter, which only snapshots and checkpoint files contain
+# Key in a state dict for the position in the data and the step counter. Only snapshots and checkpoint files have it.
+RESUME = "resume"
 
 
 def place_in(state: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of completed passes over the train data and the number of steps recorded in a state dict."""
+    """Return how many epochs were completed, and how many steps were taken, when a state dict was saved."""
     resume = state.get(RESUME) or {}
     position = resume.get("position") or {}
     is_mid_pass = bool(position.get("is_mid_pass") or position.get("is_unknown"))
@@ -23,7 +28,12 @@ def place_in(state: Mapping[str, Any]) -> tuple[int, int]:
 
 
 class ReplicaState(ABC):
-    """Reads and replaces the state of one replica."""
+    """Reads and replaces the training state of one worker. Each framework has a subclass.
+
+    Args:
+        operator: The worker's training operator.
+        feed: Provides the batches. Its position in the data is part of the state.
+    """
 
     def __init__(self, operator: Any, feed: DataFeed) -> None:
         self._operator = operator
@@ -31,55 +41,60 @@ class ReplicaState(ABC):
 
     @abstractmethod
     def _parts(self) -> dict[str, Any]:
-        """Return the state dicts of the registered objects."""
+        """Return the state dicts of the registered objects, such as models and optimizers, by kind of object."""
 
     @abstractmethod
     def _check_parts(self, state: Mapping[str, Any]) -> None:
-        """Check that the parts match the registered objects; see `check`."""
+        """Raise an error if the state dicts of objects do not match the registered objects. See `check`."""
 
     @abstractmethod
     def _apply_parts(self, state: Mapping[str, Any]) -> None:
-        """Load the parts of a state that has been checked."""
+        """Load the state dicts of objects into the registered objects. `_check_parts` has checked them before."""
 
     @abstractmethod
     def _more_progress(self) -> dict[str, Any]:
-        """Return additional progress to store under the `RESUME` key of a state dict."""
+        """Return further entries to store under the `RESUME` key of a state dict."""
 
     @abstractmethod
     def _apply_more_progress(self, resume: Mapping[str, Any]) -> None:
-        """Load the progress that `_more_progress` returned."""
+        """Load the entries that `_more_progress` returned.
+
+        Args:
+            resume: The value under the `RESUME` key of a state dict.
+        """
 
     @abstractmethod
     def copy_for_driver(self, rank: int) -> StateCopy | None:
-        """Copy this rank's part of the shared state for the driver.
+        """Copy the state that all ranks share, to send the copy to the driver.
 
-        Rank 0 copies the whole state, and other ranks return None. If the state is sharded, every rank copies its part.
+        Rank 0 copies the whole state, and other ranks return None. If the state is sharded over the ranks, every rank
+        copies its shard.
         """
 
     @abstractmethod
     def own(self) -> Any:
-        """Return the state that only this rank has: the states of its random generators."""
+        """Return the state that only this rank has: the states of its random number generators."""
 
     @abstractmethod
     def check_own(self, own: Any) -> None:
-        """Check that `own` is valid as this rank's own state."""
+        """Raise an error if this value from a snapshot or checkpoint is not a state of random number generators."""
 
     @abstractmethod
     def restore_own(self, own: Any) -> None:
-        """Load this rank's own state."""
+        """Load the state that only this rank has: the states of its random number generators."""
 
     def decoded(self, state: Any) -> Mapping[str, Any]:
-        """Convert a copy made for the driver back into a state dict."""
+        """Convert a copy that was made for the driver back to a state dict."""
         decoded: Mapping[str, Any] = state
         return decoded
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
-        """Restore a snapshot or a checkpoint. If it does not match this operator, nothing changes.
+        """Load the training state of a snapshot or a checkpoint. If it does not match this operator, change nothing.
 
         Args:
-            shared_state: A copy of the state, or the live state if it never left this process. No reference to it is
-                retained.
-            own_state: This rank's random states; None to leave the current random states unchanged.
+            shared_state: The state that all ranks share: a copy that was made for the driver, or the state dict itself
+                if it has never left this process. No reference to it is kept.
+            own_state: The states of this rank's random number generators. None to leave them unchanged.
 
         Raises:
             KeyError: A part is missing.
@@ -94,7 +109,7 @@ class ReplicaState(ABC):
             self.restore_own(own_state)
 
     def read(self) -> dict[str, Any]:
-        """Return the live state dict. Its tensors are not copied."""
+        """Return the training state as a state dict, without copying its tensors."""
         operator = self._operator
         return {
             "epoch": self._feed.epoch,
@@ -109,7 +124,7 @@ class ReplicaState(ABC):
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Check that a state can be loaded.
+        """Check that a state dict can be loaded into this worker's operator.
 
         Raises:
             KeyError: A part is missing.
@@ -122,13 +137,13 @@ class ReplicaState(ABC):
         state["operator"]
 
     def apply(self, state: Mapping[str, Any]) -> None:
-        """Load a state that has been checked. No reference to it is retained.
+        """Load a state dict that `check` has checked. No reference to the state dict is kept.
 
-        If the user's `load_state_dict` raises, the registered objects' states are already replaced, because `check`
-        cannot predict the error.
+        If the user's `load_state_dict` raises an error, the states of the registered objects have already been
+        replaced. `check` cannot foresee such errors.
         """
         operator = self._operator
-        own_state = copy.deepcopy(state["operator"])  # first, because copying may fail and nothing is replaced yet
+        own_state = copy.deepcopy(state["operator"])  # copy it first: if copying fails, nothing has been replaced yet
         self._apply_parts(state)
         self._feed.epoch = int(state["epoch"])
         operator.load_state_dict(own_state)

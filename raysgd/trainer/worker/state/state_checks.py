@@ -1,4 +1,4 @@
-"""Checks of the progress and the parts in a saved state. They run before anything is replaced."""
+"""Checks that a saved training state can be loaded. They run before any state is replaced."""
 
 from __future__ import annotations
 
@@ -11,20 +11,28 @@ _MAX_COUNT = 2**62
 
 
 def require(holds: bool, finding: str) -> None:
-    """Raise an error about an invalid state dict unless a condition holds.
+    """Raise an error about a state dict if a condition that the state dict must meet is not met.
+
+    Args:
+        holds: Whether the condition is met.
+        finding: What is wrong if it is not met, for the error message.
 
     Raises:
-        ValueError: `holds` is False. The message contains `finding`.
+        ValueError: `holds` is False.
     """
     if not holds:
         raise ValueError(f"The state does not match, so nothing was loaded: {finding}.")
 
 
 def check_progress(epoch: Any, resume: Any) -> None:
-    """Check the epoch, the step counter and the position in the data.
+    """Check the progress in a state dict: the epoch, the step counter and the position in the data.
+
+    Args:
+        epoch: The epoch number in the state dict.
+        resume: The step counter and the position, or None if the state dict has none.
 
     Raises:
-        ValueError: A value is invalid. The message names it.
+        ValueError: A value is invalid. The message names the value.
     """
     check_count("epoch", epoch)
     if resume is None:
@@ -50,7 +58,11 @@ def _check_position(position: Any) -> None:
 
 
 def check_count(name: str, value: Any) -> None:
-    """Check that a value is a non-negative integer.
+    """Check that a value in a state dict is a non-negative integer.
+
+    Args:
+        name: Name of the value, for the error message.
+        value: The value.
 
     Raises:
         ValueError: The value is not a non-negative integer, or is too large.
@@ -60,18 +72,18 @@ def check_count(name: str, value: Any) -> None:
 
 
 def check_parts(state: Mapping[str, Any], counts: Mapping[str, int], *others: str) -> None:
-    """Check that a state dict has every part, with the right number of objects.
+    """Check that a state dict has the state of as many models and optimizers as the operator has registered.
 
-    The driver calls this too, and knows only these counts about the operator.
+    The driver, which has no operator and knows only the numbers, calls this function too.
 
     Args:
         state: The state dict to load.
-        counts: Number of registered objects by part.
-        *others: Additional keys that the state must have.
+        counts: Number of registered objects by key of the state dict, such as "models".
+        *others: Further keys that the state dict must have.
 
     Raises:
-        KeyError: A part is missing.
-        ValueError: A part is not a list or has the wrong number of objects.
+        KeyError: A key is missing.
+        ValueError: The value of a key is not a list, or has the wrong number of objects.
     """
     missing = [key for key in ("epoch", *others, *counts) if key not in state]
     if missing:
