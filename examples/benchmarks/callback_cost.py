@@ -1,4 +1,4 @@
-"""What callbacks cost in each step: with none, and with one in the worker that does nothing.
+"""The cost of callbacks in each step: without callbacks, and with a worker callback that does nothing.
 
     python examples/benchmarks/callback_cost.py [--smoke-test] [--repetitions 5]
 
@@ -34,7 +34,7 @@ LEDGER = "ledger_us"
 
 
 class Tiny(TrainingOperator):
-    """A model of two numbers."""
+    """A model with two numbers."""
 
     def setup(self, config: dict[str, Any]) -> None:
         model = torch.nn.Linear(1, 1)
@@ -46,7 +46,7 @@ class Tiny(TrainingOperator):
 
 
 class InWorker(WorkerCallback):
-    """Overrides what is called in every step, and does nothing."""
+    """Overrides the methods that are called in every step, and does nothing."""
 
     def on_gradients(self, operator: Any, optimizer: Any) -> None: ...
 
@@ -54,7 +54,7 @@ class InWorker(WorkerCallback):
 
 
 class InDriver(Callback):
-    """Overrides what is called for every epoch, and does nothing."""
+    """Overrides the methods that are called in every epoch, and does nothing."""
 
     def on_epoch_begin(self, run: Run) -> None: ...
 
@@ -62,7 +62,7 @@ class InDriver(Callback):
 
 
 class NoLedger(Ledger):
-    """Books nothing while a training call runs."""
+    """Records nothing while a training call runs."""
 
     def enter(self, name: str) -> None: ...
 
@@ -87,7 +87,7 @@ def _put_back(operator: Any) -> None:
 
 
 def step_us(num_steps: int, num_epochs: int) -> dict[str, list[float]]:
-    """Microseconds of a step in each epoch, by what runs beside it."""
+    """Return the microseconds of a step in each epoch, by contender."""
     found: dict[str, list[float]] = {name: [] for name in ("floor", "no ledger", *FIGURES)}
     with (
         tempfile.TemporaryDirectory(prefix="bench-") as folder,
