@@ -165,7 +165,7 @@ def test_a_position_in_another_stream_is_refused_with_what_differs_and_a_way_out
         assert target.seed == 5
     with pytest.raises(ValueError, match="`on_error` 'raise', now 'skip'"):
         source_of(data_of(stream.shuffle(80).batch(4, on_error="skip"))).load_state(state)
-    with pytest.raises(ValueError, match="other data than a stream"):
+    with pytest.raises(ValueError, match="data that is not a stream"):
         source.load_state({"consumed": 8, "is_mid_pass": True, "seed": 0, "num_samples": 30})
     source_of(data_of(stream.shuffle(80).map(str).batch(9))).load_state(
         state
