@@ -6,41 +6,36 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from raysgd.callbacks.callback import Callback, Run, SaveBehind, uses_folder_of_run
+from raysgd.callbacks.callback import Callback, SaveBehind, uses_folder_of_run
 from raysgd.callbacks.calling import CallbackCalls, checked, overrides
 from raysgd.callbacks.monitors import StepMetrics
 from raysgd.callbacks.progress import ProgressBar, is_watched
 from raysgd.callbacks.sidecar import Sidecar, Sidecars, place_of
 from raysgd.callbacks.worker_callback import refuse_equal_keys
 from raysgd.core import arguments as checks
-from raysgd.core.engine.shared.call import Call, CallHandle
+from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.tracebacks import hides_library_frames
-from raysgd.core.engine.snapshots import Snapshot
 from raysgd.core.engine.worker import is_sendable
 from raysgd.core.files import check_path, make_folder
-from raysgd.core.history.history import CallRecord, History, RecordBeside
-from raysgd.core.numbers.metric_names import validation_name
-from raysgd.core.text.log_lines import Once
 from raysgd.exceptions import (
     CallbackError,
     InvalidCountError,
-    NoDataError,
     OnFailure,
     RaySGDError,
     UnpicklableError,
     WorkersLostError,
 )
 from raysgd.storage import files
-from raysgd.storage.background_writer import SubmittedWrite
-from raysgd.trainer.driver.calls import EpochCalls, EpochLeft, Listener, StepListener, asked
+from raysgd.trainer.driver.calls import EpochLeft, Listener, StepListener, asked
+from raysgd.trainer.driver.fit_results import EpochResults
 from raysgd.trainer.driver.leaving import Leaving
 from raysgd.trainer.driver.pauses import Pauses
+from raysgd.trainer.driver.trainer_port import TrainerPort
 from raysgd.trainer.messages import replica_calls
 from raysgd.trainer.messages.begun import BegunEpoch, summaries_as_data, summaries_from_data
 from raysgd.trainer.messages.epochs import VALIDATES, EpochRequest
@@ -118,112 +113,6 @@ class FitOptions:
             check_path("folder", self.folder, instead=_INSTEAD_OF_URI)
 
 
-FitProgress = tuple[Sidecar, Any, int | None]
-"""What another process needs to continue a call to `fit`.
-
-A tuple of the sidecar (the run's progress, as it is also saved next to each checkpoint), the folder in which callbacks
-write if it is known, and the number of steps over all epochs if the run pauses inside epochs.
-"""
-
-NoteProgress = Callable[[FitProgress], None]
-"""Function that stores the progress of a call to `fit`, so that another process can continue the call."""
-
-
-@dataclass
-class TrainedEpoch:
-    """An epoch that has been trained, and perhaps is still being validated.
-
-    Attributes:
-        number: The epoch's number in the run, starting at 1.
-        trained: The metrics that the training call returned.
-        row: The epoch's metrics in the history of this run, a dictionary.
-        shown: The epoch's metrics in the trainer's history, a dictionary. The trainer's history also covers calls
-            outside this run.
-        handle: Handle of the epoch's validation if it runs concurrently with training. Otherwise, None.
-        ended: When a concurrent validation has ended, the function that adds its result to the trainer's history.
-            Empty before.
-        is_told: True if the `on_result` method of callbacks has been called for this epoch.
-    """
-
-    number: int
-    trained: Any
-    row: dict[str, Any]
-    shown: dict[str, Any]
-    handle: CallHandle[Any] | None = None
-    ended: list[Callable[[], CallRecord]] = field(default_factory=list)
-    is_told: bool = False
-
-    def note(self, add: RecordBeside, result: Any, began_at: float, seconds: float) -> None:
-        """Keep the result of a concurrent validation until the run's thread adds it to the histories.
-
-        The background thread that waits for the validation calls this method.
-        """
-        self.ended.append(partial(add, result, began_at, seconds))
-
-
-@dataclass(frozen=True)
-class TrainerPort:
-    """The attributes and methods of a trainer that `FitRun` uses.
-
-    The trainer creates a new `TrainerPort` for each call to `fit` or `epochs`.
-
-    Attributes:
-        new_run: Creates the `Run` that callbacks receive.
-        history: The trainer's history, which covers every call of the trainer.
-        calls: Runs calls on the workers. Also holds the listeners that receive the progress of these calls.
-        once: Remembers which warnings have been logged, so that no warning is logged twice.
-        runs_worker_callbacks: True if the workers can call worker callbacks around their steps.
-        use_worker_callbacks: Installs exactly the given callbacks in the workers.
-        train: Trains for one epoch: `train(request, dataset=..., of_fit=True)`.
-        validate: Validates once: `validate(request, dataset, of_fit=True)`.
-        validates_beside: Returns True if validation can run concurrently with training.
-        begin_validation: Starts a validation concurrently with training.
-        after_validation: Steps the learning rate schedulers that depend on validation metrics. Returns True if this
-            has changed the training state.
-        save: Saves the trainer to a file.
-        load: Loads a file that `save` has written.
-        note_progress: Stores the run's progress in a detached trainer, which outlives its program; None for other
-            trainers.
-        left_file: File to which a detached trainer saves itself if it ends after its program has exited; None for other
-            trainers.
-        leaves_epochs: True if a run can stop inside an epoch, and later continue there.
-        epoch_obstacle: Returns the reason why an interrupted epoch must start over, or None if it can continue.
-        save_behind: Saves the trainer in a background thread. Returns None if the file is already complete.
-        save_snapshot: Writes a snapshot, a copy of the training state that the driver already holds, to a file.
-        place_in: Returns the number of completed epochs in a snapshot, and its number of steps over all epochs.
-        settings: Returns the settings with which the trainer created its operators in the workers.
-        kept: If this process reattaches to a detached trainer, the progress that the previous process stored; otherwise
-            None.
-        begun: The epoch that the previous run left unfinished, or None.
-        note_begun: Stores the epoch that this run left unfinished, for the next run.
-    """
-
-    new_run: Callable[..., Run]
-    history: History
-    calls: EpochCalls
-    once: Once
-    runs_worker_callbacks: bool
-    use_worker_callbacks: Callable[..., None]
-    train: Callable[..., Any]
-    validate: Callable[..., Any]
-    validates_beside: Callable[[], bool]
-    begin_validation: Callable[..., CallHandle[Any]]
-    after_validation: Callable[..., bool]
-    save: Callable[[str], Any]
-    load: Callable[[str], Any]
-    note_progress: NoteProgress | None
-    left_file: str | None
-    leaves_epochs: bool
-    epoch_obstacle: Callable[[], str | None]
-    save_behind: Callable[[str], SubmittedWrite | None]
-    save_snapshot: Callable[[str, Snapshot], None]
-    place_in: Callable[[Snapshot], tuple[int, int]]
-    settings: Callable[[], Any]
-    kept: FitProgress | None
-    begun: BegunEpoch | None
-    note_begun: Callable[[BegunEpoch | None], None]
-
-
 class FitRun:
     """Runs one call to `fit` or `epochs`.
 
@@ -271,11 +160,9 @@ class FitRun:
             self._listeners.append(self._steps)
         self._journal = self._open_journal()
         self._sidecars = Sidecars()
-        self._seen = trainer.history.extent
-        self._num_events = len(trainer.history.events)
-        self._lacks_data = False
-        self._current: TrainedEpoch | None = None
-        self._awaited: TrainedEpoch | None = None
+        self._results = EpochResults(
+            trainer, self._run, self._calls, options.validation_freq, options.validation_dataset
+        )
         self._pending: int | None = None
         self._saved: list[str] = []
         self._newest: str | None = None
@@ -359,7 +246,7 @@ class FitRun:
                 f"{' and '.join(used)} cannot work here: {obstacle}. Leave them out, or loop over "
                 "`trainer.train(num_steps=100)`, `trainer.validate()` and `trainer.save(path)`."
             )
-        if options.validate_every_n_steps is not None and not self._can_validate:
+        if options.validate_every_n_steps is not None and not self._results.can_validate:
             raise ValueError(
                 f"`validate_every_n_steps={options.validate_every_n_steps}`: there is nothing to validate on. Register "
                 "validation data in `setup`, or pass `validation_dataset`."
@@ -372,9 +259,10 @@ class FitRun:
             if self._journal is not None:
                 self.history.journal = self._journal.folder
             is_asked = self._options.validate == ASYNC
-            self._run.validates_beside = is_asked and self._validates and self._trainer.validates_beside()
+            self._run.validates_beside = is_asked and self._results.validates and self._trainer.validates_beside()
             with self._told_of_the_run():
-                self._go_on_with_pending()
+                if self._pending == self._run.epoch:
+                    self._results.tell_pending()
                 self._note_progress()
                 try:
                     while self._goes_on():
@@ -382,9 +270,9 @@ class FitRun:
                         if row is not None:
                             yield row
                 except GeneratorExit:
-                    self._finish_validation()
+                    self._results.finish_validation()
                     raise
-                self._finish_validation()
+                self._results.finish_validation()
                 if self._is_left or self._leaves():
                     self._leave()
 
@@ -531,32 +419,32 @@ class FitRun:
             return None
         run.epoch += 1
         with trainer.calls.listeners.listening(*self._listeners):
-            info = {"num_epochs": run.epochs, VALIDATES: self._validates}
+            info = {"num_epochs": run.epochs, VALIDATES: self._results.validates}
             trained = self._train(asked(None, info=info))
             if trained is None:
                 run.epoch -= 1
                 return None
-            epoch = self._current = self._trained(trained)
+            epoch = self._results.add(trained)
             if self._begun is not None:
                 epoch.row["seconds"] += self._begun.seconds
             self._begun, run.step = None, 0
             self._note_progress()
-            if self._is_due(run.epoch) and not run.validates_beside:
-                self._validate(epoch)
+            if self._results.is_due(run.epoch) and not run.validates_beside:
+                self._results.validate(epoch)
         self._calls.check_progress()
-        self._tell_of_events()
+        self._results.tell_events()
         self._saved.clear()
         try:
             # Add the previous epoch's validation result if it has arrived, so that the next checkpoint includes it.
-            self._finish_validation(waits=False)
+            self._results.finish_validation(waits=False)
         finally:
             self._calls.tell("on_epoch_trained")
-        if self._awaited is not None:
-            self._save_again(self._finish_validation())
-        if self._is_due(run.epoch) and run.validates_beside:
-            self._validate(epoch)
+        if self._results.awaits_validation:
+            self._save_again(self._results.finish_validation())
+        if self._results.is_due(run.epoch) and run.validates_beside:
+            self._results.validate(epoch)
         if epoch.handle is None:
-            self._tell_of_result(epoch)
+            self._results.tell(epoch)
         self._note_progress()
         return epoch.row
 
@@ -615,17 +503,11 @@ class FitRun:
 
     def _validate_inside(self, begun: BegunEpoch) -> None:
         """Validate while the workers wait inside an epoch, and pass the metrics to the callbacks' `on_validation`."""
-        place, result = (self._run.epoch, begun.global_step), {}
-        request = replace(asked(None), starts_over=True, is_inside=True)
-        with self._noting_lack_of_data():
-            result = self._trainer.validate(request, self._options.validation_dataset, of_fit=True, inside=place)
+        metrics = self._results.validate_inside(begun.global_step)
         self._begun = replace(begun, owes_validation=False)
-        if self._lacks_data:
-            return
-        self._take_records()
-        metrics = {validation_name(name): value for name, value in result.items()}
-        with self._between_epochs(begun):
-            self._calls.tell("on_validation", begun.global_step, metrics)
+        if metrics is not None:
+            with self._between_epochs(begun):
+                self._calls.tell("on_validation", begun.global_step, metrics)
 
     @contextmanager
     def _between_epochs(self, begun: BegunEpoch) -> Iterator[None]:
@@ -670,115 +552,7 @@ class FitRun:
         Return False if that step is the epoch's last step and a validation follows the epoch anyway.
         """
         is_due = self._pauses is not None and self._pauses.validates_at(begun.global_step)
-        return is_due and not (begun.is_exhausted and self._is_due(self._run.epoch))
-
-    def _trained(self, result: Any) -> TrainedEpoch:
-        recorded = self._trainer.history
-        self._take_records()
-        row = self.history[-1]
-        number = result.get("epoch", self._run.epoch)  # the result of Keras's `fit` has no epoch number
-        if number != self._run.epoch and self._trainer.once.is_first("epochs"):
-            logger.warning(
-                "epoch %d of this run is epoch %d of the trainer, because something else was trained or loaded "
-                'meanwhile. Files say the latter to `resume_from`. `load(path, parts=["models"])` loads no epoch',
-                self._run.epoch,
-                number,
-            )
-        row["epoch"] = self._run.epoch
-        return TrainedEpoch(self._run.epoch, result, row, recorded[-1] if len(recorded) else {})
-
-    def _is_due(self, epoch: int) -> bool:
-        return self._validates and epoch % self._options.validation_freq == 0
-
-    @property
-    def _validates(self) -> bool:
-        return self._can_validate and self._options.validation_freq > 0
-
-    @property
-    def _can_validate(self) -> bool:
-        has_data = self._options.validation_dataset is not None
-        return (has_data or self._trainer.calls.controller.facts[0].has_validation) and not self._lacks_data
-
-    def _validate(self, epoch: TrainedEpoch) -> None:
-        """Validate after an epoch. If validation runs concurrently with training, only start the validation."""
-        trainer, dataset = self._trainer, self._options.validation_dataset
-        if self._run.validates_beside:
-            epoch.handle = trainer.begin_validation(asked(None), dataset, True, epoch.note)
-            self._awaited = epoch
-            return
-        # Validate on all data from the start, even if a callback has just validated on its first few batches.
-        whole = replace(asked(None), starts_over=True)
-        with self._noting_lack_of_data():
-            trainer.after_validation(epoch.trained, trainer.validate(whole, dataset, of_fit=True))
-        self._take_records()
-
-    @contextmanager
-    def _noting_lack_of_data(self) -> Iterator[None]:
-        """If a validation in the block fails because there is no validation data, stop validating in this run."""
-        try:
-            yield
-        except NoDataError as error:
-            self._lacks_data = True
-            logger.warning("`%s.validate` needs data, so `fit` does not validate: %s", self._run.name, error.args[0])
-
-    def _finish_validation(self, waits: bool = True) -> bool:
-        """Wait for the concurrent validation, if there is one, and pass the metrics of its epoch to callbacks.
-
-        If the validation has lost its workers, the epoch gets no validation metrics.
-
-        Args:
-            waits: If False and the validation is still running, do nothing.
-
-        Returns:
-            True if the validation metrics have changed the training state, through a learning rate scheduler.
-        """
-        epoch, changes_state = self._awaited, False
-        if epoch is None or epoch.handle is None or not (waits or epoch.handle.done()):
-            return False
-        self._awaited, validated = None, None
-        with self._trainer.calls.accounts.waiting_for_validation(), self._noting_lack_of_data():
-            try:
-                validated = epoch.handle.result()
-            except WorkersLostError as error:
-                logger.warning("epoch %d has no metrics of validation: %s", epoch.number, error)
-        self._take_records()
-        for add in epoch.ended:
-            self.history.add(add(), epoch.row)
-            self._seen = self._trainer.history.extent
-            changes_state = self._trainer.after_validation(epoch.trained, validated)
-        self._tell_of_result(epoch)
-        return changes_state
-
-    def _tell_of_events(self) -> None:
-        events = self._trainer.history.events[self._num_events :]
-        self._num_events += len(events)
-        for event in events:
-            self.history.events.append(event)
-            self._calls.tell("on_event", event)
-
-    def _tell_of_result(self, epoch: TrainedEpoch) -> None:
-        """Call the callbacks' `on_result` with the metrics of an epoch.
-
-        During this call, `run.epoch` is the number of that epoch, even if the next epoch is already being trained.
-        """
-        run, now = self._run, self._run.epoch
-        epoch.is_told, run.epoch, run._last_told = True, epoch.number, epoch.number
-        try:
-            self._calls.tell("on_result", epoch.row)
-        finally:
-            run.epoch = now
-        epoch.shown.update(epoch.row)
-        self._take_records()
-
-    def _take_records(self) -> None:
-        """Copy the records of new calls from the trainer's history to the run's history."""
-        history, recorded = self.history, self._trainer.history
-        for record in recorded.part(self._seen, recorded.extent).records:
-            if record.of_fit:
-                history.add(record, history[-1] if len(history) else None)
-            else:  # the record of a call that a callback made, or the user's code between two epochs
-                history.records.append(record)
-        self._seen = recorded.extent
+        return is_due and not (begun.is_exhausted and self._results.is_due(self._run.epoch))
 
     # ------------------------------------------------------------------------------------------- saved and resumed
 
@@ -836,8 +610,8 @@ class FitRun:
             logger.warning("could not add the result of the epoch before to what was saved: %s", error)
 
     def _sidecar(self) -> Sidecar:
-        self._take_records()
-        current = self._current
+        self._results.take_records()
+        current = self._results.current
         epoch = self._run.epoch if current is None else current.number
         pending = None if current is None or current.is_told else epoch
         begun = None if self._begun is None else self._begun.as_data()
@@ -893,21 +667,6 @@ class FitRun:
                     counted,
                     argument,
                 )
-
-    def _go_on_with_pending(self) -> None:
-        """Call `on_result` for the loaded checkpoint's last epoch if it was saved before `on_result` was called.
-
-        If the validation of that epoch is still due, validate first.
-        """
-        history, number = self.history, self._run.epoch
-        if self._pending != number or not len(history):
-            return
-        row = history[-1]
-        epoch = self._current = TrainedEpoch(number, row, row, {})
-        if self._is_due(number) and "val_seconds" not in row:
-            self._validate(epoch)
-        if epoch.handle is None:
-            self._tell_of_result(epoch)
 
     def _place_to_resume(self) -> str | None:
         given = self._options.resume_from

@@ -23,7 +23,7 @@ from raysgd.core.history.history import BEGINNING
 from raysgd.exceptions import WorkersLostError
 from raysgd.storage import files
 from raysgd.storage.background_writer import BackgroundWriter, SubmittedWrite, Write
-from raysgd.trainer.driver.fit_loop import FitProgress
+from raysgd.trainer.driver.trainer_port import FitProgress
 
 _END_S = 60.0
 
