@@ -18,7 +18,6 @@ from raysgd.callbacks.progress import ProgressBar, is_watched
 from raysgd.callbacks.sidecar import Sidecar, Sidecars, place_of
 from raysgd.callbacks.worker_callback import refuse_equal_keys
 from raysgd.core import arguments as checks
-from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.tracebacks import hides_library_frames
 from raysgd.core.engine.worker import is_sendable
 from raysgd.core.files import check_path, make_folder
@@ -31,14 +30,14 @@ from raysgd.exceptions import (
     WorkersLostError,
 )
 from raysgd.storage import files
-from raysgd.trainer.driver.calls import EpochLeft, Listener, StepListener, asked
+from raysgd.trainer.driver.calls import Listener, StepListener, asked
+from raysgd.trainer.driver.fit_epoch import EpochTraining
 from raysgd.trainer.driver.fit_results import EpochResults
 from raysgd.trainer.driver.leaving import Leaving
 from raysgd.trainer.driver.pauses import Pauses
 from raysgd.trainer.driver.trainer_port import TrainerPort
-from raysgd.trainer.messages import replica_calls
 from raysgd.trainer.messages.begun import BegunEpoch, summaries_as_data, summaries_from_data
-from raysgd.trainer.messages.epochs import VALIDATES, EpochRequest
+from raysgd.trainer.messages.epochs import VALIDATES
 
 if TYPE_CHECKING:
     from raysgd.journal.keeper import JournalKeeper
@@ -128,8 +127,6 @@ class FitRun:
         self._trainer = trainer
         self._options = options
         self._leaving = Leaving(options.max_time)
-        self._begun: BegunEpoch | None = None
-        self._is_lost = False
         self._kept = trainer.kept
         self._callbacks, self._worker_callbacks = checked(options.callbacks)
         shows = is_watched(sys.stderr) if options.progress is None else options.progress
@@ -146,10 +143,6 @@ class FitRun:
         self.history = self._run.history
         self._calls = CallbackCalls(self._callbacks, self._run)
         self._max_step: int | None = None
-        self._pauses: Pauses | None = None
-        # The step that the previous process had counted before this process took over. Its call may still be running.
-        self._known_step: int | None = None
-        self._is_left = False
         self._steps: StepListener | None = None
         self._step_metrics: StepMetrics | None = None
         self._listeners: list[Listener] = [self._calls.progress] if self._calls.wants("on_progress") else []
@@ -162,6 +155,16 @@ class FitRun:
         self._sidecars = Sidecars()
         self._results = EpochResults(
             trainer, self._run, self._calls, options.validation_freq, options.validation_dataset
+        )
+        self._training = EpochTraining(
+            trainer,
+            self._run,
+            self._calls,
+            self._results,
+            self._leaving,
+            options.dataset,
+            on_left=self._fetch_steps,
+            on_paused=self._note_progress,
         )
         self._pending: int | None = None
         self._saved: list[str] = []
@@ -202,9 +205,9 @@ class FitRun:
         else:
             is_new = options.resume_from is None
             if options.epochs is not None:
-                self._run.epochs = options.epochs + (self._epochs_done() if is_new else 0)
+                self._run.epochs = options.epochs + (self._training.epochs_done() if is_new else 0)
             if options.max_steps is not None:
-                self._max_step = options.max_steps + (self._global_step() if is_new else 0)
+                self._max_step = options.max_steps + (self._training.global_step() if is_new else 0)
         finds = self._trainer.left_file or any(overrides(each, "newest_checkpoint") for each in self._callbacks)
         if options.resume_from == AUTO and not finds:
             raise ValueError(
@@ -214,7 +217,7 @@ class FitRun:
         pausing = [each for each in self._callbacks if each._pauses]
         if pausing or self._max_step is not None or options.validate_every_n_steps is not None:
             self._check_pauses(pausing)
-            self._pauses = Pauses(pausing, options.validate_every_n_steps, self._max_step)
+            self._training.pauses = Pauses(pausing, options.validate_every_n_steps, self._max_step)
         self._calls.check()
         for callback in self._worker_callbacks:
             name = type(callback).__name__
@@ -273,24 +276,17 @@ class FitRun:
                     self._results.finish_validation()
                     raise
                 self._results.finish_validation()
-                if self._is_left or self._leaves():
+                if self._training.has_left or self._leaving.is_due():
                     self._leave()
 
     def _goes_on(self) -> bool:
         """Return True if the run still has an epoch, or the rest of an epoch, to train."""
         run = self._run
-        if run.is_stopping or self._is_left or self._leaves() or run.epoch >= self._last_epoch:
+        if run.is_stopping or self._training.has_left or self._leaving.is_due() or run.epoch >= self._last_epoch:
             return False
-        return self._max_step is None or self._global_step() < self._max_step
+        return self._max_step is None or self._training.global_step() < self._max_step
 
     # ------------------------------------------------------------------------------------------------ stopped early
-
-    def _leaves(self) -> bool:
-        """Return True if a signal or the time limit requires the run to stop before its last epoch ends.
-
-        The run asks this between epochs, and also while an epoch is running.
-        """
-        return self._leaving.is_due()
 
     def _expect_end(self) -> None:
         """Tell the controller not to replace lost workers anymore, because the program is about to end.
@@ -310,7 +306,7 @@ class FitRun:
             yield
         finally:
             self._trainer.calls.controller.is_ending = False
-            self._trainer.note_begun(None if self._is_lost else self._begun)
+            self._trainer.note_begun(None if self._training.is_lost else self._training.begun)
 
     def _leave(self) -> None:
         """If the run stops early, call the callbacks' `on_leave`, in which they save the current training state.
@@ -322,10 +318,14 @@ class FitRun:
         """
         run, leaving = self._run, self._leaving
         is_early = leaving.is_due()
-        if leaving.signal is None and not self._is_left and (run.is_stopping or run.epoch >= self._last_epoch):
+        if (
+            leaving.signal is None
+            and not self._training.has_left
+            and (run.is_stopping or run.epoch >= self._last_epoch)
+        ):
             return
-        if not self._is_lost or self._finds_snapshot():
-            run.step = 0 if self._begun is None else self._begun.num_steps
+        if not self._training.is_lost or self._training.finds_snapshot(self._newest):
+            run.step = 0 if self._training.begun is None else self._training.begun.num_steps
             self._calls.tell("on_leave")
         logger.log(
             logging.WARNING if is_early else logging.INFO,
@@ -339,22 +339,6 @@ class FitRun:
             leaving.end_program(self._newest)
         if is_early:
             run.stop(leaving.reason)
-
-    def _finds_snapshot(self) -> bool:
-        """Return True if the last snapshot in the driver is newer than the last checkpoint file.
-
-        Called after all workers were lost. A snapshot is a copy of the training state that the workers sent to the
-        driver.
-        """
-        landed = self._trainer.calls.controller.snapshots.landed
-        if landed is None:
-            return False
-        (num_epochs, global_step), progress = self._trainer.place_in(landed), landed.progress
-        if progress is not None:
-            self._begun = BegunEpoch.of(progress, global_step=global_step)
-            num_epochs -= self._begun.is_exhausted
-        place = num_epochs, 0 if self._begun is None else self._begun.num_steps
-        return num_epochs == self._run.epoch and (self._newest is None or place > place_of(self._newest))
 
     @contextmanager
     def _in_workers(self) -> Iterator[None]:
@@ -408,7 +392,7 @@ class FitRun:
             lost = error.__cause__ if isinstance(error, CallbackError) else error
             if self._leaving.signal is None or not isinstance(lost, WorkersLostError):
                 raise
-            self._is_lost, self._begun = True, None
+            self._training.note_loss()
             return None
 
     def _epoch(self) -> dict[str, Any] | None:
@@ -420,14 +404,14 @@ class FitRun:
         run.epoch += 1
         with trainer.calls.listeners.listening(*self._listeners):
             info = {"num_epochs": run.epochs, VALIDATES: self._results.validates}
-            trained = self._train(asked(None, info=info))
+            trained = self._training.train(asked(None, info=info))
             if trained is None:
                 run.epoch -= 1
                 return None
             epoch = self._results.add(trained)
-            if self._begun is not None:
-                epoch.row["seconds"] += self._begun.seconds
-            self._begun, run.step = None, 0
+            if self._training.begun is not None:
+                epoch.row["seconds"] += self._training.begun.seconds
+            self._training.begun, run.step = None, 0
             self._note_progress()
             if self._results.is_due(run.epoch) and not run.validates_beside:
                 self._results.validate(epoch)
@@ -448,119 +432,12 @@ class FitRun:
         self._note_progress()
         return epoch.row
 
-    def _train(self, request: EpochRequest) -> Any:
-        """Train an epoch, or the rest of an epoch, with the pauses that are due inside it.
-
-        Return the training call's result. Return None if the run stops inside the epoch.
-        """
-        dataset, can_leave = self._options.dataset, self._trainer.leaves_epochs
-        asks = self._asks if can_leave and (self._leaving.may_come or self._pauses is not None) else None
-        self._is_left = self._begun is not None and self._begun.owes_validation and not self._pause()
-        while not self._is_left:
-            hold_at, self._known_step = self._next_pause(), None
-            try:
-                return self._trainer.train(
-                    replace(request, hold_at=hold_at),
-                    dataset=dataset,
-                    of_fit=True,
-                    begun=self._begun,
-                    leaves=asks,
-                )
-            except (EpochLeft, WorkersLostError) as left:
-                self._note_left(left)
-            self._is_left = self._is_lost or self._leaves() or not self._pause()
-        return None
-
-    def _asks(self) -> bool:
-        """Return True if the running epoch must pause after its current step, for example to validate or save."""
-        return self._leaves() or (self._pauses is not None and self._pauses.is_due)
-
-    def _next_pause(self) -> int | None:
-        """Return the number of batches after which the epoch must pause next. Return None if no pause is planned.
-
-        The batches are counted from the start of the epoch. Called while the workers are idle.
-        """
-        if self._pauses is None:
-            return None
-        step = self._global_step()
-        pause = self._pauses.next_after(step)
-        return None if pause is None else pause - step + (0 if self._begun is None else self._begun.num_steps)
-
-    def _pause(self) -> bool:
-        """Validate and save, if due, while the workers wait between two steps. Return False if the run stops there."""
-        begun, pauses = self._begun, self._pauses
-        if begun is None or pauses is None:  # the epoch has not taken a step yet
-            return True
-        if begun.owes_validation:
-            self._validate_inside(begun)
-        with self._between_epochs(begun):
-            for each in pauses.callbacks:
-                self._calls.call(each, "_on_pause", self._run, begun.global_step)
-            self._note_progress()
-        if begun.is_exhausted:  # no batches are left: continue, so that the epoch is completed
-            return not self._leaves()
-        return not (self._run.is_stopping or self._leaves() or pauses.ends_at(begun.global_step))
-
-    def _validate_inside(self, begun: BegunEpoch) -> None:
-        """Validate while the workers wait inside an epoch, and pass the metrics to the callbacks' `on_validation`."""
-        metrics = self._results.validate_inside(begun.global_step)
-        self._begun = replace(begun, owes_validation=False)
-        if metrics is not None:
-            with self._between_epochs(begun):
-                self._calls.tell("on_validation", begun.global_step, metrics)
-
-    @contextmanager
-    def _between_epochs(self, begun: BegunEpoch) -> Iterator[None]:
-        """Inside the block, show callbacks the progress of an unfinished epoch in the `run` that they receive.
-
-        Let `run.epoch` be the number of completed epochs, and `run.step` the number of batches of the unfinished epoch.
-        """
-        run = self._run
-        run.epoch, run.step = run.epoch - 1, begun.num_steps
-        try:
-            yield
-        finally:
-            run.epoch, run.step = run.epoch + 1, 0
-
-    def _note_left(self, left: EpochLeft | WorkersLostError) -> None:
-        """Record the step at which an epoch stopped before its end.
-
-        Args:
-            left: The exception that ended the training call: an `EpochLeft` with the state of the workers, or the loss
-                of all workers.
-
-        Raises:
-            WorkersLostError: All workers were lost, and the program has received no signal that would explain the loss.
-        """
-        if isinstance(left, WorkersLostError) and self._leaving.signal is None:
-            raise left
-        self._is_lost = not isinstance(left, EpochLeft) or not left.states
-        self._begun = None
-        if isinstance(left, EpochLeft) and left.states and left.states[0].num_steps:
-            if self._steps is not None:
-                self._steps.tell_rest()
-            if self._journal is not None:
-                self._journal.fetch()
-            landed = self._trainer.calls.controller.snapshots.landed
-            step = 0 if landed is None else self._trainer.place_in(landed)[1]
-            begun = BegunEpoch.of(left.states, seconds=left.seconds, global_step=step)
-            self._begun = replace(begun, owes_validation=self._owes_validation(begun))
-
-    def _owes_validation(self, begun: BegunEpoch) -> bool:
-        """Return True if `validate_every_n_steps` requires a validation at the step where the epoch paused.
-
-        Return False if that step is the epoch's last step and a validation follows the epoch anyway.
-        """
-        is_due = self._pauses is not None and self._pauses.validates_at(begun.global_step)
-        return is_due and not (begun.is_exhausted and self._results.is_due(self._run.epoch))
-
     # ------------------------------------------------------------------------------------------- saved and resumed
 
     def _save(self, location: str) -> None:
         began, step = time.perf_counter(), None
-        if self._is_lost:
-            landed = self._trainer.calls.controller.snapshots.landed
-            assert landed is not None, "it was found"
+        landed = self._training.left_snapshot
+        if landed is not None:
             self._trainer.save_snapshot(location, landed)
             step = self._trainer.place_in(landed)[1]
         else:
@@ -614,7 +491,7 @@ class FitRun:
         current = self._results.current
         epoch = self._run.epoch if current is None else current.number
         pending = None if current is None or current.is_told else epoch
-        begun = None if self._begun is None else self._begun.as_data()
+        begun = None if self._training.begun is None else self._training.begun.as_data()
         states = self._calls.states()
         return Sidecar(epoch, self.history, states, pending, self._run.epochs, begun, max_step=self._max_step)
 
@@ -624,14 +501,21 @@ class FitRun:
         The list holds the step, followed by the metrics of each rank. Return None if there are no such metrics, or if
         all workers were lost.
         """
-        found = () if self._steps is None or self._is_lost else self._steps.open()
+        found = () if self._steps is None or self._training.is_lost else self._steps.open()
         return [found[0][0], *summaries_as_data(each for _, each in found)] if found else None
+
+    def _fetch_steps(self) -> None:
+        """Fetch what the workers still have to report about their steps, for loggers and for the journal."""
+        if self._steps is not None:
+            self._steps.tell_rest()
+        if self._journal is not None:
+            self._journal.fetch()
 
     def _note_progress(self) -> None:
         """Store the run's progress if the trainer is a detached one, which outlives its program."""
         run, note = self._run, self._trainer.note_progress
         if note is not None:
-            step = None if self._pauses is None else self._global_step()
+            step = None if self._training.pauses is None else self._training.global_step()
             note((self._sidecar(), vars(run).get("folder", run._folder), step))
 
     def _resume(self) -> None:
@@ -639,14 +523,16 @@ class FitRun:
             # This process took over a run from another process. The workers may already be training the next epoch, so
             # do not call them.
             self._take_over(self._kept[0])
-            self._run.epoch, self._known_step = self._kept[0].epoch, self._kept[2]
+            self._run.epoch, self._training.known_step = self._kept[0].epoch, self._kept[2]
         else:
             location = self._place_to_resume()
             if location is not None:
                 self._load(location)
-            elif self._trainer.begun is not None and self._trainer.begun.global_step == self._global_step():
-                self._continue_inside(self._trainer.begun)
-            self._run.epoch = self._epochs_done() - (self._begun is not None and self._begun.is_exhausted)
+            elif self._trainer.begun is not None and self._trainer.begun.global_step == self._training.global_step():
+                self._training.go_on_inside(self._trainer.begun)
+            self._run.epoch = self._training.epochs_done() - (
+                self._training.begun is not None and self._training.begun.is_exhausted
+            )
             if location is not None:
                 self._warn_if_complete(location)
         if self._pending == self._run.epoch:
@@ -655,7 +541,7 @@ class FitRun:
     def _warn_if_complete(self, location: str) -> None:
         counts = [("epochs", "epochs", self._run.epoch, self._run.epochs)]
         if self._max_step is not None:
-            counts.append(("steps", "max_steps", self._global_step(), self._max_step))
+            counts.append(("steps", "max_steps", self._training.global_step(), self._max_step))
         for counted, argument, done, total in counts:
             if total is not None and done >= total:
                 logger.warning(
@@ -690,25 +576,9 @@ class FitRun:
             self._step_metrics.begun = int(step), summaries_from_data(by_rank)
             self._trainer.use_worker_callbacks(self._worker_callbacks)
 
-    def _continue_inside(self, begun: BegunEpoch) -> None:
-        """Let the run continue with the rest of an epoch that an earlier run left unfinished."""
-        self._begun = begun
-        self._run.step, self._run._global_step = begun.num_steps, begun.global_step
-
     def _take_over(self, sidecar: Sidecar) -> None:
         self.history.take_over(sidecar.history)
         self._calls.load_states(sidecar.callbacks)
         self._pending = sidecar.pending
         if sidecar.begun is not None:
-            self._continue_inside(BegunEpoch.from_data(sidecar.begun))
-
-    def _global_step(self) -> int:
-        """Return how many batches each worker has trained on over all epochs. Called while workers are idle."""
-        if self._known_step is not None:
-            return self._known_step
-        step: list[int] = self._trainer.calls.controller.run(Call(replica_calls.global_step, rank=0))
-        return step[0]
-
-    def _epochs_done(self) -> int:
-        done: list[int] = self._trainer.calls.controller.run(Call(replica_calls.epochs_done, rank=0))
-        return done[0]
+            self._training.go_on_inside(BegunEpoch.from_data(sidecar.begun))
