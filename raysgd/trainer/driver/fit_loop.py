@@ -5,42 +5,30 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
-from raysgd.callbacks.callback import Callback, SaveBehind, uses_folder_of_run
+from raysgd.callbacks.callback import Callback, uses_folder_of_run
 from raysgd.callbacks.calling import CallbackCalls, checked, overrides
-from raysgd.callbacks.monitors import StepMetrics
 from raysgd.callbacks.progress import ProgressBar, is_watched
-from raysgd.callbacks.sidecar import Sidecar, Sidecars, place_of
-from raysgd.callbacks.worker_callback import refuse_equal_keys
+from raysgd.callbacks.sidecar import Sidecar
 from raysgd.core import arguments as checks
 from raysgd.core.engine.shared.tracebacks import hides_library_frames
-from raysgd.core.engine.worker import is_sendable
 from raysgd.core.files import check_path, make_folder
-from raysgd.exceptions import (
-    CallbackError,
-    InvalidCountError,
-    OnFailure,
-    RaySGDError,
-    UnpicklableError,
-    WorkersLostError,
-)
+from raysgd.exceptions import CallbackError, InvalidCountError, WorkersLostError
 from raysgd.storage import files
-from raysgd.trainer.driver.calls import Listener, StepListener, asked
+from raysgd.trainer.driver.calls import asked
 from raysgd.trainer.driver.fit_epoch import EpochTraining
 from raysgd.trainer.driver.fit_results import EpochResults
+from raysgd.trainer.driver.fit_steps import StepReports
 from raysgd.trainer.driver.leaving import Leaving
 from raysgd.trainer.driver.pauses import Pauses
+from raysgd.trainer.driver.saving import RunCheckpoints
 from raysgd.trainer.driver.trainer_port import TrainerPort
-from raysgd.trainer.messages.begun import BegunEpoch, summaries_as_data, summaries_from_data
+from raysgd.trainer.messages.begun import BegunEpoch
 from raysgd.trainer.messages.epochs import VALIDATES
-
-if TYPE_CHECKING:
-    from raysgd.journal.keeper import JournalKeeper
 
 AUTO = "auto"
 INLINE, ASYNC = "inline", "async"
@@ -128,7 +116,7 @@ class FitRun:
         self._options = options
         self._leaving = Leaving(options.max_time)
         self._kept = trainer.kept
-        self._callbacks, self._worker_callbacks = checked(options.callbacks)
+        self._callbacks, worker_callbacks = checked(options.callbacks)
         shows = is_watched(sys.stderr) if options.progress is None else options.progress
         if shows and not any(isinstance(each, ProgressBar) for each in self._callbacks):
             self._callbacks.append(ProgressBar())
@@ -136,23 +124,24 @@ class FitRun:
             epochs=options.epochs,
             folder=options.folder if self._kept is None else self._kept[1],
             callbacks=self._callbacks,
-            save=lambda run, location: self._save(location),
-            save_behind=self._save_behind,
+            save=lambda run, location: self._checkpoints.save(location, self._training.left_snapshot),
+            save_behind=lambda location: self._checkpoints.save_behind(location),
             may_validate=options.validation_freq > 0 or options.validate_every_n_steps is not None,
         )
         self.history = self._run.history
         self._calls = CallbackCalls(self._callbacks, self._run)
         self._max_step: int | None = None
-        self._steps: StepListener | None = None
-        self._step_metrics: StepMetrics | None = None
-        self._listeners: list[Listener] = [self._calls.progress] if self._calls.wants("on_progress") else []
-        if options.log_every_n_steps and trainer.runs_worker_callbacks and self._calls.wants("on_step_metrics"):
-            self._step_metrics = StepMetrics(options.log_every_n_steps)
-            self._worker_callbacks.append(self._step_metrics)
-            self._steps = StepListener(trainer.calls.controller, self._calls.step_metrics)
-            self._listeners.append(self._steps)
-        self._journal = self._open_journal()
-        self._sidecars = Sidecars()
+        has_folder = options.folder is not None or any(map(uses_folder_of_run, self._callbacks))
+        asked = {"validation_freq": options.validation_freq, "has_dataset": options.dataset is not None}
+        self._reports = StepReports(
+            trainer,
+            self._run,
+            self._calls,
+            worker_callbacks,
+            options.log_every_n_steps,
+            journal=asked if has_folder else None,
+        )
+        self._checkpoints = RunCheckpoints(trainer, self._calls, self._reports, self._sidecar, self._leaving.note_save)
         self._results = EpochResults(
             trainer, self._run, self._calls, options.validation_freq, options.validation_dataset
         )
@@ -163,34 +152,10 @@ class FitRun:
             self._results,
             self._leaving,
             options.dataset,
-            on_left=self._fetch_steps,
+            on_left=self._reports.fetch,
             on_paused=self._note_progress,
         )
         self._pending: int | None = None
-        self._saved: list[str] = []
-        self._newest: str | None = None
-
-    def _open_journal(self) -> JournalKeeper | None:
-        """Return the object that writes the run's journal, the record of its steps, into the run's folder.
-
-        Return None if neither the user nor a callback uses the run's folder, or if the workers cannot call callbacks
-        around their steps.
-        """
-        has_folder = self._options.folder is not None or any(map(uses_folder_of_run, self._callbacks))
-        if not (has_folder and self._trainer.runs_worker_callbacks):
-            return None
-        from raysgd.journal.keeper import JournalKeeper, header_of  # imported here: not needed without a folder
-
-        run, trainer = self._run, self._trainer
-        asked = {"validation_freq": self._options.validation_freq, "has_dataset": self._options.dataset is not None}
-        journal = JournalKeeper(
-            lambda: run.folder,
-            trainer.calls.controller,
-            lambda: {**header_of(trainer.settings()), "epochs": run.epochs, **asked},
-        )
-        self._worker_callbacks.append(journal.recorder)
-        self._listeners.append(journal)
-        return journal
 
     def epochs(self) -> Iterator[dict[str, Any]]:
         """Train, and yield the metrics of each epoch when it ends. Closing the iterator stops the run.
@@ -219,16 +184,7 @@ class FitRun:
             self._check_pauses(pausing)
             self._training.pauses = Pauses(pausing, options.validate_every_n_steps, self._max_step)
         self._calls.check()
-        for callback in self._worker_callbacks:
-            name = type(callback).__name__
-            if not self._trainer.runs_worker_callbacks:
-                raise TypeError(
-                    f"`{name}` runs in the workers, around each step, which `{type(self._run.trainer).__name__}` "
-                    "cannot do: leave it out, or train with `TorchTrainer`."
-                )
-            if not is_sendable(callback):
-                raise UnpicklableError(f"`{name}` runs in the workers, and cannot be pickled.")
-        refuse_equal_keys(self._worker_callbacks)
+        self._reports.check()
         if options.folder is not None:
             make_folder("folder", options.folder)
         return self._epochs()
@@ -257,10 +213,10 @@ class FitRun:
 
     @hides_library_frames
     def _epochs(self) -> Iterator[dict[str, Any]]:
-        with self._leaving.listening(self._expect_end), self._ending_afterwards(), self._in_workers():
+        with self._leaving.listening(self._expect_end), self._ending_afterwards(), self._reports.in_workers():
             self._resume()
-            if self._journal is not None:
-                self.history.journal = self._journal.folder
+            if self._reports.journal_folder is not None:
+                self.history.journal = self._reports.journal_folder
             is_asked = self._options.validate == ASYNC
             self._run.validates_beside = is_asked and self._results.validates and self._trainer.validates_beside()
             with self._told_of_the_run():
@@ -316,49 +272,26 @@ class FitRun:
         Raises:
             Preempted: A signal stopped the run.
         """
-        run, leaving = self._run, self._leaving
-        is_early = leaving.is_due()
-        if (
-            leaving.signal is None
-            and not self._training.has_left
-            and (run.is_stopping or run.epoch >= self._last_epoch)
-        ):
+        run, leaving, training = self._run, self._leaving, self._training
+        is_early, is_at_end = leaving.is_due(), run.is_stopping or run.epoch >= self._last_epoch
+        if leaving.signal is None and not training.has_left and is_at_end:
             return
-        if not self._training.is_lost or self._training.finds_snapshot(self._newest):
-            run.step = 0 if self._training.begun is None else self._training.begun.num_steps
+        if not training.is_lost or training.finds_snapshot(self._checkpoints.newest):
+            run.step = 0 if training.begun is None else training.begun.num_steps
             self._calls.tell("on_leave")
+        newest = self._checkpoints.newest
         logger.log(
             logging.WARNING if is_early else logging.INFO,
             "%s: left the run after %d epochs%s; %s",
             leaving.reason if is_early else run.history.stop_reason or f"`max_steps` of {self._max_step}",
             run.epoch,
             f" and {run.step} batches of the next one" if run.step else "",
-            "nothing is saved" if self._newest is None else f"the newest checkpoint is {self._newest}",
+            "nothing is saved" if newest is None else f"the newest checkpoint is {newest}",
         )
         if leaving.signal is not None:
-            leaving.end_program(self._newest)
+            leaving.end_program(newest)
         if is_early:
             run.stop(leaving.reason)
-
-    @contextmanager
-    def _in_workers(self) -> Iterator[None]:
-        """Inside the block, have the workers call the run's worker callbacks around their steps."""
-        chosen, use = self._worker_callbacks, self._trainer.use_worker_callbacks
-        if not chosen:
-            yield
-            return
-
-        def take_out() -> None:
-            try:
-                use(())
-            except RaySGDError as error:  # only log this error, so that it does not hide the error that ended the run
-                logger.warning("could not take callbacks out of the workers: %r", error)
-
-        with OnFailure(take_out):
-            if self._kept is None:  # otherwise, the process that started this run has already done it
-                use(chosen)
-            yield
-        use(())
 
     @contextmanager
     def _told_of_the_run(self) -> Iterator[None]:
@@ -402,7 +335,7 @@ class FitRun:
         if run.is_stopping:
             return None
         run.epoch += 1
-        with trainer.calls.listeners.listening(*self._listeners):
+        with trainer.calls.listeners.listening(*self._reports.listeners):
             info = {"num_epochs": run.epochs, VALIDATES: self._results.validates}
             trained = self._training.train(asked(None, info=info))
             if trained is None:
@@ -417,14 +350,14 @@ class FitRun:
                 self._results.validate(epoch)
         self._calls.check_progress()
         self._results.tell_events()
-        self._saved.clear()
+        self._checkpoints.of_epoch.clear()
         try:
             # Add the previous epoch's validation result if it has arrived, so that the next checkpoint includes it.
             self._results.finish_validation(waits=False)
         finally:
             self._calls.tell("on_epoch_trained")
         if self._results.awaits_validation:
-            self._save_again(self._results.finish_validation())
+            self._checkpoints.save_again(self._results.finish_validation())
         if self._results.is_due(run.epoch) and run.validates_beside:
             self._results.validate(epoch)
         if epoch.handle is None:
@@ -434,82 +367,16 @@ class FitRun:
 
     # ------------------------------------------------------------------------------------------- saved and resumed
 
-    def _save(self, location: str) -> None:
-        began, step = time.perf_counter(), None
-        landed = self._training.left_snapshot
-        if landed is not None:
-            self._trainer.save_snapshot(location, landed)
-            step = self._trainer.place_in(landed)[1]
-        else:
-            self._trainer.save(location)
-        self._sidecars.write(location, replace(self._sidecar(), open_steps=self._open_steps()))
-        self._leaving.note_save(time.perf_counter() - began)
-        self._saved.append(location)
-        self._newest = location
-        if self._journal is not None:
-            self._journal.note_checkpoint(location, step)
-        self._calls.tell("on_checkpoint", location)
-
-    def _save_behind(self, location: str) -> SaveBehind:
-        """Save a checkpoint in the background.
-
-        Write the sidecar, the file with the run's progress, before the checkpoint. A complete checkpoint then always
-        has a sidecar.
-        """
-        self._sidecars.write(location, replace(self._sidecar(), open_steps=self._open_steps()))
-        write = self._trainer.save_behind(location)
-        # The step after which the workers copied the training state that is now being written.
-        step = None if self._journal is None else self._journal.last_step
-        self._saved.append(location)
-
-        def note() -> None:
-            self._leaving.note_save(0.0 if write is None else write.seconds)
-            self._newest = location
-            if self._journal is not None:
-                self._journal.note_checkpoint(location, step)
-            self._calls.tell("on_checkpoint", location)
-
-        return SaveBehind(write, note)
-
-    def _save_again(self, has_changed: bool) -> None:
-        """Save again the files that were saved before the validation result of their epoch arrived.
-
-        Args:
-            has_changed: True if the validation result has changed the training state. Otherwise, only write the
-                sidecars again, the files with the run's progress.
-        """
-        try:
-            for location in self._saved:
-                if has_changed:
-                    self._trainer.save(location)
-                self._sidecars.write(location, self._sidecar())
-        except OSError as error:  # only a warning, because the files of the first save still exist
-            logger.warning("could not add the result of the epoch before to what was saved: %s", error)
-
-    def _sidecar(self) -> Sidecar:
+    def _sidecar(self, with_open_steps: bool = False) -> Sidecar:
+        """Return the run's progress, as it is saved beside each checkpoint."""
         self._results.take_records()
         current = self._results.current
         epoch = self._run.epoch if current is None else current.number
         pending = None if current is None or current.is_told else epoch
         begun = None if self._training.begun is None else self._training.begun.as_data()
         states = self._calls.states()
-        return Sidecar(epoch, self.history, states, pending, self._run.epochs, begun, max_step=self._max_step)
-
-    def _open_steps(self) -> list[Any] | None:
-        """Return the step metrics that have not been passed to loggers yet, as plain data for the sidecar.
-
-        The list holds the step, followed by the metrics of each rank. Return None if there are no such metrics, or if
-        all workers were lost.
-        """
-        found = () if self._steps is None or self._training.is_lost else self._steps.open()
-        return [found[0][0], *summaries_as_data(each for _, each in found)] if found else None
-
-    def _fetch_steps(self) -> None:
-        """Fetch what the workers still have to report about their steps, for loggers and for the journal."""
-        if self._steps is not None:
-            self._steps.tell_rest()
-        if self._journal is not None:
-            self._journal.fetch()
+        open_steps = self._reports.open_steps() if with_open_steps and not self._training.is_lost else None
+        return Sidecar(epoch, self.history, states, pending, self._run.epochs, begun, open_steps, self._max_step)
 
     def _note_progress(self) -> None:
         """Store the run's progress if the trainer is a detached one, which outlives its program."""
@@ -525,9 +392,13 @@ class FitRun:
             self._take_over(self._kept[0])
             self._run.epoch, self._training.known_step = self._kept[0].epoch, self._kept[2]
         else:
-            location = self._place_to_resume()
+            given = self._options.resume_from
+            location = self._checkpoints.find(self._run) if given == AUTO else None if given is None else str(given)
             if location is not None:
-                self._load(location)
+                sidecar = self._checkpoints.load(location)
+                if sidecar is not None:
+                    self._take_over(sidecar)
+                    self._reports.go_on_from(sidecar.open_steps)
             elif self._trainer.begun is not None and self._trainer.begun.global_step == self._training.global_step():
                 self._training.go_on_inside(self._trainer.begun)
             self._run.epoch = self._training.epochs_done() - (
@@ -553,28 +424,6 @@ class FitRun:
                     counted,
                     argument,
                 )
-
-    def _place_to_resume(self) -> str | None:
-        given = self._options.resume_from
-        if given != AUTO:
-            return None if given is None else str(given)
-        found = [each.newest_checkpoint(self._run) for each in self._callbacks]
-        places, left = [str(each) for each in found if each is not None], self._trainer.left_file
-        if left is not None and place_of(left)[0] >= 0:
-            places.append(left)  # last, so that `max` prefers an equally new file that also has the callbacks' states
-        return max(places, key=place_of, default=None)
-
-    def _load(self, location: str) -> None:
-        self._trainer.load(location)
-        self._newest = location
-        sidecar = self._sidecars.read(location)
-        if sidecar is None:
-            return
-        self._take_over(sidecar)
-        if sidecar.open_steps and self._step_metrics is not None:
-            step, *by_rank = sidecar.open_steps
-            self._step_metrics.begun = int(step), summaries_from_data(by_rank)
-            self._trainer.use_worker_callbacks(self._worker_callbacks)
 
     def _take_over(self, sidecar: Sidecar) -> None:
         self.history.take_over(sidecar.history)
