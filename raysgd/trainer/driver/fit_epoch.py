@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from raysgd.callbacks.callback import Run
+from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.calling import CallbackCalls
 from raysgd.callbacks.sidecar import place_of
 from raysgd.core.engine.shared.call import Call
@@ -63,6 +63,38 @@ class EpochTraining:
         self.is_lost = self.has_left = False
         self.pauses: Pauses | None = None
         self.known_step: int | None = None
+
+    def check_pauses(
+        self, callbacks: Sequence[Callback], *, max_steps: int | None, validate_every_n_steps: int | None
+    ) -> None:
+        """Check that the workers can pause inside epochs.
+
+        Args:
+            callbacks: The callbacks that need pauses.
+            max_steps: The user's option, or None.
+            validate_every_n_steps: The user's option, or None.
+
+        Raises:
+            ValueError: The workers cannot pause inside epochs, or have nothing to validate on there.
+        """
+        obstacle = self._trainer.epoch_obstacle()
+        if not self._trainer.leaves_epochs:
+            obstacle = f"`{type(self._run.trainer).__name__}` cannot hold its workers inside an epoch"
+        if self._dataset is not None:
+            obstacle = "a file does not hold the place in the `dataset` of a call"
+        if obstacle is not None:
+            options = {"max_steps": max_steps, "validate_every_n_steps": validate_every_n_steps}
+            used = [f"`{name}`" for name, value in options.items() if value is not None]
+            used += [f"`{type(each).__name__}(every_n_steps=...)` and `every_minutes`" for each in callbacks[:1]]
+            raise ValueError(
+                f"{' and '.join(used)} cannot work here: {obstacle}. Leave them out, or loop over "
+                "`trainer.train(num_steps=100)`, `trainer.validate()` and `trainer.save(path)`."
+            )
+        if validate_every_n_steps is not None and not self._results.can_validate:
+            raise ValueError(
+                f"`validate_every_n_steps={validate_every_n_steps}`: there is nothing to validate on. Register "
+                "validation data in `setup`, or pass `validation_dataset`."
+            )
 
     def train(self, request: EpochRequest) -> Any:
         """Train an epoch, or the rest of an epoch, with the pauses that are due inside it.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from raysgd.callbacks.callback import Callback, uses_folder_of_run
+from raysgd.callbacks.callback import uses_folder_of_run
 from raysgd.callbacks.calling import CallbackCalls, checked, overrides
 from raysgd.callbacks.progress import ProgressBar, is_watched
 from raysgd.callbacks.sidecar import Sidecar
@@ -132,20 +132,22 @@ class FitRun:
         self._calls = CallbackCalls(self._callbacks, self._run)
         self._max_step: int | None = None
         has_folder = options.folder is not None or any(map(uses_folder_of_run, self._callbacks))
-        asked = {"validation_freq": options.validation_freq, "has_dataset": options.dataset is not None}
+        in_header = {"validation_freq": options.validation_freq, "has_dataset": options.dataset is not None}
         self._reports = StepReports(
             trainer,
             self._run,
             self._calls,
             worker_callbacks,
             options.log_every_n_steps,
-            journal=asked if has_folder else None,
+            journal=in_header if has_folder else None,
         )
-        self._checkpoints = RunCheckpoints(trainer, self._calls, self._reports, self._sidecar, self._leaving.note_save)
+        self._checkpoints: RunCheckpoints = RunCheckpoints(
+            trainer, self._calls, self._reports, self._sidecar, self._leaving.note_save
+        )
         self._results = EpochResults(
             trainer, self._run, self._calls, options.validation_freq, options.validation_dataset
         )
-        self._training = EpochTraining(
+        self._training: EpochTraining = EpochTraining(
             trainer,
             self._run,
             self._calls,
@@ -181,35 +183,14 @@ class FitRun:
             )
         pausing = [each for each in self._callbacks if each._pauses]
         if pausing or self._max_step is not None or options.validate_every_n_steps is not None:
-            self._check_pauses(pausing)
-            self._training.pauses = Pauses(pausing, options.validate_every_n_steps, self._max_step)
+            every = options.validate_every_n_steps
+            self._training.check_pauses(pausing, max_steps=options.max_steps, validate_every_n_steps=every)
+            self._training.pauses = Pauses(pausing, every, self._max_step)
         self._calls.check()
         self._reports.check()
         if options.folder is not None:
             make_folder("folder", options.folder)
         return self._epochs()
-
-    def _check_pauses(self, pausing: Sequence[Callback]) -> None:
-        """Raise an error if an option requires pauses inside epochs but the workers cannot pause there."""
-        obstacle, trainer, options = self._trainer.epoch_obstacle(), self._trainer, self._options
-        if not trainer.leaves_epochs:
-            obstacle = f"`{type(self._run.trainer).__name__}` cannot hold its workers inside an epoch"
-        if options.dataset is not None:
-            obstacle = "a file does not hold the place in the `dataset` of a call"
-        if obstacle is not None:
-            used = [
-                f"`{name}`" for name in ("max_steps", "validate_every_n_steps") if getattr(options, name) is not None
-            ]
-            used += [f"`{type(each).__name__}(every_n_steps=...)` and `every_minutes`" for each in pausing[:1]]
-            raise ValueError(
-                f"{' and '.join(used)} cannot work here: {obstacle}. Leave them out, or loop over "
-                "`trainer.train(num_steps=100)`, `trainer.validate()` and `trainer.save(path)`."
-            )
-        if options.validate_every_n_steps is not None and not self._results.can_validate:
-            raise ValueError(
-                f"`validate_every_n_steps={options.validate_every_n_steps}`: there is nothing to validate on. Register "
-                "validation data in `setup`, or pass `validation_dataset`."
-            )
 
     @hides_library_frames
     def _epochs(self) -> Iterator[dict[str, Any]]:
@@ -393,7 +374,9 @@ class FitRun:
             self._run.epoch, self._training.known_step = self._kept[0].epoch, self._kept[2]
         else:
             given = self._options.resume_from
-            location = self._checkpoints.find(self._run) if given == AUTO else None if given is None else str(given)
+            location = None if given is None else str(given)
+            if given == AUTO:
+                location = self._checkpoints.find(self._run)
             if location is not None:
                 sidecar = self._checkpoints.load(location)
                 if sidecar is not None:
