@@ -33,7 +33,7 @@ class Photos(ClassificationOperator):
 
 
 def cut_photos():
-    """Cut pieces out of each area: for training from its left part, for validation from its right part."""
+    """Cut pieces from two areas: training images from the left part, validation images from the right part."""
     china, flower = load_sample_images().images
     areas = {"leaves": flower[:, 450:], "petals": flower[100:340, 195:425], "sky": china[:190, 330:560]}
     areas |= {"temple": china[130:400, 100:320], "trees": china[300:, 340:]}
@@ -54,5 +54,5 @@ config = {"lr": 0.001, "batch_size": 32, "seed": 0}  # 32 images per step, over 
 saving = Checkpointing("checkpoints", metric="val_accuracy", restore_best_at_end=True)
 with TorchTrainer(training_operator_cls=Photos, config=config, num_workers=2, split_batches=True) as trainer:
     print(trainer.fit(6, callbacks=[saving]))
-    torch.save(trainer.get_model(to_cpu=True).state_dict(), "photos.pt")  # the best, not the last
+    torch.save(trainer.get_model(to_cpu=True).state_dict(), "photos.pt")  # the best checkpoint, not the last
 print(f"accuracy {saving.best_score:.3f}; the model is in photos.pt")

@@ -1,6 +1,6 @@
 """Trains a Keras model on two workers. Stops early, logs to a file, and keeps the best checkpoint.
 
-Data: the 1,797 handwritten digits of scikit-learn. Packages: those of the extra `tf`, scikit-learn.
+Data: the 1,797 handwritten digits of scikit-learn. Packages: the extra `tf`, scikit-learn.
 """
 
 import tensorflow as tf
@@ -39,6 +39,6 @@ saving = Checkpointing("checkpoints", metric="val_accuracy", restore_best_at_end
 callbacks = [EarlyStopping("val_loss", patience=3), saving, CSVLogger("metrics.csv")]
 with TFTrainer(make_model, make_data, config={"lr": 0.003}, num_workers=2, seed=0) as trainer:
     history = trainer.fit(40, callbacks=callbacks)
-    trainer.get_model().save("digits.keras")  # the best, not the last
+    trainer.get_model().save("digits.keras")  # the best checkpoint, not the last
 print(history)
 print(f"{history.stop_reason}; accuracy {saving.best_score:.3f}; the model is in digits.keras")

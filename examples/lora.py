@@ -1,11 +1,10 @@
 """Trains a LoRA adapter for a small Llama on two workers, kills one of them, and exports the merged model.
 
 Texts are packed into rows of 128 tokens. The base is frozen, and every worker reads it from a folder. So checkpoints,
-and the state that a new worker gets, only contain the adapter.
+and the state that is sent to a new worker, contain only the adapter.
 
 Data: about 600 English sentences from the source files of Python, as JSON lines. Model: the folder `base`, as
-`save_pretrained` writes it. If it is missing, a Llama with random weights is written there. Packages: those of the
-extra `hf`.
+`save_pretrained` writes it. If it is missing, a Llama with random weights is written there. Packages: the extra `hf`.
 """
 
 import importlib.util
@@ -26,7 +25,7 @@ MODULES = "http.client urllib.request socket ssl smtplib ftplib _pydecimal fract
 
 
 class Adapted(HuggingFaceOperator):
-    remakes_frozen = True  # `build_model` makes the same base on every worker and in every run
+    remakes_frozen = True  # `build_model` creates the same base on every worker and in every run
 
     def build_model(self, config):
         base = transformers.AutoModelForCausalLM.from_pretrained(BASE)

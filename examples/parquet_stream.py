@@ -1,7 +1,8 @@
-"""Trains on Parquet files, which two workers read as a stream: each row once per epoch, and few in memory at a time.
+"""Trains on Parquet files that two workers read as a stream: each row once per epoch, with few rows in memory at a
+time.
 
-Data: `rides/*.parquet`. If the folder is missing, 80,000 made-up taxi rides are written there. The fare depends on
-distance, hour and traffic. Packages: those of the extras `torch`, `metrics` and `storage`.
+Data: `rides/*.parquet`. If the folder is missing, 80,000 synthetic taxi rides are written there. The fare depends on
+distance, hour and traffic. Packages: the extras `torch`, `metrics` and `storage`.
 """
 
 from pathlib import Path

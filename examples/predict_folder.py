@@ -1,7 +1,7 @@
 """Predicts the digit on each image of a folder, on two workers, and writes a table.
 
 Data: `scans/*.png`. If the folder is missing, 360 of the 1,797 handwritten digits of scikit-learn are written there.
-The model is trained on the others. Packages: scikit-learn, Pillow.
+The model is trained on the other digits. Packages: scikit-learn, Pillow.
 """
 
 import csv
@@ -52,7 +52,7 @@ scans = Scans()
 config = {"lr": 0.003, "batch_size": 64, "seed": 0}
 with TorchTrainer(training_operator_cls=Digits, config=config, num_workers=2, split_batches=True) as trainer:
     trainer.fit(10, callbacks=[Checkpointing("checkpoints")], resume_from="auto")  # a second run only loads the model
-    found = trainer.predict(scans)  # a row for each image, in order
+    found = trainer.predict(scans)  # one row for each image, in order
 with open("predictions.csv", "w", newline="") as file:
     rows = zip((path.name for path in scans.files), found["digit"].tolist(), found["confidence"].tolist(), strict=True)
     csv.writer(file).writerows([("file", "digit", "confidence"), *rows])

@@ -1,7 +1,8 @@
 """Trains on machines that may disappear, such as spot instances. Kill it, start it again, and it continues.
 
-If a worker is lost, the other one continues with the next step, and a new worker joins later. If the program itself is
-lost, start it again: it resumes from the newest checkpoint. To try a lost worker, use `raysgd.testing.kill_worker`.
+If a worker is lost, the other worker continues with the next step, and a new worker joins later. If the program
+itself is lost, start it again: it resumes from the newest checkpoint. To test the loss of a worker, use
+`raysgd.testing.kill_worker`.
 
 Data: the 1,797 handwritten digits of scikit-learn. Packages: scikit-learn.
 """
@@ -36,10 +37,10 @@ class Digits(TrainingOperator):
 # `split_batches=True` keeps each step at 32 samples, so fewer workers can continue alone.
 with TorchTrainer(training_operator_cls=Digits, config={"lr": 0.001}, num_workers=2, split_batches=True) as trainer:
     history = trainer.fit(
-        20,  # in all, no matter how often the program starts
+        20,  # in total, no matter how often the program starts
         callbacks=[Checkpointing(CHECKPOINTS, keep_last=2)],
         resume_from="auto",
-        progress=True,  # prints a line for each epoch and each failure, even into a log file
+        progress=True,  # prints a line for each epoch and each failure, also into a log file
     )
     torch.save(trainer.get_model(to_cpu=True).state_dict(), "digits.pt")
 print(f"{len(history)} epochs, {sum(event.is_failure for event in history.events)} failures; the model is in digits.pt")

@@ -1,8 +1,8 @@
 """Kills one of four workers in the middle of an epoch, and shows that nothing is lost.
 
 Data: 1,776 of the 1,797 real digits of scikit-learn, 8x8 pixels each: 37 steps of 48. Each digit has a counter among
-the weights. Every step that trains on the digit adds one. So the counters show how many times the model saw each digit.
-The weights are compared with those of one process, and with those of four workers without a failure.
+the weights, and every step that trains on the digit adds one. So the counters show how many times the model saw each
+digit. The weights are compared with those of training in one process, and on four workers without a failure.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CountingOperator(ClassificationOperator):
 
     def build_optimizer(self, model: nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
         weights = {"params": model.network.parameters(), "lr": 0.1, "momentum": 0.9}
-        counters = {"params": [model.counters], "lr": CONFIG["batch_size"]}  # times the gradient of 1/48 is 1
+        counters = {"params": [model.counters], "lr": CONFIG["batch_size"]}  # its gradient is 1/48, so each step adds 1
         return torch.optim.SGD([weights, counters])
 
     def build_data(self, config: dict[str, Any]) -> tuple[TensorDataset, TensorDataset]:
@@ -61,7 +61,7 @@ class CountingOperator(ClassificationOperator):
 
 
 def train(trainer: TorchTrainer, num_epochs: int, *, kills: bool = False) -> tuple[nn.Module, float]:
-    """Train, and with `kills` kill a worker on the way. Return the model and its accuracy."""
+    """Train, and with `kills` kill a worker during training. Return the model and its accuracy."""
     for epoch in range(1, num_epochs + 1):
         if kills and epoch == num_epochs // 2 + 1:
             pids = [worker.pid for worker in trainer.status().workers]

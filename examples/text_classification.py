@@ -2,7 +2,7 @@
 
 Data: about 600 English sentences from the source files of Python, about networks or about numbers. Model: the folder
 `model`, as `save_pretrained` writes it. If it is missing, a small BERT with random weights is written there.
-Packages: those of the extra `hf`.
+Packages: the extra `hf`.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
 """Searches for the learning rate and the size of a network with Ray Tune. Each trial trains on two workers.
 
-Data: the 569 tumors of scikit-learn, with 30 numbers each. Packages: those of the extra `tune`, scikit-learn.
+Data: the 569 tumors of scikit-learn, with 30 numbers each. Packages: the extra `tune`, scikit-learn.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ trainable = TorchTrainer.as_trainable(
     training_operator_cls=Tumors,
     config={"batch_size": 32, "seed": 0},  # 32 rows per step, over all workers
     num_workers=2,
-    num_cpus_per_worker=0.5,  # Tune takes one CPU for itself, so a trial needs two
+    num_cpus_per_worker=0.5,  # Tune reserves one CPU for itself, so a trial needs two
     split_batches=True,
 )
 tuner = tune.Tuner(
@@ -41,7 +41,7 @@ tuner = tune.Tuner(
         metric="val_loss",
         mode="min",
         num_samples=6,
-        scheduler=ASHAScheduler(max_t=8, grace_period=2),  # ends the worse trials early
+        scheduler=ASHAScheduler(max_t=8, grace_period=2),  # stops bad trials early
         reuse_actors=True,  # the next trial reuses the workers of the last one
     ),
     run_config=tune.RunConfig(

@@ -1,12 +1,11 @@
-"""What all benchmarks share: arguments, isolated processes, statistics, and the report.
+"""Shared by all benchmarks: arguments, isolated processes, statistics, and the report.
 
-Every contender runs in its own processes, started for one measurement and gone afterwards, and the
-contenders take turns, so that a slow minute of the machine hits all of them. A script starts itself again for
-that: `--job` says, as JSON, which of its functions to call and with what; the function's value comes back
-through a file.
+Every contender runs in its own processes, which are started for one measurement and then stopped. The contenders take
+turns, so that a slow minute of the machine affects all of them. For this, a script starts itself again: `--job`
+names, as JSON, the function to call and its arguments, and the result comes back through a file.
 
-Figures are medians with the 95 % interval that bootstrapping gives. The last line of the output is the whole
-result as JSON, for programs; everything before it is Markdown, for people.
+Figures are medians with the 95 % interval from bootstrapping. The last line of the output is the whole result as
+JSON, for programs; everything before it is Markdown, for people.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",  # else Ray's workers, and only those, give way to whatever else runs
-    "PYTHONDONTWRITEBYTECODE": "",  # else each new process compiles raysgd again, which installed packages need not
+    "RAY_worker_niceness": "0",  # otherwise only Ray's workers have a lower priority than other processes
+    "PYTHONDONTWRITEBYTECODE": "",  # otherwise each new process compiles raysgd again, unlike installed packages
 }
 """Set for every contender, so that all have the same threads, network, priority and compiled modules."""
 
@@ -49,7 +48,7 @@ OWN = "raysgd"
 MIB = 2**20
 _JOB_TIMEOUT_S = 900.0
 _END_TIMEOUT_S = 15.0
-_BUSY_LOAD = 0.3  # for each core
+_BUSY_LOAD = 0.3  # per core
 _PACKAGES = ("torch", "ray", "lightning", "accelerate", "tensorflow", "keras", "tf_keras")
 
 
@@ -58,11 +57,11 @@ _PACKAGES = ("torch", "ray", "lightning", "accelerate", "tensorflow", "keras", "
 
 @dataclass(frozen=True)
 class Peers:
-    """Which of the contenders beside raysgd take part, by name.
+    """The contenders that take part besides raysgd, by name.
 
     Attributes:
-        selected: Those to run.
-        absent: Requested peers that are not installed, with what to install for them.
+        selected: Peers to run.
+        absent: Requested peers that are not installed, with the package to install.
         left_out: Peers that were not requested.
     """
 
@@ -71,7 +70,7 @@ class Peers:
     left_out: tuple[str, ...]
 
     def status(self) -> dict[str, str]:
-        """What becomes of each, in words."""
+        """Describe the state of each peer in words."""
         return {
             **dict.fromkeys(self.selected, "run"),
             **{name: f"not installed (needs `{package}`)" for name, package in self.absent.items()},
@@ -80,12 +79,12 @@ class Peers:
 
 
 def make_parser(description: str, *, repetitions: int, peers: Mapping[str, str]) -> argparse.ArgumentParser:
-    """The arguments that every benchmark takes.
+    """Parse the arguments that every benchmark takes.
 
     Args:
         description: What is measured.
-        repetitions: The default of `--repetitions`.
-        peers: Name of each other contender, and the package it needs, or the Python of an environment only for it.
+        repetitions: Default of `--repetitions`.
+        peers: Name of each other contender, and the package that it needs, or the Python of its own environment.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--smoke-test", action="store_true", help="tiny sizes, no peers: only whether it runs")
@@ -101,7 +100,7 @@ def make_parser(description: str, *, repetitions: int, peers: Mapping[str, str])
 
 
 def choose_peers(arguments: argparse.Namespace, known: Mapping[str, str]) -> Peers:
-    """The requested peers, sorted by whether they can run here."""
+    """Return the requested peers, sorted by whether they can run here."""
     asked = arguments.peers
     if asked is None:
         asked = () if arguments.smoke_test else tuple(known)
@@ -135,7 +134,7 @@ def _is_installed(package: str) -> bool:
         return Path(package).exists()
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of what is before the dot
+    except ModuleNotFoundError:  # the package before the dot is missing
         return False
 
 
@@ -143,7 +142,7 @@ def _is_installed(package: str) -> bool:
 
 
 class JobError(RuntimeError):
-    """A measurement in another process failed; the message has the end of what it wrote."""
+    """A measurement in another process failed; the message has the end of its output."""
 
 
 def run_job(
@@ -155,15 +154,16 @@ def run_job(
     timeout_s: float = _JOB_TIMEOUT_S,
     **parameters: Any,
 ) -> Any:
-    """Calls the function that `script` has for `role` in a fresh process and returns its value.
+    """Call the function that `script` has for `role` in a new process, and return its value.
 
     Args:
-        script: The path of the benchmark.
-        role: Name of the function, as the script's `dispatch` knows it.
-        processes: Start as many under torchrun, which tells each its rank; rank 0's value counts.
-        environment: Variables beside `ENVIRONMENT`.
-        timeout_s: Seconds until the processes are ended.
-        parameters: Arguments of the function; anything that JSON has.
+        script: Path of the benchmark.
+        role: Name of the function in the script's `dispatch`.
+        processes: Start this many processes under torchrun, which sets the rank of each; the value of rank 0 is
+            returned.
+        environment: Variables in addition to `ENVIRONMENT`.
+        timeout_s: Seconds after which the processes are killed.
+        parameters: Arguments of the function; they must be valid in JSON.
 
     Raises:
         JobError: A process failed or took too long.
@@ -182,7 +182,7 @@ def run_job(
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> str:
-    """Runs a command to its end and returns the end of what it wrote; nothing of it is left running."""
+    """Run a command and return the end of its output; no process of it is left running."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             command, env=dict(environment), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -198,7 +198,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], timeout_s: floa
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process and what it started; torchrun has to be asked, for its workers are in groups of their own."""
+    """End a process and its children; torchrun is asked to end, because its workers are in their own process groups."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_END_TIMEOUT_S)
@@ -208,7 +208,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def dispatch(roles: Mapping[str, Callable[..., Any]]) -> None:
-    """In a process that `run_job` started: calls the function and ends the program. Else does nothing."""
+    """In a process that `run_job` started, call the function and end the program. Otherwise do nothing."""
     if "--job" not in sys.argv:
         return
     job = json.loads(sys.argv[sys.argv.index("--job") + 1])
@@ -220,18 +220,18 @@ def dispatch(roles: Mapping[str, Callable[..., Any]]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if job["processes"] is not None:
-        os._exit(0)  # gloo's threads may abort an interpreter that ends in the usual way
+        os._exit(0)  # gloo's threads may abort an interpreter that exits normally
     sys.exit(0)
 
 
 def job_began() -> float:
-    """When `run_job` started this process, on the machine's monotonic clock."""
+    """Return when `run_job` started this process, on the machine's monotonic clock."""
     return float(json.loads(sys.argv[sys.argv.index("--job") + 1])["began"])
 
 
 @contextlib.contextmanager
 def ray_cluster(num_cpus: int, object_store_mib: int = 256) -> Iterator[None]:
-    """A Ray cluster of this process alone."""
+    """Start a Ray cluster for this process alone."""
     os.environ.update(ENVIRONMENT)
     import ray
 
@@ -252,9 +252,9 @@ def ray_cluster(num_cpus: int, object_store_mib: int = 256) -> Iterator[None]:
 def take_turns(
     contenders: Mapping[str, Callable[[], Any]], num_repetitions: int, report: Report
 ) -> dict[str, list[Any]]:
-    """Runs every contender, then every one again, and so on; returns what the runs of each returned.
+    """Run every contender, then every contender again, and so on; return the values of all runs.
 
-    A peer that fails is noted in the report and left out from then on.
+    A peer that fails is noted in the report and skipped from then on.
 
     Raises:
         JobError: raysgd itself failed.
@@ -273,7 +273,7 @@ def take_turns(
 
 
 def by_contender(found: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """What `take_turns` found, where each run of raysgd measured several contenders: they are told apart."""
+    """Return the results of `take_turns` by contender, if each run of raysgd measured several contenders."""
     of_each = {name: [run[name] for run in found[OWN]] for name in found[OWN][0]}
     return {**of_each, **{name: list(runs) for name, runs in found.items() if name != OWN}}
 
@@ -281,13 +281,13 @@ def by_contender(found: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
 def in_pairs(
     first: Callable[[], Measured], second: Callable[[], Measured], *, num_pairs: int, num_warm_up: int
 ) -> list[tuple[Measured, Measured]]:
-    """What two functions measure in turn; who goes first changes from pair to pair.
+    """Return the measurements of two functions in turn; which one goes first alternates.
 
     Args:
-        first: One of them.
-        second: The other one.
-        num_pairs: How many pairs to return.
-        num_warm_up: How many to measure before them.
+        first: One function.
+        second: The other function.
+        num_pairs: Number of pairs to return.
+        num_warm_up: Number of pairs to measure before them.
     """
     pairs = []
     for index in range(num_warm_up + num_pairs):
@@ -304,13 +304,13 @@ def in_pairs(
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median and the interval in which it lies with 95 % confidence, by bootstrapping.
+    """A median and its 95 % confidence interval, from bootstrapping.
 
     Attributes:
-        median: Of the samples.
+        median: Median of the samples.
         low: Lower end of the interval.
-        high: Upper end.
-        count: How many samples there are.
+        high: Upper end of the interval.
+        count: Number of samples.
     """
 
     median: float
@@ -319,12 +319,12 @@ class Estimate:
     count: int
 
     def text(self, digits: int = 3) -> str:
-        """`median [low..high]`, with so many significant digits."""
+        """Return `median [low..high]`, with this number of significant digits."""
         return f"{significant(self.median, digits)} [{significant(self.low, digits)}..{significant(self.high, digits)}]"
 
 
 def estimate(samples: Sequence[float], num_resamples: int = 2000) -> Estimate:
-    """The median of `samples` with its interval.
+    """Return the median of `samples` with its interval.
 
     Raises:
         ValueError: There are no samples.
@@ -338,12 +338,12 @@ def estimate(samples: Sequence[float], num_resamples: int = 2000) -> Estimate:
 
 
 def scaled(samples: Sequence[float], factor: float) -> list[float]:
-    """Each sample times `factor`: another unit."""
+    """Multiply each sample by `factor`, to convert its unit."""
     return [sample * factor for sample in samples]
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """`value` with so many significant digits, without an exponent."""
+    """Format `value` with this number of significant digits, without an exponent."""
     if value == 0 or not math.isfinite(value):
         return str(value)
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
@@ -355,13 +355,13 @@ def significant(value: float, digits: int = 3) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """A figure that we want to reach.
+    """A figure to reach.
 
     Attributes:
-        name: What is compared with what, and the unit.
+        name: What is compared, and the unit.
         bound: The limit, inclusive.
-        is_upper: Whether the figure may not be larger; else it may not be smaller.
-        measured: The figure; None where nothing was measured.
+        is_upper: True if the figure may not be larger than the bound, False if it may not be smaller.
+        measured: The figure; None if nothing was measured.
     """
 
     name: str
@@ -376,16 +376,16 @@ class Target:
         return self.measured <= self.bound if self.is_upper else self.measured >= self.bound
 
     def as_dict(self) -> dict[str, Any]:
-        """For the JSON line."""
+        """Return the entry of the JSON line."""
         return {**asdict(self), "met": self.met}
 
 
 class Report:
-    """Prints as it goes, and ends with everything in one line of JSON.
+    """Prints results as they arrive, and ends with all of them in one line of JSON.
 
     Args:
-        benchmark: Its name.
-        arguments: What the user asked for.
+        benchmark: Name of the benchmark.
+        arguments: Arguments of the user.
         peers: The other contenders.
     """
 
@@ -406,28 +406,29 @@ class Report:
                 print(f"* {name}: {status}", flush=True)
 
     def failed(self, peer: str, error: JobError) -> None:
-        """Notes that a peer could not be measured."""
+        """Note that a peer could not be measured."""
         self._facts["peers"][peer] = "failed"
         print(f"\n* {peer}: failed\n\n```\n{error}\n```", flush=True)
 
     def table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Prints a table."""
+        """Print a table."""
         print(f"\n## {title}\n\n{markdown_table(headers, rows)}", flush=True)
 
     def result(self, contender: str, figure: str, value: Estimate | float, **labels: Any) -> None:
-        """Adds one figure to the JSON line; the figure's name ends in its unit."""
+        """Add a figure to the JSON line; the figure's name ends in its unit."""
         amount = asdict(value) if isinstance(value, Estimate) else value
         self._facts["results"].append({"contender": contender, "figure": figure, **labels, "value": amount})
 
     def figures(
         self, title: str, names: Mapping[str, str], runs: Mapping[str, Sequence[Mapping[str, Any]]]
     ) -> dict[tuple[str, str], float]:
-        """Prints a table of figures and adds them to the results; returns their medians, by contender and figure.
+        """Print a table of figures and add them to the results; return their medians, by contender and figure.
 
         Args:
-            title: Of the table.
-            names: The figures, and what their columns are called.
-            runs: What each contender measured in each run: for a figure one sample, or a list of them; or none.
+            title: Title of the table.
+            names: The figures, and the names of their columns.
+            runs: The values that each contender measured in each run: for a figure one sample, a list of samples, or
+                none.
         """
         rows, medians = [], {}
         for contender, found in runs.items():
@@ -446,12 +447,12 @@ class Report:
         return medians
 
     def pairs(self, title: str, name: str, runs: Sequence[Mapping[str, Any]]) -> Estimate:
-        """Prints the ratio of what was measured in pairs, and adds it to the results; returns it.
+        """Print the ratio of values that were measured in pairs, add it to the results, and return it.
 
         Args:
-            title: Of the table.
-            name: What is divided by what.
-            runs: Those of raysgd; `ratio` has that of each pair.
+            title: Title of the table.
+            name: The two values of the ratio.
+            runs: Runs of raysgd; `ratio` has the ratio of each pair.
         """
         ratio = estimate([each for run in runs for each in run["ratio"]])
         self.result(OWN, "paired_ratio", ratio)
@@ -459,7 +460,7 @@ class Report:
         return ratio
 
     def finish(self, targets: Sequence[Target]) -> None:
-        """Prints the targets and the JSON line. Of a smoke test nothing is compared with a target."""
+        """Print the targets and the JSON line. A smoke test is not compared with targets."""
         if self._facts["smoke_test"]:
             targets = [replace(target, measured=None) for target in targets]
         rows = [
@@ -482,7 +483,7 @@ def _samples(measured: Any) -> Sequence[float]:
 
 
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose columns are as wide as what is in them."""
+    """Format a table whose columns are as wide as their contents."""
     widths = [max(len(row[column]) for row in (headers, *rows)) for column in range(len(headers))]
     lines = [headers, ["-" * width for width in widths], *rows]
     return "\n".join(
@@ -491,7 +492,7 @@ def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on, and how busy it was before."""
+    """Describe the machine, and how busy it was before the benchmark."""
     return {
         "cpu": _cpu_name(),
         "num_cores": len(os.sched_getaffinity(0)),

@@ -1,4 +1,4 @@
-"""The contenders of `goodput`: each trains so many passes, with or without kills, and tells what came of it."""
+"""The contenders of `goodput`: each trains a number of epochs, with or without kills, and reports the result."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def run_raysgd(
     recovery: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, float]:
-    """A trainer whose workers are killed, or, with `num_nodes` workers on as many nodes, told to go.
+    """Run a trainer whose workers are killed, or, with `num_nodes`, whose nodes are drained (one worker per node).
 
-    If that takes longer than `patience_s`, it tells where it stands.
+    If this takes longer than `patience_s`, return the progress so far.
     """
     from raysgd import Recovery, TorchTrainer
 
@@ -85,7 +85,7 @@ def run_raysgd(
 
 
 def _cluster(stack: ExitStack, num_nodes: int, num_cpus: int) -> Callable[[int], None]:
-    """Starts a cluster; returns what takes a worker away."""
+    """Start a cluster; return the function that removes a worker."""
     if num_nodes:
         return stack.enter_context(nodes(num_nodes)).drain
     stack.enter_context(ray_cluster(num_cpus))
@@ -97,26 +97,26 @@ Look = tuple[float, int, float]
 
 
 def look() -> Look:
-    """How large the driver is now."""
+    """Return the current memory of the driver."""
     memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return memory / MIB, len(os.listdir("/proc/self/fd")), sum(map(_store_mib, _raylets()))
 
 
 def growth(looks: list[Look]) -> dict[str, float]:
-    """Of the driver, from the end of the first quarter on: until then it fills its buffers."""
+    """Track the memory of the driver from the end of the first quarter on, because buffers fill up until then."""
     before, after = looks[len(looks) // 4], looks[-1]
     names = ("driver_mib_grown", "driver_fds_grown", "store_mib_grown")
     return {name: float(last - first) for name, first, last in zip(names, before, after, strict=True)}
 
 
 def _store_mib(raylet: str) -> float:
-    """What has been used of the file that an object store lies in."""
+    """Return the used bytes of the file that an object store lies in."""
     opened = [path for path in Path(f"/proc/{raylet}/fd").iterdir() if "/plasma" in os.readlink(path)]
     return sum(path.stat().st_blocks for path in opened) * 512 / MIB
 
 
 def _raylets() -> list[str]:
-    """Children of this process that hold an object store."""
+    """Return the children of this process that hold an object store."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return [pid for pid in children if Path(f"/proc/{pid}/comm").read_text().startswith("raylet")]
 
@@ -139,19 +139,19 @@ def _told(folder: str, schedule: Schedule | None, num_passes: int, ended: float,
 
 
 def run_torchrun(num_passes: int, kills: Kills) -> dict[str, float]:
-    """Elastic `torchrun`: ends all workers after a death and starts them again from the last file."""
+    """Run elastic `torchrun`: it stops all workers after a death and restarts them from the last file."""
     schedule = _schedule(kills)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, killing(folder, schedule):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_WORKERS}"]
         command += ["--max-restarts=1000", "--monitor-interval=0.1", __file__, folder, str(num_passes)]
-        # With a store that outlives a generation of workers, PyTorch 2.13 leads the next one to dead addresses.
+        # With a store that outlives a generation of workers, PyTorch 2.13 gives the next generation dead addresses.
         environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         return _read_end(folder, schedule, num_passes, done.stderr[-2000:])
 
 
 def torchrun_worker(folder: str, num_passes: int) -> None:
-    """One process of `run_torchrun`, of whatever generation."""
+    """Run one process of `run_torchrun`, of any generation."""
     dist.init_process_group("gloo")
     rank, path = dist.get_rank(), Path(folder) / "last.pt"
 
@@ -163,11 +163,11 @@ def torchrun_worker(folder: str, num_passes: int) -> None:
     training.run(num_passes, save)
     _note_end(folder, rank, training.used)
     dist.barrier()
-    os._exit(0)  # gloo's threads may abort an interpreter that ends in the usual way
+    os._exit(0)  # gloo's threads may abort an interpreter that exits normally
 
 
 def run_torchft(num_passes: int, kills: Kills, peer: str = "torchft") -> dict[str, float]:
-    """torchft: so many steps, of however many workers; what is lost or away meanwhile is not made up for."""
+    """Run torchft for a number of steps, with any number of workers; lost samples are not made up for."""
     schedule = _schedule(kills)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, killing(folder, schedule):
         log = run_groups(peer, NUM_WORKERS, [__file__, "torchft", peer, folder, str(num_passes)])
@@ -175,7 +175,7 @@ def run_torchft(num_passes: int, kills: Kills, peer: str = "torchft") -> dict[st
 
 
 def torchft_worker(peer: str, folder: str, num_passes: int) -> None:
-    """One process of `run_torchft`, of whatever generation."""
+    """Run one process of `run_torchft`, of any generation."""
     counted = Counted()
     group = ReplicaGroup(peer, counted, optimizer_of(counted), folder, NUM_WORKERS)
     trail = Trail(folder)
@@ -189,7 +189,7 @@ def torchft_worker(peer: str, folder: str, num_passes: int) -> None:
 
 
 def run_ray_train(num_passes: int, kills: Kills, num_nodes: int = 0) -> dict[str, float]:
-    """Ray Train with its own failure handling and checkpoints: every 50 steps, and before a node goes."""
+    """Run Ray Train with its own failure handling and checkpoints: every 50 steps, and before a node leaves."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer as RayTrainer
 

@@ -1,7 +1,7 @@
-"""A training whose model keeps the books of its samples, as an operator and by hand.
+"""A training whose model counts the uses of its samples, as an operator and as a hand-written loop.
 
-A parameter is marked by the gradients of the samples of a global step. So a step that was rolled back is not in the
-books, one that was done twice is in them twice, and one that was skipped is missing.
+The gradients of the samples of a global step mark a parameter. So a step that was rolled back is not counted, a step
+that was repeated is counted twice, and a skipped step is missing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NUM_SAMPLES = BATCH_SIZE * STEPS_OF_PASS * NUM_WORKERS
 
 
 class Counted(nn.Module):
-    """A model that counts how often each sample was in a step that its weights have seen."""
+    """A model that counts how often each sample was in a step that its weights include."""
 
     def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
         super().__init__()
@@ -37,32 +37,32 @@ class Counted(nn.Module):
         self.used = nn.Parameter(torch.zeros(num_samples))
 
     def forward(self, features: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits, and a zero whose gradient marks the samples."""
+        """Return the logits, and a zero whose gradient marks the samples."""
         picked = self.used[numbers]
         return self.net(features), (picked - picked.detach()).sum()
 
     @torch.no_grad()
     def count(self) -> None:
-        """Adds up the marks of the global step."""
+        """Add up the marks of the global step."""
         assert self.used.grad is not None
         self.used += self.used.grad.abs() > 0
 
 
 def books(used: torch.Tensor, num_passes: int) -> dict[str, float]:
-    """How many uses of samples are missing after so many passes, and how many there are too many."""
+    """Return how many uses of samples are missing after a number of epochs, and how many there are too many."""
     missing = num_passes - used.round()
     return {"samples_lost": float(missing.clamp(min=0).sum()), "samples_twice": float((-missing).clamp(min=0).sum())}
 
 
 def make_data() -> TensorDataset:
-    """Samples of one pass, with their numbers."""
+    """Return the samples of one epoch, with their indices."""
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(NUM_SAMPLES, 32, generator=generator)
     return TensorDataset(features, torch.randint(10, (NUM_SAMPLES,), generator=generator), torch.arange(NUM_SAMPLES))
 
 
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The loss of a batch; takes as long as a device would, for twice the samples twice as long."""
+    """Return the loss of a batch; takes as long as a device would: twice as long for twice the samples."""
     features, target, numbers = batch
     logits, marks = model(features, numbers)
     time.sleep(STEP_S * len(target) / BATCH_SIZE)
@@ -71,13 +71,13 @@ def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def optimizer_of(model: Counted) -> torch.optim.Optimizer:
-    """Steps all but the books, whose marks it clears like all gradients: a step that was broken off leaves none."""
+    """Steps everything but the counters, whose marks it clears like gradients: an interrupted step leaves no marks."""
     books = {"params": [model.used], "lr": 0.0, "momentum": 0.0}
     return torch.optim.SGD([{"params": model.net.parameters()}, books], lr=0.01, momentum=0.9)
 
 
 class CountedOperator(TrainingOperator):
-    """Config: `folder`, for the trails of the workers, and the `batch_size` of the loader."""
+    """Trains the counting model. Config: `folder` for the trails of the workers, `batch_size` of the loader."""
 
     def setup(self, config: dict[str, Any]) -> None:
         self.counted = Counted()
@@ -98,12 +98,12 @@ class CountedOperator(TrainingOperator):
 
 
 class HandWritten:
-    """The same in a loop by hand, from a state that may have been saved.
+    """Trains the counting model in a hand-written loop, from a state that may have been saved.
 
     Args:
-        rank: Of this process.
-        folder: For the trails of the workers.
-        state: What `state` returned, in whatever process; None for the beginning.
+        rank: Rank of this process.
+        folder: Folder for the trails of the workers.
+        state: A value that `state` returned, in any process; None for the beginning.
     """
 
     def __init__(self, rank: int, folder: str, state: Any = None) -> None:
@@ -118,17 +118,17 @@ class HandWritten:
 
     @property
     def used(self) -> torch.Tensor:
-        """The books of the samples."""
+        """Return the counters of the samples."""
         return self._counted.used
 
     def state(self) -> dict[str, Any]:
-        """Of the training, with how many steps it has done."""
+        """Return the state of the training, with its number of steps."""
         return {"model": self._counted.state_dict(), "optimizer": self._optimizer.state_dict(), "done": self._done}
 
     def run(
         self, num_passes: int, save: Callable[[Callable[[], Any]], None], has_to: Callable[[], bool] = lambda: False
     ) -> None:
-        """Up to the end of so many passes; calls `save` with `state` now and then, and where it has to."""
+        """Train to the end of this many epochs; call `save` with `state` at intervals, and where it is needed."""
         steps_of_pass = len(self._sampler) // BATCH_SIZE
         for number in range(self._done // steps_of_pass, num_passes):
             self._sampler.set_epoch(number)
@@ -149,7 +149,7 @@ class HandWritten:
 
 
 def write_state(path: Path, state: Any) -> None:
-    """Whole, or not at all."""
+    """Write a file completely, or not at all."""
     partial = path.with_suffix(".part")
     torch.save(state, partial)
     partial.replace(path)

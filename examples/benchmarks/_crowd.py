@@ -1,7 +1,8 @@
-"""Workers that do nothing, thousands of them in a few processes: what remains is what the driver does for each.
+"""Thousands of workers that do nothing, in a few processes, to measure the driver's cost per worker.
 
-The driver is the whole engine, and every message is one of Ray's. A worker is `WorkerProcess`, as in training, with a
-replica that only answers; many of them live in one asyncio actor. A call asks and answers what one of `train` does.
+The driver is the whole engine, and every message goes through Ray. A worker is a `WorkerProcess`, as in training,
+with a replica that only answers; many of them live in one asyncio actor. A call sends and receives the same messages
+as `train`.
 """
 
 from __future__ import annotations
@@ -63,19 +64,19 @@ class Idle:
 
 @dataclass(frozen=True)
 class Rest:
-    """What a call answers that is to take so many seconds, and then to answer something else."""
+    """The answers to a call that takes this many seconds before its final answer."""
 
     seconds: float
     answer: EpochAnswer
 
 
 def rest(replica: Idle, request: EpochRequest, seconds: float) -> Rest:
-    """A call."""
+    """Build a call."""
     return Rest(seconds, answer_of_training())
 
 
 def answer_of_training() -> EpochAnswer:
-    """What a worker answers to a call of `train`."""
+    """Return a worker's answer to a call of `train`."""
     totals = {"train_loss": (16.0, 32.0)}
     values = {"num_samples": 32, "epoch": 1, "batch_count": 1, "train_loss": 0.5, "last_train_loss": 0.5}
     heartbeat = Heartbeat(1, 1, "training", 32, at=time.monotonic(), own_s=0.1, time=TimeSpent("1", {"steps": 1.0}))
@@ -104,7 +105,7 @@ class Host:
 
 
 class HostedWorker(RemoteWorker):
-    """The driver's handle on one of them."""
+    """The driver's handle of one of these workers."""
 
     def __init__(self, slot: Slot, host: Any, index: int) -> None:
         self.slot, self._host, self._index = slot, host, index
@@ -116,7 +117,7 @@ class HostedWorker(RemoteWorker):
 
 
 class NoReservation(Reservation):
-    """Workers in one process need no room for each."""
+    """Workers in one process need no resources each."""
 
     def __init__(self, need: Any, num_workers: int, *rest: Any, **options: Any) -> None:
         self._num_workers = num_workers
@@ -137,7 +138,7 @@ class NoReservation(Reservation):
 
 
 class CrowdPlatform(Platform):
-    """Ray, with many workers in each process.
+    """The platform of Ray, with many workers in each process.
 
     Args:
         hosts: The processes.
@@ -159,7 +160,7 @@ class Crowd:
     """A controller with many workers.
 
     Attributes:
-        num_workers: How many.
+        num_workers: Number of workers.
     """
 
     def __init__(self, num_workers: int, num_losses: int, make_host: Callable[[], Any]) -> None:
@@ -177,12 +178,12 @@ class Crowd:
         self._controller.start()
 
     def call(self, seconds: float = 0.0) -> None:
-        """One call to all of them, which lasts so long."""
+        """Make one call to all workers that lasts this long."""
         args = (REQUEST, seconds)
         self._controller.run(Call(rest, lambda worlds: [args] * len(worlds), changes_state=True, resume=rest))
 
     def call_with_loss(self, seconds: float) -> None:
-        """One call in whose middle a worker is lost; the others go on."""
+        """Make one call in which a worker is lost; the others continue."""
         import ray
 
         timer = threading.Timer(seconds / 2, ray.kill, [self._mortal.pop()])
@@ -191,13 +192,13 @@ class Crowd:
         timer.join()
 
     def ask_all(self) -> None:
-        """What it takes at least to call all of them: by bare Ray."""
+        """Call all workers with plain Ray, which is the minimum cost."""
         import ray
 
         ray.get([self._hosts[i % NUM_HOSTS].answer.remote(REQUEST) for i in range(self.num_workers)])
 
     def close(self) -> None:
-        """Ends it."""
+        """Stop the controller."""
         import ray
 
         self._controller.stop(force=True)
@@ -207,7 +208,7 @@ class Crowd:
 
 @contextmanager
 def crowd(num_workers: int, num_losses: int) -> Iterator[Crowd]:
-    """A crowd in the cluster that is running, of which so many workers can be lost."""
+    """Start many workers in the running cluster, of which this many can be lost."""
     import ray
 
     actor = ray.remote(num_cpus=0, max_concurrency=4 * num_workers)(Host)

@@ -1,4 +1,4 @@
-"""What the benchmarks of training functions do alike: states to save, how long saving takes, a worker that dies."""
+"""Shared by the benchmarks of training functions: states to save, duration of saves, a worker that dies."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _NUM_SAVES = 4
 
 
 def state_of(num_bytes: int) -> dict[str, Any]:
-    """A state of so many bytes in a few tensors."""
+    """Return a state of this many bytes in a few tensors."""
     import torch
 
     return {f"weight_{index}": torch.ones(num_bytes // 4 // _NUM_TENSORS) for index in range(_NUM_TENSORS)}
 
 
 def stalls(save: Callable[[], None], pause_s: float) -> list[float]:
-    """How long each of some saves took."""
+    """Return how long each of several saves took."""
     found = []
     for _ in range(_NUM_SAVES):
         began = time.perf_counter()
@@ -32,7 +32,7 @@ def stalls(save: Callable[[], None], pause_s: float) -> list[float]:
 
 
 def die_or_note(folder: Path, rank: int, size: int) -> bool:
-    """In the first life waits for all ranks, then rank 1 dies; in the second one notes when it began."""
+    """In the first attempt, wait for all ranks, then rank 1 dies; in the second attempt, note the start."""
     if (folder / "death").exists():
         (folder / f"again_{rank}").write_text(str(time.time()))
         return False
@@ -47,6 +47,6 @@ def die_or_note(folder: Path, rank: int, size: int) -> bool:
 
 
 def recovery_s(folder: Path) -> float:
-    """From that death until the last rank began again."""
+    """Return the seconds from the death until the last rank started again."""
     began = [float(path.read_text()) for path in folder.glob("again_*")]
     return max(began) - float((folder / "death").read_text())

@@ -1,4 +1,4 @@
-"""Takes workers away on a schedule, by a kill or with their node: what they leave behind, and who goes when."""
+"""Removes workers on a schedule, by a kill or with their node, and reads the trails that workers leave."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GRACE_S = 10.0
 
 
 class Trail:
-    """What a worker leaves in a folder: that it trains, since when, and how many samples went through it.
+    """What a worker writes to a folder: that it trains, since when, and how many samples it has used.
 
     Args:
         folder: Shared by all workers.
@@ -30,7 +30,7 @@ class Trail:
         self._samples: int | None = None
 
     def begin(self, num_samples: int) -> None:
-        """A step with so many samples begins."""
+        """Record that a step with this many samples begins."""
         if self._samples is None:
             self._samples = self._introduce()
         os.write(self._samples, b"." * num_samples)
@@ -44,28 +44,28 @@ class Trail:
 
 
 def has_begun(folder: str) -> bool:
-    """Whether a worker has begun its first step."""
+    """Return whether a worker has begun its first step."""
     return (Path(folder) / "first").exists()
 
 
 def wall_of(folder: str, ended: float) -> float:
-    """Seconds from the beginning of the first step of all until `ended`."""
+    """Return the seconds from the beginning of the first step of all workers until `ended`."""
     return ended - min(map(float, (Path(folder) / "first").read_text().split()))
 
 
 def samples_begun(folder: str) -> int:
-    """How many samples went into steps, those that were lost with their step included."""
+    """Return how many samples went into steps, including steps that were lost."""
     return sum(path.stat().st_size for path in Path(folder).glob("samples-*"))
 
 
 def alive_in(folder: str) -> list[int]:
-    """The processes that train, or have trained, and have not ended."""
+    """Return the processes that train or have trained, and have not ended."""
     told = [path.name.split("-")[1:] for path in Path(folder).glob("alive-*")]
     return sorted(int(pid) for pid, started in told if started_at(int(pid)) == int(started))
 
 
 def started_at(pid: int) -> int | None:
-    """When a process started, which tells it from a later one of the same number; None if it has ended."""
+    """Return when a process started, to tell it from a later one with the same id; None if it has ended."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -74,12 +74,12 @@ def started_at(pid: int) -> int | None:
 
 
 class Schedule:
-    """When to kill, and whom. It does not wait for a contender that has not recovered: the next kill comes in time.
+    """When to kill which worker. It does not wait for a contender that has not recovered: the next kill comes on time.
 
     Args:
         every_s: Seconds from one kill to the next, and to the first.
-        seed: Of the choice of victims.
-        max_kills: After so many there are no more; None for no limit.
+        seed: Seed for the choice of victims.
+        max_kills: Maximum number of kills; None for no limit.
     """
 
     def __init__(self, every_s: float, seed: int, max_kills: int | None = None) -> None:
@@ -91,14 +91,14 @@ class Schedule:
         return self.num_kills == self._max_kills
 
     def times(self, began: float) -> Iterator[float]:
-        """When kills are due, as long as there are to be more."""
+        """Yield the times of the kills."""
         number = 1
         while not self.is_over:
             yield began + number * self._every_s
             number += 1
 
     def victim(self, alive: Sequence[int]) -> int | None:
-        """One of the living; None if there is none: a kill that hits no worker does not count."""
+        """Choose a living worker; None if there is none, because a kill without a victim does not count."""
         if not alive:
             return None
         self.num_kills += 1
@@ -106,17 +106,17 @@ class Schedule:
 
 
 def kill(pid: int) -> None:
-    """Ends a worker without a word."""
+    """Kill a worker without notice."""
     os.kill(pid, signal.SIGKILL)
 
 
 class Nodes:
-    """A Ray cluster of this process alone, with nodes of one CPU each.
+    """A Ray cluster for this process alone, with nodes of one CPU each.
 
     Args:
-        num_nodes: How many are used, beside the one of the driver.
-        num_spare: How many take the place of those that go. They run from the beginning, because Ray starts nodes in
-            the main thread only.
+        num_nodes: Number of nodes in use, besides the node of the driver.
+        num_spare: Number of nodes that replace removed nodes. They run from the beginning, because Ray starts nodes
+            only in the main thread.
     """
 
     def __init__(self, num_nodes: int, num_spare: int = 4) -> None:
@@ -127,11 +127,11 @@ class Nodes:
         self.address: str = self._cluster.address
 
     def drain(self, pid: int) -> None:
-        """Tells Ray that the node of a process goes, as a cloud would; another one takes its place."""
+        """Tell Ray that the node of a process will be removed, as a cloud would; another node replaces it."""
         by_raylet = {node.all_processes["raylet"][0].process.pid: node for node in self._nodes}
         while pid > 1 and pid not in by_raylet:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])  # its parent
-        node = by_raylet.get(pid, self._nodes[0])  # that of a worker that has left its node already: another one
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])  # parent of the process
+        node = by_raylet.get(pid, self._nodes[0])  # if the worker has already left its node, use another node
         self._nodes.remove(node)
         protocol: Any = importlib.import_module("ray.core.generated.autoscaler_pb2")
         reason = protocol.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
@@ -148,7 +148,7 @@ class Nodes:
 
 @contextmanager
 def nodes(num_nodes: int) -> Iterator[Nodes]:
-    """A cluster of so many nodes, joined."""
+    """Start a cluster with this many nodes, and connect to it."""
     ray: Any = importlib.import_module("ray")
     cluster = Nodes(num_nodes)
     try:
@@ -163,9 +163,9 @@ class Killer(threading.Thread):
     """Follows a schedule, from the first step on.
 
     Args:
-        folder: Where the workers leave their trails.
-        schedule: What to follow.
-        take: Takes the worker away that has a process of this number.
+        folder: Folder where the workers leave their trails.
+        schedule: Schedule to follow.
+        take: Removes the worker with this process id.
     """
 
     def __init__(self, folder: str, schedule: Schedule, take: Callable[[int], None] = kill) -> None:
@@ -190,7 +190,7 @@ class Killer(threading.Thread):
 
 @contextmanager
 def killing(folder: str, schedule: Schedule | None, take: Callable[[int], None] = kill) -> Iterator[None]:
-    """Inside, workers are taken away; without a schedule none is."""
+    """Remove workers inside the block; without a schedule, none is removed."""
     if schedule is None:
         yield
         return

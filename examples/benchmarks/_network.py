@@ -1,7 +1,7 @@
-"""Nodes on this machine with a slow network between them: network namespaces, and a process that passes packets on.
+"""Nodes on this machine with a slow network between them: network namespaces, and a process that forwards packets.
 
-Linux only. Needs root and the command `ip`, but neither `tc` nor a second machine. Packets go through Python, about
-50 MB/s on a core of their own: what can be measured here is delay and loss, and little of bandwidth.
+Linux only. Needs root and the command `ip`, but neither `tc` nor a second machine. Python forwards the packets, about
+50 MB/s on its own core, so this can measure the effects of delay and loss, but hardly of bandwidth.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _NET = "10.99.0"
 _MTU = 1500
-_MOST_AT_ONCE = 64  # packets of one node, before those of others are looked at
+_MOST_AT_ONCE = 64  # packets of one node, before packets of other nodes are handled
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Node:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Sockets that this thread opens, and processes that it starts, belong to the node."""
+        """Make sockets that this thread opens, and processes that it starts, belong to the node."""
         home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         try:
             _call("setns", self.namespace, _CLONE_NEWNET)
@@ -55,7 +55,7 @@ class Node:
 
 
 def can_make_nodes() -> bool:
-    """Return whether this process may make namespaces and network devices."""
+    """Return whether this process may create namespaces and network devices."""
     try:
         with network(1, 0.0):
             return True
@@ -65,12 +65,12 @@ def can_make_nodes() -> bool:
 
 @contextmanager
 def network(num_nodes: int, delay_s: float, loss: float = 0.0) -> Iterator[list[Node]]:
-    """Nodes that reach each other. They are gone when the block and all processes in them have ended.
+    """Create nodes that can reach each other. They exist until the block and all processes in them have ended.
 
     Args:
-        num_nodes: How many.
-        delay_s: How long each packet is on its way; a message and its answer take twice as long.
-        loss: The share of packets that are lost.
+        num_nodes: Number of nodes.
+        delay_s: Delay of each packet; a message and its answer take twice as long.
+        loss: Fraction of packets that are lost.
 
     Raises:
         OSError: This process may not make them.
@@ -96,7 +96,7 @@ def network(num_nodes: int, delay_s: float, loss: float = 0.0) -> Iterator[list[
 
 
 def _new_namespace(host: str) -> tuple[int, int]:
-    """Makes a namespace that has this address; returns its descriptor, and that of what its packets come through."""
+    """Create a namespace with this address; return its descriptor, and the descriptor of its packet source."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
         _call("unshare", _CLONE_NEWNET)
@@ -107,7 +107,7 @@ def _new_namespace(host: str) -> tuple[int, int]:
             ["link", "set", "lo", "up"],
             ["addr", "add", f"{host}/24", "dev", DEVICE],
             ["link", "set", DEVICE, "mtu", str(_MTU), "txqueuelen", "10000", "up"],
-            # The default of Linux: others, which this machine may have, pause for 200 ms every ten seconds.
+            # The Linux default: other schedulers, which this machine may use, pause for 200 ms every ten seconds.
             ["route", "change", f"{_NET}.0/24", "dev", DEVICE, "src", host, "congctl", "cubic"],
         ):
             subprocess.run(["ip", *arguments], check=True)
@@ -118,29 +118,29 @@ def _new_namespace(host: str) -> tuple[int, int]:
 
 
 def _pass_on(devices: Sequence[int], delay_s: float, loss: float) -> None:
-    """Passes packets on between the nodes, each after the delay, until this process is killed."""
+    """Forward packets between the nodes, each after the delay, until this process is killed."""
     generator, poll = random.Random(1), select.poll()
-    under_way: list[tuple[float, int, int, bytes]] = []  # when it arrives, a number, where, the packet
+    under_way: list[tuple[float, int, int, bytes]] = []  # arrival time, number, target, packet
     for device in devices:
         poll.register(device, select.POLLIN)
     num_packets = 0
     while True:
         wait_s = under_way[0][0] - time.monotonic() if under_way else 1.0
-        ready = poll.poll(int(max(0.0, wait_s) * 1000))  # the last part of a millisecond is spent asking
+        ready = poll.poll(int(max(0.0, wait_s) * 1000))  # the last part of a millisecond is spent polling
         for device, _ in ready:
             for packet in _packets_of(device):
-                target = packet[19] - 1  # the last byte of where it goes
+                target = packet[19] - 1  # the last byte of the target address
                 if 0 <= target < len(devices) and generator.random() >= loss:
                     num_packets += 1
                     heapq.heappush(under_way, (time.monotonic() + delay_s, num_packets, devices[target], packet))
         while under_way and under_way[0][0] <= time.monotonic():
             *_, device, packet = heapq.heappop(under_way)
-            with suppress(BlockingIOError):  # the node has no room for it: lost
+            with suppress(BlockingIOError):  # the buffer of the node is full: the packet is lost
                 os.write(device, packet)
 
 
 def _packets_of(device: int) -> Iterator[bytes]:
-    """Those of IPv4 that are there now."""
+    """Return the IPv4 packets that are available now."""
     for _ in range(_MOST_AT_ONCE):
         try:
             packet = os.read(device, 65536)

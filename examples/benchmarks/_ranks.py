@@ -1,4 +1,4 @@
-"""Processes of one group on this machine: forked, so that sixty-four of them start in seconds."""
+"""Processes of one group on this machine, forked so that sixty-four of them start in seconds."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _TIMEOUT_S = 600.0
 
 
 def on_ranks(size: int, function: Callable[..., Any], *args: Any, nodes: Sequence[Node] = ()) -> Any:
-    """Runs `function(rank, size, *args)` in `size` processes of one gloo group; returns what it returns on rank 0.
+    """Run `function(rank, size, *args)` in `size` processes of one gloo group; return the value of rank 0.
 
     Args:
-        size: How many processes.
-        function: What each of them does.
-        args: What it is called with beside its place.
-        nodes: Where the processes are, as many on each as on the others. Nothing: on this machine, over loopback.
+        size: Number of processes.
+        function: Function that each process runs.
+        args: Further arguments of the function.
+        nodes: Nodes of the processes, the same number on each. Default: this machine, over loopback.
 
     Raises:
         RuntimeError: A process failed.
@@ -46,7 +46,7 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any, nodes: Sequenc
             value = function(rank, size, *args)
         if rank == 0:
             sending.send(value)
-        os._exit(0)  # gloo's threads may abort an interpreter that ends in the usual way
+        os._exit(0)  # gloo's threads may abort an interpreter that exits normally
 
     processes = [context.Process(target=run, args=(rank,)) for rank in range(size)]
     for process in processes:

@@ -1,4 +1,4 @@
-"""Slows one process down to half a CPU: by a control group, or else by stopping it half of the time."""
+"""Slows one process down to half a CPU: with a control group, or by stopping it half of the time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STOPPED_S = 0.01
 
 
 def way() -> str:
-    """How it is done here."""
+    """Return the method that works on this machine."""
     return "CPU quota of a cgroup" if _has_quota() else "SIGSTOP and SIGCONT in turn"
 
 
@@ -25,7 +25,7 @@ def _has_quota() -> bool:
 
 @contextlib.contextmanager
 def half_as_fast(pid: int) -> Iterator[None]:
-    """Gives a process half of one CPU until the end of the block."""
+    """Give a process half of one CPU until the end of the block."""
     with _quota(pid) if _has_quota() else _stops(pid):
         yield
 

@@ -1,4 +1,4 @@
-"""Other libraries that read streams: the rows that each rank gets, and positions that another run takes over."""
+"""Other libraries that read streams: the rows that each rank gets, and positions from which another run continues."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-BATCH = 10  # of each rank
+BATCH = 10  # per rank
 
 
 def write(folder: Path, num_files: int, rows_per_file: int) -> None:
-    """Write rows that say their number, in the format of each library that is installed."""
+    """Write numbered rows, in the format of each installed library."""
     from pyarrow import parquet, table
 
     (folder / "parquet").mkdir(parents=True)
@@ -28,7 +28,7 @@ def write(folder: Path, num_files: int, rows_per_file: int) -> None:
 
 
 def write_mosaic(folder: Path, num_files: int, rows_per_file: int) -> None:
-    """Write the same for Mosaic Streaming."""
+    """Write the rows for Mosaic Streaming."""
     from streaming import MDSWriter
 
     with MDSWriter(out=str(folder / "mosaic"), columns={"number": "int"}, size_limit=rows_per_file * 13) as writer:
@@ -37,7 +37,7 @@ def write_mosaic(folder: Path, num_files: int, rows_per_file: int) -> None:
 
 
 def write_litdata(folder: Path, num_files: int, rows_per_file: int) -> None:
-    """Write the same for litData."""
+    """Write the rows for litData."""
     import litdata
 
     litdata.optimize(
@@ -57,7 +57,7 @@ WRITERS: dict[str, Callable[..., None]] = {"mosaic": write_mosaic, "litdata": wr
 
 
 def _loader_of(name: str, folder: Path) -> tuple[Any, Any]:
-    """A loader of this rank, and what has its position."""
+    """Return a loader of this rank, and the object that has its position."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if name == "mosaic":
         from streaming import StreamingDataLoader, StreamingDataset
@@ -87,13 +87,13 @@ def _loader_of(name: str, folder: Path) -> tuple[Any, Any]:
 
 
 def read(name: str, folder: str, num_batches: int | None, resumes: bool) -> list[int]:
-    """Read as a rank among others, from the beginning or from a saved position; return the rows of all ranks.
+    """Read as one of several ranks, from the beginning or from a saved position; return the rows of all ranks.
 
     Args:
         name: The library.
-        folder: What `write` was given.
-        num_batches: After how many batches of each rank to save the position; None to read to the end.
-        resumes: Whether to go on from there. A rank that saved none takes that of rank 0.
+        folder: The folder that `write` was given.
+        num_batches: Number of batches per rank after which to save the position; None to read to the end.
+        resumes: Whether to continue from there. A rank that saved no position uses that of rank 0.
     """
     dist.init_process_group("gloo")
     loader, holder = _loader_of(name, Path(folder))
@@ -114,7 +114,7 @@ def read(name: str, folder: str, num_batches: int | None, resumes: bool) -> list
 
 
 def read_with_ray(folder: str, num_ranks: int, num_batches: int | None) -> list[int]:
-    """Read with Ray Data, which has no position to save: a program that goes on begins the pass again."""
+    """Read with Ray Data, which saves no position: a resumed program begins the epoch again."""
     import ray
 
     def read_split(split: Any) -> list[int]:

@@ -1,15 +1,16 @@
-"""The peer torchft: replica groups of one process each, the lighthouse between them, and restarts of those that die.
+"""The peer torchft: replica groups of one process each, their lighthouse, and restarts of groups that die.
 
-torchft has its own environment, `.venv-torchft`, which `make bench` creates. The functions that start processes
-run in the benchmark's; the class `ReplicaGroup` runs in torchft's.
+torchft has its own environment, `.venv-torchft`, which `make bench` creates. The functions that start processes run
+in the benchmark's environment; the class `ReplicaGroup` runs in torchft's.
 
-Its defaults are those of its README's command for the lighthouse and of `Manager`. The tuned ones notice a dead worker
-after 0.3 s, as long as a sign of life may be late on two busy cores. A group that dies is started again at once, and
-reads on where it stopped: both are left to the user by torchft, and this is the best that a user can do.
+The defaults are those of the lighthouse command in torchft's README and of `Manager`. The tuned values notice a dead
+worker after 0.3 s, which is how late a heartbeat may be on two busy cores. A group that dies is started again at
+once, and continues reading where it stopped. torchft leaves both to the user, and this is the best that a user can
+do.
 
-Gradients are added with `Manager.allreduce`. torchft 0.2.0 also wraps `DistributedDataParallel`, but where a connection
-breaks while that waits for gloo, an `AssertionError` (`assert fut._fut`) ends the survivor as well, and the training is
-lost with both.
+Gradients are summed with `Manager.allreduce`. torchft 0.2.0 also wraps `DistributedDataParallel`, but if a connection
+breaks while DDP waits for gloo, an `AssertionError` (`assert fut._fut`) ends the survivor too, and the training is
+lost.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ _LOOK_S = 0.01
 
 @dataclass(frozen=True)
 class TimeOuts:
-    """Of the lighthouse and of the managers.
+    """Time-outs of the lighthouse and of the managers.
 
     Attributes:
-        heartbeat_timeout_ms: A group that is silent for so long is dead.
-        heartbeat_interval_ms: From one sign of life to the next.
-        quorum_tick_ms: How often the lighthouse looks whether the groups can go on.
-        join_timeout_ms: How long it waits for a group that lives and has not come to its next step.
+        heartbeat_timeout_ms: A group without a heartbeat for this long counts as dead.
+        heartbeat_interval_ms: Time between two heartbeats.
+        quorum_tick_ms: How often the lighthouse checks whether the groups can continue.
+        join_timeout_ms: How long the lighthouse waits for a live group that has not reached its next step.
     """
 
     heartbeat_timeout_ms: int = 5000
@@ -68,15 +69,15 @@ TIME_OUTS = {
 
 
 def run_groups(peer: str, num_groups: int, command: Sequence[str]) -> str:
-    """Runs a script in groups of one process, which get `RANK`, until one of them has come to its end.
+    """Run a script in groups of one process, which get `RANK`, until one of them has reached its end.
 
     Args:
         peer: One of `TIME_OUTS`.
-        num_groups: How many groups there are. One that dies is started again.
+        num_groups: Number of groups. A group that dies is started again.
         command: The script and its arguments.
 
     Returns:
-        The end of what they wrote.
+        The end of their output.
     """
     with tempfile.TemporaryFile("w+") as log:
         with _lighthouse(TIME_OUTS[peer]) as address, ExitStack() as stack:
@@ -123,7 +124,7 @@ class _Process:
 
 @contextmanager
 def _lighthouse(time_outs: TimeOuts) -> Iterator[str]:
-    """Its address, for as long as the block runs."""
+    """Run the lighthouse until the end of the block; yield its address."""
     options = [time_outs.join_timeout_ms, time_outs.quorum_tick_ms, time_outs.heartbeat_timeout_ms]
     command = [str(PYTHON), __file__, *map(str, options)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
@@ -148,14 +149,14 @@ def _serve(join_timeout_ms: int, quorum_tick_ms: int, heartbeat_timeout_ms: int)
 
 
 class ReplicaGroup:
-    """One process of a training with torchft. It begins when all groups live.
+    """One process of a training with torchft. It begins when all groups are alive.
 
     Args:
         peer: One of `TIME_OUTS`.
-        model: What to train; every group has the same weights at the beginning.
-        optimizer: Of its parameters.
+        model: Model to train; every group has the same initial weights.
+        optimizer: Optimizer of its parameters.
         folder: Shared by all groups.
-        num_groups: How many there are.
+        num_groups: Number of groups.
     """
 
     def __init__(
@@ -195,7 +196,7 @@ class ReplicaGroup:
         self._own_optimizer.load_state_dict(state["optimizer"])
 
     def batches(self, data: TensorDataset, batch_size: int) -> Iterator[Any]:
-        """Batches of this group's part of the data, pass after pass, from where the process before it stopped."""
+        """Yield batches of this group's shard of the data, epoch after epoch, from where the last process stopped."""
         place = self._folder / f"position-{self.rank}"
         position = int(place.read_text()) if place.exists() else 0
         sampler: DistributedSampler[Any] = DistributedSampler(data, self._num_groups, self.rank, seed=0)
@@ -210,16 +211,16 @@ class ReplicaGroup:
 
     @property
     def num_steps(self) -> int:
-        """Steps that are in the weights."""
+        """Return the number of steps in the weights."""
         return int(self._manager.current_step())
 
     @property
     def num_participants(self) -> int:
-        """Groups whose gradients were in the last step."""
+        """Return the number of groups whose gradients were in the last step."""
         return int(self._manager.num_participants())
 
     def step(self, loss_of: Callable[[], torch.Tensor]) -> bool:
-        """Computes gradients, adds those of all groups and steps. Whether torchft did not discard the step."""
+        """Compute gradients, sum those of all groups, and step. Return whether torchft kept the step."""
         self._optimizer.zero_grad()
         loss_of().backward()  # type: ignore[no-untyped-call]
         for work in [self._manager.allreduce(each.grad) for each in self._model.parameters()]:
@@ -230,7 +231,7 @@ class ReplicaGroup:
 
     @property
     def took_part(self) -> bool:
-        """Whether the gradients of this group were in the last step; a group that gets its state adds zeros."""
+        """Return whether this group's gradients were in the last step; a group that receives its state adds zeros."""
         return bool(self._manager.is_participating())
 
 

@@ -1,8 +1,7 @@
-"""The models and data of the benchmarks, the loop that anyone would write by hand, and operators for the same.
+"""The models and data of the benchmarks, a hand-written loop, and operators for the same training.
 
-All data is random and made on the spot. The sizes span what matters: a step of `mlp_tiny` is little more than
-the cost of its Python calls and of one exchange between processes; a step of `mlp_large` is arithmetic and
-10 MB of gradients.
+All data is random and created on the spot. The sizes cover the extremes: a step of `mlp_tiny` costs little more than
+its Python calls and one all-reduce; a step of `mlp_large` is arithmetic and 10 MB of gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from raysgd import TrainingOperator
 from raysgd.core.state.state_codec import StateEncoder
 
-if TYPE_CHECKING:  # workers load this module, and need no trainer
+if TYPE_CHECKING:  # workers load this module without a trainer
     from raysgd import TorchTrainer
 
 NUM_CLASSES = 10
@@ -34,14 +33,14 @@ MOMENTUM = 0.9
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and how much of what it is trained on.
+    """A model, and the amount of data to train it on.
 
     Attributes:
-        name: How it is called in the tables.
-        make_model: Makes the model.
+        name: Name in the tables.
+        make_model: Creates the model.
         input_shape: Shape of one sample.
         batch_size: Samples of one worker in one step.
-        num_steps: Steps of one epoch.
+        num_steps: Steps per epoch.
     """
 
     name: str
@@ -51,24 +50,24 @@ class Workload:
     num_steps: int
 
     def with_steps(self, num_steps: int) -> Workload:
-        """The same with epochs of another length."""
+        """Return the same workload with epochs of another length."""
         return replace(self, num_steps=num_steps)
 
     def model(self) -> nn.Module:
-        """The model, with the same weights in every process."""
+        """Create the model, with the same weights in every process."""
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(0)
             return self.make_model()
 
     def dataset(self, world_size: int) -> TensorDataset:
-        """Samples for one epoch of all workers, the same in every process."""
+        """Create samples for one epoch of all workers, the same in every process."""
         generator = torch.Generator().manual_seed(1)
         num_samples = self.batch_size * self.num_steps * world_size
         features = torch.randn(num_samples, *self.input_shape, generator=generator)
         return TensorDataset(features, torch.randint(NUM_CLASSES, (num_samples,), generator=generator))
 
     def num_samples(self, world_size: int) -> int:
-        """Samples of one epoch of all workers."""
+        """Return the number of samples per epoch of all workers."""
         return self.batch_size * self.num_steps * world_size
 
 
@@ -116,9 +115,9 @@ def _square_layers(width: int) -> nn.Module:
 STATES = {
     workload.name: workload
     for workload in (
-        # 100 MiB of weights; the optimizer's momentum is as large again.
+        # 100 MiB of weights; the optimizer's momentum has the same size.
         Workload("large_state", functools.partial(_square_layers, 2560), (2560,), batch_size=1, num_steps=4),
-        # 5 MiB of weights, and as much momentum.
+        # 5 MiB of weights, and 5 MiB of momentum.
         Workload("medium_state", functools.partial(_square_layers, 572), (572,), batch_size=32, num_steps=20),
         Workload("recovery", _mlp_large, (512,), batch_size=128, num_steps=90),
         Workload("recovery_tiny", _mlp_tiny, (32,), batch_size=32, num_steps=90),
@@ -128,18 +127,18 @@ STATES = {
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of all contenders."""
+    """Return the optimizer of all contenders."""
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
 
 class HandWritten:
-    """Distributed training without any library but PyTorch.
+    """Distributed training with PyTorch only.
 
     Args:
-        workload: What to train.
-        rank: Place of this process in the default process group.
+        workload: Workload to train.
+        rank: Rank of this process in the default process group.
         world_size: Size of the group.
-        model: Train a copy of this one; else a new one.
+        model: Model of which to train a copy; by default a new model.
     """
 
     def __init__(self, workload: Workload, rank: int, world_size: int, model: nn.Module | None = None) -> None:
@@ -153,7 +152,7 @@ class HandWritten:
         self.epoch = 0
 
     def train_epoch(self) -> torch.Tensor:
-        """One pass over the data; returns the sum of this rank's losses, and how many samples these are of."""
+        """Train one epoch; return the sum of this rank's losses, and their number of samples."""
         self.model.train()
         self.sampler.set_epoch(self.epoch)
         self.epoch += 1
@@ -168,7 +167,7 @@ class HandWritten:
         return torch.stack([loss_sum, torch.tensor(float(num_samples))])
 
     def train_epoch_of_all(self) -> float:
-        """The same; returns the mean loss over all ranks' samples, which costs one small exchange."""
+        """Train one epoch; return the mean loss over all ranks' samples, which costs one small all-reduce."""
         totals = self.train_epoch()
         if dist.is_initialized():
             dist.all_reduce(totals)
@@ -176,7 +175,7 @@ class HandWritten:
         return float(loss_sum / num_samples)
 
     def timed_epoch(self) -> float:
-        """Seconds of an epoch of all ranks, which begin together."""
+        """Return the seconds of an epoch of all ranks, which begin together."""
         meet()
         began = time.perf_counter()
         self.train_epoch_of_all()
@@ -184,13 +183,13 @@ class HandWritten:
 
 
 def meet() -> None:
-    """Waits for the other ranks, where there are any."""
+    """Wait for the other ranks, if there are any."""
     if dist.is_initialized():
         dist.barrier()
 
 
 class StockOperator(TrainingOperator):
-    """The same training with the loop that raysgd brings."""
+    """The same training with raysgd's stock loop."""
 
     def setup(self, config: dict[str, Any]) -> None:
         workload = workload_of(config)
@@ -203,27 +202,27 @@ class StockOperator(TrainingOperator):
         self.register_data(train_loader=DataLoader(dataset, batch_size=batch_size, shuffle=True))
 
     def make_dataset(self, workload: Workload, world_size: int) -> TensorDataset:
-        """What to train on."""
+        """Return the training data."""
         return workload.dataset(world_size)
 
 
 @functools.cache
 def kept_dataset(name: str, num_steps: int, world_size: int) -> TensorDataset:
-    """The data of one of `STATES`, made once in each process: this module stays as it is when a class is edited."""
+    """Return the data of one of `STATES`, created once in each process: this module stays when a class is edited."""
     return STATES[name].with_steps(num_steps).dataset(world_size)
 
 
 class TimedOperator(StockOperator):
-    """Also says, under `loop_s`, how many seconds the loop took, from its first instruction to its last."""
+    """Also reports, as `loop_s`, how many seconds the loop took, from its first instruction to its last."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
-        # On the object and not as an override in the class: raysgd looks for overrides to decide whether
-        # gradients need a communication hook, and the stock loop has none.
+        # Set on the object instead of overridden in the class: raysgd checks for overrides to decide whether
+        # gradients need a communication hook, and the stock loop needs none.
         self.train_epoch = self._timed(self.train_epoch)  # type: ignore[method-assign]
 
     def before_loop(self) -> None:
-        """Runs right before the stopwatch."""
+        """Called right before the timing starts."""
 
     def _timed(self, loop: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
         @functools.wraps(loop)
@@ -239,19 +238,19 @@ class TimedOperator(StockOperator):
 
 
 def await_snapshot(trainer: TorchTrainer) -> None:
-    """Waits until the snapshot of the last call has left the workers, so that it costs the next call nothing."""
+    """Wait until the snapshot of the last call has left the workers, so that it does not slow down the next call."""
     trainer.state_dict()
 
 
 def step_s(trainer: TorchTrainer, num_steps: int | None = None) -> float:
-    """Seconds of a step in the loop of a `TimedOperator`, on the slowest worker, undisturbed by snapshots."""
+    """Return the seconds of a step in the loop of a `TimedOperator`, on the slowest worker, without snapshots."""
     await_snapshot(trainer)
     results = trainer.train(num_steps=num_steps, reduce_results=False)
     return max(result["loop_s"] / result["batch_count"] for result in results)
 
 
 class StampedOperator(StockOperator):
-    """Also says when its first step ended. It overrides the last rung of the ladder only."""
+    """Also reports when its first step ended. It overrides only the lowest method."""
 
     def optimizer_step(self) -> None:
         super().optimizer_step()
@@ -260,13 +259,13 @@ class StampedOperator(StockOperator):
 
 
 def workload_of(config: Mapping[str, Any]) -> Workload:
-    """The workload that a trainer's config names."""
+    """Return the workload that a trainer's config names."""
     workload = {**WORKLOADS, **STATES}[config["workload"]]
     return workload.with_steps(config["num_steps"]) if config.get("num_steps") else workload
 
 
 def config_of(workload: Workload, world_size: int, **more: Any) -> dict[str, Any]:
-    """A trainer's config that names `workload`."""
+    """Return a trainer's config that names `workload`."""
     return {"workload": workload.name, "num_steps": workload.num_steps, "world_size": world_size, **more}
 
 
@@ -274,7 +273,7 @@ _copies: list[tuple[float, float]] = []
 
 
 def watch_copies() -> None:
-    """In this process, lets `copies_made` know when each copy of the state begins and how long it takes."""
+    """In this process, record in `copies_made` when each copy of the state begins and how long it takes."""
     original = StateEncoder.encode
 
     @functools.wraps(original)
@@ -288,16 +287,16 @@ def watch_copies() -> None:
 
 
 def copies_made() -> list[tuple[float, float]]:
-    """Begin, on the machine's clock, and seconds of each copy of the state so far."""
+    """Return the begin, on the machine's clock, and the seconds of each copy of the state so far."""
     return list(_copies)
 
 
 def stamp(folder: Path, rank: int) -> None:
-    """Leaves the time of the machine's monotonic clock under this rank's name."""
+    """Write the time of the machine's monotonic clock under this rank's name."""
     now = time.monotonic()
     (folder / f"rank-{rank}").write_text(repr(now))
 
 
 def last_stamp(folder: Path, world_size: int) -> float:
-    """When the last of all ranks left its stamp."""
+    """Return when the last of all ranks wrote its stamp."""
     return max(float((folder / f"rank-{rank}").read_text()) for rank in range(world_size))

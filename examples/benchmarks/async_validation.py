@@ -1,16 +1,17 @@
-"""Validation beside the training: how long training waits for it, and how much sooner a run ends.
+"""Validation in the background: how long training waits for it, and how much sooner a run ends.
 
     python examples/benchmarks/async_validation.py [--smoke-test] [--repetitions 1] [--peers ray_train]
 
-"Stall" is the time from `validate(blocking=False)` until the next call can begin, with 200 MiB of state, two workers
-that train and an idle spare. "Slower step" is by how much that and a step take longer than the step alone: while
-the state travels, it shares the cores with the steps. "Beside to inline" is the time of such a validation, from the
-call to its result, over that of `validate()`, with one worker for each and no training meanwhile. A run has 10 epochs,
-a third of whose time is validation; "run" is its time with `fit(validate="async")`, over that of the same run inline:
-with data that sleep on two workers, and with data that compute on one. One spare validates in all of them.
+"Stall" is the time from `validate(blocking=False)` until the next call can begin, with 200 MiB of state, two training
+workers and an idle spare. "Slower step" is how much longer this and a step take than the step alone: while the state
+is sent, the transfer shares the cores with the steps. "Beside to inline" is the time of such a validation, from the
+call to its result, divided by that of `validate()`, with one worker for each and no training at the same time. A run
+has 10 epochs, a third of whose time is validation; "run" is its time with `fit(validate="async")`, divided by that of
+the same run inline: with data that sleeps on two workers, and with data that computes on one worker. One spare
+validates in all of them.
 
 Ray Train saves a checkpoint and reports it with `validation=True`, which runs a function in a task: its stall is the
-time of saving and of the report, in rank 0. Its runs sleep as ours do, and their state is small.
+time of saving and of the report, in rank 0. Its runs sleep like those of raysgd, and their state is small.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ _FIGURES = {
 
 
 class Samples(Dataset[Any]):
-    """Random samples, each of which takes a while to get.
+    """Random samples, each of which takes some time to load.
 
     Args:
-        workload: Says what they look like.
-        count: How many.
-        seconds: How long each of them takes.
+        workload: Defines their shape.
+        count: Number of samples.
+        seconds: Seconds to load each sample.
     """
 
     def __init__(self, workload: Workload, count: int, seconds: float) -> None:
@@ -62,7 +63,7 @@ class Samples(Dataset[Any]):
 
 
 class Validated(TrainingOperator):
-    """Trains a workload; the config says how many samples there are, and how long each takes."""
+    """Trains a workload; the config has the number of samples, and the seconds for each."""
 
     def setup(self, config: dict[str, Any]) -> None:
         workload = {**WORKLOADS, **STATES}[config["workload"]]
@@ -109,7 +110,7 @@ def stalls(state: str, num_rounds: int) -> dict[str, list[float]]:
 
         for _ in range(num_rounds + 2):
             alone_s = statistics.median(seconds_of(step) for _ in range(3))
-            time.sleep(0.5)  # what these steps have sent has arrived
+            time.sleep(0.5)  # wait until the data that these steps have sent has arrived
             began = time.perf_counter()
             handle = trainer.validate(blocking=False)
             with trainer._controller.turns.take_turn():
@@ -132,7 +133,7 @@ def ratios_to_inline(num_rounds: int) -> list[float]:
 
 
 def run_ratio(epochs: int, num_workers: int, **data: Any) -> float:
-    """The time of a run beside its validations, over that of one that waits for them."""
+    """Return the time of a run with background validations, divided by that of a run that waits for them."""
     with make_trainer(num_workers, **data) as trainer, tempfile.TemporaryDirectory() as folder:
         trainer.fit(1, validate="async", folder=folder)  # waits for the spare
         began = time.perf_counter()

@@ -1,18 +1,20 @@
-"""What callbacks cost in each step: with none, and with one in the worker that does nothing.
+"""The cost of callbacks in each step: without callbacks, and with a worker callback that does nothing.
 
     python examples/benchmarks/callback_cost.py [--smoke-test] [--repetitions 5]
 
 One worker in this process takes steps of a tiny model, so that a step is nearly all Python. Epochs take turns: with
 the place where callbacks hook into the step taken out (the floor), without callbacks, with a `WorkerCallback` that
-does nothing before and after each step, and with a `Callback` in the driver that does nothing around each epoch. The
-cost is the median over epochs of what a step takes longer than in the epoch of the floor beside it, in seconds of the
-processor. The goodput ledger is measured in the same way, against epochs without it.
+does nothing before and after each step, with a `Callback` in the driver that does nothing around each epoch, and with
+the journal of each step that `fit(folder=...)` keeps, opening and closing it included. The cost is the median over
+epochs of what a step takes longer than in the epoch of the floor beside it, in seconds of the processor. The goodput
+ledger is measured in the same way, against epochs without it.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -27,12 +29,12 @@ from raysgd.trainer.worker.ledger import Ledger
 
 NUM_STEPS, SMOKE_NUM_STEPS = 1000, 20
 NUM_EPOCHS, SMOKE_NUM_EPOCHS = 15, 2
-FIGURES = {"none": "none_us", "worker": "worker_callback_us", "driver": "driver_callback_us"}
+FIGURES = {"none": "none_us", "worker": "worker_callback_us", "driver": "driver_callback_us", "journal": "journal_us"}
 LEDGER = "ledger_us"
 
 
 class Tiny(TrainingOperator):
-    """A model of two numbers."""
+    """A model with two numbers."""
 
     def setup(self, config: dict[str, Any]) -> None:
         model = torch.nn.Linear(1, 1)
@@ -44,7 +46,7 @@ class Tiny(TrainingOperator):
 
 
 class InWorker(WorkerCallback):
-    """Overrides what is called in every step, and does nothing."""
+    """Overrides the methods that are called in every step, and does nothing."""
 
     def on_gradients(self, operator: Any, optimizer: Any) -> None: ...
 
@@ -52,7 +54,7 @@ class InWorker(WorkerCallback):
 
 
 class InDriver(Callback):
-    """Overrides what is called for every epoch, and does nothing."""
+    """Overrides the methods that are called in every epoch, and does nothing."""
 
     def on_epoch_begin(self, run: Run) -> None: ...
 
@@ -60,7 +62,7 @@ class InDriver(Callback):
 
 
 class NoLedger(Ledger):
-    """Books nothing while a training call runs."""
+    """Records nothing while a training call runs."""
 
     def enter(self, name: str) -> None: ...
 
@@ -85,15 +87,19 @@ def _put_back(operator: Any) -> None:
 
 
 def step_us(num_steps: int, num_epochs: int) -> dict[str, list[float]]:
-    """Microseconds of a step in each epoch, by what runs beside it."""
+    """Return the microseconds of a step in each epoch, by contender."""
     found: dict[str, list[float]] = {name: [] for name in ("floor", "no ledger", *FIGURES)}
-    with TorchTrainer(training_operator_cls=Tiny, config={"num_steps": num_steps}, use_local=True) as trainer:
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as folder,
+        TorchTrainer(training_operator_cls=Tiny, config={"num_steps": num_steps}, use_local=True) as trainer,
+    ):
         epochs: dict[str, Callable[[], Any]] = {
             "floor": lambda: trainer.fit(1),
             "no ledger": lambda: trainer.fit(1),
             "none": lambda: trainer.fit(1),
             "worker": lambda: trainer.fit(1, callbacks=[InWorker()]),
             "driver": lambda: trainer.fit(1, callbacks=[InDriver()]),
+            "journal": lambda: trainer.fit(1, folder=folder),
         }
         for number, (name, fit) in itertools.product(range(num_epochs + 1), epochs.items()):
             trainer.apply_all_operators(_take_out if name == "floor" else _put_back)
@@ -135,6 +141,7 @@ def main() -> None:
         [
             Target("no callbacks, us in each step", 5.0, True, medians["none"]),
             Target("the ledger, us in each step", 10.0, True, ledger.median),
+            Target("the journal, us in each step", 50.0, True, medians["journal"]),
             Target("a worker callback that does nothing, us in each step", 20.0, True, medians["worker"]),
         ]
     )

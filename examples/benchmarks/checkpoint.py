@@ -1,9 +1,9 @@
-"""Saving and loading 200 MiB of training state: how long training stands still, and how much memory it takes.
+"""Saving and loading 200 MiB of training state: how long training stops, and how much memory it takes.
 
     python examples/benchmarks/checkpoint.py [--smoke-test] [--repetitions 7] [--peers torch_save,dcp_async]
 
-The state is 100 MiB of weights and 100 MiB of momentum. For raysgd it lives in the driver (`use_local=True`),
-in one remote worker, or in each of `--num-workers` remote workers; every repetition measures, in this order,
+The state is 100 MiB of weights and 100 MiB of momentum. For raysgd it is in the driver (`use_local=True`), in one
+remote worker, or in each of `--num-workers` remote workers. Every repetition measures, in this order,
 
 * a call of `train(num_steps=1)`: its time, of that what is beyond the loop itself, and how long the copy of the
   state takes that the worker makes at its end;
@@ -14,12 +14,12 @@ in one remote worker, or in each of `--num-workers` remote workers; every repeti
 * `save(path)`, and `load(path)` against `torch.load` with `load_state_dict` of the same content, in one process, and
   in as many bare actors at once as there are remote workers.
 
-Memory is what the driver has to itself, beyond what it had before, as a multiple of the state; objects in Ray's
+Memory is the private memory of the driver, beyond what it had before, as a multiple of the state; objects in Ray's
 store are shared and do not count.
 
-The peers save the same state from a single process: `torch.save`, `torch.distributed.checkpoint` waiting or
-not (it copies with its `DefaultStager`), and Ray Train, whose worker writes the file and reports it. Files are in the
-page cache when loaded.
+The peers save the same state from a single process: `torch.save`, `torch.distributed.checkpoint` with and without
+waiting (it copies with its `DefaultStager`), and Ray Train, whose worker writes the file and reports it. Files are in
+the page cache when they are loaded.
 """
 
 from __future__ import annotations
@@ -95,21 +95,21 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def _until_exists(path: Path) -> None:
-    """raysgd gives a file its name only when all of it is on the disk."""
+    """Return whether the file is complete: raysgd gives it its name only when all of it is on the disk."""
     while not path.exists():
         time.sleep(0.0005)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What this process has to itself beyond what it had before, in copies of the state: at most, and in the end."""
+    """The additional private memory of this process, in copies of the state: the peak, and at the end."""
 
     peak: float
     kept: float
 
 
 def _memory_of(call: Callable[[], Any], num_bytes: int) -> Memory:
-    """What `call` takes; `num_bytes` is the size of the state."""
+    """Measure the memory of `call`; `num_bytes` is the size of the state."""
     before = _live_bytes()
     seen = [before]
     is_over = threading.Event()
@@ -130,21 +130,21 @@ def _memory_of(call: Callable[[], Any], num_bytes: int) -> Memory:
 
 
 def _live_bytes() -> int:
-    """The same without what was freed but not given back to the system yet."""
+    """Return the private memory, without memory that was freed but not returned to the system."""
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # elsewhere than with glibc
+    with contextlib.suppress(OSError, AttributeError):  # only glibc has it
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     return _private_bytes()
 
 
 def _private_bytes() -> int:
-    """Memory that no other process shares; objects in Ray's store are shared."""
+    """Return memory that no other process shares; objects in Ray's store are shared."""
     info = psutil.Process().memory_info()
     return int(info.rss - info.shared)
 
 
 class PlainTraining:
-    """A model and an optimizer that hold the state, without any library."""
+    """A model and an optimizer that hold the state, without a library."""
 
     def __init__(self, state: str) -> None:
         workload = STATES[state]
@@ -153,7 +153,7 @@ class PlainTraining:
         self._features = torch.randn(1, *workload.input_shape)
 
     def step(self) -> None:
-        """One step, which also makes the momentum."""
+        """Take one step, which also creates the momentum."""
         loss = nn.CrossEntropyLoss()(self.model(self._features), torch.zeros(1, dtype=torch.long))
         self.optimizer.zero_grad()
         loss.backward()
@@ -169,7 +169,7 @@ class PlainTraining:
 
     @property
     def num_bytes(self) -> int:
-        """Weights and momentum."""
+        """Return weights and momentum."""
         return 2 * sum(parameter.nbytes for parameter in self.model.parameters())
 
 
@@ -177,7 +177,7 @@ class PlainTraining:
 
 
 def run_raysgd(state: str, num_workers: int, use_local: bool, num_repetitions: int) -> Figures:
-    """All figures of one arrangement of workers."""
+    """Return all figures for one placement of workers."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
         if not use_local:
@@ -200,12 +200,12 @@ def run_raysgd(state: str, num_workers: int, use_local: bool, num_repetitions: i
 
 
 class Arrangement:
-    """A trainer, and beside it the same state without raysgd.
+    """A trainer, and the same state without raysgd.
 
     Args:
-        trainer: What is measured.
-        plain: What it is compared with.
-        folder: Where files may be written.
+        trainer: Trainer to measure.
+        plain: State to compare with.
+        folder: Folder for files.
     """
 
     def __init__(self, trainer: TorchTrainer, plain: PlainTraining, folder: Path) -> None:
@@ -218,7 +218,7 @@ class Arrangement:
         self._train()
 
     def add_actors(self, state: str, count: int) -> None:
-        """Has the state in bare Ray actors, too, that load it by themselves."""
+        """Create plain Ray actors that load the state themselves."""
         import ray
 
         actor = ray.remote(num_cpus=0)(PlainTraining)
@@ -226,12 +226,12 @@ class Arrangement:
         ray.get([actor.step.remote() for actor in self._actors])
 
     def measure(self) -> dict[str, float]:
-        """One repetition."""
+        """Run one repetition."""
         call = self._call()
         return {**call, **self._save(call["call_s"]), **self._load()}
 
     def memory(self) -> Figures:
-        """What saving and loading take in the driver: the peak, and what is kept."""
+        """Return the driver's memory for saving and loading: the peak, and at the end."""
         calls = {
             "first_save_copies": self._save_to_the_end,
             "second_save_copies": self._save_to_the_end,
@@ -248,11 +248,11 @@ class Arrangement:
         _until_exists(self._file)
 
     def _train(self) -> float:
-        """One step; returns the seconds of the loop alone."""
+        """Take one step; return the seconds of the loop alone."""
         return float(self._trainer.train(num_steps=1)["loop_s"])
 
     def _settle(self) -> None:
-        """Waits until no snapshot is under way any more."""
+        """Wait until no snapshot is in progress."""
         self._trainer.state_dict()
 
     def _call(self) -> dict[str, float]:
@@ -308,14 +308,14 @@ class Arrangement:
 
 
 def _change_nothing(operator: TrainingOperator) -> None:
-    """What the trainer cannot know."""
+    """Do nothing, which the trainer cannot know: the call may change the state."""
 
 
 # ------------------------------------------------------------------------------------------------------ peers
 
 
 def run_torch_save(state: str, num_repetitions: int) -> Figures:
-    """`torch.save`; the file is complete when it returns, though not on the disk."""
+    """Run `torch.save`; the file is complete when it returns, but not yet on the disk."""
     plain = PlainTraining(state)
     plain.step()
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
@@ -331,7 +331,7 @@ def run_torch_save(state: str, num_repetitions: int) -> Figures:
 
 
 def run_dcp(state: str, num_repetitions: int, is_async: bool) -> Figures:
-    """`torch.distributed.checkpoint`."""
+    """Run `torch.distributed.checkpoint`."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -372,7 +372,7 @@ def run_dcp(state: str, num_repetitions: int, is_async: bool) -> Figures:
 
 
 def run_ray_train(state: str, num_repetitions: int) -> Figures:
-    """One worker of Ray Train that writes a file and reports it, as the documentation shows."""
+    """Run one worker of Ray Train that writes a file and reports it, as in the documentation."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer as RayTrainer
 
@@ -420,7 +420,7 @@ ROLES: dict[str, Callable[..., Figures]] = {
 
 
 def report_times(report: Report, runs: dict[str, Figures]) -> None:
-    """Notes and prints all durations."""
+    """Record and print all durations."""
     rows = []
     for name, figures in runs.items():
         cells = []
@@ -435,7 +435,7 @@ def report_times(report: Report, runs: dict[str, Figures]) -> None:
 
 
 def report_memory(report: Report, runs: dict[str, Figures]) -> None:
-    """Notes and prints the memory of the driver."""
+    """Record and print the memory of the driver."""
     rows = []
     for name, figures in runs.items():
         if not all(figure in figures for figure in _MEMORY):
@@ -450,7 +450,7 @@ def report_memory(report: Report, runs: dict[str, Figures]) -> None:
 
 
 def targets_of(runs: dict[str, Figures]) -> list[Target]:
-    """What we aim at."""
+    """Return the targets."""
 
     def median_ms(contender: str, figure: str) -> float | None:
         samples = runs.get(contender, {}).get(figure)

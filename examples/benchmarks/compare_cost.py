@@ -1,9 +1,9 @@
-"""What it takes to compare the weights of the workers: for one comparison, and of all the time.
+"""The cost of comparing the weights of the workers: of one comparison, and as a share of the whole time.
 
     python examples/benchmarks/compare_cost.py [--smoke-test] [--num-steps 10]
 
-Two workers train models of different sizes with Adam on batches of 32, in calls of some steps. Each worker says how
-long it took to compute its numbers; the share is what all comparisons took of the time of all calls.
+Two workers train models of different sizes with Adam on batches of 32, in calls of some steps. Each worker records
+how long it took to compute its checksums; the share is the time of all comparisons divided by the time of all calls.
 """
 
 from __future__ import annotations

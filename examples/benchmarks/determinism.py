@@ -1,11 +1,11 @@
-"""What the same bits cost: `deterministic=True` against the usual exchange, and against `DistributedDataParallel`.
+"""The cost of bit-identical results: `deterministic=True` against the usual all-reduce, and against DDP.
 
     python examples/benchmarks/determinism.py [--smoke-test] [--num-workers 4] [--repetitions 3] [--peers raw]
 
-Four workers train `mlp_large`, and nothing happens to them. Two trainers in one cluster, with and without
-`deterministic=True`, train an epoch in turn; seconds are those of the loop on the slowest worker. The loop written by
-hand has processes for itself. The digest of the weights says whether two runs came to the same bits. It takes about
-three minutes.
+Four workers train `mlp_large` without failures. Two trainers in one cluster, with and without `deterministic=True`,
+train an epoch in turn; the seconds are those of the loop on the slowest worker. The hand-written loop has its own
+processes. The digest of the weights shows whether two runs gave the same bits. The benchmark takes about three
+minutes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WORKLOAD = WORKLOADS["mlp_large"]
 
 
 def make_trainer(num_workers: int, num_steps: int, deterministic: bool) -> TorchTrainer:
-    """A trainer whose passes have so many steps."""
+    """Return a trainer whose epochs have this many steps."""
     return TorchTrainer(
         training_operator_cls=TimedOperator,
         config=config_of(WORKLOAD.with_steps(num_steps), num_workers),
@@ -50,12 +50,12 @@ def make_trainer(num_workers: int, num_steps: int, deterministic: bool) -> Torch
 
 
 def speed_of(trainer: TorchTrainer) -> float:
-    """Steps per second in an epoch."""
+    """Return the steps per second in an epoch."""
     return 1 / step_s(trainer)
 
 
 def run_raysgd(num_workers: int, num_steps: int, num_epochs: int) -> dict[str, dict[str, Any]]:
-    """Both trainers, and the digest of the deterministic one's weights in the end."""
+    """Measure both trainers, and return the digest of the deterministic one's final weights."""
     with (
         ray_cluster(2 * num_workers),
         make_trainer(num_workers, num_steps, True) as deterministic,
@@ -71,7 +71,7 @@ def run_raysgd(num_workers: int, num_steps: int, num_epochs: int) -> dict[str, d
 
 
 def run_raw(num_workers: int, num_steps: int, num_epochs: int) -> dict[str, Any]:
-    """The loop written by hand, under torchrun."""
+    """Run the hand-written loop under torchrun."""
     dist.init_process_group("gloo")
     training = HandWritten(WORKLOAD.with_steps(num_steps), dist.get_rank(), num_workers)
     training.timed_epoch()
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def report_runs(report: Report, runs: dict[str, Sequence[dict[str, Any]]]) -> None:
-    """Tables, and what is compared with a target."""
+    """Print the tables, and the comparison with the target."""
     medians = report.figures("mlp_large, undisturbed", {"steps_per_s": "steps/s"}, runs)
     ratio = report.pairs("In pairs", "deterministic / usual", runs[OWN])
     num_digests = len({run["digest"] for run in runs[OWN]})

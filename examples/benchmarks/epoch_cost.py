@@ -1,15 +1,15 @@
-"""What an epoch costs beside its steps: epochs of a single tiny batch, and the edges of epochs of ten batches.
+"""The overhead of an epoch beyond its steps: epochs of a single tiny batch, and the edges of epochs of ten batches.
 
     python examples/benchmarks/epoch_cost.py [--smoke-test] [--num-workers 2] [--repetitions 3] [--peers raw,bare]
 
 An epoch of one step of `mlp_tiny` on each worker is nearly all Python, Ray and network. It lasts from the return of
-one call to the return of the next one, here from one result that a callback of `fit` is told to the next one. The
-same is measured for bare Ray actors (the floor, see `_floor.py`), for the loop written by hand under torchrun, and
-for Ray Train with its controller's poll as it is and at 0.1 s. Growth: the same with more workers, far more than
-there are cores, against the loop written by hand.
+one call to the return of the next, here from one result that a callback of `fit` gets to the next. The same is
+measured for plain Ray actors (the floor, see `_floor.py`), for the hand-written loop under torchrun, and for Ray
+Train with its controller's default poll and at 0.1 s. Growth: the same with more workers, far more than there are
+cores, against the hand-written loop.
 
-Edges: in epochs of ten steps of `cnn_large`, the time between the last step of an epoch and the first one of the next,
-minus the time between two steps inside an epoch, on rank 0.
+Edges: in epochs of ten steps of `cnn_large`, the time between the last step of an epoch and the first step of the
+next, minus the time between two steps inside an epoch, on rank 0.
 
 A sample is the median of the epochs of one run, and there are `--repetitions` runs of each contender, in turn.
 """
@@ -60,7 +60,7 @@ SMOKE_NUM_LONG_EPOCHS = {OWN: 2, "raw": 2}
 
 
 class Ends(Callback):
-    """When each epoch of a `fit` ended, and how long its loop took."""
+    """Records when each epoch of a `fit` ended, and how long its loop took."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
@@ -72,7 +72,7 @@ class Ends(Callback):
 
 
 class StampedOperator(TimedOperator):
-    """Also keeps when each of its steps ended."""
+    """Also records when each of its steps ended."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
@@ -80,26 +80,26 @@ class StampedOperator(TimedOperator):
 
 
 def step_ends_of(optimizer: torch.optim.Optimizer) -> list[float]:
-    """A list that grows by the time of each step from now on."""
+    """Return a list to which the time of each later step is added."""
     ends: list[float] = []
     optimizer.register_step_post_hook(lambda *_: ends.append(time.perf_counter()))
     return ends
 
 
 def edges_s(step_ends: Sequence[float], num_steps: int) -> float:
-    """What the first step of an epoch takes longer, from the step before it, than others: the median of the epochs."""
+    """Return how much longer the first step of an epoch takes, from the step before it: the median of the epochs."""
     gaps = [end - begin for begin, end in itertools.pairwise(step_ends[num_steps - 1 :])]
     inside = [gap for index, gap in enumerate(gaps) if index % num_steps]
     return statistics.median(gaps[::num_steps]) - statistics.median(inside)
 
 
 def _between(ends: Sequence[float]) -> float:
-    """Seconds from one end to the next one: the median of all that count."""
+    """Return the seconds from one end to the next: the median of all that count."""
     return statistics.median(end - begin for begin, end in itertools.pairwise(ends[NUM_WARM_UP_EPOCHS:]))
 
 
 def _ends(call: Callable[[], Any], num_calls: int) -> list[float]:
-    """When each of `num_calls` calls returned, and of some before that do not count."""
+    """Return when each of `num_calls` calls returned, after some calls that do not count."""
     ends = []
     for _ in range(NUM_WARM_UP_EPOCHS + num_calls + 1):
         call()
@@ -108,7 +108,7 @@ def _ends(call: Callable[[], Any], num_calls: int) -> list[float]:
 
 
 def run_raysgd(num_workers: int, num_epochs: int) -> dict[str, float]:
-    """Epochs of `TorchTrainer.fit`, seen from the driver, and how much of each the operator's loop took."""
+    """Run epochs of `TorchTrainer.fit`, seen from the driver, and return how much time the operator's loop took."""
     ends = Ends()
     with ray_cluster(num_workers):
         config = config_of(EPOCH, num_workers)
@@ -118,7 +118,7 @@ def run_raysgd(num_workers: int, num_epochs: int) -> dict[str, float]:
 
 
 def run_bare(num_workers: int, num_epochs: int) -> dict[str, float]:
-    """One call of every actor and one `ray.get`, seen from the driver."""
+    """Make one call of every actor and one `ray.get`, seen from the driver."""
     from _floor import FloorGroup
 
     with ray_cluster(num_workers):
@@ -129,14 +129,14 @@ def run_bare(num_workers: int, num_epochs: int) -> dict[str, float]:
 
 
 def run_raw(num_workers: int, num_epochs: int) -> dict[str, float]:
-    """The loop written by hand, seen from rank 0."""
+    """Run the hand-written loop, seen from rank 0."""
     dist.init_process_group("gloo")
     training = HandWritten(EPOCH, dist.get_rank(), num_workers)
     return {"epoch_s": _between(_ends(training.train_epoch_of_all, num_epochs))}
 
 
 def run_raysgd_long(num_workers: int, num_epochs: int) -> dict[str, float]:
-    """The edges of longer epochs of `fit`."""
+    """Measure the edges of longer epochs of `fit`."""
     with ray_cluster(num_workers):
         config = config_of(LONG_EPOCH, num_workers)
         with TorchTrainer(training_operator_cls=StampedOperator, config=config, num_workers=num_workers) as trainer:
@@ -146,7 +146,7 @@ def run_raysgd_long(num_workers: int, num_epochs: int) -> dict[str, float]:
 
 
 def run_raw_long(num_workers: int, num_epochs: int) -> dict[str, float]:
-    """The same of the loop written by hand."""
+    """Measure the edges of the hand-written loop."""
     dist.init_process_group("gloo")
     training = HandWritten(LONG_EPOCH, dist.get_rank(), num_workers)
     step_ends = step_ends_of(training.optimizer)
@@ -156,7 +156,7 @@ def run_raw_long(num_workers: int, num_epochs: int) -> dict[str, float]:
 
 
 def run_ray_train(num_workers: int, num_epochs: int) -> dict[str, float]:
-    """The same in Ray Train, with one report for each epoch, seen from rank 0."""
+    """Measure the edges in Ray Train, with one report for each epoch, seen from rank 0."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer as RayTrainer
 
@@ -211,7 +211,7 @@ _ENVIRONMENTS = {"ray_train_fast_poll": RAY_TRAIN_FAST_POLL}
 def measure(
     num_epochs: Mapping[str, int], num_workers: int, num_repetitions: int, report: Report, role: str = ""
 ) -> dict[str, dict[str, Estimate]]:
-    """Milliseconds by contender and figure; `num_epochs` has the contenders, and how many epochs each trains."""
+    """Return the milliseconds by contender and figure; `num_epochs` has the contenders and their number of epochs."""
     jobs = {
         name: functools.partial(
             run_job,
@@ -231,7 +231,7 @@ def measure(
 
 
 def report_cost(report: Report, num_workers: int, found: dict[str, dict[str, Estimate]]) -> None:
-    """Notes and prints what an epoch costs with each contender."""
+    """Record and print the cost of an epoch for each contender."""
     own = found[OWN]["epoch_s"].median
     rows = []
     for name, figures in found.items():
@@ -244,7 +244,7 @@ def report_cost(report: Report, num_workers: int, found: dict[str, dict[str, Est
 
 
 def report_edges(report: Report, num_workers: int, found: dict[str, dict[str, Estimate]]) -> float | None:
-    """Notes and prints what the edges of longer epochs cost; returns how much more than by hand, where measured."""
+    """Record and print the cost of the edges of longer epochs; return the excess over the loop by hand, if measured."""
     for name, figures in found.items():
         report.result(name, "edges_ms", figures["edges_s"], num_workers=num_workers)
     rows = [[name, figures["edges_s"].text()] for name, figures in found.items()]
@@ -254,7 +254,7 @@ def report_edges(report: Report, num_workers: int, found: dict[str, dict[str, Es
 
 
 def report_growth(report: Report, by_size: dict[int, dict[str, dict[str, Estimate]]]) -> dict[int, float]:
-    """Notes and prints what an epoch costs with more workers; returns raysgd over the loop by hand, where measured."""
+    """Record and print the cost of an epoch with more workers; return the ratio to the loop by hand, if measured."""
     rows, ratios = [], {}
     for size, found in by_size.items():
         cells = []

@@ -1,12 +1,13 @@
-"""`fit()` beside Ray Train: start-up, a report, a checkpoint, and the failure of a worker.
+"""`fit()` compared with Ray Train: start-up, a report, a checkpoint, and the failure of a worker.
 
     python examples/benchmarks/fit.py [--smoke-test] [--num-workers 2] [--repetitions 3] [--peers ray_train]
 
-Start-up: seconds from the call of `fit()` until the function has begun on all workers, with everything imported before
-and the cluster running. A report: seconds that it holds the function up, and seconds until the driver has it. A
-checkpoint: seconds for which reporting a folder of 200 MiB holds the function up, the first time and later, and for
-raysgd also a dict with the same state. A report flat out: seconds for each of many reports with nothing between them,
-on 2 and on 8 workers. A loss: seconds from the SIGKILL of a worker until the function has begun again on all.
+Start-up: seconds from the call of `fit()` until the function has begun on all workers, with everything imported
+before and the cluster running. A report: seconds for which it blocks the function, and seconds until the driver has
+it. A checkpoint: seconds for which reporting a folder of 200 MiB blocks the function, the first time and later, and
+for raysgd also a dict with the same state. Reports without a pause: seconds for each of many reports with nothing
+between them, on 2 and on 8 workers. A loss: seconds from the SIGKILL of a worker until the function has begun again
+on all workers.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ _ENVIRONMENTS = {"ray_train_fast_poll": RAY_TRAIN_FAST_POLL}
 
 
 def _report_often(report: Callable[[dict[str, Any]], None], num_reports: int) -> list[float]:
-    """How long each of some reports held the function up; each says when it was sent."""
+    """Return how long each of several reports blocked the function; each contains when it was sent."""
     stalls = []
     for _ in range(num_reports):
-        time.sleep(0.01)  # as a training does, which is not only reports
+        time.sleep(0.01)  # like a training, which does more than report
         sent = time.time()
         report({"sent": sent})
         stalls.append(time.time() - sent)
@@ -67,12 +68,12 @@ def _note(folder: str, name: str, values: Any) -> None:
 
 
 def _begun_s(folder: Path) -> float:
-    """When the function had begun on all workers."""
+    """Return when the function had begun on all workers."""
     return max(float(path.read_text()) for path in folder.glob("begun_*"))
 
 
 def _figures(folder: Path, delays: list[float], called_at: float) -> dict[str, float]:
-    """The figures of one contender, from what its functions have noted."""
+    """Return the figures of one contender, from the notes of its functions."""
     found = {
         "startup_s": _begun_s(folder) - called_at,
         "report_s": statistics.median(json.loads((folder / "reports").read_text())),
@@ -99,7 +100,7 @@ def _save_folders(state: dict[str, Any], save: Callable[[str], None], pause_s: f
     return functions.stalls(save_folder, pause_s)
 
 
-# The functions are the same for both: `library` brings what they call.
+# The functions are the same for both: `library` provides what they call.
 
 
 def _begin(library: Any, config: dict[str, Any]) -> None:
@@ -162,7 +163,7 @@ def _bound(function: Callable[..., None], library: Callable[[], Any]) -> Callabl
 
 
 def run_raysgd(num_workers: int, **sizes: Any) -> dict[str, float]:
-    """`fit` of raysgd."""
+    """Run `fit` of raysgd."""
     from raysgd.train import FailureConfig, RunConfig, ScalingConfig
     from raysgd.train.torch import TorchTrainer
 
@@ -198,7 +199,7 @@ def run_raysgd(num_workers: int, **sizes: Any) -> dict[str, float]:
 
 
 def run_ray_train(num_workers: int, **sizes: Any) -> dict[str, float]:
-    """Ray Train of today; its callbacks run in its controller."""
+    """Run the current Ray Train; its callbacks run in its controller."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
     from ray.train.torch import TorchTrainer
 

@@ -1,12 +1,12 @@
-"""A frozen base under an adapter: what is copied, sent and written, and how soon a new worker steps.
+"""A frozen base under an adapter: bytes copied, sent and written, and how soon a new worker takes a step.
 
     python examples/benchmarks/frozen_base.py [--smoke-test] [--repetitions 3] [--millions 10,100,300]
 
-Two workers train half a million numbers with Adam on a frozen base, which each `setup` reads from a file of
-safetensors; once with `remakes_frozen = True`, and once without. "State" is what a snapshot holds and a new worker
-gets, "file" what `save` writes. "Step in" is what a call of one step takes after a worker was killed between two calls,
-with a spare that has loaded the base, without the time of such a call otherwise. "Digest" is the digest of the whole
-base, beside the time in which `setup` loads it.
+Two workers train half a million parameters with Adam on a frozen base, which each `setup` reads from a safetensors
+file; once with `remakes_frozen = True`, and once without. "State" is the content of a snapshot, which a new worker
+receives; "file" is what `save` writes. "Step in" is the time of a call of one step after a worker was killed between
+two calls, with a spare that has loaded the base, minus the usual time of such a call. "Digest" is the digest of the
+whole base, compared with the time in which `setup` loads it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _READY_S = 120.0
 
 
 class Model(torch.nn.Module):
-    """A base of so many millions of numbers, of which a step uses a small part, and the adapter."""
+    """A base with this many million parameters, of which a step uses a small part, and the adapter."""
 
     def __init__(self, base: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Adapted(TrainingOperator):
 
 
 class Remade(Adapted):
-    """Says that each `setup` makes the base."""
+    """Declares that each `setup` creates the base."""
 
     remakes_frozen = True
 
@@ -107,14 +107,14 @@ def step_seconds(trainer: Any) -> float:
 
 
 def measure(millions: int, is_remade: bool, num_kills: int) -> dict[str, list[float]]:
-    """Train, save, and kill a worker so many times."""
+    """Train, save, and kill a worker this many times."""
     from safetensors.torch import save_file
 
     from raysgd import TorchTrainer
     from raysgd.testing import kill_worker
 
     found: dict[str, list[float]] = {name: [] for name in _FIGURES}
-    object_store_mib = 512 + 24 * millions  # of the state, in which each number takes 4 bytes, some copies
+    object_store_mib = 512 + 24 * millions  # some copies of the state, in which each parameter takes 4 bytes
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, ray_cluster(NUM_WORKERS + 1, object_store_mib):
         base = {str(number): torch.randn(1000, 1000) for number in range(millions)}
         save_file(base, Path(folder, "base.safetensors"))

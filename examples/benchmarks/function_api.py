@@ -1,11 +1,11 @@
-"""Training functions: what a report, a large checkpoint and the failure of a worker cost.
+"""Training functions: the cost of a report, a large checkpoint and the failure of a worker.
 
     python examples/benchmarks/function_api.py [--smoke-test] [--num-workers 2] [--repetitions 3] [--peers ray_train]
 
-A report: seconds from the call in the worker until the driver's callback has it and, for raysgd, from one callback by
-way of the function to the next. A checkpoint: seconds for which saving a state of 200 MiB holds the function up, the
-first time and later, with a pause in between as a training makes it. A loss: seconds from the SIGKILL of a worker until
-the function has begun again on all of them.
+A report: seconds from the call in the worker until the driver's callback has it and, for raysgd, from one callback
+through the function to the next. A checkpoint: seconds for which saving a state of 200 MiB blocks the function, the
+first time and later, with a pause in between as in a training. A loss: seconds from the SIGKILL of a worker until the
+function has begun again on all workers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ENVIRONMENTS = {"ray_train_fast_poll": RAY_TRAIN_FAST_POLL}
 
 
 def run_raysgd(num_reports: int, num_bytes: int, pause_s: float) -> dict[str, float]:
-    """`raysgd.train`."""
+    """Run `raysgd.train`."""
     from raysgd import train
     from raysgd.train import Trainer, TrainingCallback
 
@@ -89,7 +89,7 @@ def run_raysgd(num_reports: int, num_bytes: int, pause_s: float) -> dict[str, fl
 
 
 def run_ray_train(num_reports: int, num_bytes: int, pause_s: float) -> dict[str, float]:
-    """Ray Train of today; its callbacks run in its controller."""
+    """Run the current Ray Train; its callbacks run in its controller."""
     import torch
     from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig, UserCallback, get_context, report
     from ray.train.torch import TorchTrainer

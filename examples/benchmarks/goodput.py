@@ -1,26 +1,27 @@
-"""Goodput: the share of the time that goes into steps that count, while workers are killed again and again.
+"""Goodput: the share of the time that goes into steps that count, while workers are killed repeatedly.
 
     python examples/benchmarks/goodput.py [--smoke-test] [--rates 15:150,60:300] [--rows FILE] [--contenders NAME,...]
 
-All contenders train the same model on the same samples with two workers, and lose a random one of them every so many
-seconds, from the first step on. The seed is the same for all. A step also sleeps for 20 ms: that stands for a device
-that computes, so that two cores are enough for the workers and for a spare. Where a worker that is left computes the
-whole batch (`split_batches`), it sleeps twice as long.
+All contenders train the same model on the same samples with two workers, and lose a random worker at fixed intervals,
+from the first step on. The seed is the same for all. A step also sleeps for 20 ms, in place of a device that
+computes, so that two cores are enough for the workers and for a spare. If a remaining worker computes the whole batch
+(`split_batches`), it sleeps twice as long.
 
-Goodput is what the steps that count take in a run without kills, divided by what they take in the one with kills, both
-from the beginning of the first step to the end of the last one. Each run with kills has a run without kills before it
-and behind it, so that a machine that becomes slower or faster shows. The model itself keeps the books of the samples,
-see `_counted`. Samples done again are those of steps that a kill broke off, and of steps that were rolled back.
+Goodput is the time of the steps that count in a run without kills, divided by their time in the run with kills, both
+from the beginning of the first step to the end of the last. Each run with kills has a run without kills before and
+after it, which shows whether the machine became slower or faster. The model itself counts the uses of the samples,
+see `_counted`. Repeated samples are those of steps that a kill interrupted, and of steps that were rolled back.
 
-torchft counts steps and not samples: a step of the worker that is left counts as one of both, and the samples of the
-other, and of steps that it discards, are lost. Samples that are lost do not count, so its goodput is that much smaller.
+torchft counts steps instead of samples: a step of the remaining worker counts as a step of both, and the samples of
+the other worker, and of steps that it discards, are lost. Lost samples do not count, so its goodput is smaller by
+this amount.
 
-`--drained` measures something else: eight workers on as many nodes take 1,600 steps, and four times Ray is told that a
-node goes in ten seconds. raysgd leaves it behind the step; Ray Train saves when it hears of it, as its guide says, and
-starts again when the node is gone. Steps done again are wasted.
+`--drained` measures something else: eight workers on as many nodes take 1,600 steps, and four times Ray is told that
+a node will be removed in ten seconds. raysgd leaves the node after the step; Ray Train saves when it is told, as in
+its guide, and starts again when the node is gone. Repeated steps are wasted.
 
-The whole table takes about an hour. Each row that is finished is written to the file of `--rows`; run the same command
-again and it measures the rows that are missing. `docs/make_tables.py` and `docs/images/make_charts.py` show the file.
+The whole table takes about an hour. Each finished row is written to the file of `--rows`; if you run the same command
+again, it measures only the missing rows. `docs/make_tables.py` and `docs/images/make_charts.py` show the file.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from _torchft import PYTHON as TORCHFT
 
 PEERS = {"torchrun": "torch", "torchft": str(TORCHFT), "torchft_tuned": str(TORCHFT), "ray_train": "ray.train"}
 GUESSED_STEP_S = 0.025
-START_S = 15.0  # of a run, about: until its first step, and behind its last one
+START_S = 15.0  # approximate time of a run before its first and after its last step
 CALM_S = 30.0
-PATIENCE = 3  # times the useful seconds; a contender that takes longer counts as failed
+PATIENCE = 3  # times the useful seconds; a slower contender counts as failed
 
 OWN_WAYS: dict[str, dict[str, Any]] = {
     f"{OWN}, spare": {"spare_workers": 1},
@@ -87,16 +88,16 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """What one row is measured with.
+    """The measurement plan of one row.
 
     Attributes:
-        contender: Its name in the table.
+        contender: Name in the table.
         every_s: Seconds from one kill to the next.
-        seconds: How long the steps take without kills, about.
-        seed: Of the choice of victims.
-        calm_s: How long a run without kills takes, about.
-        num_calm: How many of them there are: one before, and one behind.
-        max_kills: After so many there are no more; None for no limit.
+        seconds: Approximate duration of the steps without kills.
+        seed: Seed for the choice of victims.
+        calm_s: Approximate duration of a run without kills.
+        num_calm: Number of such runs: one before, and one after.
+        max_kills: Maximum number of kills; None for no limit.
     """
 
     contender: str
@@ -109,16 +110,16 @@ class Plan:
 
     @property
     def patience_s(self) -> float:
-        """When the run with kills counts as failed."""
+        """Return the time after which the run with kills counts as failed."""
         return 120 + PATIENCE * self.seconds
 
     @property
     def expected_s(self) -> float:
-        """How long the row takes, about."""
+        """Return the approximate duration of the row."""
         return self.num_calm * (self.calm_s + START_S) + 1.25 * self.seconds + START_S
 
     def row(self) -> Row:
-        """Measures it.
+        """Measure the row.
 
         Raises:
             JobError: The contender failed, or did not finish.
@@ -132,7 +133,7 @@ class Plan:
         return {**asdict(self), **run, "load": os.getloadavg()[0], "cpu": machine()["cpu"]}
 
     def _calm(self) -> float:
-        """Seconds of a pass without kills, and without spares."""
+        """Return the seconds of an epoch without kills and without spares."""
         num_passes = _num_passes(self.calm_s)
         run = run_job(__file__, self._role, timeout_s=120 + PATIENCE * self.calm_s, num_passes=num_passes, kills=None)
         return float(run["wall_s"] / num_passes)
@@ -152,7 +153,7 @@ class Plan:
 
 
 def goodput_of(run: Row, pass_s: float, num_passes: int) -> float:
-    """Which share of the time went into samples that count, if a pass takes so many seconds without kills."""
+    """Return the share of the time that went into samples that count, given the seconds of an epoch without kills."""
     return float(pass_s * num_passes / run["wall_s"] * (1 - run["samples_lost"] / (num_passes * NUM_SAMPLES)))
 
 
@@ -161,7 +162,7 @@ def _num_passes(seconds: float) -> int:
 
 
 class Rows:
-    """Rows that are finished, in a file if there is one.
+    """Finished rows, in a file if there is one.
 
     Args:
         path: The file; None to keep nothing.
@@ -172,12 +173,12 @@ class Rows:
         self._rows: list[Row] = json.loads(path.read_text()) if path is not None and path.exists() else []
 
     def of(self, plan: Plan) -> Row | None:
-        """The row that was measured with this plan; None if it is missing."""
+        """Return the row that was measured with this plan; None if it is missing."""
         wanted = asdict(plan)
         return next((row for row in self._rows if all(row[name] == wanted[name] for name in wanted)), None)
 
     def add(self, row: Row) -> None:
-        """Keeps a row."""
+        """Store a row."""
         self._rows.append(row)
         if self._path is not None:
             partial = self._path.with_suffix(".part")
@@ -186,7 +187,7 @@ class Rows:
 
 
 def measured(plans: Sequence[Plan], rows: Rows, report: Report) -> dict[Plan, Row]:
-    """A row for each plan, as far as the contenders finish. What was measured before is not measured again."""
+    """Return a row for each plan, if the contender finishes. Earlier measurements are reused."""
     missing = [plan for plan in plans if rows.of(plan) is None]
     print(
         f"{len(missing)} of {len(plans)} rows to measure: {sum(p.expected_s for p in missing) / 60:.0f} minutes, about"
@@ -245,7 +246,7 @@ def _plans(arguments: argparse.Namespace, names: Sequence[str]) -> list[Plan]:
 
 
 def _report(report: Report, found: Mapping[Plan, Row]) -> dict[tuple[str, float], float]:
-    """Prints a table for each rate; returns the goodput of each contender at each rate."""
+    """Print a table for each rate; return the goodput of each contender at each rate."""
     goodput: dict[tuple[str, float], float] = {}
     for every_s in dict.fromkeys(plan.every_s for plan in found):
         runs = {plan.contender: [row] for plan, row in found.items() if plan.every_s == every_s}
@@ -255,7 +256,7 @@ def _report(report: Report, found: Mapping[Plan, Row]) -> dict[tuple[str, float]
 
 
 def _report_drained(arguments: argparse.Namespace, names: Sequence[str], report: Report) -> None:
-    """Prints what the contenders waste where nodes are told to go."""
+    """Print the wasted steps of the contenders when nodes are drained."""
     num_nodes, num_drains = (2, 1) if arguments.smoke_test else (NODES_DRAINED, 4)
     global_batch = BATCH_SIZE * num_nodes
     num_passes = 1 if arguments.smoke_test else STEPS_DRAINED * global_batch // NUM_SAMPLES
@@ -274,7 +275,7 @@ def _report_drained(arguments: argparse.Namespace, names: Sequence[str], report:
 
 
 def check(plans: Sequence[Plan], found: Mapping[Plan, Row]) -> None:
-    """raysgd may lose no sample, use none twice, and has to finish."""
+    """Check that raysgd loses no sample, uses none twice, and finishes."""
     for plan in plans:
         if plan.contender not in OWN_WAYS:
             continue

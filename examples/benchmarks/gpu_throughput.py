@@ -1,14 +1,14 @@
-"""Speed of training on a GPU, per precision: raysgd's stock operator against a loop written by hand.
+"""Training speed on a GPU, per precision: raysgd's stock operator against a hand-written loop.
 
     python examples/benchmarks/gpu_throughput.py [--smoke-test] [--repetitions 20] [--models resnet50,transformer]
 
-It needs one NVIDIA GPU, and a PyTorch that sees it; without one it says so and ends. `--smoke-test` runs tiny models on
-the CPU, only to see whether it runs.
+It needs one NVIDIA GPU and a PyTorch that sees it; otherwise it says so and ends. `--smoke-test` runs tiny models on
+the CPU, only to check that it runs.
 
-Both loops run in this process, on copies of one model and the same synthetic batches, in turn: one epoch by hand, one
-epoch of the operator. The batches lie in pinned memory and are copied without waiting. An epoch ends when the GPU has
-done all of it. Beside the time, it counts how often the host waited for the GPU in an epoch after the first step, as
-PyTorch's synchronisation warnings tell, and the peak of the memory.
+Both loops run in this process, on copies of one model and the same synthetic batches, in turn: one epoch of the
+hand-written loop, one epoch of the operator. The batches are in pinned memory and are copied without waiting. An
+epoch ends when the GPU has finished it. In addition to the time, the benchmark counts how often the CPU waited for
+the GPU in an epoch after the first step, according to PyTorch's synchronization warnings, and the peak memory.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ NEEDS = (
 
 @dataclass(frozen=True)
 class GPUWorkload:
-    """A model and what it is trained on.
+    """A model and its data.
 
     Attributes:
-        name: How it is called in the tables.
-        make_model: Makes the model.
-        make_features: Makes the inputs of so many samples.
+        name: Name in the tables.
+        make_model: Creates the model.
+        make_features: Creates the inputs of this many samples.
         batch_size: Samples in a batch.
         num_steps: Batches in an epoch.
     """
@@ -57,7 +57,7 @@ class GPUWorkload:
     num_steps: int
 
     def batches(self, num_different: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The batches of an epoch: a few that are used again and again."""
+        """Return the batches of an epoch: a few batches that are repeated."""
         torch.manual_seed(1)
         made = []
         for _ in range(num_different):
@@ -69,12 +69,12 @@ class GPUWorkload:
 
 
 class Classifier(nn.Module):
-    """A transformer over tokens, and one output for each class.
+    """A transformer over tokens, with one output for each class.
 
     Args:
-        width: Numbers for each token.
-        depth: How many layers.
-        num_heads: Heads of the attention.
+        width: Size of each token.
+        depth: Number of layers.
+        num_heads: Number of attention heads.
     """
 
     def __init__(self, width: int, depth: int, num_heads: int) -> None:
@@ -119,12 +119,12 @@ SMOKE_WORKLOADS = (
 
 
 class ByHand:
-    """The loop that anyone would write.
+    """A hand-written loop.
 
     Args:
-        model: Trained as it is.
-        precision: What it computes in.
-        device: Where it is.
+        model: Model to train.
+        precision: Precision of the computation.
+        device: Device of the model.
     """
 
     def __init__(self, model: nn.Module, precision: str, device: torch.device) -> None:
@@ -155,12 +155,12 @@ class ByHand:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of both loops."""
+    """Return the optimizer of both loops."""
     return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)  # small: the labels are noise
 
 
 class Both(TrainingOperator):
-    """Trains one model with the stock loop, and a copy of it with the loop written by hand."""
+    """Trains one model with the stock loop, and a copy with the hand-written loop."""
 
     def setup(self, config: dict[str, Any]) -> None:
         workload: GPUWorkload = config["workload"]
@@ -181,7 +181,7 @@ def _synchronize() -> None:
 
 @dataclass(frozen=True)
 class Cost:
-    """What an epoch took."""
+    """The measurements of an epoch."""
 
     step_s: float
     peak_mib: float
@@ -189,7 +189,7 @@ class Cost:
 
 
 def measured(train_epoch: Callable[[], Any], num_steps: int) -> Cost:
-    """Runs an epoch."""
+    """Run an epoch."""
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -210,7 +210,7 @@ def measured(train_epoch: Callable[[], Any], num_steps: int) -> Cost:
 
 
 def measure(workload: GPUWorkload, precision: str, num_pairs: int, smoke_test: bool) -> list[tuple[Cost, Cost]]:
-    """Pairs of epochs, by hand and by the operator; who goes first changes from pair to pair."""
+    """Return pairs of epochs, by hand and by the operator; which one goes first alternates."""
     config = {"workload": workload, "precision": precision}
     num_warm_up_pairs = 0 if smoke_test else NUM_WARM_UP_PAIRS
     with TorchTrainer(
@@ -231,7 +231,7 @@ def measure(workload: GPUWorkload, precision: str, num_pairs: int, smoke_test: b
 def report_pairs(
     report: Report, workload: GPUWorkload, precision: str, pairs: list[tuple[Cost, Cost]]
 ) -> tuple[list[str], float]:
-    """Notes the figures of one model and precision; returns a table's row, and the relative speed."""
+    """Record the figures of one model and precision; return a table row, and the relative speed."""
     speed: Estimate = estimate([by_hand.step_s / own.step_s for by_hand, own in pairs])
     labels = {"workload": workload.name, "precision": precision}
     report.result(OWN, "paired_relative_speed", speed, **labels)

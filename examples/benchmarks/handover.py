@@ -1,11 +1,11 @@
-"""Hand-over: how long until new workers have the state of another one.
+"""Handover: how long it takes until new workers have the state of another worker.
 
     python examples/benchmarks/handover.py [--smoke-test] [--repetitions 7] [--takers 1,2,3] [--mib 200]
 
-One process has a state of tensors of 4 MiB each; the others get it, all in one group over loopback. The peers are
-what a program would write by hand: `dist.send` to one process after the other, which raysgd itself did before, and
-`dist.broadcast`. Who takes a state has new memory for it, as a worker that has just started. All take turns in the
-same processes. What counts is the time until the last one has everything.
+One process has a state of tensors of 4 MiB each; the others receive it, all in one group over loopback. The peers are
+what you would write by hand: `dist.send` to one process after the other, as raysgd itself did before, and
+`dist.broadcast`. A receiver uses new memory, like a worker that has just started. All contenders take turns in the
+same processes. The result is the time until the last process has everything.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def by_raysgd(rank: int, takers: list[int], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """As it is done when a group is formed."""
+    """Send the state as raysgd does when a group is formed."""
     if rank == 0:
         handover.send(tensors, takers, CPU)
         return tensors
@@ -37,7 +37,7 @@ def by_raysgd(rank: int, takers: list[int], tensors: list[torch.Tensor]) -> list
 
 
 def by_send(rank: int, takers: list[int], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """To one after the other."""
+    """Send the state to one process after the other."""
     if rank:
         received = [torch.empty_like(tensor) for tensor in tensors]
         for tensor in received:
@@ -50,7 +50,7 @@ def by_send(rank: int, takers: list[int], tensors: list[torch.Tensor]) -> list[t
 
 
 def by_broadcast(rank: int, takers: list[int], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """To all at once, tensor by tensor."""
+    """Send the state to all processes at once, tensor by tensor."""
     received = [torch.empty_like(tensor) for tensor in tensors] if rank else tensors
     for tensor in received:
         dist.broadcast(tensor, 0)
@@ -65,7 +65,7 @@ WAYS: dict[str, Callable[[int, list[int], list[torch.Tensor]], list[torch.Tensor
 
 
 def hand_over(rank: int, size: int, mib: int, repetitions: int, ways: list[str]) -> dict[str, list[float]]:
-    """The seconds of each hand-over, by way; in every process of the group."""
+    """Return the seconds of each handover, by contender, in every process of the group."""
     found: dict[str, list[float]] = {way: [] for way in ways}
     tensors = [torch.full((TENSOR_MIB * MIB // 4,), float(index)) for index in range(max(1, mib // TENSOR_MIB))]
     takers = list(range(1, size))
@@ -77,17 +77,17 @@ def hand_over(rank: int, size: int, mib: int, repetitions: int, ways: list[str])
             dist.barrier()
             found[way].append(time.perf_counter() - began)
             assert all(torch.equal(one, other) for one, other in zip(received, tensors, strict=True)), way
-    return {way: seconds[1:] for way, seconds in found.items()}  # the first time connections are opened
+    return {way: seconds[1:] for way, seconds in found.items()}  # the first run opens the connections
 
 
 def measure(takers: int, mib: int, repetitions: int, ways: list[str]) -> dict[str, list[float]]:
-    """One group of processes."""
+    """Run one group of processes."""
     found: dict[str, list[float]] = on_ranks(1 + takers, hand_over, mib, repetitions, ways)
     return found
 
 
 def main() -> None:
-    """Runs the contenders and prints what they took."""
+    """Run the contenders and print their times."""
     parser = make_parser("How long until new workers have the state of another one", repetitions=7, peers=PEERS)
     parser.add_argument("--takers", default="1,2,3", help="how many processes get the state")
     parser.add_argument("--mib", type=int, default=200, help="the size of the state")

@@ -1,14 +1,16 @@
-"""SIGTERM in the middle of an epoch: what is lost or repeated, and how long the checkpoint takes.
+"""SIGTERM in the middle of an epoch: lost and repeated steps, and how long the checkpoint takes.
 
     python examples/benchmarks/leave.py [--smoke-test] [--repetitions 7] [--peers transformers,lightning]
 
-One process (with raysgd one worker beside it) trains an epoch on the CPU. Model and Adam are 200 MiB together. The
-model counts in a buffer how often a step was taken for each sample, so its last weights say what was lost or repeated.
-In the middle of the epoch the program gets SIGTERM, and when it has ended it is started again, to the end of the epoch.
+One process (with raysgd, and one worker) trains an epoch on the CPU. Model and Adam state are 200 MiB together. The
+model counts in a buffer how often each sample was used in a step, so its final weights show what was lost or
+repeated. In the middle of the epoch, the program gets SIGTERM. After its end it is started again, and runs to the end
+of the epoch.
 
-Each library does what it offers for that: raysgd `Checkpointing` and `resume_from="auto"`, Lightning
+Each library uses its own feature for this: raysgd `Checkpointing` and `resume_from="auto"`, Lightning
 `OnExceptionCheckpoint` and `ckpt_path`, `transformers.Trainer` `enable_jit_checkpoint` and `resume_from_checkpoint`.
-"Signal to checkpoint" is the time to the last write of the checkpoint; "signal to end" that to the end of the program.
+"Signal to checkpoint" is the time to the last write of the checkpoint; "signal to end" is the time to the end of the
+program.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ _FIGURES = {
 
 
 class Numbers(Dataset):
-    """Samples that know their numbers."""
+    """Samples that contain their index."""
 
     def __len__(self) -> int:
         return BATCH_SIZE * NUM_STEPS
@@ -59,7 +61,7 @@ class Numbers(Dataset):
 
 
 class Counting(torch.nn.Module):
-    """A model that counts how often a step of its optimizer was taken for each sample."""
+    """A model that counts how often its optimizer took a step for each sample."""
 
     def __init__(self, width: int, note: Path) -> None:
         super().__init__()
@@ -91,7 +93,7 @@ def loader(shuffle: bool = True) -> DataLoader[Any]:
 
 
 class CountingOperator(TrainingOperator):
-    """The model in raysgd."""
+    """The model as a raysgd operator."""
 
     def setup(self, config: dict[str, Any]) -> None:
         model = Counting(config["width"], Path(config["note"]))
@@ -166,7 +168,7 @@ def train_with_transformers(folder: Path, width: int) -> torch.Tensor:
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=Numbers())
     trainer.train(resume_from_checkpoint=any((folder / "files").glob("checkpoint-*")))
-    if trainer.state.global_step < NUM_STEPS:  # it returns where it was left
+    if trainer.state.global_step < NUM_STEPS:  # it returns at the step where it was stopped
         sys.exit(143)
     return model.used
 
@@ -181,7 +183,7 @@ PROGRAMS: dict[str, Callable[[Path, int], torch.Tensor]] = {
 
 
 def run_left(name: str, width: int) -> dict[str, float]:
-    """Leave a program in the middle of its epoch, and start it again."""
+    """Stop a program in the middle of its epoch, and start it again."""
     with tempfile.TemporaryDirectory(prefix="leave-") as place:
         folder = Path(place)
         (folder / "files").mkdir()

@@ -1,11 +1,11 @@
-"""What an epoch costs the driver late in a long run: with `fit`, loggers, a report and checkpoints.
+"""The driver's cost of an epoch late in a long run: with `fit`, loggers, a report and checkpoints.
 
     python examples/benchmarks/long_run.py [--smoke-test] [--num-workers 1] [--repetitions 1] [--epochs 20000]
 
-The workers take one step of a model of two numbers in each epoch, so that the driver does nearly all there is to do.
-It writes a table, JSON lines, files for TensorBoard and the report, and a checkpoint every 10 epochs. The cost is the
-processor time of the driver's process, children aside, and what it writes. A sample is what 10 epochs with one
-checkpoint take; "at 100" are the 20 samples behind epoch 100, and so on.
+The workers take one step of a model of two numbers in each epoch, so that the driver does nearly all the work. It
+writes a table, JSON lines, files for TensorBoard and the report, and a checkpoint every 10 epochs. The cost is the
+processor time of the driver's process, without children, and the bytes that it writes. A sample is the cost of 10
+epochs with one checkpoint; "at 100" means the 20 samples after epoch 100, and so on.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Tiny(TrainingOperator):
 
 
 class Meter(Callback):
-    """Notes, every few epochs, what the driver has used and written so far, and how large the files are."""
+    """Records, every few epochs, what the driver has used and written so far, and how large the files are."""
 
     runs_last = True
 
@@ -73,7 +73,7 @@ def _written_bytes() -> int:
 
 
 def sizes_in(folder: Path) -> dict[str, int]:
-    """Return the bytes of the files of a run, by what they are."""
+    """Return the bytes of the files of a run, by kind."""
     return {
         name: sum(path.stat().st_size for pattern in patterns for path in folder.glob(pattern) if path.is_file())
         for name, patterns in PLACES.items()
@@ -81,7 +81,7 @@ def sizes_in(folder: Path) -> dict[str, int]:
 
 
 def run_raysgd(num_workers: int, num_epochs: int) -> dict[str, Any]:
-    """Train for so many epochs; return what each 10 of them cost."""
+    """Train for this many epochs; return the cost of each 10 epochs."""
     meter = Meter()
     with tempfile.TemporaryDirectory(prefix="bench-") as place, ray_cluster(num_workers):
         folder = Path(place) / "run"
@@ -97,13 +97,13 @@ def run_raysgd(num_workers: int, num_epochs: int) -> dict[str, Any]:
 
 
 def behind(samples: list[float], epoch: int, count: int) -> list[float]:
-    """Return the samples of the epochs that follow one; those before the end where too few follow."""
+    """Return the samples of the epochs after an epoch, or the last samples if too few follow."""
     first = min(epoch // EVERY, len(samples) - count)
     return samples[first : first + count]
 
 
 def report_costs(report: Report, runs: list[dict[str, Any]], epochs: list[int], count: int) -> dict[int, float]:
-    """Note and print the cost of an epoch early and late; return the medians of processor time by epoch."""
+    """Record and print the cost of an epoch early and late; return the medians of processor time by epoch."""
     rows, medians = [], {}
     for epoch in epochs:
         cells = []
@@ -119,7 +119,7 @@ def report_costs(report: Report, runs: list[dict[str, Any]], epochs: list[int], 
 
 
 def report_sizes(report: Report, sizes: dict[str, dict[str, int]]) -> float:
-    """Note and print how large the files are; return the MiB of the report at the end."""
+    """Record and print how large the files are; return the MiB of the report at the end."""
     rows = []
     for epoch, found in sizes.items():
         for name, size in found.items():

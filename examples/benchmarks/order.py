@@ -1,12 +1,12 @@
-"""The order of a shuffled pass: how long until its first batch, and how much memory, in each worker.
+"""The order of a shuffled epoch: the time until its first batch, and the memory in each worker.
 
     python examples/benchmarks/order.py [--smoke-test] [--repetitions 3] [--samples 100000000] [--batch-sizes 32,1024]
 
-Each contender runs in its own process, opens a pass over so many samples at its half, as a worker does that comes
-after a failure, and takes batches of indices. raysgd computes the order where it is read. The peer draws a whole
-permutation with `torch.randperm`, as torch's `RandomSampler` does, and raysgd below 2**20 samples. What counts is the
-time until the first batch, and what the peak of the process's memory grows by. The time of one batch says what
-computing costs afterwards; drawing has paid before.
+Each contender runs in its own process, opens an epoch over this many samples in its middle, as a worker does after a
+failure, and takes batches of indices. raysgd computes the order while it is read. The peer draws a whole permutation
+with `torch.randperm`, like torch's `RandomSampler`, and like raysgd below 2**20 samples. The results are the time
+until the first batch, and the growth of the peak memory of the process. The time of one batch shows the cost of
+computing later batches; drawing has no such cost.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ NUM_BATCHES = 200
 
 
 def peak_mib() -> float:
-    """What the process has needed at most."""
+    """Return the peak memory of the process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def measure(way: str, samples: int, batch_sizes: list[int]) -> dict[str, float]:
-    """One pass, opened at its half, with batches of each size; in a separate process."""
+    """Open one epoch in its middle, with batches of each size, in a separate process."""
     order = ShuffledOrder(samples, DRAWN_BELOW[way])
-    ShuffledOrder(1000, DRAWN_BELOW[way]).indices(1, 0)[:10]  # what a process does once
+    ShuffledOrder(1000, DRAWN_BELOW[way]).indices(1, 0)[:10]  # work that a process does once
     before, began = peak_mib(), time.perf_counter()
     sampler = ElasticBatchSampler(order, batch_sizes[0], False, True, rank=0, world_size=1)
     sampler.begin_pass(1, seed=7, consumed=samples // 2)
@@ -53,7 +53,7 @@ def measure(way: str, samples: int, batch_sizes: list[int]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Runs both and prints what they took."""
+    """Run both contenders and print their results."""
     parser = make_parser("The order of a shuffled pass", repetitions=3, peers=PEERS)
     parser.add_argument("--samples", type=int, default=10**8, help="how many there are in the pass")
     parser.add_argument("--batch-sizes", default="32,1024", help="how many indices are read at once")

@@ -1,12 +1,13 @@
-"""Population-based training: what it costs that a trial copies a better one, and that workers serve another trial.
+"""Population-based training: the cost of copying a better trial, and of reusing workers for another trial.
 
     python examples/benchmarks/population.py [--smoke-test] [--repetitions 3] [--peers ray_tune]
 
 Two trials with two workers each train a state of 200 MiB, half of it momentum. "Copy" is the time in which the worse
-trial gets the state of the better one, in all its workers. "Gap" is the time from the end of the last step that the
-worse trial took before it copied to the beginning of the first one behind it, with another learning rate. Through Ray
-Tune both are trials of its `PopulationBasedTraining`: of raysgd with `TorchTrainer.as_trainable` and `reuse_actors`, of
-Ray Train as a function that calls `fit` for each interval, since Ray Train's reports bring no checkpoints to Tune.
+trial receives the state of the better trial, in all its workers. "Gap" is the time from the end of the last step of
+the worse trial before the copy to the beginning of its first step after it, with another learning rate. Through Ray
+Tune, both are trials of its `PopulationBasedTraining`: for raysgd with `TorchTrainer.as_trainable` and
+`reuse_actors`, for Ray Train as a function that calls `fit` for each interval, because Ray Train's reports pass no
+checkpoints to Tune.
 
 "New trial" is the time from `reset_config` to the end of the first step of another trial on the same workers, with a
 model of 10 MB.
@@ -43,13 +44,13 @@ _FIGURES = {"copy_s": "copy, s", "gap_s": "gap, s", "new_trial_s": "new trial, s
 
 
 def note(folder: str, trial: str, rate: float, began: float) -> None:
-    """Notes a step of a trial that has just ended."""
+    """Record a step of a trial that has just ended."""
     with (Path(folder) / f"steps-{trial}").open("a") as file:
         file.write(json.dumps([rate, began, time.monotonic()]) + "\n")
 
 
 def gaps(folder: str) -> list[float]:
-    """For each copy the seconds between the step before and the step behind it.
+    """For each copy, return the seconds between the step before and the step after it.
 
     Raises:
         RuntimeError: No trial went on with another rate.
@@ -68,7 +69,7 @@ def gaps(folder: str) -> list[float]:
 
 
 class RatedOperator(StockOperator):
-    """The stock loop with the learning rate of the config; notes its steps if it has a folder."""
+    """The stock loop with the learning rate of the config; records its steps if it has a folder."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
@@ -90,7 +91,7 @@ def make_trainer(config: dict[str, Any]) -> Any:
 
 
 def run_population(workload: str, small_workload: str) -> dict[str, list[float]]:
-    """Copies and new trials, without any files."""
+    """Measure copies and new trials, without files."""
     from raysgd.tune.population import Population
 
     rates = iter(RATES)
@@ -100,7 +101,7 @@ def run_population(workload: str, small_workload: str) -> dict[str, list[float]]
             found = _copies(population)
         found["gap_s"] = gaps(folder)[1:]
     with ray_cluster(NUM_WORKERS):
-        config = config_of(STATES[small_workload].with_steps(4), NUM_WORKERS)  # data is made in `setup`, too
+        config = config_of(STATES[small_workload].with_steps(4), NUM_WORKERS)  # `setup` also creates the data
         with make_trainer({**config, "lr": RATES[0]}) as trainer:
             found["new_trial_s"] = [_new_trial(trainer, {**config, "lr": rate}) for rate in RATES * 3]
     return found
@@ -111,7 +112,7 @@ def _step(trainer: Any) -> dict[str, Any]:
 
 
 def _copies(population: Any) -> dict[str, list[float]]:
-    """Copies alone, then such with another config, as in `evolve`."""
+    """Measure copies alone, then copies with another config, as in `evolve`."""
     copies = []
     better, worse = population.members
     for number in range(NUM_COPIES):
@@ -121,7 +122,7 @@ def _copies(population: Any) -> dict[str, list[float]]:
         copies.append(time.perf_counter() - began)
         population.copy(worse, better, {**worse.config, "lr": RATES[0] / (number + 2)})
     population.train()
-    return {"copy_s": copies[1:]}  # the first one makes room for the state in each process
+    return {"copy_s": copies[1:]}  # the first copy allocates memory for the state in each process
 
 
 def _new_trial(trainer: Any, config: dict[str, Any]) -> float:
@@ -132,7 +133,7 @@ def _new_trial(trainer: Any, config: dict[str, Any]) -> float:
 
 
 def run_through_tune(workload: str, small_workload: str) -> dict[str, list[float]]:
-    """The same trainers as trials of Ray Tune."""
+    """Run the same trainers as trials of Ray Tune."""
     from raysgd import TorchTrainer
 
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, ray_cluster(2 * (NUM_WORKERS + 1), 2048):
@@ -155,7 +156,7 @@ def run_through_tune(workload: str, small_workload: str) -> dict[str, list[float
 
 
 def _run_tune(trainable: Any, folder: str, config: dict[str, Any], *, reuse_actors: bool) -> None:
-    """Two trials, of which the second is worse and copies the first."""
+    """Run two trials, of which the second is worse and copies the first."""
     from ray import tune
     from ray.tune.schedulers import PopulationBasedTraining
 
@@ -165,7 +166,7 @@ def _run_tune(trainable: Any, folder: str, config: dict[str, Any], *, reuse_acto
         quantile_fraction=0.5,
         hyperparam_mutations={"lr": tune.uniform(1e-5, 1e-2)},
         resample_probability=0.0,
-        synch=True,  # else, on a busy machine, one trial ends before the other begins
+        synch=True,  # otherwise, on a busy machine, one trial ends before the other begins
     )
     tune.Tuner(
         trainable,
@@ -181,7 +182,7 @@ def _run_tune(trainable: Any, folder: str, config: dict[str, Any], *, reuse_acto
 
 
 def run_ray_tune(workload: str, small_workload: str) -> dict[str, list[float]]:
-    """Ray Tune's population-based training over Ray Train."""
+    """Run Ray Tune's population-based training over Ray Train."""
     from ray import tune
 
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, ray_cluster(2 * NUM_WORKERS + 2, 2048):
@@ -191,7 +192,7 @@ def run_ray_tune(workload: str, small_workload: str) -> dict[str, list[float]]:
 
 
 def _ray_trial(config: dict[str, Any]) -> None:
-    """A trial: one `fit` for each interval, each from the checkpoint of the one before."""
+    """Run a trial: one `fit` for each interval, each from the checkpoint of the previous interval."""
     from ray import tune
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer as RayTrainer

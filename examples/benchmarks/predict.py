@@ -1,11 +1,11 @@
-"""Predictions: what a batch takes with `trainer.predict`, beside a plain loop in one process.
+"""Predictions: the time of a batch with `trainer.predict`, compared with a plain loop in one process.
 
     python examples/benchmarks/predict.py [--smoke-test] [--num-workers 2] [--repetitions 3]
 
-The same rows go through the same model in batches of the same size: in a loop that anyone would write by hand, without
-gradients, and on live workers, whose results come back to the driver in the order of the rows. `mlp_tiny` is a batch
-that takes next to no time, so its row shows what cutting, moving and joining cost; `cnn_large` takes milliseconds for a
-batch, as real models do. All workers run on this machine, with one thread each, as the loop does.
+The same rows go through the same model in batches of the same size: in a hand-written loop, without gradients, and on
+live workers, whose results come back to the driver in the order of the rows. A batch of `mlp_tiny` takes almost no
+time, so its row shows the cost of splitting, moving and joining; `cnn_large` takes milliseconds per batch, like real
+models. All workers run on this machine, with one thread each, like the loop.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_OF_THE_LOOP = 0.65
 
 
 def rows_of(workload: str, num_batches: int) -> Any:
-    """The rows, the same in every process."""
+    """Return the rows, the same in every process."""
     chosen = WORKLOADS[workload]
     shape = (num_batches * chosen.batch_size, *chosen.input_shape)
     return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
@@ -41,7 +41,7 @@ def predict_by_hand(model: torch.nn.Module, rows: Any, batch_size: int) -> Any:
 
 
 def run(workload: str, num_batches: int, num_workers: int, num_passes: int) -> dict[str, list[float]]:
-    """Passes over all rows, in turn by hand in this process and by workers, of which one may be this process."""
+    """Run over all rows, in turn by hand in this process and by workers, of which one may be this process."""
     chosen, rows = WORKLOADS[workload], rows_of(workload, num_batches)
     torch.set_num_threads(1)
     by_hand = functools.partial(predict_by_hand, chosen.model().eval(), rows, chosen.batch_size)

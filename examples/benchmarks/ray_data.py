@@ -1,11 +1,11 @@
-"""Ray Data: what a batch costs that two workers read from one dataset, by how many batches Ray deals at a time.
+"""Ray Data: the cost of a batch that two workers read from one dataset, by the number of batches per block.
 
     python examples/benchmarks/ray_data.py [--smoke-test] [--repetitions 3]
 
-Two workers train a model of one number on a dataset of Ray Data, so that nearly all time is reading. A row of the table
-is a value of `RayBatches(batches_per_block=...)`: 1 keeps the steps of one process, more cost Ray less for each row.
-"Bare" is the same dataset read by two actors without a library, in equal parts by Ray's own division, which has no
-order of batches to keep and leaves rows out. The first pass warms up.
+Two workers train a model of one number on a Ray Data dataset, so that nearly all time is reading. A row of the table
+is a value of `RayBatches(batches_per_block=...)`: with 1, steps are those of one process; larger values cost Ray less
+per row. "Bare" is the same dataset read by two actors without a library, in equal shards by Ray's own split, which
+does not keep the order of batches and drops rows. The first epoch warms up.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _as_floats(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
 
 
 def run_own(num_batches: int, num_passes: int, batches_per_block: int) -> dict[str, list[float]]:
-    """Passes of a trainer."""
+    """Return the times of a trainer's epochs."""
     from raysgd import TorchTrainer
 
     with ray_cluster(NUM_WORKERS + 2):
@@ -63,7 +63,7 @@ def run_own(num_batches: int, num_passes: int, batches_per_block: int) -> dict[s
 
 
 def run_bare(num_batches: int, num_passes: int) -> dict[str, list[float]]:
-    """Passes of two actors."""
+    """Return the times of two actors' epochs."""
     with ray_cluster(NUM_WORKERS + 2):
         import ray
 

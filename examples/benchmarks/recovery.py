@@ -1,17 +1,18 @@
-"""Recovery: from the SIGKILL of one of two workers to the end of the next training step, and batches done again.
+"""Recovery: from the SIGKILL of one of two workers to the end of the next training step, and repeated batches.
 
     python examples/benchmarks/recovery.py [--smoke-test] [--repetitions 5] [--peers torchrun,torchft,ray_train]
 
-Every repetition is a separate program, and the contenders take turns. Each worker notes when each of its steps began
-and ended, on the machine's monotonic clock, and with how many workers; the one to die notes when it does. All
-contenders have their state saved after each epoch of 30 batches, where they save any, and lose a worker 15 batches into
-the third one. What counts is the first step that began after the death, and the first of as many workers as before.
-torchft discards the step in which a worker dies, and goes on with the next batches: those of the discarded step, and
-of the step in which a new worker gets its state, are counted as lost. A spare that validates does so during the whole
-epoch, on batches as large as those of the training, and leaves when it has ended the one that it is in.
+Every repetition is a separate program, and the contenders take turns. Each worker records when each of its steps
+began and ended, on the machine's monotonic clock, and with how many workers; the victim records when it dies. All
+contenders that save their state do so after each epoch of 30 batches, and lose a worker 15 batches into the third
+epoch. The results are the first step that began after the death, and the first step with the original number of
+workers. torchft discards the step in which a worker dies, and continues with the next batches: those of the discarded
+step, and of the step in which a new worker gets its state, are counted as lost. A spare that validates does so during
+the whole epoch, on batches as large as the training batches, and leaves after its current batch.
 
-The last part times the steps of epochs with `snapshot_every_n_steps`. What a snapshot costs is what the steps behind
-it, up to half-way to the next one, take longer than those from there on: both halves see the same noise of the machine.
+The last part measures the steps of epochs with `snapshot_every_n_steps`. The cost of a snapshot is how much longer
+the steps in the first half of the time to the next snapshot take than those in the second half: both halves see the
+same noise of the machine.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ PEERS = {
 }
 NUM_WORKERS = int(os.environ.get("BENCH_NUM_WORKERS", "2"))  # `scale.py` has more
 VICTIM = 1
-EPOCH = 30  # batches; behind each, those who save do
+EPOCH = 30  # batches; contenders that save do so after each epoch
 ROUND = NUM_BATCHES = 3 * EPOCH
 KILLED_AFTER = 75
-LONG_EPOCH = 300  # batches: time enough to grow back inside the epoch
+LONG_EPOCH = 300  # batches: enough time to grow back inside the epoch
 
 OWN_WAYS: dict[str, dict[str, Any]] = {
     f"{OWN}, spare": {"spare_workers": 1},
@@ -88,11 +89,11 @@ _FIGURES = {
 
 
 class Stamps:
-    """What a worker notes about its steps, in a file that outlives it.
+    """A worker's records of its steps, in a file that outlives it.
 
     Args:
-        folder: Where the files of all workers are.
-        num_losses: How often a worker dies: `ROUND` batches later than the time before.
+        folder: Folder with the files of all workers.
+        num_losses: Number of deaths of a worker, each `ROUND` batches after the previous death.
     """
 
     def __init__(self, folder: str, num_losses: int = 1) -> None:
@@ -102,7 +103,7 @@ class Stamps:
         self._began = 0.0
 
     def begin(self, batch: int, rank: int) -> None:
-        """Batch number `batch` begins. The victim, the first time that it comes to one of its ends, dies here."""
+        """Record that batch number `batch` begins. The victim dies here the first time that a death is planned."""
         killed = self._folder / f"killed-{batch}"
         if rank == VICTIM and batch in self._fatal and not killed.exists():
             killed.write_text(repr(time.monotonic()))
@@ -110,11 +111,11 @@ class Stamps:
         self._began = time.monotonic()
 
     def end(self, batch: int, num_workers: int = NUM_WORKERS) -> None:
-        """Its optimizer step, of so many workers, is over."""
+        """Record that its optimizer step, of this many workers, has ended."""
         self._note(batch, num_workers)
 
     def lose(self, batch: int) -> None:
-        """This worker's part of it is in no weights, and is not done again."""
+        """Record that this worker's part of the batch is in no weights and is not repeated."""
         self._note(batch, 0)
 
     def _note(self, batch: int, num_workers: int) -> None:
@@ -123,10 +124,10 @@ class Stamps:
 
 
 def read_stamps(folder: str, num_losses: int = 1) -> dict[str, list[float]]:
-    """The figures, with a sample for each loss.
+    """Return the figures, with a sample for each loss.
 
     Raises:
-        RuntimeError: No worker died, or no worker went on, or not as many as before.
+        RuntimeError: No worker died, no worker continued, or fewer workers than before continued.
     """
     lines = [line for path in Path(folder).glob("steps-*") for line in path.read_text().splitlines()]
     steps = [json.loads(line) for line in lines]
@@ -136,7 +137,7 @@ def read_stamps(folder: str, num_losses: int = 1) -> dict[str, list[float]]:
         if not killed.exists():
             raise RuntimeError(f"no worker came to batch {last}; {len(steps)} steps were noted")
         at = float(killed.read_text())
-        later = [  # also a step in which the others wait until the dead one counts as dead, and go on without it
+        later = [  # includes a step in which the others wait until they detect the death
             (ended, batch, num_workers)
             for batch, began, ended, num_workers in steps
             if num_workers and (began > at or (ended > at and num_workers < NUM_WORKERS))
@@ -157,7 +158,7 @@ def read_stamps(folder: str, num_losses: int = 1) -> dict[str, list[float]]:
 
 
 class NotingOperator(StockOperator):
-    """The stock loop; overrides the first and the last rung of the ladder."""
+    """The stock loop; overrides the highest and the lowest method."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
@@ -170,7 +171,7 @@ class NotingOperator(StockOperator):
 
     def optimizer_step(self) -> None:
         super().optimizer_step()
-        if self.global_step:  # a new process warms up with a step by itself, before it joins
+        if self.global_step:  # a new process takes a warm-up step by itself, before it joins
             self.stamps.end(self.global_step, self.world_size)
 
 
@@ -181,7 +182,7 @@ def run_raysgd(
     recovery: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, list[float]]:
-    """A trainer that loses workers inside its epochs. Spares, where there are any, are ready by then, or validate."""
+    """Run a trainer that loses workers inside its epochs. Spares, if there are any, are ready by then, or validate."""
     from raysgd import TorchTrainer
 
     num_spares = options.get("spare_workers", 0)
@@ -222,13 +223,13 @@ def _await_spares(trainer: Any, num_spares: int) -> None:
 
 
 class Training:
-    """The loop that everybody else runs, from a state that may have been saved.
+    """The loop of all other contenders, from a state that may have been saved.
 
     Args:
-        workload: What to train.
-        rank: Of this process.
-        folder: For stamps.
-        state: What `state` returned, in whatever process; None for the beginning.
+        workload: Workload to train.
+        rank: Rank of this process.
+        folder: Folder for stamps.
+        state: A value that `state` returned, in any process; None for the beginning.
     """
 
     def __init__(self, workload: str, rank: int, folder: str, state: Any = None) -> None:
@@ -242,7 +243,7 @@ class Training:
             self.batch = state["batch"]
 
     def run(self, last: int, after: Callable[[int], None] = lambda batch: None) -> None:
-        """Up to batch number `last`; calls `after` behind each with how many there were."""
+        """Train up to batch number `last`; call `after` after each batch with the number of batches."""
         hand = self._hand
         hand.sampler.set_epoch(0)
         for number, (features, target) in enumerate(hand.loader):
@@ -260,7 +261,7 @@ class Training:
             after(self.batch)
 
     def state(self) -> dict[str, Any]:
-        """A copy of all that it takes to go on."""
+        """Return a copy of the state that is needed to continue."""
         return {
             "model": self._hand.model.state_dict(),
             "optimizer": self._hand.optimizer.state_dict(),
@@ -275,11 +276,11 @@ def _save(path: Path, state: Any) -> None:
 
 
 def run_torchrun(workload: str) -> dict[str, list[float]]:
-    """Elastic `torchrun`: ends all workers after a death and starts them again."""
+    """Run elastic `torchrun`: it stops all workers after a death and restarts them."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_WORKERS}"]
         command += ["--max-restarts=3", __file__, "--torchrun-worker", workload, folder]
-        # With a store that outlives a generation of workers, PyTorch 2.13 leads the next one to dead addresses.
+        # With a store that outlives a generation of workers, PyTorch 2.13 gives the next generation dead addresses.
         environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
         try:
@@ -289,7 +290,7 @@ def run_torchrun(workload: str) -> dict[str, list[float]]:
 
 
 def torchrun_worker(workload: str, folder: str) -> None:
-    """One process of `run_torchrun`, of whatever generation."""
+    """Run one process of `run_torchrun`, of any generation."""
     dist.init_process_group("gloo")
     rank, path = dist.get_rank(), Path(folder) / "last.pt"
     training = Training(workload, rank, folder, torch.load(path, weights_only=False) if path.exists() else None)
@@ -300,11 +301,11 @@ def torchrun_worker(workload: str, folder: str) -> None:
 
     training.run(NUM_BATCHES, after)
     dist.barrier()
-    os._exit(0)  # gloo's threads may abort an interpreter that ends in the usual way
+    os._exit(0)  # gloo's threads may abort an interpreter that exits normally
 
 
 def run_torchft(workload: str, peer: str = "torchft") -> dict[str, list[float]]:
-    """torchft: survivors discard a step and go on; the worker that died is started again at once."""
+    """Run torchft: survivors discard a step and continue; the dead worker is started again at once."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         log = run_groups(peer, NUM_WORKERS, [__file__, "--torchft-worker", peer, workload, folder])
         try:
@@ -314,7 +315,7 @@ def run_torchft(workload: str, peer: str = "torchft") -> dict[str, list[float]]:
 
 
 def torchft_worker(peer: str, workload: str, folder: str) -> None:
-    """One process of `run_torchft`, of whatever generation."""
+    """Run one process of `run_torchft`, of any generation."""
     model, data = STATES[workload].model(), STATES[workload].dataset(NUM_WORKERS)
     group = ReplicaGroup(peer, model, sgd(model), folder, NUM_WORKERS)
     criterion, stamps = torch.nn.CrossEntropyLoss(), Stamps(folder)
@@ -330,7 +331,7 @@ def torchft_worker(peer: str, workload: str, folder: str) -> None:
 
 
 def run_bare(workload: str) -> dict[str, list[float]]:
-    """Bare actors: the driver has a copy of the state, ends both after a death and starts two new ones."""
+    """Run plain actors: the driver has a copy of the state, kills both after a death and starts two new actors."""
     import ray
 
     class Worker:
@@ -370,7 +371,7 @@ def run_bare(workload: str) -> dict[str, list[float]]:
 
 
 def run_ray_train(workload: str) -> dict[str, list[float]]:
-    """Ray Train with its own failure handling and checkpoints."""
+    """Run Ray Train with its own failure handling and checkpoints."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer as RayTrainer
 
@@ -412,14 +413,14 @@ def _ray_train_loop(config: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class SnapshotCase:
-    """A state, and how often it is to be copied.
+    """A state, and how often to copy it.
 
     Attributes:
-        workload: Of whose state.
+        workload: Workload that has the state.
         mib: Its size.
-        period_s: Seconds from one snapshot to the next, for which there is a bar.
-        interval_s: Seconds from one to the next here: long enough that one is over by half of it.
-        num_snapshots: How many are looked at.
+        period_s: Seconds between two snapshots, for which there is a bar.
+        interval_s: Seconds between two snapshots here: long enough that a snapshot is complete in the first half.
+        num_snapshots: Number of snapshots to measure.
     """
 
     workload: str
@@ -433,7 +434,7 @@ SNAPSHOT_CASES = (SnapshotCase("medium_state", 10, 1.0, 1.0, 120), SnapshotCase(
 
 
 class StampedOperator(StockOperator):
-    """Notes when each step ended."""
+    """Records when each step ended."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
@@ -445,7 +446,7 @@ class StampedOperator(StockOperator):
 
 
 def run_snapshots(workload: str, interval_s: float, num_snapshots: int) -> list[float]:
-    """Seconds that each snapshot cost."""
+    """Return the cost of each snapshot, in seconds."""
     from raysgd import TorchTrainer
 
     make = functools.partial(
@@ -463,7 +464,7 @@ def run_snapshots(workload: str, interval_s: float, num_snapshots: int) -> list[
             trainer.train(num_steps=every * (num_snapshots + 1))
             gaps = _gaps(trainer.apply_all_operators(_ends_of)[0])
     costs = []
-    for taken in range(every - 1, every * num_snapshots, every):  # the gap that it is taken in
+    for taken in range(every - 1, every * num_snapshots, every):  # the gap that contains the snapshot
         half = taken + every // 2
         costs.append(sum(gaps[taken:half]) - sum(gaps[half : taken + every]))
     return costs

@@ -1,13 +1,13 @@
-"""Edit to next step: what it takes until live workers train with an edited class or config.
+"""Edit to next step: the time until live workers train with an edited class or config.
 
     python examples/benchmarks/reload.py [--smoke-test] [--repetitions 3]
 
-Two workers train the small model of the recovery benchmark, and a tiny one. "Edit" is the time from the call of
-`trainer.reload` with another class to the end of the first step behind it, without the time of a step in the middle of
-a training; "update" the same for `trainer.update_config`. The class's own `setup` is part of an edit; its share, in the
-slower worker, is in the table. It makes the model, and either makes its random data, too, or finds them in the cache of
-a function in another module, which no edit changes. "New trainer" is what takes the place of an edit elsewhere: save,
-end the workers, start a new trainer with the edited class, load, take a step.
+Two workers train the small model of the recovery benchmark, and a tiny model. "Edit" is the time from the call of
+`trainer.reload` with another class to the end of the first step after it, minus the time of a usual step; "update" is
+the same for `trainer.update_config`. The class's own `setup` is part of an edit; its share, in the slower worker, is
+in the table. It creates the model, and either creates its random data, too, or finds the data in the cache of a
+function in another module, which no edit changes. "New trainer" is the alternative to an edit: save, stop the
+workers, start a new trainer with the edited class, load, take a step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FIGURES = {
 
 
 class First(StockOperator):
-    """The class as it was."""
+    """The class before the edit."""
 
     def setup(self, config: dict[str, Any]) -> None:
         began = time.perf_counter()
@@ -50,7 +50,7 @@ class First(StockOperator):
 
 
 class Edited(First):
-    """The class after the edit: it reports one number more."""
+    """The class after the edit: it reports another metric."""
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         return {**super().train_batch(batch, batch_info), "edited": 1}
@@ -63,7 +63,7 @@ def make_trainer(operator_cls: type[Any], config: dict[str, Any]) -> Any:
 
 
 def take_step(trainer: Any) -> dict[str, Any]:
-    """One step, after which the workers may still send what a recovery starts from."""
+    """Take one step, after which the workers may still send the state for recovery."""
     result: dict[str, Any] = trainer.train(num_steps=1)
     return result
 
@@ -76,7 +76,7 @@ def seconds(*parts: Callable[[], Any]) -> float:
 
 
 def run_live(workload: str, num_edits: int, keeps_data: bool = True) -> dict[str, list[float]]:
-    """Edits of live workers."""
+    """Measure edits of live workers."""
     found: dict[str, list[float]] = {name: [] for name in _FIGURES if name != "restart_s"}
     with ray_cluster(NUM_WORKERS), make_trainer(First, _config(workload, keeps_data)) as trainer:
         take_step(trainer)
@@ -95,7 +95,7 @@ def run_live(workload: str, num_edits: int, keeps_data: bool = True) -> dict[str
 
 
 def run_new(workload: str, num_edits: int) -> dict[str, list[float]]:
-    """The same edit by a new trainer."""
+    """Measure the same edit with a new trainer."""
     found: dict[str, list[float]] = {"restart_s": []}
     with ray_cluster(NUM_WORKERS), tempfile.TemporaryDirectory(prefix="bench-") as folder:
         trainer = make_trainer(First, _config(workload))
@@ -118,7 +118,7 @@ def _config(workload: str, keeps_data: bool = False) -> dict[str, Any]:
 
 
 def run_making_data(workload: str, num_edits: int) -> dict[str, list[float]]:
-    """The same where each `setup` makes its data."""
+    """Measure edits if each `setup` creates its data."""
     return run_live(workload, num_edits, keeps_data=False)
 
 

@@ -1,16 +1,17 @@
-"""Many workers: what the driver pays for a call, signs of life and a loss, and how long a loss among 32 takes.
+"""Many workers: the driver's cost of a call, heartbeats and a loss, and the duration of a loss among 32.
 
     python examples/benchmarks/scale.py [--smoke-test] [--repetitions 5] [--sizes 100,1000]
 
 For the first three, workers do nothing and live in a few processes (`_crowd.py`); the driver and every message are
-real, and calls ask and answer what those of `train` do. Bare Ray sends the same to as many workers and gets the same
-answers, which is the least that a call can cost; for signs of life it asks all of them every two seconds, as Ray
-Train's controller does. The time counts that the driver's process computes, in all of its threads. A loss is a call
-with a loss in its middle, less a call of the same length without one.
+real, and calls send and receive the messages of `train`. Plain Ray sends the same messages to the same number of
+workers and gets the same answers, which is the minimum cost of a call; for heartbeats it polls all of them every two
+seconds, like Ray Train's controller. The figures are the processor time of the driver's process, in all of its
+threads. The cost of a loss is that of a call with a loss in its middle, minus a call of the same length without a
+loss.
 
-The last part is that of `recovery.py` with more workers, in real processes, and a small model: all of them have to fit
-on one machine. Trainers of raysgd lose a worker several times. With a spare, the time does not contain the start of a
-new process.
+The last part is the benchmark of `recovery.py` with more workers, in real processes, and a small model, because all
+of them have to fit on one machine. Trainers of raysgd lose a worker several times. With a spare, the time does not
+include the start of a new process.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ WORKLOAD = "recovery_tiny"
 def driver_cost(
     num_workers: int, repetitions: int, rest_s: float, ways: list[str]
 ) -> dict[str, dict[str, list[float]]]:
-    """What one crowd costs the driver, by way: ms for each worker and call, a share of a core, seconds for a loss."""
+    """Return the driver's cost of many workers: ms per worker and call, share of a core, seconds for a loss."""
     names = ("call_ms", "signs_share", "loss_s")
     found: dict[str, dict[str, list[float]]] = {way: {name: [] for name in names} for way in ways}
     with ray_cluster(2), crowd(num_workers, repetitions) as workers:
@@ -53,27 +54,27 @@ def driver_cost(
             for way in ways:
                 found[way]["call_ms"].append(call_ms(workers, way))
         for way in ways:
-            found[way]["call_ms"].pop(0)  # connections are opened
+            found[way]["call_ms"].pop(0)  # the first call opens connections
             found[way]["signs_share"] = [signs_share(workers, way, rest_s)]
         found[OWN]["loss_s"] = [loss_s(workers) for _ in range(repetitions)]
     return found
 
 
 def loss_s(workers: Crowd) -> float:
-    """The driver's seconds for the failure of a worker."""
+    """Return the driver's seconds for the failure of a worker."""
     whole_s = busy_s(lambda: workers.call(LOSS_CALL_S))
     return busy_s(lambda: workers.call_with_loss(LOSS_CALL_S)) - whole_s
 
 
 def call_ms(workers: Crowd, way: str) -> float:
-    """The driver's milliseconds for each worker and call."""
+    """Return the driver's milliseconds per worker and call."""
     call = workers.call if way == OWN else workers.ask_all
     seconds = busy_s(lambda: [call() for _ in range(CALLS_PER_TURN)])
     return 1000 * seconds / CALLS_PER_TURN / workers.num_workers
 
 
 def signs_share(workers: Crowd, way: str, rest_s: float) -> float:
-    """The share of a core that signs of life take while a call runs for long."""
+    """Return the share of a core that heartbeats take during a long call."""
     if way == OWN:
         return (busy_s(lambda: workers.call(rest_s)) - busy_s(workers.call)) / rest_s
     began = time.monotonic()
@@ -87,14 +88,14 @@ def signs_share(workers: Crowd, way: str, rest_s: float) -> float:
 
 
 def busy_s(function: Callable[[], Any]) -> float:
-    """Seconds that this process computes meanwhile."""
+    """Return the processor seconds of this process in the meantime."""
     began = time.process_time()
     function()
     return time.process_time() - began
 
 
 def report_driver(report: Report, sizes: list[int], repetitions: int, rest_s: float, ways: list[str]) -> list[Target]:
-    """Measures and prints; returns the targets."""
+    """Measure and print; return the targets."""
     targets = []
     for size in sizes:
         options = {"num_workers": size, "repetitions": repetitions, "rest_s": rest_s, "ways": ways}
@@ -111,7 +112,7 @@ def report_driver(report: Report, sizes: list[int], repetitions: int, rest_s: fl
 
 
 def report_recovery(report: Report, size: int, repetitions: int, num_losses: int, peers: list[str]) -> list[Target]:
-    """One of many real workers is killed."""
+    """Measure the kill of one of many real workers."""
     run = functools.partial(run_job, RECOVERY, environment={"BENCH_NUM_WORKERS": str(size)}, workload=WORKLOAD)
     jobs: dict[str, Callable[[], Any]] = {
         f"{OWN}, spare": functools.partial(run, OWN, spare_workers=1, num_losses=num_losses),
@@ -127,7 +128,7 @@ def report_recovery(report: Report, size: int, repetitions: int, num_losses: int
 
 
 def main() -> None:
-    """Runs all parts and prints what they took."""
+    """Run all parts and print their results."""
     parser = make_parser("Many workers", repetitions=5, peers=PEERS)
     parser.set_defaults(num_workers=32)
     parser.add_argument("--sizes", default="100,1000", help="how many workers that do nothing")

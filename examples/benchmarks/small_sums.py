@@ -1,18 +1,19 @@
-"""Sums over many processes: raysgd's own connections against gloo.
+"""All-reduce over many processes: raysgd's own connections against gloo.
 
     python examples/benchmarks/small_sums.py [--smoke-test] [--repetitions 15] [--sizes 4,16,40] [--bytes 400,65536]
     python examples/benchmarks/small_sums.py --rows [--sizes 2,4,8]
     python examples/benchmarks/small_sums.py --nodes 2 --delay-ms 2 --loss 0.01 --sizes 2,4,8 --bytes 65536,2097152
 
-All processes are on this machine, in one group over loopback, and take turns between the two: some sums of raysgd, some
-of gloo's `all_reduce`, and so on. What counts is the time of one sum, and the ratio of the two within a turn. With more
-processes than cores this measures how much work a sum is for all of them together, not how long messages take.
+All processes are on this machine, in one group over loopback, and alternate between the two contenders: some sums of
+raysgd, some of gloo's `all_reduce`, and so on. The results are the time of one sum, and the ratio of the two within a
+turn. With more processes than cores, this measures the total work of a sum for all processes, not the latency of
+messages.
 
-With `--rows`, a third one takes part: raysgd's sum with an exchange of running sums of metrics, as in each step of a
-training.
+With `--rows`, there is a third contender: raysgd's sum with an exchange of running sums of metrics, as in each
+training step.
 
-With `--nodes`, as many processes are on each node, with a network between them that delays and loses packets (Linux,
-as root).
+With `--nodes`, the processes are distributed equally over the nodes, with a network between them that delays and
+loses packets (Linux, as root).
 """
 
 from __future__ import annotations
@@ -42,19 +43,19 @@ SUMS_PER_TURN = 5
 
 
 def by_raysgd(numbers: np.ndarray[Any, Any]) -> None:
-    """As gradients of small models are added up."""
+    """Sum as for gradients of small models."""
     group = exchanges_at_once()
     assert group is not None
     group.add_up(numbers)
 
 
 def by_gloo(numbers: np.ndarray[Any, Any]) -> None:
-    """As `DistributedDataParallel` does by itself."""
+    """Sum as `DistributedDataParallel` does by default."""
     dist.all_reduce(torch.from_numpy(numbers))
 
 
 class WithRows:
-    """As gradients of small models are added up, with what each rank tells the others of its metrics.
+    """Sums as for gradients of small models, together with the metrics that each rank sends to the others.
 
     Args:
         rank: This rank.
@@ -78,7 +79,7 @@ WAYS: dict[str, Callable[[np.ndarray[Any, Any]], None]] = {OWN: by_raysgd, "gloo
 
 
 def add_up(rank: int, size: int, num_bytes: int, repetitions: int, ways: list[str]) -> dict[str, list[float]]:
-    """The seconds of one sum in each turn, by way; in every process of the group."""
+    """Return the seconds of one sum in each turn, by contender, in every process of the group."""
     found: dict[str, list[float]] = {way: [] for way in ways}
     functions = {**WAYS, WITH_ROWS: WithRows(rank)}
     for _ in range(1 + repetitions):
@@ -90,13 +91,13 @@ def add_up(rank: int, size: int, num_bytes: int, repetitions: int, ways: list[st
                 functions[way](numbers)
             found[way].append((time.perf_counter() - began) / SUMS_PER_TURN)
             assert math.isclose(numbers[0], float(size) ** SUMS_PER_TURN, rel_tol=1e-5), way
-    return {way: seconds[1:] for way, seconds in found.items()}  # the first time connections are opened
+    return {way: seconds[1:] for way, seconds in found.items()}  # the first run opens the connections
 
 
 def measure(
     size: int, num_bytes: int, repetitions: int, ways: list[str], num_nodes: int, delay_s: float, loss: float
 ) -> dict[str, list[float]]:
-    """One group of processes."""
+    """Run one group of processes."""
     places: AbstractContextManager[list[Node]] = nullcontext([])
     if num_nodes > 1:
         places = network(num_nodes, delay_s, loss)
@@ -106,7 +107,7 @@ def measure(
 
 
 def main() -> None:
-    """Runs both and prints what they took."""
+    """Run both contenders and print their results."""
     parser = make_parser("Sums over many processes", repetitions=15, peers=PEERS)
     parser.add_argument("--sizes", default="4,16,40", help="how many processes")
     parser.add_argument("--bytes", default="400,65536,1048576", help="how large the arrays are")

@@ -2,8 +2,8 @@
 
     python examples/benchmarks/startup.py [--smoke-test] [--num-workers 2] [--repetitions 7] [--peers bare]
 
-Every repetition is a separate program, and the contenders take turns. Each worker notes when its first
-optimizer step has ended; the last one counts. The programs import all they need before `ray.init`, as scripts do.
+Every repetition is a separate program, and the contenders take turns. Each worker records when its first optimizer
+step has ended; the last worker counts. The programs import everything before `ray.init`, as scripts do.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FIGURES = {
 
 
 def _timed(start: Any, num_workers: int, num_cpus: int) -> dict[str, float]:
-    """Calls `start(folder)` in a new cluster, which leads to a stamp of each rank in the folder."""
+    """Call `start(folder)` in a new cluster, which makes each rank write a stamp into the folder."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         before_init = time.monotonic()
         with ray_cluster(num_cpus):
@@ -55,7 +55,7 @@ def _timed(start: Any, num_workers: int, num_cpus: int) -> dict[str, float]:
 
 
 def run_raysgd(num_workers: int) -> dict[str, float]:
-    """A trainer and one step."""
+    """Start a trainer and take one step."""
     import ray  # noqa: F401
 
     from raysgd import TorchTrainer
@@ -69,7 +69,7 @@ def run_raysgd(num_workers: int) -> dict[str, float]:
 
 
 def run_bare(num_workers: int) -> dict[str, float]:
-    """Bare actors and one step."""
+    """Start plain actors and take one step."""
     from _floor import FloorGroup
 
     def start(folder: Path) -> None:
@@ -81,7 +81,7 @@ def run_bare(num_workers: int) -> dict[str, float]:
 
 
 def run_ray_train(num_workers: int) -> dict[str, float]:
-    """Ray Train and one step."""
+    """Start Ray Train and take one step."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer as RayTrainer
 

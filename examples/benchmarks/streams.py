@@ -1,12 +1,12 @@
-"""Streams: what loading costs, how soon the middle of a pass is open, and rows lost or repeated after a failure.
+"""Streams: the cost of loading, how soon the middle of an epoch is open, and lost or repeated rows after a failure.
 
     python examples/benchmarks/streams.py [--smoke-test] [--repetitions 9] [--peers datasets,mosaic,...]
 
 "Epoch": one process trains a small network on Parquet files that two loader processes read; raysgd and a plain loop
 over a `DataLoader` of `datasets` take turns in one process. "Opening": from a saved position to its first batch, in a
-fresh process, with a shuffle buffer of 10,000; memory is what the process grows by. "Positions": two ranks read some
-batches of each, then go on from the saved position, with two ranks and with three. For raysgd a worker of two is
-killed, and a checkpoint is continued by three.
+new process, with a shuffle buffer of 10,000; memory is the growth of the process. "Positions": two ranks read some
+batches each, then continue from the saved position, with two ranks and with three. For raysgd, one of two workers is
+killed, and a checkpoint is continued by three workers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _MOST_SLOWER, _MOST_OPEN_S, _MOST_OPEN_MIB = 1.01, 1.0, 64.0
 
 
 class Network(torch.nn.Sequential):
-    """Takes some milliseconds for a batch."""
+    """Takes some milliseconds per batch."""
 
     def __init__(self) -> None:
         super().__init__(torch.nn.Linear(NUM_FEATURES, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512))
@@ -68,7 +68,7 @@ class Network(torch.nn.Sequential):
 
 
 class Classifier(TrainingOperator):
-    """The network, on a stream."""
+    """Trains the network on a stream."""
 
     def setup(self, config: dict[str, Any]) -> None:
         model = Network()
@@ -85,7 +85,7 @@ class Classifier(TrainingOperator):
 
 
 def run_epochs(num_files: int, rows_per_file: int, num_pairs: int, peer: str | None) -> dict[str, Any]:
-    """Epochs of raysgd, in turn with those of a plain loop if there is a peer: on Parquet files, or on its dataset."""
+    """Measure epochs of raysgd, in turn with a plain loop if there is a peer, on Parquet files or its dataset."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         _write_samples(Path(folder), num_files, rows_per_file)
@@ -151,7 +151,7 @@ def _timed(epoch: Callable[[], int], num_rows: int) -> float:
 
 
 class Numbers(Stream):
-    """Rows that are computed."""
+    """A stream of computed rows."""
 
     def __init__(self, num_shards: int, rows_per_shard: int) -> None:
         self._num_shards, self._rows_per_shard = num_shards, rows_per_shard
@@ -164,7 +164,7 @@ class Numbers(Stream):
 
 
 def open_middle(folder: str | None, num_shards: int, rows_per_shard: int) -> dict[str, float]:
-    """From a position in the middle to its first batch."""
+    """Measure the time from a position in the middle to its first batch."""
     from raysgd.core.arrays.division import Division
     from raysgd.streams.lanes import NUM_LANES
     from raysgd.streams.source import stream_data
@@ -174,11 +174,11 @@ def open_middle(folder: str | None, num_shards: int, rows_per_shard: int) -> dic
     from raysgd.torch.parallel.strategy import Strategy
 
     consumed, lanes = num_shards * rows_per_shard // 2, None
-    if folder is not None:  # of unknown lengths, so the position says where lanes are
+    if folder is not None:  # of unknown lengths, so the position has the state of each lane
         import pyarrow.parquet as _  # noqa: F401
 
         lanes = [[num_shards // NUM_LANES // 2, 0, 0, 0]] * NUM_LANES
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of memory counts from here
+    Path("/proc/self/clear_refs").write_text("5")  # the peak memory counts from here
     base = _memory_mib("VmRSS")
     began = time.perf_counter()
     source: Stream = Numbers(num_shards, rows_per_shard) if folder is None else ParquetStream(folder)
@@ -203,7 +203,7 @@ def _memory_mib(name: str) -> float:
 
 
 class RowCounts(torch.nn.Module):
-    """A weight for each row, which says how often it was trained on."""
+    """A weight for each row, which counts how often it was used in training."""
 
     def __init__(self, num_rows: int) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class RowCounts(torch.nn.Module):
 
 
 class CountingRows(TrainingOperator):
-    """Counts rows with its weights, which go back with a state that is restored."""
+    """Counts rows with its weights, which are restored together with a state."""
 
     def setup(self, config: dict[str, Any]) -> None:
         model = RowCounts(config["num_rows"])
@@ -228,7 +228,7 @@ class CountingRows(TrainingOperator):
 
 
 def own_positions(folder: str, num_rows: int, num_batches: int) -> dict[str, int]:
-    """Rows after a kill, and after a checkpoint of two workers that three go on from."""
+    """Count rows after a kill, and after three workers continue a checkpoint of two."""
     from raysgd import testing
 
     def trainer_of(num_workers: int) -> TorchTrainer:
@@ -261,7 +261,7 @@ def _apart(trainer: TorchTrainer, lost: str, repeated: str) -> dict[str, int]:
 
 
 def peer_positions(script: str, name: str, folder: str, num_rows: int, num_batches: int) -> dict[str, int]:
-    """The same of a peer that goes on from the position that it saved."""
+    """Count rows of a peer that continues from the position that it saved."""
 
     def read(num_ranks: int, num_batches: int | None, resumes: bool) -> list[int]:
         options: dict[str, Any] = {"folder": folder, "num_batches": num_batches, "timeout_s": 120.0}

@@ -3,10 +3,10 @@ failure.
 
     python examples/benchmarks/tf_throughput.py [--smoke-test] [--num-workers 2] [--repetitions 5] [--peers by_hand]
 
-The contenders train the same compiled models on the same data in memory, with the same batch size of all workers
-together: raysgd with Keras 3 and with tf_keras, over gloo, and with tf_keras under a `MultiWorkerMirroredStrategy`; a
-script with that strategy, written by hand; and Ray Train's `TensorflowTrainer`. The last two need tf_keras. Every
-repetition is a separate program, and the contenders take turns. An epoch of each run is not measured.
+The contenders train the same compiled models on the same data in memory, with the same global batch size: raysgd with
+Keras 3 and with tf_keras, over gloo, and with tf_keras under a `MultiWorkerMirroredStrategy`; a hand-written script
+with that strategy; and Ray Train's `TensorflowTrainer`. The last two need tf_keras. Every repetition is a separate
+program, and the contenders take turns. The first epoch of each run is not measured.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ENVIRONMENTS = {
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, the batch size of all workers together, and how long an epoch is."""
+    """A model, the global batch size, and the length of an epoch."""
 
     name: str
     batch_size: int
@@ -65,7 +65,7 @@ WORKLOADS = {
 
 
 def make_model(config: dict[str, Any]) -> Any:
-    """A compiled model for images of 28x28."""
+    """Return a compiled model for images of 28x28."""
     import tensorflow as tf
 
     layers = tf.keras.layers
@@ -86,7 +86,7 @@ def make_model(config: dict[str, Any]) -> Any:
 
 
 def make_data(config: dict[str, Any]) -> tuple[Any, None]:
-    """Random images and labels, a few batches again and again."""
+    """Return random images and labels; a few batches are repeated."""
     import numpy as np
     import tensorflow as tf
 
@@ -113,7 +113,7 @@ def speed(workload: Workload, seconds: float) -> float:
 
 
 def run_raysgd(workload: str, num_workers: int, recovers: bool = False) -> dict[str, float]:
-    """A trainer; `train` is timed from outside, with all that it does beside `fit`."""
+    """Run a trainer; `train` is timed from outside, with everything that it does besides `fit`."""
     import ray  # noqa: F401
 
     from raysgd import TFTrainer
@@ -139,7 +139,7 @@ def run_raysgd(workload: str, num_workers: int, recovers: bool = False) -> dict[
 
 
 def run_by_hand(workload: str, num_workers: int) -> dict[str, float] | None:
-    """One of the processes of a script with a strategy; torchrun only starts them and tells each its rank."""
+    """Run one process of a script with a strategy; torchrun only starts the processes and sets their ranks."""
     began, rank, port = time.monotonic(), int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     workers = [f"127.0.0.1:{port + 1 + index}" for index in range(num_workers)]
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})
@@ -166,7 +166,7 @@ def _fit_with_strategy(load: Workload, began: float) -> dict[str, float]:
 
 
 def run_ray_train(workload: str, num_workers: int) -> dict[str, float]:
-    """The same script as Ray Train's function; the time to the first step is from the call of `fit`."""
+    """Run the same script as Ray Train's function; the time to the first step starts with the call of `fit`."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.tensorflow import TensorflowTrainer
 
@@ -196,7 +196,7 @@ ROLES = {OWN: run_raysgd, "by_hand": run_by_hand, "ray_train": run_ray_train}
 
 
 def jobs_for(workload: str, num_workers: int, peers: tuple[str, ...], is_first: bool) -> dict[str, Any]:
-    """What to run for a workload; losses are measured with the first one only."""
+    """Return the contenders of a workload; losses are measured only with the first workload."""
 
     def job(name: str, role: str, **parameters: Any) -> Any:
         parameters = {"workload": workload, "num_workers": num_workers, **parameters}
@@ -240,7 +240,7 @@ def main() -> None:
 
 
 def targets(workloads: list[str], medians: dict[tuple[str, str, str], float]) -> list[Target]:
-    """raysgd with either Keras against both others, and the start against Ray Train's."""
+    """Compare raysgd with either Keras to both others, and its start-up to Ray Train's."""
 
     def ratio(workload: str, own: str, peer: str, figure: str) -> float | None:
         one, other = medians.get((workload, own, figure)), medians.get((workload, peer, figure))

@@ -1,4 +1,4 @@
-"""Speed of training: raysgd's stock operator against a loop written by hand, and against other libraries.
+"""Training speed: raysgd's stock operator against a hand-written loop, and against other libraries.
 
     python examples/benchmarks/throughput.py [--smoke-test] [--num-workers 2] [--repetitions 40] [--peers raw]
 
@@ -76,7 +76,7 @@ SMOKE_WORKLOADS = ("mlp_tiny",)
 
 
 class PairedOperator(TimedOperator):
-    """Trains one model with the stock loop, and a copy of it with the loop written by hand."""
+    """Trains one model with the stock loop, and a copy with the hand-written loop."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
@@ -88,21 +88,21 @@ class PairedOperator(TimedOperator):
 
 
 def train_by_hand(operator: TrainingOperator) -> float:
-    """One epoch of the loop written by hand; returns its seconds."""
+    """Train one epoch with the hand-written loop; return its seconds."""
     assert isinstance(operator, PairedOperator)
     return operator.by_hand.timed_epoch()
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Seconds of a step, by hand and by the operator, measured right after one another."""
+    """The seconds of a step, by hand and by the operator, measured right after one another."""
 
     by_hand_s: float
     operator_s: float
 
 
 def measure_pairs(workload: Workload, num_workers: int, num_pairs: int) -> list[Pair]:
-    """Epochs of both kinds in turn, in one group of workers; who goes first changes from pair to pair."""
+    """Train epochs of both kinds in turn, in one group of workers; which one goes first alternates."""
     config = config_of(workload, num_workers)
     with TorchTrainer(training_operator_cls=PairedOperator, config=config, num_workers=num_workers) as trainer:
 
@@ -122,8 +122,8 @@ class Stopwatch:
     """Samples per second from the end of the first epoch to the end of the last.
 
     Args:
-        workload: What is trained.
-        world_size: By how many workers.
+        workload: Workload to train.
+        world_size: Number of workers.
     """
 
     def __init__(self, workload: Workload, world_size: int) -> None:
@@ -131,7 +131,7 @@ class Stopwatch:
         self._ends: list[float] = []
 
     def epoch_ended(self) -> None:
-        """To be called after each epoch."""
+        """Call after each epoch."""
         self._ends.append(time.perf_counter())
 
     @property
@@ -139,7 +139,7 @@ class Stopwatch:
         return self._num_samples * (len(self._ends) - 1) / (self._ends[-1] - self._ends[0])
 
 
-Job = list[list[Any]]  # name and number of steps of each workload, as JSON has them
+Job = list[list[Any]]  # name and number of steps of each workload, as in JSON
 
 
 def _workloads(job: Job) -> list[Workload]:
@@ -147,7 +147,7 @@ def _workloads(job: Job) -> list[Workload]:
 
 
 def run_raysgd(job: Job, num_workers: int, num_epochs: int) -> dict[str, float]:
-    """`TorchTrainer.train`, as anyone would call it, with the snapshots of the state that it takes."""
+    """Run `TorchTrainer.train` as a user would, including its snapshots of the state."""
     speeds = {}
     with ray_cluster(num_workers):
         for workload in _workloads(job):
@@ -162,7 +162,7 @@ def run_raysgd(job: Job, num_workers: int, num_epochs: int) -> dict[str, float]:
 
 
 def run_raw(job: Job, num_workers: int, num_epochs: int) -> dict[str, float]:
-    """The loop written by hand, under torchrun."""
+    """Run the hand-written loop under torchrun."""
     dist.init_process_group("gloo")
     speeds = {}
     for workload in _workloads(job):
@@ -192,7 +192,7 @@ def run_bare(job: Job, num_workers: int, num_epochs: int) -> dict[str, float]:
 
 
 def run_ray_train(job: Job, num_workers: int, num_epochs: int) -> dict[str, float]:
-    """Ray Train with the loop written by hand, its own preparation of model and loader, and a report each epoch."""
+    """Run Ray Train with the hand-written loop, its preparation of model and loader, and a report for each epoch."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer as RayTrainer
 
@@ -231,7 +231,7 @@ def _ray_train_loop(config: dict[str, Any]) -> None:
 
 
 def run_accelerate(job: Job, num_workers: int, num_epochs: int) -> dict[str, float]:
-    """Accelerate under torchrun, with the loop that its documentation shows."""
+    """Run accelerate under torchrun, with the loop from its documentation."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -253,7 +253,7 @@ def _plain_loader(workload: Workload, world_size: int) -> Any:
 
 
 def _plain_epoch(model: Any, optimizer: Any, loader: Any, backward: Callable[[torch.Tensor], Any]) -> float:
-    """One epoch with a prepared model and loader; returns the mean loss of all ranks."""
+    """Train one epoch with a prepared model and loader; return the mean loss of all ranks."""
     criterion = torch.nn.CrossEntropyLoss()
     model.train()
     totals = torch.zeros(2)
@@ -269,7 +269,7 @@ def _plain_epoch(model: Any, optimizer: Any, loader: Any, backward: Callable[[to
 
 
 def run_lightning(job: Job, num_workers: int, num_epochs: int) -> dict[str, float]:
-    """Lightning's Trainer under torchrun, with everything off that is for people or files."""
+    """Run Lightning's Trainer under torchrun, with all output to people and files switched off."""
     import warnings
 
     import lightning
@@ -332,7 +332,7 @@ _ENVIRONMENTS = {"ray_train_fast_poll": RAY_TRAIN_FAST_POLL}
 def measure_speeds(
     contenders: Sequence[str], workloads: Sequence[Workload], arguments: argparse.Namespace, report: Report
 ) -> dict[str, dict[str, Estimate]]:
-    """Samples per second by contender and workload."""
+    """Return the samples per second by contender and workload."""
     run = functools.partial(
         run_job,
         __file__,
@@ -360,7 +360,7 @@ def measure_speeds(
 
 
 def report_pairs(report: Report, workload: Workload, pairs: Sequence[Pair]) -> tuple[list[str], float, float]:
-    """Notes the figures of one workload; returns a table's row, the relative speed, and the microseconds added."""
+    """Record the figures of one workload; return a table row, the relative speed, and the additional microseconds."""
     speed = estimate([pair.by_hand_s / pair.operator_s for pair in pairs])
     added_us = estimate([(pair.operator_s - pair.by_hand_s) * 1e6 for pair in pairs])
     step_us = statistics.median(pair.by_hand_s for pair in pairs) * 1e6
@@ -372,7 +372,7 @@ def report_pairs(report: Report, workload: Workload, pairs: Sequence[Pair]) -> t
 
 
 def report_speeds(report: Report, workloads: Sequence[Workload], speeds: dict[str, dict[str, Estimate]]) -> None:
-    """Notes and prints samples per second, with raysgd's advantage over each peer."""
+    """Record and print samples per second, with raysgd's advantage over each peer."""
     own = speeds[OWN]
     rows = []
     for name, by_workload in speeds.items():
@@ -387,7 +387,7 @@ def report_speeds(report: Report, workloads: Sequence[Workload], speeds: dict[st
 
 
 def targets_of(speeds: dict[str, float], added_us: dict[str, float]) -> list[Target]:
-    """What we aim at: no cost where the arithmetic counts, and little where it does not."""
+    """Return the targets: no cost if the arithmetic dominates, and little cost otherwise."""
     return [
         *(
             Target(f"{name}: by hand / raysgd, step time", 0.99, False, speeds.get(name))

@@ -1,10 +1,10 @@
-"""What a step takes that can be undone after a failure: with copies before it, and with those that the default takes.
+"""The cost of a step that can be undone after a failure: with copies before each batch, and with the default rule.
 
     python examples/benchmarks/undo_cost.py [--smoke-test] [--repetitions 10] [--programs "GAN;100M parameters, Adam"]
 
-One process trains each program in turn without copies, by the rule of the default after the first batch of a call, and
-with copies before each batch. "First batch" is the copy before that batch, which the rule takes of every program with a
-custom `train_batch`. Workers copy in parallel, each on its own device.
+One process trains each program in turn without copies, by the default rule after the first batch of a call, and with
+copies before each batch. "First batch" is the copy before the first batch, which the rule makes for every program
+with a custom `train_batch`. Workers copy in parallel, each on its own device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Program:
     Args:
         models: The models.
         optimizers: One for each of them.
-        features: What the first model is given, and each other one by the one before it.
+        features: Input of the first model; each other model gets the output of the previous one.
     """
 
     def __init__(self, models: list[nn.Module], optimizers: list[Any], features: torch.Tensor) -> None:
@@ -39,7 +39,7 @@ class Program:
             optimizer.register_step_pre_hook(lambda *_: self.undo and self.undo.note_step())
 
     def open_call(self, copies: bool | None) -> None:
-        """Begin a call, whose batches are copied before each (True), by the rule (None) or never (False)."""
+        """Begin a call, whose batches are copied before each batch (True), by the rule (None) or never (False)."""
         self.undo = None if copies is False else Undo(self._models, self._optimizers, copies=copies)
         if self.undo is not None:
             self.undo.open_call()
@@ -65,7 +65,7 @@ class Program:
 
 
 def dense(width: int) -> Callable[[], Program]:
-    """A network with ten square layers, in a custom `train_batch`."""
+    """Return a network with ten square layers, in a custom `train_batch`."""
 
     def make() -> Program:
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(10)))
@@ -75,7 +75,7 @@ def dense(width: int) -> Callable[[], Program]:
 
 
 def pair() -> Program:
-    """The sizes of a GAN of images of 28 x 28."""
+    """Return the layer sizes of a GAN for images of 28 x 28."""
     models: list[nn.Module] = [
         nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 784)),
         nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 1)),
@@ -84,7 +84,7 @@ def pair() -> Program:
 
 
 def table(num_rows: int) -> Callable[[], Program]:
-    """A table of 64 numbers in a row, of which a batch uses a thousand rows."""
+    """Return a table of rows of 64 numbers, of which a batch uses a thousand rows."""
 
     def make() -> Program:
         model = nn.Embedding(num_rows, 64, sparse=True)
@@ -104,7 +104,7 @@ SMOKE: dict[str, Callable[[], Program]] = {"own `train_batch`": dense(8)}
 
 
 def measure(name: str, num_rounds: int, num_batches: int) -> dict[str, list[float]]:
-    """Seconds of a batch in each mode, and of the copy before the first batch of a call."""
+    """Return the seconds of a batch in each mode, and of the copy before the first batch of a call."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     program = {**PROGRAMS, **SMOKE}[name]()

@@ -1,4 +1,4 @@
-"""What the proofs share: command-line arguments, a Ray cluster, the digits of scikit-learn, and printing the result.
+"""Shared by the proofs: command-line arguments, a Ray cluster, the digits of scikit-learn, and the printed result.
 
 A proof trains once in one process and once on workers, and shows both scores:
 
@@ -52,7 +52,7 @@ def parse_arguments(description: str | None, *, num_workers: int = 2, **more: st
 
 @contextmanager
 def ray_running(args: argparse.Namespace, num_cpus: int | None = None) -> Iterator[None]:
-    """Connect to a running cluster, or start one on this machine, for the block.
+    """Connect to a running cluster, or start a cluster on this machine, for the block.
 
     Does nothing for a single worker, which does not need Ray, unless `num_cpus` is given.
 
@@ -82,7 +82,7 @@ def ray_running(args: argparse.Namespace, num_cpus: int | None = None) -> Iterat
 
 
 class _WithoutRaylet:
-    """Standard output without the lines of Ray's own processes, which print many for each node that dies.
+    """Redirect standard output, without the lines of Ray's own processes, which print many lines for each dead node.
 
     Args:
         output: Stream for all other output.
@@ -130,7 +130,8 @@ def print_result(args: argparse.Namespace, verdict: str = "", **results: Any) ->
     Args:
         args: Arguments from `parse_arguments`.
         verdict: Sentence that says what the results mean.
-        **results: The numbers. One that ends in `_of_one_process` is shown next to that of the workers.
+        **results: The results. A result whose name ends in `_of_one_process` is shown next to the result of the
+            workers.
     """
     seconds = round(time.monotonic() - args.began, 1)
     if args.json:

@@ -1,8 +1,8 @@
-"""Asks for labels where the model is least sure: the driver predicts on live workers, chooses, and trains again.
+"""Asks for labels where the model is least certain: the driver predicts on live workers, chooses, and trains again.
 
 Data: the 1,797 real digits of scikit-learn, 8x8 pixels each. 80 % are a pool whose labels are unknown at first; each
-round adds some. The other 20 % only test. For comparison, the same workers also train with randomly chosen labels.
-Between rounds no process starts or ends, and no checkpoint is written.
+round adds some. The other 20 % are only for testing. For comparison, the same workers also train with randomly chosen
+labels. Between rounds no process is started or stopped, and no checkpoint is written.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DigitsOperator(ClassificationOperator):
 
 
 def least_certain(trainer: TorchTrainer, images: Array) -> Array:
-    """Return the indices of the images, first those where the scores of the two best digits are closest."""
+    """Return the indices of the images, most uncertain first: the scores of the two best digits are closest."""
     best = np.sort(trainer.predict(images), axis=1)
     return np.argsort(best[:, -1] - best[:, -2])
 
@@ -72,7 +72,7 @@ def learn(trainer: TorchTrainer, num_rounds: int, choose: Callable[[TorchTrainer
 
 
 def compare(num_rounds: int, **options: Any) -> tuple[float, float]:
-    """Return the accuracies after the last round, with chosen labels and with random ones."""
+    """Return the accuracies after the last round, with chosen labels and with random labels."""
     with TorchTrainer(
         training_operator_cls=DigitsOperator, config=make_config(FIRST), split_batches=True, **options
     ) as trainer:

@@ -1,9 +1,9 @@
 """Trains a DCGAN: a convolutional generator learns to draw digits, against a discriminator.
 
-Data: the 1,797 real digits of scikit-learn, 8x8 pixels each; all but 360 are for training. Score: share of generated
-images in which a small classifier sees a digit with a confidence above 0.9. It is trained here on the same digits. The
-scores of the 360 other digits and of an untrained generator show what a score means. A generator that only draws one
-digit would also score well, so the digits are counted.
+Data: the 1,797 real digits of scikit-learn, 8x8 pixels each; all but 360 are for training. Score: the fraction of
+generated images in which a small classifier sees a digit with a confidence above 0.9. The classifier is trained on
+the same digits. For comparison, the program also shows the scores of the other 360 digits and of an untrained
+generator. A generator that draws only one digit would also score well, so the digits are counted.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class DigitsGAN(GANOperator):
 
 
 def train_judge(images: torch.Tensor, digits: torch.Tensor) -> nn.Module:
-    """Train a classifier of digits in this process."""
+    """Train a digit classifier in this process."""
     torch.manual_seed(0)
     judge = nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 16, 10)
@@ -95,7 +95,7 @@ def draw(generator: nn.Module) -> torch.Tensor:
 
 
 def train(num_epochs: int, judge: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """Train with these trainer options. Return the generator before and after."""
+    """Train with these trainer options. Return the generator before and after training."""
     config = {"noise_dim": NOISE_DIM, "lr": 0.001, "batch_size": 64, "seed": 0, "judge": judge}
     with TorchTrainer(training_operator_cls=DigitsGAN, config=config, split_batches=True, **options) as trainer:
         _, untrained = trainer.get_model(to_cpu=True)

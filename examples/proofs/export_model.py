@@ -1,7 +1,8 @@
 """Trains a classifier of handwritten digits, exports the model in three ways, and compares their outputs.
 
-`torch.export` writes a program that runs without the code of the model. ONNX runs without PyTorch. safetensors only
-holds the weights. All take batches of any size, and must return what the trained model returns.
+`torch.export` writes a program that runs without the code of the model. ONNX runs without PyTorch. safetensors
+contains only the weights. All formats accept batches of any size, and must return the same output as the trained
+model.
 
 Data: the 1,797 real digits of scikit-learn, 8x8 pixels each. The score is the accuracy on the 20 % that are only for
 testing.
@@ -26,7 +27,7 @@ CONFIG = {"lr": 0.002, "batch_size": 64, "seed": 0}
 
 
 class DigitsOperator(ClassificationOperator):
-    """The model and the data of each worker."""
+    """Defines the model and the data of each worker."""
 
     def build_model(self, config: dict[str, Any]) -> torch.nn.Module:
         return make_model()
@@ -72,7 +73,7 @@ def exported(model: torch.nn.Module, images: torch.Tensor, path: Path) -> torch.
 
 
 def converted(model: torch.nn.Module, images: torch.Tensor, path: Path) -> torch.Tensor:
-    """Export a model to an ONNX file, and return the output. onnx itself runs it here; an ONNX runtime is faster."""
+    """Export a model to an ONNX file, and return its output. The onnx package runs it; an ONNX runtime is faster."""
     import onnx
     from onnx.reference import ReferenceEvaluator
 

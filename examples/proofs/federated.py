@@ -1,9 +1,9 @@
-"""Trains one model on data that stay where they are: federated averaging over live workers.
+"""Trains one model on data that never leaves its worker: federated averaging over live workers.
 
-Data: the 1,797 real digits of scikit-learn, 8x8 pixels each; 64 % are divided over four clients and 20 % test. Each
-client mostly has its own digits, as hospitals or phones have. A worker is a client: it trains for an epoch on its own
-data, and only weights leave it. The driver averages them and sends them back. For comparison, one process trains on the
-data of all clients together, for as many epochs.
+Data: the 1,797 real digits of scikit-learn, 8x8 pixels each; 64 % are split over four clients and 20 % are for
+testing. Each client has mostly its own digits, as hospitals or phones do. A worker is a client: it trains for an
+epoch on its own data, and sends only its weights. The driver averages them and sends them back. For comparison, one
+process trains on the data of all clients together, for the same number of epochs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def data_of(client: int, num_clients: int) -> TensorDataset:
-    """Return the data of a client. About three quarters are its own digits; the others may be any."""
+    """Return the data of a client. About three quarters are its own digits; the others may be any digit."""
     (images, digits), *_ = load_digits()
     home = np.where(np.random.default_rng(0).random(len(digits)) < 0.75, digits, np.arange(len(digits))) % num_clients
     own = home == client
@@ -42,7 +42,7 @@ class Client(TrainingOperator):
 
 
 def weights_of(client: Client) -> tuple[int, Weights]:
-    """Return what leaves a client: its number of samples, and its weights."""
+    """Return the values that leave a client: its number of samples, and its weights."""
     state = {name: value.cpu() for name, value in client.model.state_dict().items()}
     return len(client.train_loader.dataset), state
 
@@ -64,8 +64,8 @@ def accuracy(model: nn.Module) -> float:
 
 
 def train(num_rounds: int, **options: Any) -> tuple[float, float]:
-    """Train. Return the accuracy of the averaged model, and that of the first client before the last averaging."""
-    own_way = {"strategy": "none", "add_dist_sampler": False}  # the library neither averages gradients nor divides data
+    """Train. Return the accuracy of the averaged model, and of the first client before the last averaging."""
+    own_way = {"strategy": "none", "add_dist_sampler": False}  # raysgd neither averages gradients nor shards data
     with TorchTrainer(training_operator_cls=Client, **own_way, **options) as trainer:
         for index in range(1, num_rounds + 1):
             trainer.train()

@@ -1,7 +1,8 @@
-"""Trains a transformer that is divided over the workers (FSDP): each holds a part of the weights and of Adam's state.
+"""Trains a transformer that is sharded across the workers (FSDP): each holds a part of the weights and of Adam's
+state.
 
-Data: made-up rows of 12 random numbers from 0 to 31. The model learns to sort them. 2,048 rows are for training, 512
-for testing. The score is the share of places with the right number. A model that guesses reaches 0.03.
+Data: synthetic rows of 12 random numbers from 0 to 31. The model learns to sort them. 2,048 rows are for training,
+512 for testing. The score is the fraction of positions with the right number. A model that guesses reaches 0.03.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ NUM_VALUES, LENGTH, WIDTH = 32, 12, 64
 
 
 class Sorter(nn.Module):
-    """An encoder without a mask, so every place sees every number."""
+    """Encodes a row without a mask, so every position sees every number."""
 
     def __init__(self, num_layers: int = 3) -> None:
         super().__init__()
@@ -30,7 +31,7 @@ class Sorter(nn.Module):
             nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
             for _ in range(num_layers)
         )
-        self.layers = nn.Sequential(*layers)  # FSDP divides each element of a `Sequential` separately
+        self.layers = nn.Sequential(*layers)  # FSDP shards each element of a `Sequential` separately
         self.head = nn.Linear(WIDTH, NUM_VALUES)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -51,13 +52,13 @@ class SortingOperator(ClassificationOperator):
 
 
 def share_held(operator: SortingOperator) -> float:
-    """Return the share of the model's weights that this worker holds."""
+    """Return the fraction of the model's weights that this worker holds."""
     parts = [getattr(each, "_local_tensor", each).numel() for each in operator.model.parameters()]
     return sum(parts) / sum(each.numel() for each in operator.model.parameters())
 
 
 def train(num_epochs: int, **options: Any) -> tuple[float, list[float]]:
-    """Train with these trainer options. Return the score, and the share of the weights that each worker holds."""
+    """Train with these trainer options. Return the score, and the fraction of the weights that each worker holds."""
     if not options.get("use_local"):
         options.update(strategy="fsdp", strategy_options={"min_block_parameters": 10_000})
     config = {"lr": 0.002, BATCH_SIZE: 64, "seed": 0}

@@ -1,7 +1,7 @@
-"""Trains a classifier of handwritten digits with a function of your own, on two workers that may come and go.
+"""Trains a classifier of handwritten digits with your own function, on two workers that may disappear and come back.
 
 Data: the 1,797 real digits of scikit-learn, 8x8 pixels each. 64 % are for training, 16 % decide which checkpoint is
-best, and the remaining 20 % test that one.
+best, and the remaining 20 % test that checkpoint.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def accuracy(model: torch.nn.Module, data: TensorDataset, device: torch.device |
 
 
 def learn_digits(config: dict[str, Any]) -> float:
-    """Train in every worker, and return the accuracy. After a failure it runs again, from the last checkpoint."""
+    """Train in every worker, and return the accuracy. After a failure, this runs again from the last checkpoint."""
     training, validation, _ = load_data()
     loader = prepare_data_loader(DataLoader(training, batch_size=64 // train.world_size(), shuffle=True))
     torch.manual_seed(0)

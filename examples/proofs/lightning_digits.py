@@ -22,7 +22,7 @@ SIZE_OF_STEP = 64  # samples in each step, over all workers
 
 
 class Digits(LightningModule):
-    """A Lightning module. It knows nothing of workers or of raysgd."""
+    """Defines a Lightning module. It does not depend on workers or on raysgd."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Trains a population of models at the same time. The bad ones copy the good ones and change a little.
+"""Trains a population of models at the same time. Bad models copy good models and change their config a little.
 
-Data: the 1,797 real digits of scikit-learn, 8x8 pixels each. 64 % are for training, 16 % decide which models are good,
-and the remaining 20 % test the best one. For comparison, one process trains as long with one learning rate, from the
-middle of those that the population may choose.
+Data: the 1,797 real digits of scikit-learn, 8x8 pixels each. 64 % are for training, 16 % decide which models are
+good, and the remaining 20 % test the best model. For comparison, one process trains for the same time with one
+learning rate, from the middle of the range of the population.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def train_alone(num_intervals: int, use_gpu: bool) -> float:
 
 
 def train_population(size: int, num_intervals: int, use_gpu: bool) -> tuple[float, list[float], int]:
-    """Return the accuracy of the best member, the last learning rates, and how many members copied another one."""
+    """Return the accuracy of the best member, the last learning rates, and how many members copied another member."""
 
     def make_trainer(config: dict[str, Any]) -> TorchTrainer:
         return TorchTrainer(training_operator_cls=DigitsOperator, config=config, num_workers=1, use_gpu=use_gpu)

@@ -24,7 +24,7 @@ def load_data() -> list[TensorDataset]:
 
 
 class DigitsOperator(ClassificationOperator):
-    """The model and the data of each worker. Workers train on different samples and keep equal models."""
+    """Defines the model and the data of each worker. Workers see different samples and keep their models in sync."""
 
     def build_model(self, config: dict[str, Any]) -> torch.nn.Module:
         return torch.nn.Sequential(
@@ -49,7 +49,7 @@ CONFIG = {"lr": 0.002, "batch_size": 64, "seed": 0}  # 64 samples in each step, 
 
 
 def train(num_epochs: int, path: Path, **options: Any) -> None:
-    """Train with these trainer options, and save a checkpoint that training can continue from."""
+    """Train with these trainer options, and save a checkpoint from which training can continue."""
     with TorchTrainer(
         training_operator_cls=DigitsOperator, config=CONFIG, use_tqdm=True, split_batches=True, **options
     ) as trainer:

@@ -1,7 +1,7 @@
-"""Trains on a dataset of Ray Data: its tasks read and transform the rows, and workers take them in batches.
+"""Trains on a Ray Data dataset: Ray Data tasks read and transform the rows, and workers receive them in batches.
 
-Data: the 1,797 real digits of scikit-learn, 8x8 pixels each. 64 % are for training, 16 % for validation. They are first
-written to Parquet files and read from there, as larger data would be.
+Data: the 1,797 real digits of scikit-learn, 8x8 pixels each. 64 % are for training, 16 % for validation. They are
+first written to Parquet files and then read, as you would do with larger data.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def write(data: Arrays, folder: Path) -> str:
 
 
 def scale(batch: dict[str, Any]) -> dict[str, Any]:
-    """Scale pixels to values from 0 to 1, in tasks of Ray Data."""
+    """Scale pixels to values from 0 to 1, in Ray Data tasks."""
     return {"pixels": (np.stack(batch["pixels"]) / 16).astype("float32"), "digit": batch["digit"]}
 
 
@@ -46,7 +46,7 @@ def read(folder: str, *, shuffles: bool) -> RayBatches:
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
     rows = ray.data.read_parquet(folder, override_num_blocks=2).map_batches(scale)
-    rows = (rows.random_shuffle(seed=0) if shuffles else rows).materialize()  # leave this out if memory is short
+    rows = (rows.random_shuffle(seed=0) if shuffles else rows).materialize()  # leave this out if memory is scarce
     return RayBatches(rows, feature_columns="pixels", label_column="digit", batches_per_block=4)
 
 

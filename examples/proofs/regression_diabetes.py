@@ -1,8 +1,8 @@
 """Predicts how far diabetes has progressed after a year, with `RegressionOperator`, in one process and on two workers.
 
 Data: the diabetes data of scikit-learn: 442 real patients with ten measurements each. 354 are for training. The other
-88 only test the result. Score: the share of the variance that is explained (R2), which is 0 for a model that always
-predicts the mean. With so few patients, the score depends a lot on who is in the test data.
+88 only test the result. Score: the fraction of the variance that is explained (R2), which is 0 for a model that
+always predicts the mean. With so few patients, the score depends a lot on the choice of the test data.
 """
 
 from __future__ import annotations

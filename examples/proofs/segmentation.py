@@ -1,4 +1,4 @@
-"""Finds handwritten digits on photos, pixel by pixel, with `SegmentationOperator`, in one process and on two workers.
+"""Finds handwritten digits in photos, pixel by pixel, with `SegmentationOperator`, in one process and on two workers.
 
 Data: semi-synthetic. Real digits of scikit-learn (8x8 pixels, enlarged to 16x16) are drawn on random crops of its two
 real photos, so the pixels of each digit are known. Other digits, on other parts of the photos, test the result.
@@ -25,7 +25,7 @@ IS_INK = 0.4  # minimum opacity of a pixel that belongs to the digit
 
 
 def make_data(num_images: int, *, is_test: bool) -> TensorDataset:
-    """Return images, and a label for each pixel: 1 on a digit, 0 elsewhere. They are always the same."""
+    """Return images, and a label for each pixel: 1 on a digit, 0 elsewhere. The images are always the same."""
     rng = torch.Generator().manual_seed(int(is_test))
     photos = torch.tensor(np.stack(load_sample_images().images), dtype=torch.float32).permute(0, 3, 1, 2) / 255
     left, right = photos.tensor_split([photos.shape[-1] * 2 // 3], dim=-1)
@@ -37,7 +37,7 @@ def make_data(num_images: int, *, is_test: bool) -> TensorDataset:
 
 
 def make_image(photos: torch.Tensor, digits: torch.Tensor, rng: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one digit in a random color at a random place of a random crop."""
+    """Draw one digit in a random color at a random position of a random crop."""
 
     def below(limit: int) -> int:
         return int(torch.randint(limit, (1,), generator=rng))
@@ -57,7 +57,7 @@ def block(num_inputs: int, num_outputs: int, *, dilation: int = 1) -> nn.Sequent
 
 
 class Digits(SegmentationOperator):
-    """The model and the data of each worker."""
+    """Defines the model and the data of each worker."""
 
     def build_model(self, config: dict[str, Any]) -> nn.Module:
         dilations = (1, 2, 4, 2, 1)

@@ -21,7 +21,7 @@ from raysgd.tf import TrainingOperator
 
 
 class DigitsOperator(TrainingOperator):
-    """The model and the data of each worker. Workers train on different samples and keep equal models."""
+    """Defines the model and the data of each worker. Workers see different samples and keep their models in sync."""
 
     def setup(self, config: dict[str, Any]) -> None:
         self.model, self.optimizer, self.loss, _ = self.register(

@@ -1,8 +1,8 @@
 """Searches for a learning rate with Ray Tune, which ends bad trials early. Interrupts the search and resumes it.
 
 Data: the 1,797 real digits of scikit-learn, 8x8 pixels each. 64 % are for training, 16 % decide which trial is best,
-and the remaining 20 % test that one. Each trial is a `TorchTrainer`. Tune resumes from files in a store:
-`--store s3://bucket/folder`, or a folder of this machine. One process trains again with the best config.
+and the remaining 20 % test that trial. Each trial is a `TorchTrainer`. Tune resumes from files in a store: `--store
+s3://bucket/folder`, or a folder on this machine. One process trains again with the best config.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OPTIONS = {"training_operator_cls": DigitsOperator, "split_batches": True}
 
 
 class Interruption(tune.Callback):
-    """Prints each result. Interrupts the search once, after some results, as Ctrl-C does."""
+    """Prints each result. Interrupts the search once, after some results, like Ctrl-C."""
 
     left = 0  # on the class, because Tune restores instances as they were before the interruption
 

@@ -1,8 +1,8 @@
-"""Trains on two nodes that Ray simulates on this machine, kills one in the middle of an epoch, and adds another one.
+"""Trains on two nodes that Ray simulates on this machine, kills one in the middle of an epoch, and adds another node.
 
 Data: the 1,797 real digits of scikit-learn, 8x8 pixels each. 64 % are for training, 16 % for validation. Half of the
-workers die with their node. The others continue with the same global batch, and new ones join on the added node. The
-program makes its own cluster, because a node of it dies, so `--address` is not used.
+workers die with their node. The others continue with the same global batch, and new workers join on the added node.
+The program creates its own cluster, because it kills a node, so `--address` is ignored.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LoseNode(Callback):
 
 
 def train(num_epochs: int, callbacks: list[Callback], **options: Any) -> dict[str, Any]:
-    """Train with these trainer options. Return the model, its accuracy, the used data and the failures."""
+    """Train with these trainer options. Return the model, its accuracy, the used samples and the failures."""
     used = []
     with TorchTrainer(training_operator_cls=DigitsOperator, config=CONFIG, split_batches=True, **options) as trainer:
         for row in trainer.epochs(num_epochs, callbacks=callbacks):

@@ -100,7 +100,7 @@ class _FileLogger(MetricsLogger):
         self._steps.write({"epoch": run.epoch + 1, "step": step, **readable.chosen(metrics, None)}, step)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Write the metrics of an epoch, with its number, to the file for epochs."""
+        """Write an epoch's number and metrics to the file that has one row per epoch."""
         super().on_result(run, {"epoch": run.epoch, **result})
 
 

@@ -62,7 +62,7 @@ def why(run_folder: str, step: int | None, jumps: bool, recompute: bool, program
 @click.option("--save", type=click.Path(dir_okay=False), help="Write the state after the step to this file.")
 @_asking
 def replay(run_folder: str, step: int, program: str, workers: int, debug: bool, save: str | None, config: Any) -> None:
-    """Repeat a run in one process, from the nearest checkpoint before a step up to that step.
+    """Repeat a part of a run in one process: from the last checkpoint before a step until that step.
 
     RUN_FOLDER is the folder of a `TorchTrainer.fit` run. Exits with status 1 if the replay does not reproduce the run.
     """

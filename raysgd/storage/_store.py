@@ -191,7 +191,8 @@ class StoreFolder(Folder):
     def writing(self, name: str) -> Iterator[IO[bytes]]:
         """Open a file for writing.
 
-        This is a local temporary file, which is uploaded at the end of the block, so that the upload can be retried.
+        The data goes into a local temporary file first. It is uploaded at the end of the `with` block, and can then be
+        uploaded again if the first try fails.
         """
         with tempfile.TemporaryFile(prefix="raysgd-") as file:
             yield file

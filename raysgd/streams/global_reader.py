@@ -268,7 +268,7 @@ class GlobalReader:
                 whole, made = self._ordered.popleft(), self._next_made()
                 if whole.num_seen:  # start the communication now, so that it runs while the worker trains
                     self._ends.see(whole.counts, whole.num_seen, made.found)
-                if whole.ends_pass and self._stream.skips:  # wait, so that the last position counts all skipped rows
+                if whole.ends_pass and self._stream.skips:  # hear from all ranks, to include all skipped rows
                     self._ends.hear()
                     whole = whole._replace(after=self._ends.position())
                 yield from self._batches(whole, made)

@@ -403,8 +403,8 @@ class TrainingIterator:
         """Return the function's return values by rank, or None if the run was aborted.
 
         Args:
-            force: True to let a running function finish first, without its reports. With False, the result is None
-                until the iterator has ended.
+            force: If True and the function is still running, wait for the function to finish and discard its
+                remaining reports. If False, return None until the iterator over the reports is exhausted.
         """
         if not self._is_finished and not force:
             logger.info("the function still runs: iterate to its end first, or use `get_final_results(force=True)`")

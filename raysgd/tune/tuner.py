@@ -349,8 +349,8 @@ def as_checkpoint(checkpoint: Any) -> Checkpoint:
 class CallsInTrials:
     """Passes the events of a sweep's trials, such as reports, from Ray Tune to the user's raysgd callbacks.
 
-    Ray Tune calls the methods of this object. Each trial has its own copies of the callbacks. A method calls the copies
-    of the trial for which Ray Tune called it.
+    Each trial has its own copies of the callbacks. When Ray Tune calls a method of this object for a trial, the method
+    calls that trial's copies.
 
     Args:
         callbacks: The user's raysgd callbacks, which are copied for each trial and called in this order.

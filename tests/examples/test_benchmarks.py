@@ -31,7 +31,7 @@ KEYS = {
 }
 FIGURES = {
     "async_validation": {"stall_s", "slower_step_s", "beside_to_inline", "sleeping_run", "computing_run"},
-    "callback_cost": {"none_us", "worker_callback_us", "driver_callback_us", "ledger_us", "step_us"},
+    "callback_cost": {"none_us", "worker_callback_us", "driver_callback_us", "journal_us", "ledger_us", "step_us"},
     "compare_cost": {"compare_ms", "step_ms", "share"},
     "throughput": {"paired_relative_speed", "added_us_per_step", "step_us"},
     "determinism": {"steps_per_s", "paired_ratio", "num_digests"},

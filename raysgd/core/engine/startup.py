@@ -232,7 +232,7 @@ class StandbyWorkers:
 
     @property
     def num_ready(self) -> int:
-        """Number of standby workers that could join the group now, including those on loan."""
+        """Number of standby workers that could join the group now. A worker that runs a validation meanwhile counts."""
         self.look_after()
         return len(self._ready) + len(self._loans)
 

@@ -1,1 +1,1 @@
-"""Example modules that existing programs import. The scripts to run and read are in the folder `examples`."""
+"""Example modules, kept for programs that already import them. For examples to run, see the folder `examples`."""

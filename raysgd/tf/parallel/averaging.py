@@ -47,7 +47,7 @@ class ExchangeRecord:
         self.own_s = 0.0
         self.ledger: Ledger | None = None
         self._left_at: float | None = None  # time at which the call's last gradient all-reduce finished
-        self._num_samples = 0.0  # number of this rank's samples in the call's gradient all-reduces
+        self._num_samples = 0.0  # samples that this rank contributed to all-reduces in the call
         self._error: BaseException | None = None
 
     def forget_call(self) -> None:

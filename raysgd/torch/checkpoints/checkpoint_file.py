@@ -180,7 +180,7 @@ def mapped(
 def mapped_with_place(
     path: str | os.PathLike[str], *, weights_only: bool = True, name: str | None = None, maps: bool = True
 ) -> Iterator[tuple[dict[str, Any], StateInFile | None]]:
-    """Read a checkpoint like `mapped`. Also yield a reference with which processes on this node can map the file.
+    """Read a checkpoint as `mapped` does. Also yield a reference that other processes on this node can map the file by.
 
     The reference is None if the tensors are not mapped from the file, or if the file may contain arbitrary objects.
     """

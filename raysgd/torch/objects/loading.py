@@ -62,7 +62,8 @@ def _fill(own: Any, saved: Any, copies: dict[int, Any], taken: set[int]) -> None
         own: Current state of the optimizer.
         saved: State to load.
         copies: Dict to which this function adds each filled tensor in `own`, by the ID of the saved tensor.
-        taken: Addresses of memory that must not be written to, because it was already filled or is a parameter's.
+        taken: Addresses of memory that must not be written to, because it was already filled or
+            belongs to a parameter.
     """
     if isinstance(own, Mapping) and isinstance(saved, Mapping):
         for key in own.keys() & saved.keys():

@@ -101,7 +101,7 @@ class Counted:
         """Compute the sum of all ranks' amounts from the amounts that this rank received with the gradients.
 
         Args:
-            told: The list `own` that each rank sent.
+            told: By rank, the list of numbers that the rank sent along with its gradients.
         """
         self._total = sum(float(each) for (each,) in told)
 
@@ -151,7 +151,7 @@ class Omitted:
         """Compute the number of samples that all ranks skip from the numbers that were received with the gradients.
 
         Args:
-            told: The list `own` that each rank sent.
+            told: By rank, the list of numbers that the rank sent along with its gradients.
         """
         self._of_all, self.is_known = [sum(map(float, each)) for each in zip(*told, strict=True)], True
 

@@ -161,7 +161,7 @@ class DataSharing:
         return [(*each, self._place(rank, shares[rank])) for rank, each in enumerate(requests)]
 
     def _shares(self, name: str, given: Any, data: CallData, worlds: Sequence[World]) -> tuple[str, Sequence[CallData]]:
-        """Return the key of a division of the data, and the shards by rank.
+        """Split the data into one shard per rank. Return a key that identifies this split, and the shards by rank.
 
         If the workers already have these shards, return an empty sequence instead of the shards.
         """
