@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import default_collate
 
-from raysgd.core.synonyms import CONFIG, instead_of
 from raysgd.operators import options
 from raysgd.operators.supervised import SupervisedOperator
 from raysgd.torch import TrainingOperator
-from raysgd.torch.data.batches import call, own_loss, split
+from raysgd.torch.building_blocks import call_model, own_loss, split_batch
 from raysgd.utils import BATCH_WEIGHT
 
 if TYPE_CHECKING:
@@ -39,22 +38,33 @@ POSITIONS = "position_ids"
 ADAPTER = "adapter_model.safetensors"
 """File name under which PEFT saves an adapter."""
 
-_RUNGS = {
-    **dict.fromkeys(
-        ("learning_rate", "optim", "adam_beta1", "adam_beta2", "adam_epsilon"),
-        "build_optimizer",
-    ),
-    **dict.fromkeys(
-        ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "max_steps"),
+_BATCH_SIZE = 'write `"batch_size"`; with `split_batches=True` it counts all workers'
+_PRECISION = 'pass `precision="bf16"`, or "fp16", to the trainer'
+_ARGUMENTS = {
+    "learning_rate": ("build_optimizer", 'write `"lr"`'),
+    "optim": ("build_optimizer", 'write `"optimizer"`'),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), ("build_optimizer", "override `build_optimizer`")),
+    "lr_scheduler_type": ("build_scheduler", 'write `"scheduler"`'),
+    "lr_scheduler_kwargs": ("build_scheduler", "override `build_scheduler`"),
+    "warmup_steps": ("build_scheduler", 'write `"num_warmup_steps"`'),
+    "warmup_ratio": ("build_scheduler", 'write the number of steps as `"num_warmup_steps"`'),
+    "max_steps": (
         "build_scheduler",
+        'write `"num_training_steps"`, and call `trainer.fit(max_steps=...)`',
     ),
-    "label_smoothing_factor": "forward",
-    **dict.fromkeys(("num_train_epochs", "gradient_accumulation_steps"), ""),
-    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), ""),
-    **dict.fromkeys(("max_grad_norm", "fp16", "bf16", "gradient_checkpointing"), ""),
+    "label_smoothing_factor": ("forward", "override `forward`"),
+    "num_train_epochs": ("", "`trainer.fit(5)` trains 5 epochs"),
+    "gradient_accumulation_steps": ("", "pass `accumulate_grad_batches=4` to the trainer"),
+    "per_device_train_batch_size": ("", _BATCH_SIZE),
+    "per_device_eval_batch_size": ("", 'omit it: the `"batch_size"` is that of the validation, too'),
+    "max_grad_norm": ("", "pass `clip_grad_norm=1.0` to the trainer"),
+    "fp16": ("", _PRECISION),
+    "bf16": ("", _PRECISION),
+    "gradient_checkpointing": ("", "pass `activation_checkpointing=True` to the trainer"),
 }
-"""Names from `transformers.TrainingArguments` that are rejected as config keys, and the method (the "rung") that would
-use each name, or "". A name is accepted if the operator overrides its method, because the override may read the key."""
+"""Names from `transformers.TrainingArguments` that are rejected as config keys. Each has the method that would use it,
+or "", and the advice on what to write instead. A name is accepted if the operator overrides its method, because the
+override may read the key."""
 
 
 class HuggingFaceOperator(SupervisedOperator):
@@ -160,12 +170,10 @@ class HuggingFaceOperator(SupervisedOperator):
             ValueError: A config value is invalid, or a config key is an option of `transformers.TrainingArguments`.
             TypeError: A `build_...` method returned an object of the wrong type.
         """
-        for name, rung in _RUNGS.items():
-            is_left_to_rung = rung and getattr(type(self), rung) is not getattr(HuggingFaceOperator, rung)
-            if name in config and not is_left_to_rung:
-                raise ValueError(
-                    f"`config[{name!r}]` is for `transformers.TrainingArguments`: {instead_of(name, CONFIG)}."
-                )
+        for name, (method, advice) in _ARGUMENTS.items():
+            is_overridden = method and getattr(type(self), method) is not getattr(HuggingFaceOperator, method)
+            if name in config and not is_overridden:
+                raise ValueError(f"`config[{name!r}]` is for `transformers.TrainingArguments`: {advice}.")
         super().setup(config)
         model = self._original_models[0]
         model = model.get_base_model() if hasattr(model, "get_base_model") else model  # the model inside a `PeftModel`
@@ -202,7 +210,7 @@ class HuggingFaceOperator(SupervisedOperator):
                 "`transformers` do, or override `prepare_batch` and `forward`."
             )
         features, _ = super().prepare_batch(batch)
-        labels = split(batch)[1]
+        labels = split_batch(batch)[1]
         if SHIFT_LABELS in batch:
             return features, batch[SHIFT_LABELS]
         return features, labels[..., 1:] if self._shifts_labels and labels is not None else labels
@@ -254,7 +262,7 @@ class HuggingFaceOperator(SupervisedOperator):
                 "Override `forward`: return the output, a loss that is a mean over one count, and that count."
             )
         with _saying_texts(features, AttributeError, TypeError, ValueError):  # other types are not caused by strings
-            output = call(self.model, features)
+            output = call_model(self.model, features)
         loss = own_loss(output)
         if loss is None:
             raise TypeError(

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from raysgd.core.imports import require
 from raysgd.operators.supervised import MeasuredOperator
-from raysgd.torch.data.batches import call, prediction
+from raysgd.torch.building_blocks import call_model, prediction, require
 
 
 class RegressionOperator(MeasuredOperator):
@@ -73,7 +72,7 @@ class RegressionOperator(MeasuredOperator):
         Raises:
             ValueError: The predictions and the targets have different shapes.
         """
-        predicted = prediction(call(self.model, features))
+        predicted = prediction(call_model(self.model, features))
         if predicted.ndim == target.ndim + 1 and predicted.shape[-1] == 1:
             predicted = predicted.squeeze(-1)
         if predicted.shape != target.shape:

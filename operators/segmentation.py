@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
-from raysgd.core.imports import require
 from raysgd.operators import options
 from raysgd.operators.supervised import MeasuredOperator
-from raysgd.torch.data.batches import call, prediction
-from raysgd.torch.objects.criteria import counts_labels
+from raysgd.torch.building_blocks import counts_labels, prediction, require
 
 
 class SegmentationOperator(MeasuredOperator):
@@ -75,10 +73,10 @@ class SegmentationOperator(MeasuredOperator):
         The number of pixels is None if no pixels are ignored. It is also None if the criterion is one of PyTorch's own
         loss functions. For these, the training step computes the number itself and takes class weights into account.
         """
-        scores, ignored = prediction(call(self.model, features)), _ignored(self.config)
+        output, loss = super().forward(features, target)
+        ignored = _ignored(self.config)
         is_counted = ignored is None or counts_labels(self.criterion)
-        loss = self._raysgd.loss_calls.call(self.criterion, scores, target)
-        return scores, loss, None if is_counted else target.ne(ignored).sum()
+        return prediction(output), loss, None if is_counted else target.ne(ignored).sum()
 
     def measured(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the predicted and the true class of each pixel."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from raysgd.core.synonyms import CONFIG, instead_of
 from raysgd.operators import options
 from raysgd.operators.loaders import make_loaders, seeded
 from raysgd.torch import TrainingOperator
@@ -67,9 +66,8 @@ class SupervisedOperator(TrainingOperator):
     def build_optimizer(self, model: torch.nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
         """Create the optimizer from `optimizer`, `lr` and `weight_decay` in the config."""
         if "learning_rate" in config and "lr" not in config:
-            ours = instead_of("learning_rate", CONFIG)
             logger.warning(
-                "`config['learning_rate']` has no effect, so the learning rate is %g: %s", self._default_lr, ours
+                "`config['learning_rate']` has no effect, so the learning rate is %g: write `\"lr\"`", self._default_lr
             )
         make = _optimizer_class(config.get("optimizer", self._default_optimizer))
         lr = options.number(config, "lr", default=self._default_lr, positive=True)

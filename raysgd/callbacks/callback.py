@@ -185,29 +185,41 @@ class Callback:
         """Raise an error if this callback cannot work in this run. Called before the run begins."""
 
 
-def refuse_one_place(callback: Any, argument: str, run: Run) -> None:
-    """Check that no other callback of the same class writes to the same file or folder.
+class WritesFiles(Callback):
+    """Base class of the library's callbacks that write to a file or folder.
 
-    Args:
-        callback: A callback whose `_given` is the file or folder that the user passed, or None.
-        argument: Name of the argument for that file or folder, for the error message.
-        run: The run with all its callbacks.
-
-    Raises:
-        ValueError: Another callback of the class writes to the same file or folder.
+    Attributes:
+        _given: The file or folder that the user passed. None to write to the folder of the run.
     """
-    others: list[Any] = [each for each in run.callbacks if isinstance(each, type(callback)) and each is not callback]
-    if any(other._given == callback._given for other in others):
-        kind, place = type(callback).__name__, callback._given or "the folder of the run"
-        raise ValueError(
-            f"`callbacks` has two `{kind}` that write to {place}: pass another `{argument}` to one of them, or leave "
-            "it out."
-        )
+
+    _given: Any
+
+    @property
+    def _uses_folder_of_run(self) -> bool:
+        return self._given is None
+
+    def _refuse_one_place(self, argument: str, run: Run) -> None:
+        """Check that no other callback of the same class writes to the same file or folder.
+
+        Args:
+            argument: Name of the argument for the file or folder, for the error message.
+            run: The run with all its callbacks.
+
+        Raises:
+            ValueError: Another callback of the class writes to the same file or folder.
+        """
+        others = [each for each in run.callbacks if isinstance(each, type(self)) and each is not self]
+        if any(other._given == self._given for other in others):
+            kind, place = type(self).__name__, self._given or "the folder of the run"
+            raise ValueError(
+                f"`callbacks` has two `{kind}` that write to {place}: pass another `{argument}` to one of them, or "
+                "leave it out."
+            )
 
 
 def uses_folder_of_run(callback: Callback) -> bool:
     """Return True for a callback of the library that writes to the folder of the run because the user gave no path."""
-    return vars(callback).get("_given", callback) is None
+    return isinstance(callback, WritesFiles) and callback._uses_folder_of_run
 
 
 class SaveBehind:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks import sidecar
-from raysgd.callbacks.callback import Callback, Run, SaveBehind, refuse_one_place
+from raysgd.callbacks.callback import Run, SaveBehind, WritesFiles
 from raysgd.callbacks.early_stopping import Mode, WatchedMetric
 from raysgd.core import arguments as checks
 from raysgd.core.numbers.ranking import MAX, BestCheckpoints, SavedCheckpoint
@@ -35,7 +35,7 @@ Saved = SavedCheckpoint[str]
 name of the file."""
 
 
-class Checkpointing(Callback):
+class Checkpointing(WritesFiles):
     """Saves the training state of a `TorchTrainer` or `TFTrainer` to files, on disk or in object storage.
 
     The files are named `epoch_0001.ckpt` and so on, and `trainer.load` reads them. Each file is written atomically. A
@@ -166,7 +166,7 @@ class Checkpointing(Callback):
     # ------------------------------------------------------------------------------------------------ the run
 
     def _check_run(self, run: Run) -> None:
-        refuse_one_place(self, "folder", run)
+        self._refuse_one_place("folder", run)
         if self._metric is not None:
             self._metric.check_run(run)
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from raysgd.callbacks.callback import Callback, Run, refuse_one_place
+from raysgd.callbacks.callback import Callback, Run, WritesFiles
 from raysgd.core.arguments import refuse_text
 from raysgd.core.files import check_path
 from raysgd.core.history import readable
@@ -58,7 +58,7 @@ class MetricsLogger(Callback):
         self._sink.close(has_failed=error is not None)
 
 
-class _FileLogger(MetricsLogger):
+class _FileLogger(WritesFiles, MetricsLogger):
     """Base class of loggers that write two files: one for the metrics of epochs, and one for the metrics of steps.
 
     A resumed run keeps the rows of the files up to its checkpoint. Any other run overwrites the files.
@@ -80,7 +80,7 @@ class _FileLogger(MetricsLogger):
         return self._file.path if self._file.path.is_absolute() else None
 
     def _check_run(self, run: Run) -> None:
-        refuse_one_place(self, "path", run)
+        self._refuse_one_place("path", run)
 
     def on_run_begin(self, run: Run) -> None:
         super().on_run_begin(run)
@@ -138,7 +138,7 @@ class JSONLogger(_FileLogger):
     _format, _default_name = JsonLines, "metrics.jsonl"
 
 
-class TensorBoardLogger(MetricsLogger):
+class TensorBoardLogger(WritesFiles, MetricsLogger):
     """Writes TensorBoard files with tensorboardX. The x-axis is the epoch, or the step for metrics under `steps/`.
 
     Args:

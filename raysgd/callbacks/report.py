@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysgd._version import __version__
-from raysgd.callbacks.callback import Callback, Run
+from raysgd.callbacks.callback import Run, WritesFiles
 from raysgd.core.engine.shared import time_spent
 from raysgd.core.files import check_path, replacing
 from raysgd.core.history import readable
@@ -51,7 +51,7 @@ _VIEW = (
 )
 
 
-class HTMLReport(Callback):
+class HTMLReport(WritesFiles):
     """Writes an HTML report of the run: curves, throughput, how time was spent, failures, results, and the config.
 
     The file is complete whenever you open it, and needs no network. While the run is active, the page refreshes itself.

@@ -115,7 +115,7 @@ def check_python(version: tuple[int, int]) -> CheckResult:
     first, last = (f"{major}.{minor}" for major, minor in PYTHONS)
     if version < PYTHONS[0] or version > NEWEST_PYTHON:
         return CheckResult(
-            "problem", text, f"raysgd supports Python {first} to {last}: create an environment with one."
+            "problem", text, f"raysgd supports Python {first} to {last}: create an environment with one of these."
         )
     if version > PYTHONS[1]:
         return CheckResult("note", f"{text}; raysgd is tested with Python {first} to {last}")
@@ -162,7 +162,7 @@ def check_gpus() -> CheckResult:
     try:
         torch = importlib.import_module("torch")
     except ModuleNotFoundError:
-        return CheckResult("note", "GPUs: not looked for, because PyTorch is not installed")
+        return CheckResult("note", "GPUs: not checked, because PyTorch is not installed")
     except Exception as error:  # a broken installation may raise anything
         return CheckResult("problem", f"importing PyTorch fails: {_words(error)}", "Install PyTorch again: pytorch.org")
     return _finding_on_gpus(torch, has_driver=shutil.which("nvidia-smi") is not None)
@@ -175,9 +175,9 @@ def _finding_on_gpus(torch: Any, has_driver: bool) -> CheckResult:
     if not has_driver:
         return CheckResult("note", "GPUs: none on this machine; training runs on CPUs")
     if torch.version.cuda is None:
-        text = f"GPUs: there is an NVIDIA driver, but PyTorch {torch.__version__} was built without CUDA"
+        text = f"GPUs: an NVIDIA driver is installed, but PyTorch {torch.__version__} was built without CUDA"
         return CheckResult("note", text, "To train on GPUs, install a build of PyTorch with CUDA: pytorch.org")
-    text = f"GPUs: PyTorch, built for CUDA {torch.version.cuda}, sees none, though there is an NVIDIA driver"
+    text = f"GPUs: PyTorch, built for CUDA {torch.version.cuda}, sees none, although an NVIDIA driver is installed"
     return CheckResult("note", text, "Look at `nvidia-smi`, and at the environment variable CUDA_VISIBLE_DEVICES.")
 
 
@@ -192,7 +192,7 @@ def check_ports() -> CheckResult:
     except OSError as error:
         text = f"ports: a process cannot connect to another one on this machine: {_words(error)}"
         return CheckResult(
-            "problem", text, "Let a firewall allow TCP between all ports of the machines of the cluster."
+            "problem", text, "Allow TCP on all ports between the machines of the cluster in the firewall."
         )
 
 
@@ -237,7 +237,7 @@ def check_shared_memory(path: str = "/dev/shm") -> CheckResult:
     try:
         free = shutil.disk_usage(path).free
     except OSError as error:
-        return CheckResult("note", f"shared memory: {path} cannot be looked at: {_words(error)}")
+        return CheckResult("note", f"shared memory: {path} cannot be checked: {_words(error)}")
     text = f"shared memory: {free / 2**20:.0f} MiB are free in {path}"
     if free < _SMALLEST_SHARED_MEMORY:
         return CheckResult("note", text, "Ray is slow with so little. In a container, use `docker run --shm-size=2g`.")
@@ -295,11 +295,11 @@ def _connect(address: str | None) -> None:
 def _advice_on_connection(address: str | None) -> str:
     if address or os.environ.get("RAY_ADDRESS"):
         return (
-            "Look at `ray status` on the head node. Versions of Ray and Python must be the same here and there, and so "
-            "must the token: if the head node has a file `~/.ray/auth_token`, copy it here and run `export "
+            "Look at `ray status` on the head node. Both machines need the same versions of Ray and Python, and the "
+            "same token: if the head node has a file `~/.ray/auth_token`, copy it here and run `export "
             "RAY_AUTH_MODE=token`. This machine must reach all ports of the head node."
         )
-    return "Stop what is left of former clusters with `ray stop`, and look at the logs in /tmp/ray/session_latest/logs."
+    return "Stop processes of earlier clusters with `ray stop`, and look at the logs in /tmp/ray/session_latest/logs."
 
 
 def check_cluster() -> Iterator[CheckResult]:
@@ -359,9 +359,9 @@ def run_self_test() -> CheckResult:
         )
     parts = ", ".join(f"{what} {value:.2f} s" for what, value in seconds.items())
     if not is_equal:
-        text = f"self test: two workers do not train what one process trains ({parts})"
+        text = f"self test: two workers do not train the same weights as one process ({parts})"
         return CheckResult("problem", text, "Versions of PyTorch may differ between the nodes: install the same one.")
-    return CheckResult("ok", f"self test: two workers trained what one process trains: {parts}")
+    return CheckResult("ok", f"self test: two workers trained the same weights as one process: {parts}")
 
 
 def _train_on_two_workers() -> tuple[dict[str, float], bool]:

@@ -13,22 +13,22 @@ import click
 
 Command = Callable[..., None]
 
-_PROGRAM = "What to run, such as `train.py:MyOperator`. Nothing in the folder of the run is run or unpickled."
+_PROGRAM = "What to run, such as `train.py:MyOperator`. Nothing from the folder of the run is executed or unpickled."
 
 
-def _asking(command: Command) -> Command:
+def _with_config(command: Command) -> Command:
     """Decorate a command. The decorated command has the option `--config`, and shows errors without a traceback."""
 
     @click.option("--config", type=click.Path(dir_okay=False), help="A JSON file with entries of the config.")
     @functools.wraps(command)
-    def asked(config: str | None, **arguments: Any) -> None:
+    def configured(config: str | None, **arguments: Any) -> None:
         try:
             entries = None if config is None else json.loads(Path(config).read_text(encoding="utf-8"))
             command(config=entries, **arguments)
         except (OSError, ValueError, ModuleNotFoundError) as error:
             raise click.ClickException(str(error)) from error
 
-    return asked
+    return configured
 
 
 @click.command()
@@ -37,7 +37,7 @@ def _asking(command: Command) -> Command:
 @click.option("--jumps", is_flag=True, help="Show the steps at which the loss left its range.")
 @click.option("--recompute", is_flag=True, help="Compute the loss of each sample of the step by itself.")
 @click.option("--program", help=_PROGRAM)
-@_asking
+@_with_config
 def why(run_folder: str, step: int | None, jumps: bool, recompute: bool, program: str | None, config: Any) -> None:
     """Show which samples a step trained on, and its loss next to the losses of nearby steps.
 
@@ -57,10 +57,10 @@ def why(run_folder: str, step: int | None, jumps: bool, recompute: bool, program
 @click.argument("run_folder")
 @click.option("--step", type=int, required=True, help="Number of the step, from 1.")
 @click.option("--program", required=True, help=_PROGRAM)
-@click.option("--workers", type=click.IntRange(1, 1), default=1, help="Number of processes: 1, this one.")
+@click.option("--workers", type=click.IntRange(1, 1), default=1, help="Number of processes: only 1 is possible.")
 @click.option("--pdb", "debug", is_flag=True, help="Stop in the debugger before `train_batch` of the step.")
 @click.option("--save", type=click.Path(dir_okay=False), help="Write the state after the step to this file.")
-@_asking
+@_with_config
 def replay(run_folder: str, step: int, program: str, workers: int, debug: bool, save: str | None, config: Any) -> None:
     """Repeat a part of a run in one process: from the last checkpoint before a step until that step.
 
@@ -82,8 +82,8 @@ def replay(run_folder: str, step: int, program: str, workers: int, debug: bool, 
 @click.argument("run_a")
 @click.argument("run_b")
 @click.option("--program", help=f"{_PROGRAM} Without it, only the files are compared.")
-@click.option("--program-b", help="The same for RUN_B, if it is another one.")
-@_asking
+@click.option("--program-b", help="What to run for RUN_B, if it is another program.")
+@_with_config
 def bisect(run_a: str, run_b: str, program: str | None, program_b: str | None, config: Any) -> None:
     """Find the first step at which two runs differ, and what differs there.
 

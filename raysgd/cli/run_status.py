@@ -117,7 +117,7 @@ def _experiment(folder: Folder, names: set[str], now: float) -> str:
     trial = note.get("trial")
     if isinstance(trial, str) and trial in names:
         return _trial(folder / trial, note, now)
-    return _shown(folder, "fit()", "unknown: `run.json` is damaged, or names a folder that is not there")
+    return _shown(folder, "fit()", "unknown: `run.json` is damaged, or names a missing folder")
 
 
 def _trial(folder: Folder, note: Mapping[str, Any], now: float) -> str:
@@ -266,7 +266,7 @@ def _running(sign: str, at: float, now: float) -> str:
     """
     if at <= 0:
         return f"running, or its driver is gone: there is no {sign}"
-    word = "running" if now - at < _SILENT_S else "silent, a long epoch or its driver is gone"
+    word = "running" if now - at < _SILENT_S else "silent (in a long epoch, or its driver is gone)"
     return f"{word}: the {sign} is {_ago(at, now)}"
 
 

@@ -52,6 +52,6 @@ def trained_weights(**options: Any) -> tuple[list[float], dict[str, float]]:
     seconds = {
         "starting them took": started - began,
         "two steps": trained - started,
-        "fetching the model and ending them": time.monotonic() - trained,
+        "fetching the model and stopping them": time.monotonic() - trained,
     }
     return [model.weight.item(), model.bias.item()], seconds

@@ -1,15 +1,15 @@
 """Maps options and callbacks of other libraries to what to write in raysgd instead. Error messages use this.
 
 Users of `transformers.Trainer`, Lightning, Keras and accelerate try the names that they know. The result of
-`instead_of` depends on where the option was passed: to an operator's trainer, to a training function's trainer, in a
-config, or to a callback.
+`instead_of` depends on where the option was passed: to an operator's trainer, to a training function's trainer, or to a
+callback.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-TORCH, KERAS, FUNCTION, CONFIG = "TorchTrainer", "TFTrainer", "function", "config"
+TORCH, KERAS, FUNCTION = "TorchTrainer", "TFTrainer", "function"
 EARLY_STOPPING, CHECKPOINTING = "EarlyStopping", "Checkpointing"
 PLACES = (TORCH, KERAS, EARLY_STOPPING, CHECKPOINTING)
 """The classes whose unknown options are looked up here."""
@@ -255,20 +255,6 @@ _TRAINERS: tuple[_Row, ...] = (
 )
 
 _OTHERS: Mapping[str, tuple[_Row, ...]] = {
-    CONFIG: (
-        ("learning_rate", 'write `"lr"`'),
-        ("optim", 'write `"optimizer"`'),
-        ("adam_beta1 adam_beta2 adam_epsilon", "override `build_optimizer`"),
-        ("lr_scheduler_type", 'write `"scheduler"`'),
-        ("lr_scheduler_kwargs", "override `build_scheduler`"),
-        ("warmup_steps", 'write `"num_warmup_steps"`'),
-        ("warmup_ratio", 'write the number of steps as `"num_warmup_steps"`'),
-        ("max_steps", 'write `"num_training_steps"`, and call `trainer.fit(max_steps=...)`'),
-        ("per_device_eval_batch_size", 'omit it: the `"batch_size"` is that of the validation, too'),
-        ("per_device_train_batch_size", 'write `"batch_size"`; with `split_batches=True` it counts all workers'),
-        ("label_smoothing_factor", "override `forward`"),
-        *_TRAINERS,
-    ),
     EARLY_STOPPING: (
         ("monitor metric_name", 'write `EarlyStopping("val_loss")`'),
         ("restore_best_weights restore_best load_best", _BEST),
@@ -338,13 +324,13 @@ def instead_of(name: str, place: str) -> str | None:
 
     Args:
         name: Name of the option.
-        place: Where the option was passed: `TORCH`, `KERAS`, `FUNCTION`, `CONFIG`, `EARLY_STOPPING` or `CHECKPOINTING`.
+        place: Where the option was passed: `TORCH`, `KERAS`, `FUNCTION`, `EARLY_STOPPING` or `CHECKPOINTING`.
 
     Examples:
         >>> instead_of("gradient_clip_val", TORCH)
         'pass `clip_grad_norm=1.0` to the trainer'
-        >>> instead_of("learning_rate", CONFIG), instead_of("banana", TORCH)
-        ('write `"lr"`', None)
+        >>> instead_of("save_top_k", CHECKPOINTING), instead_of("banana", TORCH)
+        ('write `metric="val_loss", keep_best=3`', None)
     """
     for names, *lines in _OTHERS.get(place, _TRAINERS):
         if name in names.split():

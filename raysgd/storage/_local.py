@@ -168,7 +168,7 @@ def _rename_to_new(source: Path, target: Path) -> None:
         FileNotFoundError: `source` does not exist.
     """
     if target.exists():
-        raise FileExistsError(errno.EEXIST, "there is a folder of this name already", str(target))
+        raise FileExistsError(errno.EEXIST, "a folder with this name exists already", str(target))
     os.rename(source, target)
 
 

@@ -211,7 +211,7 @@ def check_name(name: str) -> str:
         ValueError: The name is empty, absolute, or leads out of the folder.
     """
     if not lies_inside(name):
-        raise ValueError(f"`name={name!r}`: need the name of something in the folder, such as 'a' or 'a/b'.")
+        raise ValueError(f"`name={name!r}`: need the name of a file or folder in this one, such as 'a' or 'a/b'.")
     return name
 
 

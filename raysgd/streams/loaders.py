@@ -189,7 +189,7 @@ def collated(collate: Callable[[list[Any]], Any], rows: list[Any], places: Seque
             field = next(name for name in {**first, **own} if first.get(name) != own.get(name))
             kinds = [each.get(field, "missing") for each in (own, first)]
             where = f"{places[odd]}: {field} is {kinds[0]}, and {kinds[1]} in {places[0]}"
-        raise StreamError(f"rows do not make a batch ({where}): {type(error).__name__}: {error}") from error
+        raise StreamError(f"rows cannot be collated into a batch ({where}): {type(error).__name__}: {error}") from error
 
 
 def _forms(row: Any, field: str = "row") -> Iterator[tuple[str, str]]:
@@ -277,7 +277,7 @@ class _LoaderProcess:
         self._process.join(timeout=1.0)
         code = self._process.exitcode
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
-        return StreamError(f"a loader process {how}. If it ran out of memory, use fewer, or a smaller `prefetch`.")
+        return StreamError(f"a loader process {how}. If it ran out of memory, lower `num_workers` or `prefetch`.")
 
     def kill(self) -> None:
         self._process.kill()  # do not wait: the process may be busy for a long time, and has no state to save
@@ -317,7 +317,7 @@ def _send(connection: Connection[Any, BatchOrder], answers: SimpleQueue[Any]) ->
         try:
             connection.send(answer)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
-            connection.send(StreamError(f"what a loader process made cannot be sent: {type(error).__name__}: {error}"))
+            connection.send(StreamError(f"a loader process cannot send its batch: {type(error).__name__}: {error}"))
 
 
 def end_with_parent() -> None:

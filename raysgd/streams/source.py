@@ -91,7 +91,7 @@ class StreamData:
             return
         then, now = position.get("stream"), self.origin
         if not isinstance(then, Mapping) or then.keys() != now.keys():
-            raise _misfit("other data than a stream, or by another version")
+            raise _misfit("data that is not a stream, or with another version of raysgd")
         differing = [f"{name} {then[name]!r}, now {value!r}" for name, value in now.items() if then[name] != value]
         if differing:
             raise _misfit(f"other data ({'; '.join(differing)})")
@@ -104,7 +104,7 @@ class StreamData:
             or (needs_lanes if lanes is None else not isinstance(lanes, list | tuple) or len(lanes) != NUM_LANES)
             or not all(_is_place(lane, num_parts) for lane in lanes or ())
         ):
-            raise ValueError("The state does not fit, nothing was loaded: its position in the stream is damaged.")
+            raise ValueError("The state does not match, so nothing was loaded: its position in the stream is damaged.")
 
     def open_pass(self, pass_index: int, seed: int) -> StreamPass:
         """Return a pass over the stream, with this index and this seed for shuffling."""
@@ -126,13 +126,13 @@ def stream_data(stream: Stream, name: str, divide: Divide, world_size: int) -> S
     stream = check_batched(stream, f"the {name} stream")
     if world_size > NUM_LANES:
         raise ValueError(
-            f"{world_size} workers for a stream, which has {NUM_LANES} lanes: at most one worker for each."
+            f"{world_size} workers for a stream, which has {NUM_LANES} lanes: at most one worker per lane."
         )
     data = StreamData(stream, check_shards(stream), divide, name == "train")
     if name != "train" and stream.limit is not None and data.num_rows is None:
         raise ValueError(
-            f"the {name} stream has a `take` and no known length: in an evaluation each worker reads its own rows, so "
-            "none of them knows when all have taken enough. Leave `take` out, or give it shards that say their lengths."
+            f"the {name} stream has a `take` and no known length: in an evaluation, each worker reads its own rows, so "
+            "no worker knows when all have taken enough. Remove `take`, or set `num_rows` of the shards."
         )
     return data
 
@@ -178,8 +178,9 @@ def _is_place(lane: Any, num_parts: int) -> bool:
 
 def _misfit(what: str) -> ValueError:
     return ValueError(
-        f"the state was saved inside an epoch over {what}. A position counts rows: bring back what it was saved with, "
-        'or leave it out and begin an epoch, with `load(path, parts=["models", "optimizers"])` of a `TorchTrainer`.'
+        f"the state was saved in the middle of an epoch over {what}. Its position counts rows, so it needs the same "
+        "stream and the same version. To start a new epoch instead, load the state without its position, with "
+        '`load(path, parts=["models", "optimizers"])` of a `TorchTrainer`.'
     )
 
 
@@ -317,7 +318,7 @@ class StreamSource:
                 consumed = batch.after.num_rows
         self._end = consumed
         if consumed and consumed == self._opened_at and not self._ranks.rank:
-            logger.warning("epoch %d was to continue after %d rows, and has none left", pass_index + 1, consumed)
+            logger.warning("epoch %d should continue after %d rows, but no rows are left", pass_index + 1, consumed)
 
     def _own_items(self, of_pass: StreamPass) -> Iterator[Any]:
         """Yield the items of an evaluation on a stream of unknown length. Each rank reads some lanes by itself."""
@@ -341,7 +342,7 @@ class StreamSource:
         if batch.ends_pass:
             self._end = num_rows
             if self.left_out and not self._ranks.rank:
-                logger.warning("%d rows could not be read and were left out of this pass", self.left_out)
+                logger.warning("%d rows could not be read and were skipped in this pass", self.left_out)
 
     def layout(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
         """Return plain data for the journal of a run, from which `raysgd.replay` can find the rows of each step.

@@ -232,7 +232,7 @@ def check_shards(stream: Stream) -> list[Shard]:
     shards = list(stream.shards())
     for shard in shards:
         if not isinstance(shard, Shard) or not isinstance(shard.name, str):
-            raise TypeError(f"`shards()` returned {shard!r}: need a `Shard` with a name, as `Shard('a', 10)`.")
+            raise TypeError(f"`shards()` returned {shard!r}: need a `Shard` with a name, such as `Shard('a', 10)`.")
         if shard.num_rows is not None and shard.num_rows < 0:
             raise ValueError(f"shard {shard.name!r} has `num_rows={shard.num_rows}`: need 0 or more, or None.")
     if not shards:
@@ -240,7 +240,7 @@ def check_shards(stream: Stream) -> list[Shard]:
     names = [shard.name for shard in shards]
     if len(set(names)) < len(names):
         twice = next(name for number, name in enumerate(names) if name in names[:number])
-        raise ValueError(f"two shards have the name {twice!r}: a position in a stream needs a name for each.")
+        raise ValueError(f"two shards have the name {twice!r}: need a different name for each.")
     return shards
 
 

@@ -52,7 +52,7 @@ def check_state(state: Any) -> None:
     """
     require(isinstance(state, Mapping), "the position of `fit` is not a dict")
     known = set(FitPlace.__dataclass_fields__) if "epoch" in state else {"num_passes", "logs"}
-    require(set(state) == known, f"where `fit` is has not the entries {sorted(known)}")
+    require(set(state) == known, f"the position of `fit` does not have exactly the entries {sorted(known)}")
     require(isinstance(state["logs"], Mapping), "the logs of `fit` are not a dict")
     for name in known - {"logs", "is_over"}:
         check_count(name, state[name])

@@ -222,7 +222,7 @@ class TrainingOperator(BaseOperator):
 
     def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
         """Split a batch into model inputs and target, and move both to the device."""
-        features, target = batches.split(batch)
+        features, target = batches.split_batch(batch)
         device = self._raysgd.context.device
         if device.type == "cuda":
             return tuple(to_device(feature, device) for feature in features), to_device(target, device)
@@ -239,7 +239,7 @@ class TrainingOperator(BaseOperator):
         """
         model = required(self, "model")
         is_unnamed = len(features) != 1 or isinstance(features[0], torch.Tensor)
-        output = model(*features) if is_unnamed else batches.call(model, features)
+        output = model(*features) if is_unnamed else batches.call_model(model, features)
         criterion = getattr(self, "criterion", None)
         if criterion is None:
             loss = batches.own_loss(output)

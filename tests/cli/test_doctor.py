@@ -126,7 +126,7 @@ def test_the_advice_depends_on_whose_cluster_it_is(monkeypatch: pytest.MonkeyPat
     ("outcome", "text"),
     [
         (RuntimeError("no route\nsecond line"), "fails: RuntimeError: no route"),
-        (({"two steps": 0.04}, False), "do not train what one process trains (two steps 0.04 s)"),
+        (({"two steps": 0.04}, False), "do not train the same weights as one process (two steps 0.04 s)"),
     ],
 )
 def test_a_self_test_that_goes_wrong_is_a_problem(outcome: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:

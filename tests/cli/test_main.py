@@ -86,7 +86,7 @@ def test_a_path_that_can_be_none_is_an_error_without_a_traceback(path: str) -> N
 def test_the_doctor_trains_on_two_workers_of_the_cluster(ray_cluster: None) -> None:
     found = run("doctor")
     assert found.exit_code == 0, found.output
-    assert "self test: two workers trained what one process trains" in found.output
+    assert "self test: two workers trained the same weights as one process" in found.output
     assert found.output.rstrip().endswith("No problems found.")
 
 

@@ -87,7 +87,7 @@ class TestARunOfFitInTheStyleOfAir:
     @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"trial": 3}', '{"trial": "../.."}', "[" * 100_000])
     def test_a_damaged_note_is_no_traceback(self, tmp_path: Path, content: str) -> None:
         (tmp_path / "run.json").write_text(content)
-        assert "`run.json` is damaged, or names a folder that is not there" in status_of(tmp_path)
+        assert "`run.json` is damaged, or names a missing folder" in status_of(tmp_path)
 
     def test_numbers_out_of_range_are_shown_anyway(self, tmp_path: Path) -> None:
         write_lines(
@@ -150,7 +150,7 @@ class TestARunOfAClassBasedTrainer:
         self.write_sidecar(
             tmp_path, 3, records=[{**self.HISTORY["records"][0], "began_at": NOW - 7500.0, "seconds": 0.0}]
         )
-        words = "state:       silent, a long epoch or its driver is gone: the newest checkpoint is 2 h old"
+        words = "state:       silent (in a long epoch, or its driver is gone): the newest checkpoint is 2 h old"
         assert words in " ".join(status_of(tmp_path).replace("\n" + 13 * " ", " ").splitlines())
 
     def test_a_run_that_has_trained_all_its_epochs_is_finished(self, tmp_path: Path) -> None:

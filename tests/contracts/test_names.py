@@ -51,6 +51,12 @@ SAME = [
     ("train.trainer:TrainingFailedError", "exceptions:TrainingFailedError"),
     ("train.base_trainer:TrainingFailedError", "exceptions:TrainingFailedError"),
     ("train.trainer:TrainingIterator", "train:TrainingIterator"),
+    *(
+        (f"torch.building_blocks:{name}", f"torch.data.batches:{name}")
+        for name in ("call_model", "own_loss", "prediction", "split_batch")
+    ),
+    ("torch.building_blocks:counts_labels", "torch.objects.criteria:counts_labels"),
+    ("torch.building_blocks:require", "core.imports:require"),
     ("tune:ResultGrid", "tune.tuner:ResultGrid"),
     ("tune:Tuner", "tune.tuner:Tuner"),
 ]

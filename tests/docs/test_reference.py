@@ -23,6 +23,7 @@ DOORS = (
     "raysgd.testing",
     "raysgd.tf",
     "raysgd.torch",
+    "raysgd.torch.building_blocks",
     "raysgd.train",
     "raysgd.train.callbacks",
     "raysgd.train.collective",

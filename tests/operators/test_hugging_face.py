@@ -260,4 +260,4 @@ def test_texts_that_a_model_takes_are_left_to_it(lab: Any) -> None:
 
 def test_each_name_that_is_answered_is_one_of_transformers() -> None:
     names = {each.name for each in fields(transformers.TrainingArguments)}
-    assert {*names, "warmup_ratio"}.issuperset(hugging_face._RUNGS)  # that one until transformers 5
+    assert {*names, "warmup_ratio"}.issuperset(hugging_face._ARGUMENTS)  # that one until transformers 5

@@ -304,7 +304,7 @@ def test_a_folder_on_a_disk_is_committed_once(tmp_path: Path) -> None:
         folder.staged("a").write("x", content)
         if content == b"1":
             folder.commit("a")
-    with pytest.raises(StorageError, match=r"could not commit .*there is a folder of this name already"):
+    with pytest.raises(StorageError, match=r"could not commit .*a folder with this name exists already"):
         folder.commit("a")
     assert (folder / "a").read("x") == b"1"
 

@@ -240,7 +240,7 @@ def test_rows_that_make_no_batch_are_named_with_the_field_in_which_they_differ(n
     where = (
         rf"\({place}: `row\['point'\]` is a `ndarray` of shape \(3,\) and type float64, and a `ndarray` of shape \(2,\)"
     )
-    with pytest.raises(StreamError, match=rf"rows do not make a batch {where} .*ValueError: all input arrays"):
+    with pytest.raises(StreamError, match=rf"rows cannot be collated .* {where} .*ValueError: all input arrays"):
         list(source_of(data_of(stream)).open(0, 0))
     broken = MadeStream([4]).batch(4, collate=lambda rows: rows[9])
     with pytest.raises(StreamError, match=r"\(shard 'shard-0', row 0, to shard 'shard-0', row 3\): IndexError"):

@@ -110,7 +110,7 @@ def test_one_that_is_killed_is_an_error_and_none_is_left_over(tmp_path: Path) ->
 
 def test_what_cannot_be_sent_is_named() -> None:
     stream = MadeStream([4]).map(lambda row: partial(lambda: row)).batch(2, num_workers=1)
-    with pytest.raises(StreamError, match="what a loader process made cannot be sent"):
+    with pytest.raises(StreamError, match="a loader process cannot send its batch"):
         items_of(stream)
 
 

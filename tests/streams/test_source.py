@@ -150,7 +150,7 @@ def test_a_position_in_another_stream_is_refused_with_what_differs_and_a_way_out
     stream = MadeStream([10, 20])
     source = source_of(data_of(stream.shuffle(80).batch(4)))
     state = json.loads(json.dumps({"consumed": 8, "is_mid_pass": True, **source.state(8, True)}))
-    way_out = r".* or leave it out and begin an epoch, with `load\(path, parts="
+    way_out = r".* load the state without its position, with `load\(path, parts="
     for other, words in (
         (MadeStream([10, 21]).shuffle(80), r"other data \(digest of names, lengths and versions of shards '"),
         (MadeStream([10, 20, 1]).shuffle(80), r"number of shards 2, now 3; digest"),
@@ -165,7 +165,7 @@ def test_a_position_in_another_stream_is_refused_with_what_differs_and_a_way_out
         assert target.seed == 5
     with pytest.raises(ValueError, match="`on_error` 'raise', now 'skip'"):
         source_of(data_of(stream.shuffle(80).batch(4, on_error="skip"))).load_state(state)
-    with pytest.raises(ValueError, match="other data than a stream"):
+    with pytest.raises(ValueError, match="data that is not a stream"):
         source.load_state({"consumed": 8, "is_mid_pass": True, "seed": 0, "num_samples": 30})
     source_of(data_of(stream.shuffle(80).map(str).batch(9))).load_state(
         state
@@ -200,4 +200,4 @@ def test_a_damaged_position_is_refused(change: dict[str, Any], caplog: pytest.Lo
         source.load_state({**state, **change})
     source.load_state({**state, "lanes": [[1, 0, 0, 0]] * 64})
     assert not list(source.open(0, 16))
-    assert "epoch 1 was to continue after 16 rows, and has none left" in caplog.text
+    assert "epoch 1 should continue after 16 rows, but no rows are left" in caplog.text

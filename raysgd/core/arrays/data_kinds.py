@@ -128,13 +128,19 @@ def call_data_of(dataset: Any, config: Mapping[str, Any]) -> CallData | None:
 
 
 def size_in(config: Mapping[str, Any]) -> int | None:
-    """Return the per-worker batch size from a config, or None if the config has none."""
+    """Return the batch size in a worker's config, or None if there is none.
+
+    It is the batch size of one worker, or with `split_batches=True` that of all workers together.
+
+    Args:
+        config: The worker config, in which `BATCH_SIZE` is already divided by the number of workers.
+    """
     size = config.get(BATCH_SIZE, config.get(PLAIN_BATCH_SIZE))
     return None if size is None else check_count("config['batch_size']", size, "It is the number of rows in a batch.")
 
 
 def size_of(what: str, own: int | None, config: Mapping[str, Any]) -> int:
-    """Return the per-worker batch size: `own` if the data specifies one, otherwise the batch size in the config.
+    """Return the batch size of a dataset: `own` if the data specifies one, otherwise that of `size_in(config)`.
 
     Args:
         what: Description of the data, for the error.

@@ -56,7 +56,8 @@ class RayBatches:
 
     Args:
         dataset: The Ray Data dataset.
-        batch_size: Number of rows in one worker's batch. Default: `BATCH_SIZE` or "batch_size" in the config.
+        batch_size: Number of rows in one worker's batch. Default: "batch_size" in the config, or `BATCH_SIZE`, which
+            counts all workers, divided by their number.
         feature_columns: Columns to pass to the model. Requires `label_column`. If neither is set, a batch is a dict of
             all columns.
         label_column: The column that the model predicts. A batch is then a tuple of features and label.
@@ -105,6 +106,9 @@ class RayBatches:
 
     def sized(self, config: Mapping[str, Any]) -> RayBatches:
         """Return a copy that has a batch size. Take the batch size from the config if `batch_size` is not set.
+
+        Args:
+            config: The worker config, in which `BATCH_SIZE` is already divided by the number of workers.
 
         Raises:
             ValueError: There is no batch size.

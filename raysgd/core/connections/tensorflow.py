@@ -16,16 +16,16 @@ from dataclasses import dataclass, field
 from raysgd.core.connections._origins import with_causes
 from raysgd.core.connections.group import EarlyVotes, Group
 from raysgd.core.connections.mesh.board import others
-from raysgd.core.connections.mesh.meeting import ConnectFailed, Deadline, Endpoint
+from raysgd.core.connections.mesh.meeting import ConnectFailed, Deadline, ListeningConnection
 from raysgd.core.connections.mesh.mesh import Mesh, MeshBroken
-from raysgd.core.engine.shared.connection import FORM_TIMEOUT_S, Connection
+from raysgd.core.engine.shared.connection import FORM_TIMEOUT_S
 from raysgd.core.engine.shared.types import Rendezvous, World
 
 _TF_CONFIG = "TF_CONFIG"
 
 
 @dataclass
-class TensorFlowConnection(Connection):
+class TensorFlowConnection(ListeningConnection):
     """Connects workers that each run TensorFlow independently. Collectives use raysgd's own sockets.
 
     Attributes:
@@ -37,7 +37,6 @@ class TensorFlowConnection(Connection):
     variables: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = 1800.0
     form_timeout_s: float = FORM_TIMEOUT_S
-    _endpoint: Endpoint | None = field(default=None, repr=False, compare=False)
     _is_interrupted: bool = field(default=False, repr=False, compare=False)
     _lanes: list[Mesh] = field(default_factory=list, repr=False, compare=False)
     _num_threads: int | None = field(default=None, repr=False, compare=False)
@@ -48,14 +47,6 @@ class TensorFlowConnection(Connection):
 
     def load(self) -> None:
         load_tensorflow(self.variables, self._num_threads)
-
-    @property
-    def opens_for_any_rank(self) -> bool:
-        return True
-
-    def open_endpoint(self, host: str, rank: int) -> int:
-        self._endpoint = Endpoint(host)
-        return self._endpoint.port
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
         """Connect this rank to all other ranks. A group of one rank needs no connections.

@@ -24,9 +24,9 @@ from raysgd.core.connections._gloo import DelayedCalls, GlooConnections, as_writ
 from raysgd.core.connections._origins import is_of, with_causes
 from raysgd.core.connections.group import Group
 from raysgd.core.connections.mesh.board import Board, neighbors, others
-from raysgd.core.connections.mesh.meeting import ConnectFailed, Deadline, Endpoint, listen_at
+from raysgd.core.connections.mesh.meeting import ConnectFailed, Deadline, ListeningConnection, listen_at
 from raysgd.core.connections.mesh.mesh import Mesh, MeshBroken
-from raysgd.core.engine.shared.connection import FORM_TIMEOUT_S, Connection
+from raysgd.core.engine.shared.connection import FORM_TIMEOUT_S
 from raysgd.core.engine.shared.types import Rendezvous, World
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ _BROKEN = (
 
 
 @dataclass
-class TorchConnection(Connection):
+class TorchConnection(ListeningConnection):
     """Forms PyTorch's default process group over all ranks, unless there is only one rank.
 
     Attributes:
@@ -71,7 +71,6 @@ class TorchConnection(Connection):
     timeout_s: float = 1800.0
     form_timeout_s: float = FORM_TIMEOUT_S
     joins_alone: bool = False
-    _endpoint: Endpoint | None = field(default=None, repr=False, compare=False)
     _board: Board | None = field(default=None, repr=False, compare=False)
     # Stored to keep it alive, because PyTorch's C++ code calls its Python methods.
     _store: Any = field(default=None, repr=False, compare=False)
@@ -109,14 +108,6 @@ class TorchConnection(Connection):
         self._gpus_of_driver = tuple(gpu_ids)
         if gpu_ids and torch.cuda.is_available():
             torch.cuda.set_device(ordinal_of(gpu_ids[0], os.environ.get("CUDA_VISIBLE_DEVICES")))
-
-    @property
-    def opens_for_any_rank(self) -> bool:
-        return True
-
-    def open_endpoint(self, host: str, rank: int) -> int:
-        self._endpoint = Endpoint(host)
-        return self._endpoint.port
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
         """Form PyTorch's default process group over all ranks.

@@ -195,6 +195,30 @@ def pack(
     return packed, *(args[place] for place in places)
 
 
+class _Calls:
+    """The calls of a worker process.
+
+    Attributes:
+        thread: The thread that runs the current call, or ran the last one. None if there was no call, `_NO_THREAD` if
+            no call is running.
+        number: Number of the last call that had a number. None if no call had one.
+        reply: The reply to that call, for a driver that sends it again.
+    """
+
+    def __init__(self) -> None:
+        self.thread: int | None = None
+        self.number: CallNumber | None = None
+        self.reply: WorkerAnswer | Failure | None = None
+
+    def note_thread(self) -> None:
+        """Remember that this thread runs the current call."""
+        self.thread = threading.get_ident()
+
+    def has_run(self, number: CallNumber | None) -> bool:
+        """Return True if the last numbered call had this number. A call without a number is always a new one."""
+        return number is not None and number == self.number
+
+
 def _answer(process: WorkerProcess, value: Any, capture: bool, landed: int | None) -> WorkerAnswer:
     """Return the answer to a call.
 
@@ -213,7 +237,7 @@ def _guarded(method: MethodT) -> MethodT:
 
     @wraps(method)
     def guarded(self: WorkerProcess, *args: Any, **kwargs: Any) -> Any:
-        self._busy_thread = threading.get_ident()
+        self.calls.note_thread()
         try:
             return method(self, *args, **kwargs)
         except BaseException as error:  # user code may raise anything, even SystemExit
@@ -248,9 +272,7 @@ class WorkerProcess:
         self._is_remote = is_remote
         self._world = World(rank=-1, size=0)
         self._replica: Replica | None = None
-        self._busy_thread: int | None = None
-        self._number: CallNumber | None = None
-        self._reply: WorkerAnswer | Failure | None = None
+        self.calls = _Calls()
 
     def describe(self) -> WorkerInfo:
         """Return this worker's node, process and GPUs.
@@ -390,7 +412,7 @@ class WorkerProcess:
             while message is not None:
                 reply = _reply_of(self, message)
                 # This must be set before the driver gets the answer, because the driver may then request a stack.
-                self._busy_thread = _NO_THREAD
+                self.calls.thread = _NO_THREAD
                 if isinstance(reply, Failure) or not line.answer(reply):
                     return self._told(reply)
                 message = line.next()
@@ -408,7 +430,7 @@ class WorkerProcess:
 
         Only a detached trainer numbers its calls. This method runs in a thread other than the one that runs calls.
         """
-        return self._number
+        return self.calls.number
 
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `function(*args, **kwargs)` in the thread that runs calls.
@@ -459,9 +481,10 @@ class WorkerProcess:
 
         This method runs in a thread other than the one that runs calls.
         """
-        frame = sys._current_frames().get(self._busy_thread or 0)
+        thread = self.calls.thread
+        frame = sys._current_frames().get(thread or 0)
         if frame is None:
-            return "  no call was made yet\n" if self._busy_thread is None else "  no call is running\n"
+            return "  no call was made yet\n" if thread is None else "  no call is running\n"
         frames = traceback.extract_stack(frame)
         num_ours = max((index for index, entry in enumerate(frames, start=1) if entry.filename == __file__), default=0)
         return "".join(traceback.format_list(frames[num_ours:] or frames))
@@ -515,8 +538,8 @@ def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ())
     This is a function rather than a method because Ray wraps each method of an actor, and users would see the wrapper's
     frames in tracebacks.
     """
-    process._busy_thread = threading.get_ident()
-    number = None
+    calls, number = process.calls, None
+    calls.note_thread()
     try:
         try:
             function, capture, landed, args, places, number = pickle.loads(packed)
@@ -524,17 +547,17 @@ def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ())
             raise cannot_import(error.name) from error
         for place, value in zip(places, values, strict=True):
             args[place] = value
-        if number is None or number != process._number:
-            process._number = process._number if number is None else number
-            reply: Any = _answer(process, function(process.replica, *args), capture, landed)
+        if calls.has_run(number):
+            reply: Any = calls.reply
         else:
-            reply = process._reply
+            calls.number = calls.number if number is None else number
+            reply = _answer(process, function(process.replica, *args), capture, landed)
     except BaseException as error:  # user code may raise anything, even SystemExit
         if not process._is_from_call(error):
             raise
         reply = process._failure(error)
     if number is not None:
-        process._reply = reply
+        calls.reply = reply
     return cast("WorkerAnswer | Failure", reply)
 
 

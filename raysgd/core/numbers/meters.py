@@ -308,23 +308,35 @@ class MetricSummary(dict[str, Any]):
     @property
     def totals(self) -> dict[str, tuple[float, float]]:
         """Sum and weight of each mean that the user did not edit, by name."""
-        return {name: total for name, total in self._totals.items() if self._stands(name)}
+        return {name: total for name, total in self._totals.items() if self._is_unedited(name)}
 
     def total_of(self, name: str) -> tuple[float, float] | None:
         """Return the sum and weight of the mean `name`.
 
         Return None if the user edited the value, or if it is not a mean.
         """
-        return self._totals[name] if name in self._totals and self._stands(name) else None
+        return self._totals[name] if name in self._totals and self._is_unedited(name) else None
 
     @property
     def objects(self) -> dict[str, CapturedMetric]:
         """Captured state of each metric object whose value the user did not edit, by name."""
-        return {name: state for name, state in self._objects.items() if self._stands(name)} if self._objects else {}
+        return {name: state for name, state in self._objects.items() if self._is_unedited(name)}
 
-    def _stands(self, name: str) -> bool:
-        # Compare representations, because NaN does not equal itself, even inside a list.
-        return name in self and repr(self[name]) == repr(self._reported[name])
+    def _is_unedited(self, name: str) -> bool:
+        return name in self and _are_same(self[name], self._reported[name])
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """Return True for two values of the same type that are equal. NaN counts as equal to NaN, also inside a list."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, float):
+        return one == other or (math.isnan(one) and math.isnan(other))
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_are_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_are_same(value, other[key]) for key, value in one.items())
+    return one is other or bool(one == other)
 
 
 class AverageMeter:

@@ -185,7 +185,7 @@ def _array(content: bytes, dtype_name: str, shape: list[int]) -> Any:
     require(math.prod(shape) <= len(content), "an array is larger than its member")
     member = io.BytesIO(content)
     array = np.lib.format.read_array(member, allow_pickle=False)
-    require(list(array.shape) == shape and not member.read(1), "an array has another shape than the file says")
+    require(list(array.shape) == shape and not member.read(1), "an array has a different shape than the file says")
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
     return array if array.dtype.name == dtype_name else array.view(_small_float(dtype_name))
 
@@ -199,12 +199,12 @@ def _small_float(name: str) -> np.dtype[Any]:
 
     dtype = np.dtype(name)
     if dtype.hasobject or dtype.names is not None:
-        raise ValueError("an array has another type than the file says")
+        raise ValueError("an array has a different type than the file says")
     return dtype
 
 
 def _read_legacy(file: IO[bytes], name: str) -> dict[str, Any]:
-    with refusals_of(name, "Files of the former library are read if they hold arrays alone."):
+    with refusals_of(name, "Files of the old library can be read if they contain only arrays."):
         state = read_pickle(file.read())
     checked_state(state, name, _LEGACY_KEYS)
     with refusals_of(name):
@@ -213,7 +213,7 @@ def _read_legacy(file: IO[bytes], name: str) -> dict[str, Any]:
 
 
 def _former_arrays(values: Any) -> list[Any]:
-    require(isinstance(values, list | tuple), "its weights are no list")
+    require(isinstance(values, list | tuple), "its weights are not a list")
     arrays = [each.value if isinstance(each, FormerValue) else each for each in values]
-    require(all(isinstance(each, np.ndarray | np.generic) for each in arrays), "its weights are no list of arrays")
+    require(all(isinstance(each, np.ndarray | np.generic) for each in arrays), "its weights are not a list of arrays")
     return arrays

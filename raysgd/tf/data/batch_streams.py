@@ -379,8 +379,8 @@ def _item(
     tensors = batch if batch is NO_BATCH else tf.nest.map_structure(tf.convert_to_tensor, batch)
     if has_own_collate and num_samples and (found := int(datasets.num_samples(tensors))) != num_samples:
         raise ValueError(
-            f"the `collate` of a stream made {found} samples of {num_samples} rows, but batches count rows. Skip rows "
-            "with `filter`, or make several rows of one in the shards."
+            f"the `collate` of a stream turned {num_samples} rows into {found} samples, but batches count rows. Skip "
+            "rows with `filter`. To turn one row into several, do so in the shards."
         )
     return StreamItem(tensors, num_samples, num_global)
 

@@ -57,7 +57,7 @@ def creator_of_model(operator_cls: Any) -> Callable[[dict[str, Any]], Any]:
     return creator
 
 
-_FROM_CREATOR = "the data come from `data_creator`. Return them from there, as datasets of batches"
+_FROM_CREATOR = "the data comes from `data_creator`. Return it there, as datasets of batches"
 _INSTEAD = {
     "x": _FROM_CREATOR,
     "y": _FROM_CREATOR,
@@ -122,7 +122,7 @@ def _check_callbacks(config: Mapping[str, Any], num_workers: int) -> None:
     if any("BackupAndRestore" in registration.class_names(callback) for callback in _callbacks_in(config)):
         raise ValueError(
             f"`BackupAndRestore` in `config['fit_config']['callbacks']` with `num_workers={num_workers}` cannot work: "
-            "it would restore weights and epoch on rank 0 only. Omit it. After a worker failed, the call "
+            "it would restore weights and epoch on rank 0 only. Omit it. After a worker fails, the call "
             "continues by itself (`recovery`), and a new trainer continues from a file (`save` and `load`)."
         )
 

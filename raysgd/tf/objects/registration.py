@@ -24,7 +24,7 @@ def models_of(given: Any) -> RegisteredParts:
 
 def optimizers_of(given: Any) -> RegisteredParts:
     """Check that `register(optimizers=...)` got a Keras optimizer or a container of optimizers. Return them."""
-    return parts_of("optimizers", given, partial(_has, "apply_gradients"), "a Keras optimizer, made and not named")
+    return parts_of("optimizers", given, partial(_has, "apply_gradients"), "a Keras optimizer object, not a name")
 
 
 def metrics_of(given: Any) -> RegisteredParts:
@@ -106,8 +106,8 @@ def check_framework(model: Any) -> None:
     name = keras.config.backend()
     if name != "tensorflow":
         raise IncompatibleModelError(
-            f'Keras runs on "{name}" in the workers, and `TFTrainer` trains on TensorFlow: unset KERAS_BACKEND before '
-            "Keras is imported."
+            f'The backend of Keras is "{name}" in the workers, but `TFTrainer` needs TensorFlow: unset KERAS_BACKEND '
+            "before Keras is imported."
         )
 
 

@@ -32,7 +32,7 @@ TARGET_NAMES = ("labels", "label", "targets", "target", "y")
 """Names of the target in a batch with named parts. If a batch has several of them, the first in this order is used."""
 
 
-def split(batch: Any) -> tuple[tuple[Any, ...], Any]:
+def split_batch(batch: Any) -> tuple[tuple[Any, ...], Any]:
     """Return the inputs and the target of a batch.
 
     A mapping or a dataclass is one input. The target is the value in it with one of the `TARGET_NAMES`, or None. The
@@ -69,7 +69,7 @@ def by_name(value: Any) -> Mapping[str, Any] | None:
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
-def call(model: Callable[..., Any], features: Sequence[Any]) -> Any:
+def call_model(model: Callable[..., Any], features: Sequence[Any]) -> Any:
     """Call a model with the inputs of a batch.
 
     If the only input is a dict or dataclass, its entries are passed as keyword arguments. Targets in it are omitted if

@@ -632,7 +632,7 @@ class TorchInternals(Internals):
         operator, model = self._operator, required(self._operator, "model")
         features = batches.inputs(operator.prepare_batch, batch, info.get(HAS_TARGET, False), model)
         with operator.timers.record("predict_fwd"), self.precision.forward():
-            output = batches.call(model, features)
+            output = batches.call_model(model, features)
         return batches.prediction(output)
 
     def mean_over_workers(self, name: str, *parts: Mapping[str, Any]) -> float | None:

@@ -48,15 +48,12 @@ class FileSaves:
     Args:
         controller: Controller of the workers. Its `snapshots` remember which file was written last.
         writer: Writes files in a background thread.
-
-    Attributes:
-        submitted: The file that was most recently submitted to the background thread. None if no file was.
     """
 
     def __init__(self, controller: ElasticController, writer: BackgroundWriter) -> None:
         self._snapshots, self._writer = controller.snapshots, writer
         self._newest: Callable[[], NewestSnapshot | None] = lambda: None
-        self.submitted: SubmittedWrite | None = None
+        self._submitted: SubmittedWrite | None = None
 
     def write(self, checkpoint: Any, content: Content) -> None:
         """Write a checkpoint file, and return when the file is complete."""
@@ -84,8 +81,18 @@ class FileSaves:
             return content(newest.result()) if known is None else known
 
         with files.state_is_kept():
-            self.submitted = self._writer.submit(checkpoint, make, partial(self._write, kept_alive))
+            self._submitted = self._writer.submit(checkpoint, make, partial(self._write, kept_alive))
         self._newest = ref(newest)
+
+    def submitted_by(self, save: Callable[[], Any]) -> SubmittedWrite | None:
+        """Run a function that saves the trainer, and return the file that it submitted to the background thread.
+
+        Return None if it submitted none, because the file is complete already.
+        """
+        self._submitted = None
+        save()
+        submitted, self._submitted = self._submitted, None
+        return submitted
 
     def await_states(self) -> None:
         """Wait until the driver has received all training states that the background thread has yet to write.

@@ -9,8 +9,6 @@ change.
 from __future__ import annotations
 
 import logging
-import sys
-import sysconfig
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -22,7 +20,7 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.sidecar import Sidecar, Sidecars
@@ -41,19 +39,18 @@ from raysgd.core.engine.shared.time_spent import TimeLedger
 from raysgd.core.engine.shared.tracebacks import hide_library_frames
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.core.engine.status import TrainerStatus
-from raysgd.core.engine.worker import is_sendable
 from raysgd.core.history import readable
 from raysgd.core.history.history import CallRecorder, History, Kind, RecordBeside, as_test, recorded
 from raysgd.core.numbers.results import Metrics
 from raysgd.core.text.cards import card
 from raysgd.core.text.log_lines import Once
-from raysgd.core.text.secrets import masked
-from raysgd.exceptions import NoDataError, OnFailure, RaySGDError, UnpicklableError
+from raysgd.exceptions import NoDataError, OnFailure, RaySGDError
 from raysgd.storage.background_writer import BackgroundWriter, SubmittedWrite
 from raysgd.trainer.configuration.batching import global_batch_in_words
 from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.configuration.settings import GroupSettings, ReplicaMaker, ReplicaSettings
 from raysgd.trainer.driver.calls import EpochCalls, ProgressListeners, Validation, asked
+from raysgd.trainer.driver.changes import ReadOnlyConfig, naming_config_entries, refuse_changes, send_by_value
 from raysgd.trainer.driver.fit_loop import FitOptions, FitRun
 from raysgd.trainer.driver.make_controller import make_controller
 from raysgd.trainer.driver.predicting import PredictionRounds, usual_batch_size
@@ -258,7 +255,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         self._once = Once()
         self._finalizer = end_with(self, _abandon, controller, self._background)
         self._saves = FileSaves(controller, self._writer)
-        with _naming_config_entries(self._settings.config):
+        with naming_config_entries(self._settings.config):
             controller.start()
         controller.observe_with(self._calls.report)
 
@@ -590,9 +587,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
         Return an object that tells when the file is complete. Return None if the file is complete already.
         """
-        self._saves.submitted = None
-        self.save(checkpoint, blocking=False)
-        return self._saves.submitted
+        return self._saves.submitted_by(partial(self.save, checkpoint, blocking=False))
 
     @abstractmethod
     def _save_snapshot(self, checkpoint: str, snapshot: Snapshot) -> None:
@@ -907,7 +902,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         with self._controller.turns.take_turn():  # wait for earlier calls, which still use the old settings
             self._take_settings(replace(settings, revision=settings.revision + 1, config_changes=()))
             self._calls.sharing = self._new_sharing()
-            with _naming_config_entries(settings.config):
+            with naming_config_entries(settings.config):
                 self._renew()
         self._check_same_data()
 
@@ -929,7 +924,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         """
         with self._controller.turns.take_turn():
             settings = self._with_changes(changes)
-            with _naming_config_entries(settings.config):
+            with naming_config_entries(settings.config):
                 options = {"changes_state": True, "keeps_alike": True, "is_repeatable": False}
                 answers = self._on_all(self._runner_cls.change_config, self._settings_to_send(settings), **options)
             # Change the settings after the call, because the call itself also changes workers that start during it.
@@ -945,18 +940,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     def _with_changes(self, changes: Mapping[str, Any]) -> ReplicaSettings:
         """Check the changes to the config, and return the settings with the new config."""
         config = self._settings.config
-        for name in changes:
-            if name == BATCH_SIZE:
-                raise ValueError(
-                    f"`update_config({name}=...)`: loaders are made with it. Use `reset_config`, or load the state "
-                    "into a new trainer."
-                )
-            if name not in config:
-                guess = checks.did_you_mean(name, map(str, config))
-                raise ValueError(
-                    f"`update_config({name}=...)`: the config has no `{name}`.{guess} "
-                    f"It has {', '.join(f'`{each}`' for each in config) or 'no entries'}."
-                )
+        refuse_changes(config, changes)
         # Take the old values from `_replicas`, where they are in a form that can be pickled.
         before = {name: self._replicas.settings.config[name] for name in changes}
         return replace(
@@ -994,7 +978,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         if self._group_settings.is_driver_only:
             self._controller.ensure_group()
         else:
-            _send_by_value(training_operator_cls)
+            send_by_value(training_operator_cls)
             self._newest_snapshot()  # start to transfer a snapshot to the driver; `snapshot()` below waits for it
         edited = self._prepared(settings)
         if not self._group_settings.is_driver_only:
@@ -1282,16 +1266,6 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
                 )
 
 
-@contextmanager
-def _naming_config_entries(config: Mapping[str, Any]) -> Iterator[None]:
-    """If the block raises an error because a config entry cannot be pickled, add the entry's name to the error."""
-    try:
-        yield
-    except UnpicklableError as error:
-        found = [key for key, value in config.items() if not is_sendable(value)]
-        raise (UnpicklableError(f"`config[{found[0]!r}]`: {error}") if found else error) from error.__cause__
-
-
 def _abandon(controller: ElasticController, background: BackgroundCalls) -> None:
     """Stop the workers of a trainer that the user never shut down.
 
@@ -1299,21 +1273,6 @@ def _abandon(controller: ElasticController, background: BackgroundCalls) -> None
     """
     controller.stop(force=True)
     background.await_end()
-
-
-def _send_by_value(operator_cls: type[Any]) -> None:
-    """Make pickle send the operator class itself to the workers, instead of only the names of its module and class.
-
-    The workers may have imported an older version of the module, before the user edited it.
-    """
-    module = sys.modules.get(operator_cls.__module__)
-    path = getattr(module, "__file__", None)
-    if module is None or path is None or module.__name__.partition(".")[0] in ("__main__", "raysgd"):
-        return
-    if not path.startswith(tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))):
-        import ray.cloudpickle
-
-        ray.cloudpickle.register_pickle_by_value(module)
 
 
 def show_options(trainer: object, *settings: Any) -> None:
@@ -1328,22 +1287,3 @@ def show_options(trainer: object, *settings: Any) -> None:
     for each in settings:
         names = [field.name for field in fields(each) if not hasattr(type(trainer), field.name)]
         vars(trainer).update({name: getattr(each, name) for name in names})
-
-
-class ReadOnlyConfig(dict[str, Any]):
-    """Read-only copy of a config, returned by `trainer.config`. `dict(config)` returns a copy that you can change."""
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError(
-            "`trainer.config` is a copy, so a change to it would not reach the workers. Begin again with the new "
-            "config: `trainer.reset_config(config)`; or change the running operators, and anything that they computed "
-            "from it: `trainer.apply_all_operators(lambda operator: operator.config.update(lr=0.1))`."
-        )
-
-    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
-
-    def __repr__(self) -> str:
-        return repr(masked(dict(self)))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ReadOnlyConfig, (dict(self),)

@@ -164,10 +164,10 @@ def test_such_a_file_is_read_if_it_is_as_it_should_be(tmp_path: Path) -> None:
         (NEW_ARRAY + b"(K\x01J\xff\xff\xff\x7f\x85" + FLOATS + b"\x89C\x08" + bytes(8) + b"tb", None, "reshape"),
         (NEW_ARRAY + b"(K\x01K\x01\x85K\x05\x89C\x08" + bytes(8) + b"tb", None, "without its bytes"),
         (NEW_ARRAY, None, "unpack"),
-        (FLOATS, None, "no list of arrays"),
+        (FLOATS, None, "not a list of arrays"),
         (b"\x8e\xff\xff\xff\xff\xff\x00\x00\x00x", None, "remain"),
         (b"Kr" + b"r\xff\xff\xff\x7f", None, "more values than it has"),
-        (b"K\x01", None, "no list of arrays"),
+        (b"K\x01", None, "not a list of arrays"),
     ],
 )
 def test_any_other_is_refused(weight: bytes, error: type[Exception] | None, message: str, tmp_path: Path) -> None:

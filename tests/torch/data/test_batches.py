@@ -52,7 +52,7 @@ Unnamed = namedtuple("Unnamed", ["left", "right"])
     ],
 )
 def test_the_target_is_the_last_part_or_has_a_known_name(batch: Any, num_features: int, target: Any) -> None:
-    features, found = batches.split(batch)
+    features, found = batches.split_batch(batch)
     assert len(features) == num_features
     assert found is target
 
@@ -60,7 +60,7 @@ def test_the_target_is_the_last_part_or_has_a_known_name(batch: Any, num_feature
 @pytest.mark.parametrize("batch", [X, 3, None, "text"])
 def test_a_batch_without_parts_is_refused_with_the_ways_out(batch: Any) -> None:
     with pytest.raises(TypeError, match=r"cannot use a batch that is a .*labels.*collate_fn.*prepare_batch"):
-        batches.split(batch)
+        batches.split_batch(batch)
 
 
 class Named(torch.nn.Module):
@@ -79,18 +79,18 @@ class TakesAnything(torch.nn.Module):
 
 
 def test_a_model_gets_the_names_and_no_target_that_it_does_not_take() -> None:
-    assert batches.call(Named(), ({"x": X, "scale": 2.0, "labels": Y},)).equal(2 * X)
-    assert batches.call(TakesTarget(), ({"x": X, "labels": Y},)) == (X, Y)
-    assert batches.call(TakesAnything(), ({"x": X, "labels": Y},)) == ["labels", "x"]
-    assert batches.call(lambda **inputs: sorted(inputs), ({"x": X, "y": Y},)) == ["x", "y"]
-    assert batches.call(Named(), (X, 3.0)).equal(3 * X)
-    assert batches.call(Named(), (Batch(X, Y),)).equal(X)
-    assert batches.call(TakesTarget(), (Batch(X, Y),)) == (X, Y)
+    assert batches.call_model(Named(), ({"x": X, "scale": 2.0, "labels": Y},)).equal(2 * X)
+    assert batches.call_model(TakesTarget(), ({"x": X, "labels": Y},)) == (X, Y)
+    assert batches.call_model(TakesAnything(), ({"x": X, "labels": Y},)) == ["labels", "x"]
+    assert batches.call_model(lambda **inputs: sorted(inputs), ({"x": X, "y": Y},)) == ["x", "y"]
+    assert batches.call_model(Named(), (X, 3.0)).equal(3 * X)
+    assert batches.call_model(Named(), (Batch(X, Y),)).equal(X)
+    assert batches.call_model(TakesTarget(), (Batch(X, Y),)) == (X, Y)
 
 
 def test_a_name_that_the_model_does_not_know_is_its_own_error() -> None:
     with pytest.raises(TypeError, match="'identity'"):
-        batches.call(Named(), ({"x": X, "identity": Y},))
+        batches.call_model(Named(), ({"x": X, "identity": Y},))
 
 
 @dataclass

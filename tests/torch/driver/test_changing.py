@@ -1,7 +1,7 @@
 """Changes of what one worker in this process trains: entries of its config, its class, its seed.
 
-Covers `raysgd.trainer.driver.trainer` and `raysgd.torch.operator.internals`, too: what trainers of all frameworks can
-change, and how learning rates follow the config.
+Covers `raysgd.trainer.driver.changes`, `raysgd.trainer.driver.trainer` and `raysgd.torch.operator.internals`, too:
+what trainers of all frameworks can change, and how learning rates follow the config.
 """
 
 from __future__ import annotations

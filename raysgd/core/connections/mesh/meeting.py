@@ -21,10 +21,11 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
+from raysgd.core.engine.shared.connection import Connection
 from raysgd.core.engine.shared.types import LOOPBACK, PORT_BITS, Rendezvous
 from raysgd.exceptions import OnFailure
 
@@ -198,6 +199,21 @@ class Endpoint:
         finally:
             handshakes.drop(handshakes.pending)
         return handshakes.peers
+
+
+@dataclass
+class ListeningConnection(Connection):
+    """Base class of connections whose ranks listen at an `Endpoint`, whichever rank each will be."""
+
+    _endpoint: Endpoint | None = field(default=None, kw_only=True, repr=False, compare=False)
+
+    @property
+    def opens_for_any_rank(self) -> bool:
+        return True
+
+    def open_endpoint(self, host: str, rank: int) -> int:
+        self._endpoint = Endpoint(host)
+        return self._endpoint.port
 
 
 class _Pending:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from raysgd.air import CheckpointConfig
 from raysgd.core.engine.shared.faults import describe_fault, has_user_code
 from raysgd.exceptions import WorkerFault
-from raysgd.torch.data.batches import call
+from raysgd.torch.data.batches import call_model
 
 
 class NeedsMore(Exception):
@@ -261,7 +261,7 @@ def test_the_traceback_begins_at_the_users_first_line() -> None:
         raise ValueError("deep")
 
     with pytest.raises(ValueError, match="deep") as caught:
-        call(train_epoch, [[]])
+        call_model(train_epoch, [[]])
     in_user_code = _called_by_the_library(caught.value)
     fault = describe_fault(in_user_code, 0, "", portable=True)
     first = fault.traceback_text.splitlines()[1]
