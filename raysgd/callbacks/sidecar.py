@@ -62,13 +62,13 @@ class Sidecar:
     max_step: int | None = None
 
 
+@dataclass
 class Sidecars:
     """Writes and reads the sidecar files of one run."""
 
-    def __init__(self) -> None:
-        # For each folder of checkpoints: the files with parts of the history, in order, and how much of the history
-        # these files hold.
-        self._written: dict[str, tuple[tuple[str, ...], HistoryLimits]] = {}
+    # For each folder of checkpoints: the files with parts of the history, in order, and how much of the history these
+    # files hold.
+    _written: dict[str, tuple[tuple[str, ...], HistoryLimits]] = field(default_factory=dict)
 
     def write(self, checkpoint: str, sidecar: Sidecar) -> None:
         """Write the sidecar file of a checkpoint.

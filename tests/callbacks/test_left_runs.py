@@ -1,6 +1,6 @@
 """`fit` that is left by a signal or by its time, and goes on exactly there: one worker, in this process.
 
-Covers `raysgd.trainer.driver.fit_loop`; that all ranks stop at one step is shown in
+Covers `raysgd.trainer.driver.fit_loop` and `fit_epoch`; that all ranks stop at one step is shown in
 `tests/torch/test_leaving_integration.py`.
 """
 

@@ -128,6 +128,15 @@ INSIDE = {
         "examples",
     ),
     "trainer": ("configuration", "messages", "driver worker"),
+    "trainer.driver": (
+        "changes leaving pauses shared_data tune_trial",
+        "calls make_controller",
+        "predicting trainer_port",
+        "fit_results fit_steps",
+        "fit_epoch saving",
+        "fit_loop",
+        "trainer",
+    ),
     "trainer.worker": (
         "data ledger",
         "state worker_callbacks",

@@ -5,48 +5,30 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
-from raysgd.callbacks.callback import Callback, Run, SaveBehind, uses_folder_of_run
+from raysgd.callbacks.callback import uses_folder_of_run
 from raysgd.callbacks.calling import CallbackCalls, checked, overrides
-from raysgd.callbacks.monitors import StepMetrics
 from raysgd.callbacks.progress import ProgressBar, is_watched
-from raysgd.callbacks.sidecar import Sidecar, Sidecars, place_of
-from raysgd.callbacks.worker_callback import refuse_equal_keys
+from raysgd.callbacks.sidecar import Sidecar
 from raysgd.core import arguments as checks
-from raysgd.core.engine.shared.call import Call, CallHandle
 from raysgd.core.engine.shared.tracebacks import hides_library_frames
-from raysgd.core.engine.snapshots import Snapshot
-from raysgd.core.engine.worker import is_sendable
 from raysgd.core.files import check_path, make_folder
-from raysgd.core.history.history import CallRecord, History, RecordBeside
-from raysgd.core.numbers.metric_names import validation_name
-from raysgd.core.text.log_lines import Once
-from raysgd.exceptions import (
-    CallbackError,
-    InvalidCountError,
-    NoDataError,
-    OnFailure,
-    RaySGDError,
-    UnpicklableError,
-    WorkersLostError,
-)
+from raysgd.exceptions import CallbackError, InvalidCountError, WorkersLostError
 from raysgd.storage import files
-from raysgd.storage.background_writer import SubmittedWrite
-from raysgd.trainer.driver.calls import EpochCalls, EpochLeft, Listener, StepListener, asked
+from raysgd.trainer.driver.calls import asked
+from raysgd.trainer.driver.fit_epoch import EpochTraining
+from raysgd.trainer.driver.fit_results import EpochResults
+from raysgd.trainer.driver.fit_steps import StepReports
 from raysgd.trainer.driver.leaving import Leaving
 from raysgd.trainer.driver.pauses import Pauses
-from raysgd.trainer.messages import replica_calls
-from raysgd.trainer.messages.begun import BegunEpoch, summaries_as_data, summaries_from_data
-from raysgd.trainer.messages.epochs import VALIDATES, EpochRequest
-
-if TYPE_CHECKING:
-    from raysgd.journal.keeper import JournalKeeper
+from raysgd.trainer.driver.saving import RunCheckpoints
+from raysgd.trainer.driver.trainer_port import TrainerPort
+from raysgd.trainer.messages.begun import BegunEpoch
+from raysgd.trainer.messages.epochs import VALIDATES
 
 AUTO = "auto"
 INLINE, ASYNC = "inline", "async"
@@ -118,112 +100,6 @@ class FitOptions:
             check_path("folder", self.folder, instead=_INSTEAD_OF_URI)
 
 
-FitProgress = tuple[Sidecar, Any, int | None]
-"""What another process needs to continue a call to `fit`.
-
-A tuple of the sidecar (the run's progress, as it is also saved next to each checkpoint), the folder in which callbacks
-write if it is known, and the number of steps over all epochs if the run pauses inside epochs.
-"""
-
-NoteProgress = Callable[[FitProgress], None]
-"""Function that stores the progress of a call to `fit`, so that another process can continue the call."""
-
-
-@dataclass
-class TrainedEpoch:
-    """An epoch that has been trained, and perhaps is still being validated.
-
-    Attributes:
-        number: The epoch's number in the run, starting at 1.
-        trained: The metrics that the training call returned.
-        row: The epoch's metrics in the history of this run, a dictionary.
-        shown: The epoch's metrics in the trainer's history, a dictionary. The trainer's history also covers calls
-            outside this run.
-        handle: Handle of the epoch's validation if it runs concurrently with training. Otherwise, None.
-        ended: When a concurrent validation has ended, the function that adds its result to the trainer's history.
-            Empty before.
-        is_told: True if the `on_result` method of callbacks has been called for this epoch.
-    """
-
-    number: int
-    trained: Any
-    row: dict[str, Any]
-    shown: dict[str, Any]
-    handle: CallHandle[Any] | None = None
-    ended: list[Callable[[], CallRecord]] = field(default_factory=list)
-    is_told: bool = False
-
-    def note(self, add: RecordBeside, result: Any, began_at: float, seconds: float) -> None:
-        """Keep the result of a concurrent validation until the run's thread adds it to the histories.
-
-        The background thread that waits for the validation calls this method.
-        """
-        self.ended.append(partial(add, result, began_at, seconds))
-
-
-@dataclass(frozen=True)
-class TrainerPort:
-    """The attributes and methods of a trainer that `FitRun` uses.
-
-    The trainer creates a new `TrainerPort` for each call to `fit` or `epochs`.
-
-    Attributes:
-        new_run: Creates the `Run` that callbacks receive.
-        history: The trainer's history, which covers every call of the trainer.
-        calls: Runs calls on the workers. Also holds the listeners that receive the progress of these calls.
-        once: Remembers which warnings have been logged, so that no warning is logged twice.
-        runs_worker_callbacks: True if the workers can call worker callbacks around their steps.
-        use_worker_callbacks: Installs exactly the given callbacks in the workers.
-        train: Trains for one epoch: `train(request, dataset=..., of_fit=True)`.
-        validate: Validates once: `validate(request, dataset, of_fit=True)`.
-        validates_beside: Returns True if validation can run concurrently with training.
-        begin_validation: Starts a validation concurrently with training.
-        after_validation: Steps the learning rate schedulers that depend on validation metrics. Returns True if this
-            has changed the training state.
-        save: Saves the trainer to a file.
-        load: Loads a file that `save` has written.
-        note_progress: Stores the run's progress in a detached trainer, which outlives its program; None for other
-            trainers.
-        left_file: File to which a detached trainer saves itself if it ends after its program has exited; None for other
-            trainers.
-        leaves_epochs: True if a run can stop inside an epoch, and later continue there.
-        epoch_obstacle: Returns the reason why an interrupted epoch must start over, or None if it can continue.
-        save_behind: Saves the trainer in a background thread. Returns None if the file is already complete.
-        save_snapshot: Writes a snapshot, a copy of the training state that the driver already holds, to a file.
-        place_in: Returns the number of completed epochs in a snapshot, and its number of steps over all epochs.
-        settings: Returns the settings with which the trainer created its operators in the workers.
-        kept: If this process reattaches to a detached trainer, the progress that the previous process stored; otherwise
-            None.
-        begun: The epoch that the previous run left unfinished, or None.
-        note_begun: Stores the epoch that this run left unfinished, for the next run.
-    """
-
-    new_run: Callable[..., Run]
-    history: History
-    calls: EpochCalls
-    once: Once
-    runs_worker_callbacks: bool
-    use_worker_callbacks: Callable[..., None]
-    train: Callable[..., Any]
-    validate: Callable[..., Any]
-    validates_beside: Callable[[], bool]
-    begin_validation: Callable[..., CallHandle[Any]]
-    after_validation: Callable[..., bool]
-    save: Callable[[str], Any]
-    load: Callable[[str], Any]
-    note_progress: NoteProgress | None
-    left_file: str | None
-    leaves_epochs: bool
-    epoch_obstacle: Callable[[], str | None]
-    save_behind: Callable[[str], SubmittedWrite | None]
-    save_snapshot: Callable[[str, Snapshot], None]
-    place_in: Callable[[Snapshot], tuple[int, int]]
-    settings: Callable[[], Any]
-    kept: FitProgress | None
-    begun: BegunEpoch | None
-    note_begun: Callable[[BegunEpoch | None], None]
-
-
 class FitRun:
     """Runs one call to `fit` or `epochs`.
 
@@ -239,10 +115,8 @@ class FitRun:
         self._trainer = trainer
         self._options = options
         self._leaving = Leaving(options.max_time)
-        self._begun: BegunEpoch | None = None
-        self._is_lost = False
         self._kept = trainer.kept
-        self._callbacks, self._worker_callbacks = checked(options.callbacks)
+        self._callbacks, worker_callbacks = checked(options.callbacks)
         shows = is_watched(sys.stderr) if options.progress is None else options.progress
         if shows and not any(isinstance(each, ProgressBar) for each in self._callbacks):
             self._callbacks.append(ProgressBar())
@@ -250,57 +124,40 @@ class FitRun:
             epochs=options.epochs,
             folder=options.folder if self._kept is None else self._kept[1],
             callbacks=self._callbacks,
-            save=lambda run, location: self._save(location),
-            save_behind=self._save_behind,
+            save=lambda run, location: self._checkpoints.save(location, self._training.left_snapshot),
+            save_behind=lambda location: self._checkpoints.save_behind(location),
             may_validate=options.validation_freq > 0 or options.validate_every_n_steps is not None,
         )
         self.history = self._run.history
         self._calls = CallbackCalls(self._callbacks, self._run)
         self._max_step: int | None = None
-        self._pauses: Pauses | None = None
-        # The step that the previous process had counted before this process took over. Its call may still be running.
-        self._known_step: int | None = None
-        self._is_left = False
-        self._steps: StepListener | None = None
-        self._step_metrics: StepMetrics | None = None
-        self._listeners: list[Listener] = [self._calls.progress] if self._calls.wants("on_progress") else []
-        if options.log_every_n_steps and trainer.runs_worker_callbacks and self._calls.wants("on_step_metrics"):
-            self._step_metrics = StepMetrics(options.log_every_n_steps)
-            self._worker_callbacks.append(self._step_metrics)
-            self._steps = StepListener(trainer.calls.controller, self._calls.step_metrics)
-            self._listeners.append(self._steps)
-        self._journal = self._open_journal()
-        self._sidecars = Sidecars()
-        self._seen = trainer.history.extent
-        self._num_events = len(trainer.history.events)
-        self._lacks_data = False
-        self._current: TrainedEpoch | None = None
-        self._awaited: TrainedEpoch | None = None
-        self._pending: int | None = None
-        self._saved: list[str] = []
-        self._newest: str | None = None
-
-    def _open_journal(self) -> JournalKeeper | None:
-        """Return the object that writes the run's journal, the record of its steps, into the run's folder.
-
-        Return None if neither the user nor a callback uses the run's folder, or if the workers cannot call callbacks
-        around their steps.
-        """
-        has_folder = self._options.folder is not None or any(map(uses_folder_of_run, self._callbacks))
-        if not (has_folder and self._trainer.runs_worker_callbacks):
-            return None
-        from raysgd.journal.keeper import JournalKeeper, header_of  # imported here: not needed without a folder
-
-        run, trainer = self._run, self._trainer
-        asked = {"validation_freq": self._options.validation_freq, "has_dataset": self._options.dataset is not None}
-        journal = JournalKeeper(
-            lambda: run.folder,
-            trainer.calls.controller,
-            lambda: {**header_of(trainer.settings()), "epochs": run.epochs, **asked},
+        has_folder = options.folder is not None or any(map(uses_folder_of_run, self._callbacks))
+        in_header = {"validation_freq": options.validation_freq, "has_dataset": options.dataset is not None}
+        self._reports = StepReports(
+            trainer,
+            self._run,
+            self._calls,
+            worker_callbacks,
+            options.log_every_n_steps,
+            journal=in_header if has_folder else None,
         )
-        self._worker_callbacks.append(journal.recorder)
-        self._listeners.append(journal)
-        return journal
+        self._checkpoints: RunCheckpoints = RunCheckpoints(
+            trainer, self._calls, self._reports, self._sidecar, self._leaving.note_save
+        )
+        self._results = EpochResults(
+            trainer, self._run, self._calls, options.validation_freq, options.validation_dataset
+        )
+        self._training: EpochTraining = EpochTraining(
+            trainer,
+            self._run,
+            self._calls,
+            self._results,
+            self._leaving,
+            options.dataset,
+            on_left=self._reports.fetch,
+            on_paused=self._note_progress,
+        )
+        self._pending: int | None = None
 
     def epochs(self) -> Iterator[dict[str, Any]]:
         """Train, and yield the metrics of each epoch when it ends. Closing the iterator stops the run.
@@ -315,9 +172,9 @@ class FitRun:
         else:
             is_new = options.resume_from is None
             if options.epochs is not None:
-                self._run.epochs = options.epochs + (self._epochs_done() if is_new else 0)
+                self._run.epochs = options.epochs + (self._training.epochs_done() if is_new else 0)
             if options.max_steps is not None:
-                self._max_step = options.max_steps + (self._global_step() if is_new else 0)
+                self._max_step = options.max_steps + (self._training.global_step() if is_new else 0)
         finds = self._trainer.left_file or any(overrides(each, "newest_checkpoint") for each in self._callbacks)
         if options.resume_from == AUTO and not finds:
             raise ValueError(
@@ -326,55 +183,26 @@ class FitRun:
             )
         pausing = [each for each in self._callbacks if each._pauses]
         if pausing or self._max_step is not None or options.validate_every_n_steps is not None:
-            self._check_pauses(pausing)
-            self._pauses = Pauses(pausing, options.validate_every_n_steps, self._max_step)
+            every = options.validate_every_n_steps
+            self._training.check_pauses(pausing, max_steps=options.max_steps, validate_every_n_steps=every)
+            self._training.pauses = Pauses(pausing, every, self._max_step)
         self._calls.check()
-        for callback in self._worker_callbacks:
-            name = type(callback).__name__
-            if not self._trainer.runs_worker_callbacks:
-                raise TypeError(
-                    f"`{name}` runs in the workers, around each step, which `{type(self._run.trainer).__name__}` "
-                    "cannot do: leave it out, or train with `TorchTrainer`."
-                )
-            if not is_sendable(callback):
-                raise UnpicklableError(f"`{name}` runs in the workers, and cannot be pickled.")
-        refuse_equal_keys(self._worker_callbacks)
+        self._reports.check()
         if options.folder is not None:
             make_folder("folder", options.folder)
         return self._epochs()
 
-    def _check_pauses(self, pausing: Sequence[Callback]) -> None:
-        """Raise an error if an option requires pauses inside epochs but the workers cannot pause there."""
-        obstacle, trainer, options = self._trainer.epoch_obstacle(), self._trainer, self._options
-        if not trainer.leaves_epochs:
-            obstacle = f"`{type(self._run.trainer).__name__}` cannot hold its workers inside an epoch"
-        if options.dataset is not None:
-            obstacle = "a file does not hold the place in the `dataset` of a call"
-        if obstacle is not None:
-            used = [
-                f"`{name}`" for name in ("max_steps", "validate_every_n_steps") if getattr(options, name) is not None
-            ]
-            used += [f"`{type(each).__name__}(every_n_steps=...)` and `every_minutes`" for each in pausing[:1]]
-            raise ValueError(
-                f"{' and '.join(used)} cannot work here: {obstacle}. Leave them out, or loop over "
-                "`trainer.train(num_steps=100)`, `trainer.validate()` and `trainer.save(path)`."
-            )
-        if options.validate_every_n_steps is not None and not self._can_validate:
-            raise ValueError(
-                f"`validate_every_n_steps={options.validate_every_n_steps}`: there is nothing to validate on. Register "
-                "validation data in `setup`, or pass `validation_dataset`."
-            )
-
     @hides_library_frames
     def _epochs(self) -> Iterator[dict[str, Any]]:
-        with self._leaving.listening(self._expect_end), self._ending_afterwards(), self._in_workers():
+        with self._leaving.listening(self._expect_end), self._ending_afterwards(), self._reports.in_workers():
             self._resume()
-            if self._journal is not None:
-                self.history.journal = self._journal.folder
+            if self._reports.journal_folder is not None:
+                self.history.journal = self._reports.journal_folder
             is_asked = self._options.validate == ASYNC
-            self._run.validates_beside = is_asked and self._validates and self._trainer.validates_beside()
+            self._run.validates_beside = is_asked and self._results.validates and self._trainer.validates_beside()
             with self._told_of_the_run():
-                self._go_on_with_pending()
+                if self._pending == self._run.epoch:
+                    self._results.tell_pending()
                 self._note_progress()
                 try:
                     while self._goes_on():
@@ -382,27 +210,20 @@ class FitRun:
                         if row is not None:
                             yield row
                 except GeneratorExit:
-                    self._finish_validation()
+                    self._results.finish_validation()
                     raise
-                self._finish_validation()
-                if self._is_left or self._leaves():
+                self._results.finish_validation()
+                if self._training.has_left or self._leaving.is_due():
                     self._leave()
 
     def _goes_on(self) -> bool:
         """Return True if the run still has an epoch, or the rest of an epoch, to train."""
         run = self._run
-        if run.is_stopping or self._is_left or self._leaves() or run.epoch >= self._last_epoch:
+        if run.is_stopping or self._training.has_left or self._leaving.is_due() or run.epoch >= self._last_epoch:
             return False
-        return self._max_step is None or self._global_step() < self._max_step
+        return self._max_step is None or self._training.global_step() < self._max_step
 
     # ------------------------------------------------------------------------------------------------ stopped early
-
-    def _leaves(self) -> bool:
-        """Return True if a signal or the time limit requires the run to stop before its last epoch ends.
-
-        The run asks this between epochs, and also while an epoch is running.
-        """
-        return self._leaving.is_due()
 
     def _expect_end(self) -> None:
         """Tell the controller not to replace lost workers anymore, because the program is about to end.
@@ -422,7 +243,7 @@ class FitRun:
             yield
         finally:
             self._trainer.calls.controller.is_ending = False
-            self._trainer.note_begun(None if self._is_lost else self._begun)
+            self._trainer.note_begun(None if self._training.is_lost else self._training.begun)
 
     def _leave(self) -> None:
         """If the run stops early, call the callbacks' `on_leave`, in which they save the current training state.
@@ -432,61 +253,26 @@ class FitRun:
         Raises:
             Preempted: A signal stopped the run.
         """
-        run, leaving = self._run, self._leaving
-        is_early = leaving.is_due()
-        if leaving.signal is None and not self._is_left and (run.is_stopping or run.epoch >= self._last_epoch):
+        run, leaving, training = self._run, self._leaving, self._training
+        is_early, is_at_end = leaving.is_due(), run.is_stopping or run.epoch >= self._last_epoch
+        if leaving.signal is None and not training.has_left and is_at_end:
             return
-        if not self._is_lost or self._finds_snapshot():
-            run.step = 0 if self._begun is None else self._begun.num_steps
+        if not training.is_lost or training.finds_snapshot(self._checkpoints.newest):
+            run.step = 0 if training.begun is None else training.begun.num_steps
             self._calls.tell("on_leave")
+        newest = self._checkpoints.newest
         logger.log(
             logging.WARNING if is_early else logging.INFO,
             "%s: left the run after %d epochs%s; %s",
             leaving.reason if is_early else run.history.stop_reason or f"`max_steps` of {self._max_step}",
             run.epoch,
             f" and {run.step} batches of the next one" if run.step else "",
-            "nothing is saved" if self._newest is None else f"the newest checkpoint is {self._newest}",
+            "nothing is saved" if newest is None else f"the newest checkpoint is {newest}",
         )
         if leaving.signal is not None:
-            leaving.end_program(self._newest)
+            leaving.end_program(newest)
         if is_early:
             run.stop(leaving.reason)
-
-    def _finds_snapshot(self) -> bool:
-        """Return True if the last snapshot in the driver is newer than the last checkpoint file.
-
-        Called after all workers were lost. A snapshot is a copy of the training state that the workers sent to the
-        driver.
-        """
-        landed = self._trainer.calls.controller.snapshots.landed
-        if landed is None:
-            return False
-        (num_epochs, global_step), progress = self._trainer.place_in(landed), landed.progress
-        if progress is not None:
-            self._begun = BegunEpoch.of(progress, global_step=global_step)
-            num_epochs -= self._begun.is_exhausted
-        place = num_epochs, 0 if self._begun is None else self._begun.num_steps
-        return num_epochs == self._run.epoch and (self._newest is None or place > place_of(self._newest))
-
-    @contextmanager
-    def _in_workers(self) -> Iterator[None]:
-        """Inside the block, have the workers call the run's worker callbacks around their steps."""
-        chosen, use = self._worker_callbacks, self._trainer.use_worker_callbacks
-        if not chosen:
-            yield
-            return
-
-        def take_out() -> None:
-            try:
-                use(())
-            except RaySGDError as error:  # only log this error, so that it does not hide the error that ended the run
-                logger.warning("could not take callbacks out of the workers: %r", error)
-
-        with OnFailure(take_out):
-            if self._kept is None:  # otherwise, the process that started this run has already done it
-                use(chosen)
-            yield
-        use(())
 
     @contextmanager
     def _told_of_the_run(self) -> Iterator[None]:
@@ -520,7 +306,7 @@ class FitRun:
             lost = error.__cause__ if isinstance(error, CallbackError) else error
             if self._leaving.signal is None or not isinstance(lost, WorkersLostError):
                 raise
-            self._is_lost, self._begun = True, None
+            self._training.note_loss()
             return None
 
     def _epoch(self) -> dict[str, Any] | None:
@@ -530,334 +316,54 @@ class FitRun:
         if run.is_stopping:
             return None
         run.epoch += 1
-        with trainer.calls.listeners.listening(*self._listeners):
-            info = {"num_epochs": run.epochs, VALIDATES: self._validates}
-            trained = self._train(asked(None, info=info))
+        with trainer.calls.listeners.listening(*self._reports.listeners):
+            info = {"num_epochs": run.epochs, VALIDATES: self._results.validates}
+            trained = self._training.train(asked(None, info=info))
             if trained is None:
                 run.epoch -= 1
                 return None
-            epoch = self._current = self._trained(trained)
-            if self._begun is not None:
-                epoch.row["seconds"] += self._begun.seconds
-            self._begun, run.step = None, 0
+            epoch = self._results.add(trained)
+            if self._training.begun is not None:
+                epoch.row["seconds"] += self._training.begun.seconds
+            self._training.begun, run.step = None, 0
             self._note_progress()
-            if self._is_due(run.epoch) and not run.validates_beside:
-                self._validate(epoch)
+            if self._results.is_due(run.epoch) and not run.validates_beside:
+                self._results.validate(epoch)
         self._calls.check_progress()
-        self._tell_of_events()
-        self._saved.clear()
+        self._results.tell_events()
+        self._checkpoints.of_epoch.clear()
         try:
             # Add the previous epoch's validation result if it has arrived, so that the next checkpoint includes it.
-            self._finish_validation(waits=False)
+            self._results.finish_validation(waits=False)
         finally:
             self._calls.tell("on_epoch_trained")
-        if self._awaited is not None:
-            self._save_again(self._finish_validation())
-        if self._is_due(run.epoch) and run.validates_beside:
-            self._validate(epoch)
+        if self._results.awaits_validation:
+            self._checkpoints.save_again(self._results.finish_validation())
+        if self._results.is_due(run.epoch) and run.validates_beside:
+            self._results.validate(epoch)
         if epoch.handle is None:
-            self._tell_of_result(epoch)
+            self._results.tell(epoch)
         self._note_progress()
         return epoch.row
 
-    def _train(self, request: EpochRequest) -> Any:
-        """Train an epoch, or the rest of an epoch, with the pauses that are due inside it.
-
-        Return the training call's result. Return None if the run stops inside the epoch.
-        """
-        dataset, can_leave = self._options.dataset, self._trainer.leaves_epochs
-        asks = self._asks if can_leave and (self._leaving.may_come or self._pauses is not None) else None
-        self._is_left = self._begun is not None and self._begun.owes_validation and not self._pause()
-        while not self._is_left:
-            hold_at, self._known_step = self._next_pause(), None
-            try:
-                return self._trainer.train(
-                    replace(request, hold_at=hold_at),
-                    dataset=dataset,
-                    of_fit=True,
-                    begun=self._begun,
-                    leaves=asks,
-                )
-            except (EpochLeft, WorkersLostError) as left:
-                self._note_left(left)
-            self._is_left = self._is_lost or self._leaves() or not self._pause()
-        return None
-
-    def _asks(self) -> bool:
-        """Return True if the running epoch must pause after its current step, for example to validate or save."""
-        return self._leaves() or (self._pauses is not None and self._pauses.is_due)
-
-    def _next_pause(self) -> int | None:
-        """Return the number of batches after which the epoch must pause next. Return None if no pause is planned.
-
-        The batches are counted from the start of the epoch. Called while the workers are idle.
-        """
-        if self._pauses is None:
-            return None
-        step = self._global_step()
-        pause = self._pauses.next_after(step)
-        return None if pause is None else pause - step + (0 if self._begun is None else self._begun.num_steps)
-
-    def _pause(self) -> bool:
-        """Validate and save, if due, while the workers wait between two steps. Return False if the run stops there."""
-        begun, pauses = self._begun, self._pauses
-        if begun is None or pauses is None:  # the epoch has not taken a step yet
-            return True
-        if begun.owes_validation:
-            self._validate_inside(begun)
-        with self._between_epochs(begun):
-            for each in pauses.callbacks:
-                self._calls.call(each, "_on_pause", self._run, begun.global_step)
-            self._note_progress()
-        if begun.is_exhausted:  # no batches are left: continue, so that the epoch is completed
-            return not self._leaves()
-        return not (self._run.is_stopping or self._leaves() or pauses.ends_at(begun.global_step))
-
-    def _validate_inside(self, begun: BegunEpoch) -> None:
-        """Validate while the workers wait inside an epoch, and pass the metrics to the callbacks' `on_validation`."""
-        place, result = (self._run.epoch, begun.global_step), {}
-        request = replace(asked(None), starts_over=True, is_inside=True)
-        with self._noting_lack_of_data():
-            result = self._trainer.validate(request, self._options.validation_dataset, of_fit=True, inside=place)
-        self._begun = replace(begun, owes_validation=False)
-        if self._lacks_data:
-            return
-        self._take_records()
-        metrics = {validation_name(name): value for name, value in result.items()}
-        with self._between_epochs(begun):
-            self._calls.tell("on_validation", begun.global_step, metrics)
-
-    @contextmanager
-    def _between_epochs(self, begun: BegunEpoch) -> Iterator[None]:
-        """Inside the block, show callbacks the progress of an unfinished epoch in the `run` that they receive.
-
-        Let `run.epoch` be the number of completed epochs, and `run.step` the number of batches of the unfinished epoch.
-        """
-        run = self._run
-        run.epoch, run.step = run.epoch - 1, begun.num_steps
-        try:
-            yield
-        finally:
-            run.epoch, run.step = run.epoch + 1, 0
-
-    def _note_left(self, left: EpochLeft | WorkersLostError) -> None:
-        """Record the step at which an epoch stopped before its end.
-
-        Args:
-            left: The exception that ended the training call: an `EpochLeft` with the state of the workers, or the loss
-                of all workers.
-
-        Raises:
-            WorkersLostError: All workers were lost, and the program has received no signal that would explain the loss.
-        """
-        if isinstance(left, WorkersLostError) and self._leaving.signal is None:
-            raise left
-        self._is_lost = not isinstance(left, EpochLeft) or not left.states
-        self._begun = None
-        if isinstance(left, EpochLeft) and left.states and left.states[0].num_steps:
-            if self._steps is not None:
-                self._steps.tell_rest()
-            if self._journal is not None:
-                self._journal.fetch()
-            landed = self._trainer.calls.controller.snapshots.landed
-            step = 0 if landed is None else self._trainer.place_in(landed)[1]
-            begun = BegunEpoch.of(left.states, seconds=left.seconds, global_step=step)
-            self._begun = replace(begun, owes_validation=self._owes_validation(begun))
-
-    def _owes_validation(self, begun: BegunEpoch) -> bool:
-        """Return True if `validate_every_n_steps` requires a validation at the step where the epoch paused.
-
-        Return False if that step is the epoch's last step and a validation follows the epoch anyway.
-        """
-        is_due = self._pauses is not None and self._pauses.validates_at(begun.global_step)
-        return is_due and not (begun.is_exhausted and self._is_due(self._run.epoch))
-
-    def _trained(self, result: Any) -> TrainedEpoch:
-        recorded = self._trainer.history
-        self._take_records()
-        row = self.history[-1]
-        number = result.get("epoch", self._run.epoch)  # the result of Keras's `fit` has no epoch number
-        if number != self._run.epoch and self._trainer.once.is_first("epochs"):
-            logger.warning(
-                "epoch %d of this run is epoch %d of the trainer, because something else was trained or loaded "
-                'meanwhile. Files say the latter to `resume_from`. `load(path, parts=["models"])` loads no epoch',
-                self._run.epoch,
-                number,
-            )
-        row["epoch"] = self._run.epoch
-        return TrainedEpoch(self._run.epoch, result, row, recorded[-1] if len(recorded) else {})
-
-    def _is_due(self, epoch: int) -> bool:
-        return self._validates and epoch % self._options.validation_freq == 0
-
-    @property
-    def _validates(self) -> bool:
-        return self._can_validate and self._options.validation_freq > 0
-
-    @property
-    def _can_validate(self) -> bool:
-        has_data = self._options.validation_dataset is not None
-        return (has_data or self._trainer.calls.controller.facts[0].has_validation) and not self._lacks_data
-
-    def _validate(self, epoch: TrainedEpoch) -> None:
-        """Validate after an epoch. If validation runs concurrently with training, only start the validation."""
-        trainer, dataset = self._trainer, self._options.validation_dataset
-        if self._run.validates_beside:
-            epoch.handle = trainer.begin_validation(asked(None), dataset, True, epoch.note)
-            self._awaited = epoch
-            return
-        # Validate on all data from the start, even if a callback has just validated on its first few batches.
-        whole = replace(asked(None), starts_over=True)
-        with self._noting_lack_of_data():
-            trainer.after_validation(epoch.trained, trainer.validate(whole, dataset, of_fit=True))
-        self._take_records()
-
-    @contextmanager
-    def _noting_lack_of_data(self) -> Iterator[None]:
-        """If a validation in the block fails because there is no validation data, stop validating in this run."""
-        try:
-            yield
-        except NoDataError as error:
-            self._lacks_data = True
-            logger.warning("`%s.validate` needs data, so `fit` does not validate: %s", self._run.name, error.args[0])
-
-    def _finish_validation(self, waits: bool = True) -> bool:
-        """Wait for the concurrent validation, if there is one, and pass the metrics of its epoch to callbacks.
-
-        If the validation has lost its workers, the epoch gets no validation metrics.
-
-        Args:
-            waits: If False and the validation is still running, do nothing.
-
-        Returns:
-            True if the validation metrics have changed the training state, through a learning rate scheduler.
-        """
-        epoch, changes_state = self._awaited, False
-        if epoch is None or epoch.handle is None or not (waits or epoch.handle.done()):
-            return False
-        self._awaited, validated = None, None
-        with self._trainer.calls.accounts.waiting_for_validation(), self._noting_lack_of_data():
-            try:
-                validated = epoch.handle.result()
-            except WorkersLostError as error:
-                logger.warning("epoch %d has no metrics of validation: %s", epoch.number, error)
-        self._take_records()
-        for add in epoch.ended:
-            self.history.add(add(), epoch.row)
-            self._seen = self._trainer.history.extent
-            changes_state = self._trainer.after_validation(epoch.trained, validated)
-        self._tell_of_result(epoch)
-        return changes_state
-
-    def _tell_of_events(self) -> None:
-        events = self._trainer.history.events[self._num_events :]
-        self._num_events += len(events)
-        for event in events:
-            self.history.events.append(event)
-            self._calls.tell("on_event", event)
-
-    def _tell_of_result(self, epoch: TrainedEpoch) -> None:
-        """Call the callbacks' `on_result` with the metrics of an epoch.
-
-        During this call, `run.epoch` is the number of that epoch, even if the next epoch is already being trained.
-        """
-        run, now = self._run, self._run.epoch
-        epoch.is_told, run.epoch, run._last_told = True, epoch.number, epoch.number
-        try:
-            self._calls.tell("on_result", epoch.row)
-        finally:
-            run.epoch = now
-        epoch.shown.update(epoch.row)
-        self._take_records()
-
-    def _take_records(self) -> None:
-        """Copy the records of new calls from the trainer's history to the run's history."""
-        history, recorded = self.history, self._trainer.history
-        for record in recorded.part(self._seen, recorded.extent).records:
-            if record.of_fit:
-                history.add(record, history[-1] if len(history) else None)
-            else:  # the record of a call that a callback made, or the user's code between two epochs
-                history.records.append(record)
-        self._seen = recorded.extent
-
     # ------------------------------------------------------------------------------------------- saved and resumed
 
-    def _save(self, location: str) -> None:
-        began, step = time.perf_counter(), None
-        if self._is_lost:
-            landed = self._trainer.calls.controller.snapshots.landed
-            assert landed is not None, "it was found"
-            self._trainer.save_snapshot(location, landed)
-            step = self._trainer.place_in(landed)[1]
-        else:
-            self._trainer.save(location)
-        self._sidecars.write(location, replace(self._sidecar(), open_steps=self._open_steps()))
-        self._leaving.note_save(time.perf_counter() - began)
-        self._saved.append(location)
-        self._newest = location
-        if self._journal is not None:
-            self._journal.note_checkpoint(location, step)
-        self._calls.tell("on_checkpoint", location)
-
-    def _save_behind(self, location: str) -> SaveBehind:
-        """Save a checkpoint in the background.
-
-        Write the sidecar, the file with the run's progress, before the checkpoint. A complete checkpoint then always
-        has a sidecar.
-        """
-        self._sidecars.write(location, replace(self._sidecar(), open_steps=self._open_steps()))
-        write = self._trainer.save_behind(location)
-        # The step after which the workers copied the training state that is now being written.
-        step = None if self._journal is None else self._journal.last_step
-        self._saved.append(location)
-
-        def note() -> None:
-            self._leaving.note_save(0.0 if write is None else write.seconds)
-            self._newest = location
-            if self._journal is not None:
-                self._journal.note_checkpoint(location, step)
-            self._calls.tell("on_checkpoint", location)
-
-        return SaveBehind(write, note)
-
-    def _save_again(self, has_changed: bool) -> None:
-        """Save again the files that were saved before the validation result of their epoch arrived.
-
-        Args:
-            has_changed: True if the validation result has changed the training state. Otherwise, only write the
-                sidecars again, the files with the run's progress.
-        """
-        try:
-            for location in self._saved:
-                if has_changed:
-                    self._trainer.save(location)
-                self._sidecars.write(location, self._sidecar())
-        except OSError as error:  # only a warning, because the files of the first save still exist
-            logger.warning("could not add the result of the epoch before to what was saved: %s", error)
-
-    def _sidecar(self) -> Sidecar:
-        self._take_records()
-        current = self._current
+    def _sidecar(self, with_open_steps: bool = False) -> Sidecar:
+        """Return the run's progress, as it is saved beside each checkpoint."""
+        self._results.take_records()
+        current = self._results.current
         epoch = self._run.epoch if current is None else current.number
         pending = None if current is None or current.is_told else epoch
-        begun = None if self._begun is None else self._begun.as_data()
+        begun = None if self._training.begun is None else self._training.begun.as_data()
         states = self._calls.states()
-        return Sidecar(epoch, self.history, states, pending, self._run.epochs, begun, max_step=self._max_step)
-
-    def _open_steps(self) -> list[Any] | None:
-        """Return the step metrics that have not been passed to loggers yet, as plain data for the sidecar.
-
-        The list holds the step, followed by the metrics of each rank. Return None if there are no such metrics, or if
-        all workers were lost.
-        """
-        found = () if self._steps is None or self._is_lost else self._steps.open()
-        return [found[0][0], *summaries_as_data(each for _, each in found)] if found else None
+        open_steps = self._reports.open_steps() if with_open_steps and not self._training.is_lost else None
+        return Sidecar(epoch, self.history, states, pending, self._run.epochs, begun, open_steps, self._max_step)
 
     def _note_progress(self) -> None:
         """Store the run's progress if the trainer is a detached one, which outlives its program."""
         run, note = self._run, self._trainer.note_progress
         if note is not None:
-            step = None if self._pauses is None else self._global_step()
+            step = None if self._training.pauses is None else self._training.global_step()
             note((self._sidecar(), vars(run).get("folder", run._folder), step))
 
     def _resume(self) -> None:
@@ -865,14 +371,22 @@ class FitRun:
             # This process took over a run from another process. The workers may already be training the next epoch, so
             # do not call them.
             self._take_over(self._kept[0])
-            self._run.epoch, self._known_step = self._kept[0].epoch, self._kept[2]
+            self._run.epoch, self._training.known_step = self._kept[0].epoch, self._kept[2]
         else:
-            location = self._place_to_resume()
+            given = self._options.resume_from
+            location = None if given is None else str(given)
+            if given == AUTO:
+                location = self._checkpoints.find(self._run)
             if location is not None:
-                self._load(location)
-            elif self._trainer.begun is not None and self._trainer.begun.global_step == self._global_step():
-                self._continue_inside(self._trainer.begun)
-            self._run.epoch = self._epochs_done() - (self._begun is not None and self._begun.is_exhausted)
+                sidecar = self._checkpoints.load(location)
+                if sidecar is not None:
+                    self._take_over(sidecar)
+                    self._reports.go_on_from(sidecar.open_steps)
+            elif self._trainer.begun is not None and self._trainer.begun.global_step == self._training.global_step():
+                self._training.go_on_inside(self._trainer.begun)
+            self._run.epoch = self._training.epochs_done() - (
+                self._training.begun is not None and self._training.begun.is_exhausted
+            )
             if location is not None:
                 self._warn_if_complete(location)
         if self._pending == self._run.epoch:
@@ -881,7 +395,7 @@ class FitRun:
     def _warn_if_complete(self, location: str) -> None:
         counts = [("epochs", "epochs", self._run.epoch, self._run.epochs)]
         if self._max_step is not None:
-            counts.append(("steps", "max_steps", self._global_step(), self._max_step))
+            counts.append(("steps", "max_steps", self._training.global_step(), self._max_step))
         for counted, argument, done, total in counts:
             if total is not None and done >= total:
                 logger.warning(
@@ -894,62 +408,9 @@ class FitRun:
                     argument,
                 )
 
-    def _go_on_with_pending(self) -> None:
-        """Call `on_result` for the loaded checkpoint's last epoch if it was saved before `on_result` was called.
-
-        If the validation of that epoch is still due, validate first.
-        """
-        history, number = self.history, self._run.epoch
-        if self._pending != number or not len(history):
-            return
-        row = history[-1]
-        epoch = self._current = TrainedEpoch(number, row, row, {})
-        if self._is_due(number) and "val_seconds" not in row:
-            self._validate(epoch)
-        if epoch.handle is None:
-            self._tell_of_result(epoch)
-
-    def _place_to_resume(self) -> str | None:
-        given = self._options.resume_from
-        if given != AUTO:
-            return None if given is None else str(given)
-        found = [each.newest_checkpoint(self._run) for each in self._callbacks]
-        places, left = [str(each) for each in found if each is not None], self._trainer.left_file
-        if left is not None and place_of(left)[0] >= 0:
-            places.append(left)  # last, so that `max` prefers an equally new file that also has the callbacks' states
-        return max(places, key=place_of, default=None)
-
-    def _load(self, location: str) -> None:
-        self._trainer.load(location)
-        self._newest = location
-        sidecar = self._sidecars.read(location)
-        if sidecar is None:
-            return
-        self._take_over(sidecar)
-        if sidecar.open_steps and self._step_metrics is not None:
-            step, *by_rank = sidecar.open_steps
-            self._step_metrics.begun = int(step), summaries_from_data(by_rank)
-            self._trainer.use_worker_callbacks(self._worker_callbacks)
-
-    def _continue_inside(self, begun: BegunEpoch) -> None:
-        """Let the run continue with the rest of an epoch that an earlier run left unfinished."""
-        self._begun = begun
-        self._run.step, self._run._global_step = begun.num_steps, begun.global_step
-
     def _take_over(self, sidecar: Sidecar) -> None:
         self.history.take_over(sidecar.history)
         self._calls.load_states(sidecar.callbacks)
         self._pending = sidecar.pending
         if sidecar.begun is not None:
-            self._continue_inside(BegunEpoch.from_data(sidecar.begun))
-
-    def _global_step(self) -> int:
-        """Return how many batches each worker has trained on over all epochs. Called while workers are idle."""
-        if self._known_step is not None:
-            return self._known_step
-        step: list[int] = self._trainer.calls.controller.run(Call(replica_calls.global_step, rank=0))
-        return step[0]
-
-    def _epochs_done(self) -> int:
-        done: list[int] = self._trainer.calls.controller.run(Call(replica_calls.epochs_done, rank=0))
-        return done[0]
+            self._training.go_on_inside(BegunEpoch.from_data(sidecar.begun))

@@ -51,11 +51,12 @@ from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.configuration.settings import GroupSettings, ReplicaMaker, ReplicaSettings
 from raysgd.trainer.driver.calls import EpochCalls, ProgressListeners, Validation, asked
 from raysgd.trainer.driver.changes import ReadOnlyConfig, naming_config_entries, refuse_changes, send_by_value
-from raysgd.trainer.driver.fit_loop import FitOptions, FitProgress, FitRun, NoteProgress, TrainerPort
+from raysgd.trainer.driver.fit_loop import FitOptions, FitRun
 from raysgd.trainer.driver.make_controller import make_controller
 from raysgd.trainer.driver.predicting import PredictionRounds, usual_batch_size
 from raysgd.trainer.driver.saving import FileSaves, KeptTrainer
 from raysgd.trainer.driver.shared_data import DataSharing, place_share
+from raysgd.trainer.driver.trainer_port import FitProgress, NoteProgress, TrainerPort
 from raysgd.trainer.messages import replica_calls
 from raysgd.trainer.messages.begun import BegunEpoch
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, merged

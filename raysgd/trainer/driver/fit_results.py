@@ -1,0 +1,239 @@
+"""Adds each epoch of a call to `fit` to the run's history: a row with the metrics of its training and validation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from raysgd.callbacks.callback import Run
+from raysgd.callbacks.calling import CallbackCalls
+from raysgd.core.engine.shared.call import CallHandle
+from raysgd.core.history.history import CallRecord, RecordBeside
+from raysgd.core.numbers.metric_names import validation_name
+from raysgd.exceptions import NoDataError, WorkersLostError
+from raysgd.trainer.driver.calls import asked
+from raysgd.trainer.driver.trainer_port import TrainerPort
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainedEpoch:
+    """An epoch that has been trained, and perhaps is still being validated.
+
+    Attributes:
+        number: The epoch's number in the run, starting at 1.
+        trained: The metrics that the training call returned.
+        row: The epoch's metrics in the history of this run, a dictionary.
+        shown: The epoch's metrics in the trainer's history, a dictionary. The trainer's history also covers calls
+            outside this run.
+        handle: Handle of the epoch's validation if it runs concurrently with training. Otherwise, None.
+        ended: When a concurrent validation has ended, the function that adds its result to the trainer's history.
+            Empty before.
+        is_told: True if the `on_result` method of callbacks has been called for this epoch.
+    """
+
+    number: int
+    trained: Any
+    row: dict[str, Any]
+    shown: dict[str, Any]
+    handle: CallHandle[Any] | None = None
+    ended: list[Callable[[], CallRecord]] = field(default_factory=list)
+    is_told: bool = False
+
+    def note(self, add: RecordBeside, result: Any, began_at: float, seconds: float) -> None:
+        """Keep the result of a concurrent validation until the run's thread adds it to the histories.
+
+        The background thread that waits for the validation calls this method.
+        """
+        self.ended.append(partial(add, result, began_at, seconds))
+
+
+class EpochResults:
+    """Validates the epochs of a run, adds their metrics to the run's history, and passes them to callbacks.
+
+    Args:
+        trainer: The attributes and methods of the trainer that the run uses.
+        run: The run that callbacks receive. New rows are added to its history.
+        calls: Calls the callbacks of the run.
+        validation_freq: After how many epochs to validate each time. 0 to never validate after epochs.
+        dataset: Data to validate on instead of the registered data, or None.
+
+    Attributes:
+        current: The last epoch that has been trained, or None if this run has not completed one yet.
+    """
+
+    def __init__(
+        self, trainer: TrainerPort, run: Run, calls: CallbackCalls, validation_freq: int, dataset: Any
+    ) -> None:
+        self._trainer, self._run, self._calls = trainer, run, calls
+        self._validation_freq, self._dataset = validation_freq, dataset
+        self._seen = trainer.history.extent
+        self._num_events = len(trainer.history.events)
+        self._lacks_data = False
+        self._awaited: TrainedEpoch | None = None
+        self.current: TrainedEpoch | None = None
+
+    # ------------------------------------------------------------------------------------------------------ the rows
+
+    def add(self, result: Any) -> TrainedEpoch:
+        """Add the row of an epoch to the run's history.
+
+        Args:
+            result: The metrics that the training call returned.
+        """
+        recorded, history = self._trainer.history, self._run.history
+        self.take_records()
+        row = history[-1]
+        number = result.get("epoch", self._run.epoch)  # the result of Keras's `fit` has no epoch number
+        if number != self._run.epoch and self._trainer.once.is_first("epochs"):
+            logger.warning(
+                "epoch %d of this run is epoch %d of the trainer, because something else was trained or loaded "
+                'meanwhile. Files say the latter to `resume_from`. `load(path, parts=["models"])` loads no epoch',
+                self._run.epoch,
+                number,
+            )
+        row["epoch"] = self._run.epoch
+        self.current = TrainedEpoch(self._run.epoch, result, row, recorded[-1] if len(recorded) else {})
+        return self.current
+
+    def take_records(self) -> None:
+        """Copy the records of new calls from the trainer's history to the run's history."""
+        history, recorded = self._run.history, self._trainer.history
+        for record in recorded.part(self._seen, recorded.extent).records:
+            if record.of_fit:
+                history.add(record, history[-1] if len(history) else None)
+            else:  # the record of a call that a callback made, or the user's code between two epochs
+                history.records.append(record)
+        self._seen = recorded.extent
+
+    def tell(self, epoch: TrainedEpoch) -> None:
+        """Call the callbacks' `on_result` with the metrics of an epoch.
+
+        During this call, `run.epoch` is the number of that epoch, even if the next epoch is already being trained.
+        """
+        run, now = self._run, self._run.epoch
+        epoch.is_told, run.epoch, run._last_told = True, epoch.number, epoch.number
+        try:
+            self._calls.tell("on_result", epoch.row)
+        finally:
+            run.epoch = now
+        epoch.shown.update(epoch.row)
+        self.take_records()
+
+    def tell_pending(self) -> None:
+        """Call `on_result` for the last epoch of a checkpoint that was saved before `on_result` was called.
+
+        If the validation of that epoch is still due, validate first.
+        """
+        history, number = self._run.history, self._run.epoch
+        if not len(history):
+            return
+        row = history[-1]
+        epoch = self.current = TrainedEpoch(number, row, row, {})
+        if self.is_due(number) and "val_seconds" not in row:
+            self.validate(epoch)
+        if epoch.handle is None:
+            self.tell(epoch)
+
+    def tell_events(self) -> None:
+        """Add the new losses and additions of workers to the run's history, and call the callbacks' `on_event`."""
+        events = self._trainer.history.events[self._num_events :]
+        self._num_events += len(events)
+        for event in events:
+            self._run.history.events.append(event)
+            self._calls.tell("on_event", event)
+
+    # --------------------------------------------------------------------------------------------------- validations
+
+    @property
+    def can_validate(self) -> bool:
+        """True if there is data to validate on, as far as is known."""
+        has_data = self._dataset is not None
+        return (has_data or self._trainer.calls.controller.facts[0].has_validation) and not self._lacks_data
+
+    @property
+    def validates(self) -> bool:
+        """True if this run validates after epochs."""
+        return self.can_validate and self._validation_freq > 0
+
+    def is_due(self, epoch: int) -> bool:
+        """Return True if a validation follows the epoch with this number."""
+        return self.validates and epoch % self._validation_freq == 0
+
+    @property
+    def awaits_validation(self) -> bool:
+        """True if an epoch waits for the metrics of its validation, which runs concurrently with training."""
+        return self._awaited is not None
+
+    def validate(self, epoch: TrainedEpoch) -> None:
+        """Validate after an epoch. If validation runs concurrently with training, only start the validation."""
+        trainer, dataset = self._trainer, self._dataset
+        if self._run.validates_beside:
+            epoch.handle = trainer.begin_validation(asked(None), dataset, True, epoch.note)
+            self._awaited = epoch
+            return
+        # Validate on all data from the start, even if a callback has just validated on its first few batches.
+        whole = replace(asked(None), starts_over=True)
+        with self._noting_lack_of_data():
+            trainer.after_validation(epoch.trained, trainer.validate(whole, dataset, of_fit=True))
+        self.take_records()
+
+    def validate_inside(self, global_step: int) -> dict[str, Any] | None:
+        """Validate while the workers wait inside an epoch.
+
+        Args:
+            global_step: Number of batches that each worker has trained on, over all epochs.
+
+        Returns:
+            The metrics, named as in the history. None if there is no data to validate on.
+        """
+        place, result = (self._run.epoch, global_step), {}
+        request = replace(asked(None), starts_over=True, is_inside=True)
+        with self._noting_lack_of_data():
+            result = self._trainer.validate(request, self._dataset, of_fit=True, inside=place)
+        if self._lacks_data:
+            return None
+        self.take_records()
+        return {validation_name(name): value for name, value in result.items()}
+
+    def finish_validation(self, waits: bool = True) -> bool:
+        """Wait for the concurrent validation, if there is one, and pass the metrics of its epoch to callbacks.
+
+        If the validation has lost its workers, the epoch gets no validation metrics.
+
+        Args:
+            waits: If False and the validation is still running, do nothing.
+
+        Returns:
+            True if the validation metrics have changed the training state, through a learning rate scheduler.
+        """
+        epoch, changes_state = self._awaited, False
+        if epoch is None or epoch.handle is None or not (waits or epoch.handle.done()):
+            return False
+        self._awaited, validated = None, None
+        with self._trainer.calls.accounts.waiting_for_validation(), self._noting_lack_of_data():
+            try:
+                validated = epoch.handle.result()
+            except WorkersLostError as error:
+                logger.warning("epoch %d has no metrics of validation: %s", epoch.number, error)
+        self.take_records()
+        for add in epoch.ended:
+            self._run.history.add(add(), epoch.row)
+            self._seen = self._trainer.history.extent
+            changes_state = self._trainer.after_validation(epoch.trained, validated)
+        self.tell(epoch)
+        return changes_state
+
+    @contextmanager
+    def _noting_lack_of_data(self) -> Iterator[None]:
+        """If a validation in the block fails because there is no validation data, stop validating in this run."""
+        try:
+            yield
+        except NoDataError as error:
+            self._lacks_data = True
+            logger.warning("`%s.validate` needs data, so `fit` does not validate: %s", self._run.name, error.args[0])
