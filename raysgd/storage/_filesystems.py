@@ -19,7 +19,7 @@ _IS_FOLDER = {"hdi_isfolder": "true"}  # metadata by which Azure recognizes a bl
 # Option in a URI that limits for how long Google's client retries. By default, it retries for up to 15 minutes.
 _RETRIES_OF_GCS = "retry_limit_seconds"
 _TRIES_OF_S3 = 3  # number of attempts of one request to S3, before raysgd repeats the whole operation
-_SILENCE_S = 3.0  # seconds without an answer after which the client of S3 gives up a request
+_SILENCE_S = 3.0  # seconds without an answer after which the S3 client gives up on a request
 _SWITCHES = {"true": True, "false": False}
 _PURPOSE = "storage other than a local disk"
 

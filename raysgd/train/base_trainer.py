@@ -209,7 +209,10 @@ class BaseTrainer(ABC):
         return trainable_of(self)
 
     def __call__(self, config: Any) -> Any:
-        """Raise an error, because Ray's own `Tuner` treats every callable as a function.
+        """Raise an error which says that Ray's own `Tuner` cannot run a trainer.
+
+        Ray's `Tuner` treats a trainer as a training function, because this method makes the trainer callable. So the
+        user gets this error instead of one that does not name the cause.
 
         Raises:
             TypeError: Always.

@@ -360,7 +360,7 @@ def _import_of(module: str, names: Sequence[cst.ImportAlias]) -> cst.BaseSmallSt
 
 
 def _unique(aliases: Sequence[cst.ImportAlias]) -> list[cst.ImportAlias]:
-    """Return the names of an import statement without duplicates, as in `import raysgd, raysgd`."""
+    """Return the names of an import statement, and remove duplicates such as in `import raysgd, raysgd`."""
     seen: dict[str, cst.ImportAlias] = {}
     for alias in aliases:
         seen.setdefault(cst.Module([]).code_for_node(alias.with_changes(comma=cst.MaybeSentinel.DEFAULT)), alias)

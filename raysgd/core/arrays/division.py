@@ -57,7 +57,7 @@ class ShardedGlobalBatch:
         return -(-self.num_shards // self.world_size)
 
     def parts(self, num_samples: int, rank: int) -> list[BatchShare]:
-        """Return the shards that `rank` processes of a global batch with `num_samples` samples.
+        """Return the shards of a global batch of `num_samples` samples that the worker with rank `rank` processes.
 
         Empty shards are left out, unless the rank has no other shard: it then gets one empty shard. No rank gets more
         than `num_batches` shards, so `num_batches` gradient buffers always suffice.
@@ -128,7 +128,7 @@ class Division:
         return list(map(sum, self._batches(num_samples)))
 
     def parts(self, num_samples: int, rank: int) -> list[BatchShare]:
-        """Return the batches that `rank` processes of a global batch. All ranks have the same number of batches."""
+        """Return the worker's batches in a global batch, for rank `rank`. All ranks have the same number of batches."""
         batches = self._batches(num_samples)
         together = map(sum, zip(*batches, strict=True))
         stops = accumulate(batches[rank], initial=sum(map(sum, batches[:rank])))

@@ -254,7 +254,7 @@ class Snapshots:
 
     @property
     def has_gap(self) -> bool:
-        """True if a call that completed after `landed` was taken changed the training state and cannot be repeated."""
+        """True if a call since the snapshot `landed` changed the training state, and cannot be repeated."""
         return self._num_gaps > self._num_gaps_landed
 
     @property

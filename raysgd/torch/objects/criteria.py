@@ -284,7 +284,7 @@ def accuracy(
         return _as_read(comparisons[0])
     if not isinstance(output, torch.Tensor) or not are_classes(target):
         return Accuracy()
-    found = _by_shapes(output, target, (target >= 0) & (target != ignored))  # no class is negative
+    found = _by_shapes(output, target, (target >= 0) & (target != ignored))  # class indices are never negative
     return None if found is not None and _leaves_out(weight, found, len(target)) else found
 
 
