@@ -159,8 +159,8 @@ class Omitted:
     def correction(self) -> float:
         """Factor by which to multiply the step's gradients; 0 if all samples of the step are skipped.
 
-        A step may consist of several global batches. If all samples of one of them are skipped, but other samples of the
-        step are not, that global batch counts in the mean with a gradient of 0, as it does in Lightning.
+        A step may consist of several global batches. If all samples of one of them are skipped, but other samples of
+        the step are not, that global batch counts in the mean with a gradient of 0, as it does in Lightning.
         """
         drawn = self._drawn
         kept = [all_of_it - left for all_of_it, left in zip(drawn, self._of_all, strict=True)]

@@ -279,7 +279,7 @@ class Strategy:
         """Average gradients whose all-reduce was deferred to a later batch, if no later batch has followed."""
 
     def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Return True if gradients that earlier batches have accumulated, and to which a batch should add, were cleared."""
+        """Return True if the gradients that earlier batches accumulated, to which a batch should add, were cleared."""
         return all(parameter.grad is None for parameter in parameters)
 
     @contextmanager
