@@ -59,7 +59,7 @@ def test_a_collate_of_a_stream_that_leaves_rows_out_is_refused(name: str) -> Non
     ranks: Any = TFRanks(0, 1, None)  # type: ignore[arg-type]
     items = source_of(data_of(stream, name, World(0, 1)), ranks, seed=0).open(0, 0)
     assert sorted(next(items).batch.numpy().tolist()) == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match=r"made 3 samples of 4 rows.*`filter`"):
+    with pytest.raises(ValueError, match=r"turned 4 rows into 3 samples.*`filter`"):
         next(items)
 
 
