@@ -77,7 +77,7 @@ DAMAGES: list[tuple[tuple[Any, ...], Any, str]] = [
     (("resume",), [1], "is a `list`, not a dict"),
     (("resume", "global_step"), "x", "`global_step`"),
     (("resume", "position"), 5, "position in the data"),
-    (("resume", "fit"), {"epoch": "x"}, "where `fit` is"),
+    (("resume", "fit"), {"epoch": "x"}, "the position of `fit`"),
     (("models",), 3, "'models' is a `int`"),
     (("models", 0), 3, "not a list of arrays"),
     (("models", 0), [np.zeros((4, 8))], "variables"),
