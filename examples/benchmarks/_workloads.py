@@ -195,11 +195,15 @@ class StockOperator(TrainingOperator):
         workload = workload_of(config)
         model = workload.model()
         self.model, self.optimizer, self.criterion = self.register(
-            models=model, optimizers=sgd(model), criterion=nn.CrossEntropyLoss()
+            models=model, optimizers=self.make_optimizer(model), criterion=nn.CrossEntropyLoss()
         )
         dataset = self.make_dataset(workload, config["world_size"])
         batch_size = config.get("batch_size", workload.batch_size)
         self.register_data(train_loader=DataLoader(dataset, batch_size=batch_size, shuffle=True))
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """How to train it."""
+        return sgd(model)
 
     def make_dataset(self, workload: Workload, world_size: int) -> TensorDataset:
         """Return the training data."""

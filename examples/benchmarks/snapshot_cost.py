@@ -17,27 +17,20 @@ from typing import Any
 
 import torch
 from _common import OWN, Report, Target, choose_peers, dispatch, estimate, make_parser, ray_cluster, run_job
-from _workloads import WORKLOADS, config_of, copies_made, watch_copies, workload_of
+from _workloads import WORKLOADS, StockOperator, config_of, copies_made, watch_copies
 from torch import nn
-from torch.utils.data import DataLoader
 
-from raysgd import TorchTrainer, TrainingOperator
+from raysgd import TorchTrainer
 
 NUM_CALLS, NUM_WARM_UP_CALLS = 400, 20
 MOST_SHARE = 0.02
 
 
-class AdamOperator(TrainingOperator):
+class AdamOperator(StockOperator):
     """The workload with Adam, whose state is twice as large as the model."""
 
-    def setup(self, config: dict[str, Any]) -> None:
-        workload = workload_of(config)
-        model = workload.model()
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model, optimizers=torch.optim.Adam(model.parameters()), criterion=nn.CrossEntropyLoss()
-        )
-        dataset = workload.dataset(config["world_size"])
-        self.register_data(train_loader=DataLoader(dataset, batch_size=workload.batch_size, shuffle=True))
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters())
 
 
 def measure(num_workers: int, num_calls: int) -> dict[str, float]:

@@ -420,8 +420,7 @@ class Snapshots:
 
     def adopt(self, snapshot: Snapshot) -> None:
         """Make state that came from the driver, such as a loaded file, the newest snapshot."""
-        self._coming, self._is_stale, self._is_stale_for_ranks = None, False, False
-        self.must_follow, self._num_gaps_coming = False, self._num_gaps
+        self._note_current()
         self._land(snapshot, self.landed_token, len(self._calls))
 
     def adopt_coming(self, coming: NewestSnapshot) -> None:
@@ -430,8 +429,13 @@ class Snapshots:
         If the copy fails, no earlier snapshot may replace the loaded state.
         """
         self.completed(None)
-        self._coming, self._num_covered, self._num_gaps_coming = coming, len(self._calls), self._num_gaps
-        self._is_stale, self._is_stale_for_ranks, self.must_follow, self.is_awaited = False, False, False, False
+        self._note_current()
+        self._coming, self._num_covered, self.is_awaited = coming, len(self._calls), False
+
+    def _note_current(self) -> None:
+        """Record that the workers have exactly the state that is about to become the newest snapshot."""
+        self._is_stale, self._is_stale_for_ranks, self.must_follow = False, False, False
+        self._num_gaps_coming = self._num_gaps
 
     def forget_calls(self) -> None:
         """Discard the retained calls. A restart then continues from the last snapshot without repeating any calls."""
