@@ -206,7 +206,8 @@ class TrainingOperator(BaseOperator):
         internals = self._raysgd
         features, target = self.prepare_batch(batch)
         with self.timers.record("fwd"), internals.precision.forward():
-            _, loss, weight = internals.parts_of_forward(self.forward(features, target))
+            # The output is not kept, so that its memory is free during the backward pass.
+            loss, weight = internals.parts_of_forward(self.forward(features, target))[1:]
         counts = internals.counts_of(features, target, weight)
         metrics = internals.report({"train_loss": loss.detach(), **counts})
         with internals.choice.acting_on_usual():
@@ -225,7 +226,9 @@ class TrainingOperator(BaseOperator):
         features, target = batches.split_batch(batch)
         device = self._raysgd.context.device
         if device.type == "cuda":
-            return tuple(to_device(feature, device) for feature in features), to_device(target, device)
+            moved = to_device(target, device)
+            self._raysgd.loss_calls.note_copy(target, moved)
+            return tuple(to_device(feature, device) for feature in features), moved
         return features, target
 
     def forward(self, features: Any, target: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from typing import Any
 
 import numpy
@@ -360,6 +361,29 @@ def test_a_weight_of_metrics_that_gradients_do_not_have_is_warned_of_once(caplog
         operator.train_epoch(dataset_batches())
         operator.train_epoch(dataset_batches())
         assert caplog.text.count("averages metrics, not gradients") == num_warnings
+
+
+class WeighsItsOutput(LinearOperator):
+    """Notes in each backward pass whether the model's output still takes memory."""
+
+    kept: list[bool]
+
+    def forward(self, features: Any, target: Any) -> Any:
+        output = self.model(*features)
+        self.output = weakref.ref(output)
+        return output, (output - target).sum()
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        self.kept.append(self.output() is not None)
+        super().backward(loss, **options)
+
+
+def test_an_output_that_the_backward_pass_does_not_need_is_freed_before_it() -> None:
+    operator = make(WeighsItsOutput)
+    operator.kept = []
+    operator.train_epoch(dataset_batches())
+    assert operator.kept
+    assert not any(operator.kept)
 
 
 def test_a_model_may_have_several_inputs() -> None:

@@ -98,12 +98,46 @@ _LOSSES: dict[Any, _Loss] = {
 """The known losses of PyTorch. Keys are functions, and the `forward` methods of modules, which subclasses inherit."""
 
 
+class _Copied(NamedTuple):
+    """A batch's target in host memory, and its copy on a GPU.
+
+    Attributes:
+        original: The target in host memory.
+        copy: The target on the GPU.
+        versions: PyTorch's version numbers of both tensors, which in-place changes increase.
+    """
+
+    original: torch.Tensor
+    copy: torch.Tensor
+    versions: tuple[int, int]
+
+    def in_host_memory(self, target: torch.Tensor) -> torch.Tensor:
+        """Return the original of `target` if it is the copy and neither was changed since. Otherwise return `target`."""
+        is_same = target is self.copy and self.versions == (self.original._version, self.copy._version)
+        return self.original if is_same else target
+
+
 class LossCalls:
     """Notifies listeners when a PyTorch loss is called: the criterion itself, or a module inside the criterion."""
 
     def __init__(self) -> None:
         self._listeners: list[tuple[Callable[[LossCall], None], bool]] = []  # pairs of a listener and `only_labels`
         self._hooked: Any = None
+        self._copied: _Copied | None = None
+
+    def note_copy(self, original: Any, copy: Any) -> None:
+        """Record that a batch's target was copied to a GPU. Its labels are then counted without using the GPU.
+
+        Args:
+            original: The target in host memory.
+            copy: The target on the GPU.
+        """
+        is_known = are_classes(original) and original.is_cpu and isinstance(copy, torch.Tensor)
+        self._copied = _Copied(original, copy, (original._version, copy._version)) if is_known else None
+
+    def forget_copy(self) -> None:
+        """Release the target that `note_copy` has recorded."""
+        self._copied = None
 
     @contextmanager
     def on(self, criterion: Any, listener: Callable[[LossCall], None], only_labels: bool = False) -> Iterator[None]:
@@ -118,7 +152,7 @@ class LossCalls:
         for part in criterion.modules() if takes_hooks else ():
             loss = _known(part)
             if loss is not None and (loss.counts_labels or not only_labels):
-                hear = partial(_tell, listener, loss)
+                hear = partial(self._tell, listener, loss)
                 handles.append(part.register_forward_hook(hear, with_kwargs=True))
         self._listeners.append((listener, only_labels))
         self._hooked = criterion if takes_hooks else None
@@ -141,8 +175,50 @@ class LossCalls:
             loss = _known(whole)
             for listener, only_labels in self._listeners:
                 if loss is not None and (loss.counts_labels or not only_labels):
-                    _tell(listener, loss, whole, (output, target), {}, result)
+                    self._tell(listener, loss, whole, (output, target), {}, result)
         return result
+
+    def _tell(
+        self,
+        listener: Callable[[LossCall], None],
+        loss: _Loss,
+        part: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
+        """Notify a listener of a call to a loss. If the loss averages over labels, include the sum of their weights.
+
+        Args:
+            listener: Function that gets a `LossCall`.
+            loss: Entry in `_LOSSES` for the loss.
+            part: Loss that was called.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+            result: Return value of the loss.
+        """
+        output = args[0] if args else kwargs.get("input")
+        target = args[1] if len(args) > 1 else kwargs.get("target")
+        if not loss.counts_labels or not are_classes(target):
+            listener(LossCall(loss.reading, output, target, result))
+            return
+        ignored, reduction, weights = _settings(part)
+        if reduction not in (None, "mean"):
+            listener(LossCall(loss.reading, output, target, result, ignored))
+            return
+        num_labels = target.numel()
+        if isinstance(weights, torch.Tensor) and not isinstance(weights, torch.nn.Parameter):
+            counting = target != ignored
+            of_labels = weights[target.where(counting, 0)]
+            amount = in_host(of_labels.where(counting, 0.0).sum(dtype=torch.float64))
+            listener(LossCall(loss.reading, output, target, result, ignored, amount))
+            return
+        labels = target if self._copied is None else self._copied.in_host_memory(target)
+        # Most batches contain no ignored label. If all labels are 0 or larger, none equals a negative `ignored`. The
+        # minimum takes a fifth of the time of counting.
+        are_all_classes = ignored < 0 and num_labels > 0 and labels.is_cpu and labels.min().item() >= 0
+        amount = num_labels if are_all_classes else in_host((labels != ignored).sum())
+        listener(LossCall(loss.reading, output, target, result, ignored, amount, num_labels))
 
 
 def counts_labels(criterion: Any) -> bool:
@@ -197,47 +273,6 @@ def _known(part: Any) -> _Loss | None:
     """
     key = type(part).forward if isinstance(part, torch.nn.Module) else part.func if isinstance(part, partial) else part
     return _LOSSES.get(key) if callable(key) else None
-
-
-def _tell(
-    listener: Callable[[LossCall], None],
-    loss: _Loss,
-    part: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    result: Any,
-) -> None:
-    """Notify a listener of a call to a loss. If the loss averages over labels, include the sum of their weights.
-
-    Args:
-        listener: Function that gets a `LossCall`.
-        loss: Entry in `_LOSSES` for the loss.
-        part: Loss that was called.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
-        result: Return value of the loss.
-    """
-    output = args[0] if args else kwargs.get("input")
-    target = args[1] if len(args) > 1 else kwargs.get("target")
-    if not loss.counts_labels or not are_classes(target):
-        listener(LossCall(loss.reading, output, target, result))
-        return
-    ignored, reduction, weights = _settings(part)
-    if reduction not in (None, "mean"):
-        listener(LossCall(loss.reading, output, target, result, ignored))
-        return
-    num_labels = target.numel()
-    if isinstance(weights, torch.Tensor) and not isinstance(weights, torch.nn.Parameter):
-        counting = target != ignored
-        of_labels = weights[target.where(counting, 0)]
-        amount = in_host(of_labels.where(counting, 0.0).sum(dtype=torch.float64))
-        listener(LossCall(loss.reading, output, target, result, ignored, amount))
-        return
-    # Most batches contain no ignored label. If all labels are 0 or larger, none equals a negative `ignored`. Computing
-    # the minimum takes a fifth of the time of counting.
-    are_all_classes = ignored < 0 and num_labels > 0 and target.is_cpu and target.min().item() >= 0
-    amount = num_labels if are_all_classes else in_host((target != ignored).sum())
-    listener(LossCall(loss.reading, output, target, result, ignored, amount, num_labels))
 
 
 def _settings(criterion: Any) -> tuple[int, Any, Any]:

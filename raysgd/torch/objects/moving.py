@@ -54,7 +54,9 @@ def read_tensors(tensors: list[torch.Tensor]) -> list[float]:
     """Return the values of one-element tensors. If all are on one device, wait only once for the device."""
     if len({tensor.device for tensor in tensors}) > 1:
         return [float(tensor) for tensor in tensors]
-    values: list[float] = torch.stack([tensor.reshape(()).double() for tensor in tensors]).tolist()
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        tensors = [tensor.double() for tensor in tensors]
+    values: list[float] = torch.stack([tensor.reshape(()) for tensor in tensors]).tolist()
     return values
 
 

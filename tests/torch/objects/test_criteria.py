@@ -303,3 +303,36 @@ def test_of_several_comparisons_that_of_the_output_counts() -> None:
     found = accuracy(output, target, both)
     assert found is not None
     assert (found.share, found.num_labels) == (1.0, (target != 0).sum())
+
+
+def amount_with_copy(original: torch.Tensor, copy: torch.Tensor, target: torch.Tensor) -> Any:
+    """Return the amount that a listener gets, with `target` on a device whose numbers cannot be read."""
+    calls, found = LossCalls(), list[LossCall]()
+    calls.note_copy(original, copy)
+    with calls.on(torch.nn.CrossEntropyLoss(), found.append):
+        calls.call(torch.nn.CrossEntropyLoss(), SCORES.to("meta"), target)
+    return found[0].amount
+
+
+@pytest.mark.parametrize(("target", "expected"), [(TARGET, 30), (WITH_IGNORED, int((TARGET != 3).sum()))])
+def test_labels_of_a_copied_target_are_counted_in_host_memory(target: torch.Tensor, expected: int) -> None:
+    copy = target.to("meta")
+    assert amount_with_copy(target, copy, copy) == expected
+
+
+def test_a_target_that_was_changed_on_the_device_is_counted_there() -> None:
+    for change_original in (False, True):
+        original = TARGET.clone()
+        copy = original.to("meta")
+        calls, found = LossCalls(), list[LossCall]()
+        calls.note_copy(original, copy)
+        (original if change_original else copy).clamp_(max=2)
+        with calls.on(torch.nn.CrossEntropyLoss(), found.append):
+            calls.call(torch.nn.CrossEntropyLoss(), SCORES.to("meta"), copy)
+        assert found[0].amount.device.type == "meta"
+
+
+def test_another_target_than_the_copied_one_is_counted_itself() -> None:
+    copy = TARGET.to("meta")
+    for original, target in ((TARGET, copy.clone()), (TARGET.float(), copy), (copy, copy)):
+        assert amount_with_copy(original, copy, target).device.type == "meta"
