@@ -1,15 +1,17 @@
 """Training speed on a GPU, per precision: raysgd's stock operator against a hand-written loop.
 
-    python examples/benchmarks/gpu_throughput.py [--smoke-test] [--repetitions 20] [--models resnet50,transformer,lora]
+    python examples/benchmarks/gpu_throughput.py [--smoke-test] [--repetitions 20] [--models resnet50,lora]
 
 It needs one NVIDIA GPU and a PyTorch that sees it; otherwise it says so and ends. `--smoke-test` runs tiny models on
 the CPU, only to check that it runs.
 
 Both loops run in this process, on copies of one model and the same synthetic batches, in turn: one epoch of the
 hand-written loop, one epoch of the operator. The batches are in pinned memory and are copied without waiting. An
-epoch ends when the GPU has finished it. The model "lora" is a Llama of 1.2 billion frozen bf16 parameters with an
-adapter, which trains in bf16 only. It needs `transformers` and `peft`. In addition to the time, the benchmark counts how often the CPU waited for
+epoch ends when the GPU has finished it. In addition to the time, the benchmark counts how often the CPU waited for
 the GPU in an epoch after the first step, according to PyTorch's synchronization warnings, and the peak memory.
+
+The model "lora" is a Llama of 1.2 billion frozen bf16 parameters with an adapter, which trains in bf16 only. It needs
+`transformers` and `peft`.
 """
 
 from __future__ import annotations

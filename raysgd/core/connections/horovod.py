@@ -21,6 +21,7 @@ from raysgd.core.connections._compiler import defer_compiler
 from raysgd.core.connections.mesh.meeting import listen_at
 from raysgd.core.engine.shared.connection import Connection
 from raysgd.core.engine.shared.types import Rendezvous, World
+from raysgd.core.memory import keep_freed_memory
 
 INSTALL_COMMAND = "python -m raysgd.horovod.install"
 
@@ -74,6 +75,7 @@ class HorovodConnection(Connection):
         """
         self.load_in_driver()
         defer_compiler()
+        keep_freed_memory()
 
     def load_in_driver(self) -> None:
         import_horovod()

@@ -28,6 +28,7 @@ from raysgd.core.connections.mesh.meeting import ConnectFailed, Deadline, Listen
 from raysgd.core.connections.mesh.mesh import Mesh, MeshBroken
 from raysgd.core.engine.shared.connection import FORM_TIMEOUT_S
 from raysgd.core.engine.shared.types import Rendezvous, World
+from raysgd.core.memory import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class TorchConnection(ListeningConnection):
     def load(self) -> None:
         self.load_in_driver()
         defer_compiler()
+        keep_freed_memory()
 
     def load_in_driver(self) -> None:
         import torch.distributed  # noqa: F401

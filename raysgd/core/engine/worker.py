@@ -38,6 +38,7 @@ from raysgd.core.engine.shared.types import (
     World,
 )
 from raysgd.core.imports import pickle_modules_by_name
+from raysgd.core.memory import return_freed_memory
 from raysgd.core.text import log_lines
 from raysgd.core.text.log_lines import WorkerLogLine
 from raysgd.exceptions import UnpicklableError
@@ -329,7 +330,10 @@ class WorkerProcess:
             gc.collect()  # free the old replica's memory, which the new replica may need
         self._connection.join(rendezvous, world)
         self._replica = make_replica(world)
-        return _answer(self, self._replica.setup(), capture, None)
+        facts = self._replica.setup()
+        if self._is_remote:
+            return_freed_memory()
+        return _answer(self, facts, capture, None)
 
     @_guarded
     def prepare_standby(
@@ -352,6 +356,7 @@ class WorkerProcess:
             replica: Any = make_replica(world)
             self._replica = replica
             replica.setup()
+            return_freed_memory()
             replica.warm_up()
             self._world = World(rank=0, size=1)
         return WorkerAnswer(info, notes=log_lines.drain())

@@ -112,7 +112,7 @@ class _Copied(NamedTuple):
     versions: tuple[int, int]
 
     def in_host_memory(self, target: torch.Tensor) -> torch.Tensor:
-        """Return the original of `target` if it is the copy and neither was changed since. Otherwise return `target`."""
+        """Return the original of a target that is the copy, unless one was changed. Otherwise return the target."""
         is_same = target is self.copy and self.versions == (self.original._version, self.copy._version)
         return self.original if is_same else target
 

@@ -1,0 +1,110 @@
+"""Which memory a process keeps after it was freed, counted by the pages that the kernel had to provide."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from raysgd.core import memory
+
+ROOT = Path(__file__).resolve().parents[2]
+IS_GLIBC = hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
+needs_glibc = pytest.mark.skipif(not IS_GLIBC, reason="only glibc has these parameters")
+
+
+def train_in_thread() -> int:
+    """Allocate and free what a step might, many times in a thread; return the page faults after the first times."""
+    faults = []
+
+    def steps() -> None:
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype = ctypes.c_void_p
+        for _ in range(30):
+            blocks = [ctypes.c_void_p(libc.malloc(size << 18)) for size in (1, 9, 30, 60, 90, 60, 30, 9, 1)]
+            for block in blocks:
+                libc.memset(block, 1, 1 << 18)
+            for block in blocks:
+                libc.free(block)
+            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+
+    thread = threading.Thread(target=steps)
+    thread.start()
+    thread.join()
+    return faults[-1] - faults[9]
+
+
+def resident_mib() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
+def freed_mib() -> tuple[int, int]:
+    """Return how much memory freed blocks still hold, before and after it is returned."""
+    before, found = resident_mib(), []
+
+    def fill() -> None:
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype = ctypes.c_void_p
+        blocks = [ctypes.c_void_p(libc.malloc(1 << 20)) for _ in range(300)]
+        for block in blocks:
+            libc.memset(block, 1, 1 << 20)
+        for block in blocks[:-1]:
+            libc.free(block)
+        found.append(resident_mib() - before)
+        memory.return_freed_memory()
+        found.append(resident_mib() - before)
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    thread.join()
+    return found[0], found[1]
+
+
+def answer(program: str, **variables: str) -> list[int]:
+    """Run lines in a process of their own, in which nothing has allocated before."""
+    lines = f"from tests.core.test_memory import *\nfrom raysgd.core.memory import keep_freed_memory\n{program}"
+    plain = {name: value for name, value in os.environ.items() if name not in memory.USERS_SETTINGS}
+    done = subprocess.run(
+        [sys.executable, "-c", lines], env={**plain, **variables}, cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    return [int(word) for word in done.stdout.split()]
+
+
+@needs_glibc
+def test_steps_in_a_thread_reuse_their_memory() -> None:
+    [kept] = answer("keep_freed_memory(); print(train_in_thread())")
+    [plain] = answer("print(train_in_thread())")
+    assert kept < 100
+    assert plain > 1000
+
+
+@needs_glibc
+@pytest.mark.parametrize("name", memory.USERS_SETTINGS)
+def test_what_the_user_configured_stays(name: str) -> None:
+    value = "glibc.malloc.top_pad=0" if name == "GLIBC_TUNABLES" else "131072"
+    [faults] = answer("keep_freed_memory(); print(train_in_thread())", **{name: value})
+    assert faults > 1000
+
+
+@needs_glibc
+def test_memory_that_is_free_can_be_returned() -> None:
+    held, left = answer("keep_freed_memory(); print(*freed_mib())")
+    assert held >= 290
+    assert left < 30
+
+
+def test_without_glibc_nothing_is_changed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: object())
+    for name in memory.USERS_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    with caplog.at_level(logging.DEBUG):
+        memory.keep_freed_memory()
+    memory.return_freed_memory()
+    assert "no glibc" in caplog.text
