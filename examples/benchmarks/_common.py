@@ -311,12 +311,14 @@ class Estimate:
         low: Lower end of the interval.
         high: Upper end of the interval.
         count: Number of samples.
+        samples: The samples, in the order in which they were measured.
     """
 
     median: float
     low: float
     high: float
     count: int
+    samples: tuple[float, ...] = ()
 
     def text(self, digits: int = 3) -> str:
         """Return `median [low..high]`, with this number of significant digits."""
@@ -334,7 +336,7 @@ def estimate(samples: Sequence[float], num_resamples: int = 2000) -> Estimate:
     draw = random.Random(0).choices
     medians = sorted(statistics.median(draw(samples, k=len(samples))) for _ in range(num_resamples))
     cut = int(0.025 * num_resamples)
-    return Estimate(statistics.median(samples), medians[cut], medians[-1 - cut], len(samples))
+    return Estimate(statistics.median(samples), medians[cut], medians[-1 - cut], len(samples), tuple(samples))
 
 
 def scaled(samples: Sequence[float], factor: float) -> list[float]:
