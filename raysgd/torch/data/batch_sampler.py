@@ -220,13 +220,13 @@ _WHEN_LOADED = 1
 
 @dataclass(frozen=True)
 class GlobalBatchRule:
-    """Rule for splitting global batches over the ranks, if a loader's batch size is the total of all ranks.
+    """Rule for splitting global batches over the ranks, if a loader's batch size counts the samples of all ranks.
 
     Attributes:
         cap: Largest number of samples in one batch of a rank; None for no limit.
         num_shards: With `deterministic=True`, the number of logical shards into which each global batch is divided. 0
             if global batches are divided only by rank.
-        multiple: Number of batches of the user's loader that make up a global batch.
+        multiple: Number of the user's loader batches that are combined into one global batch.
     """
 
     cap: int | None = None

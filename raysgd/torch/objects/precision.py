@@ -84,7 +84,7 @@ class Precision:
         """Raise if the precision that the user requested had no effect. Called before each optimizer step."""
 
     def has_skipped(self) -> bool:
-        """Return True if gradients have overflowed, so that a step was skipped, since the last call to this method."""
+        """Return True if a step was skipped since the last call to this method, because gradients had overflowed."""
         return False
 
     def state_dict(self) -> dict[str, Any]:

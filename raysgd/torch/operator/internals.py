@@ -1,4 +1,4 @@
-"""`TorchInternals`: the library's private state for a `TrainingOperator`, which is its attribute `_raysgd`.
+"""`TorchInternals`: the library's private state for a `TrainingOperator`, stored in the operator's `_raysgd` attribute.
 
 The state includes which parameters are frozen and which parameter groups the optimizers have. User code may change both
 after `setup` and then call `rewrap`. Snapshots record such changes, as lists of parameter names. A new worker, which

@@ -111,8 +111,8 @@ class ClassRunner(ReplicaCalls, ABC):
         """Change entries of the operator's config. See `HostedOperator.change_config`."""
         return self._hosted.change_config(settings)
 
-    # The following methods implement `reload`: they replace the operator by one of an edited class, with the same
-    # state. ADR 72 explains why this takes two steps.
+    # The following methods implement `reload`: they replace the operator with an instance of the edited class that has
+    # the same state. ADR 72 explains why this takes two steps.
 
     def prepare_reload(self, settings: Any) -> tuple[RunnerFacts, Any]:
         """Create an operator of the user's edited class, and load the current training state into it.

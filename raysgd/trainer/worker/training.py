@@ -213,7 +213,7 @@ class ReplicaCalls:
             self._training.gate.settle(is_agreed)
 
     def last_hold(self) -> tuple[int, bool]:
-        """Return the number of the last proposal to stop, and True if all ranks agreed. See `RegroupingReplica`."""
+        """Return a pair: the number of the last proposal to stop, and whether all ranks agreed to the proposal."""
         return self._last_hold
 
     def _leave_group(self) -> None:

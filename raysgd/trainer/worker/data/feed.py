@@ -106,9 +106,9 @@ class DataFeed(ABC):
         """
 
     def obstacle_of_call(self, stream: Any) -> str | None:
-        """Return the reason why a call on data that the user passed to it cannot continue in the middle of the data.
+        """Return the reason why a call cannot resume partway through data that the user passed to the call.
 
-        Return None if the call can continue, or if it uses registered data.
+        Return None if the call can resume, or if it uses registered data.
         """
         return None
 
