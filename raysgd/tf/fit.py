@@ -1,8 +1,8 @@
 """Tracks the position in Keras's `fit` on one worker, so that `fit` can be resumed there.
 
 Keras draws its batches itself, and a callback after every step would slow down training. The position is therefore
-counted in gradient all-reduces, here called exchanges. Each step has a fixed number of exchanges, and changes no weights
-before they have finished.
+counted in gradient all-reduces, here called exchanges. Each step has a fixed number of exchanges, and changes no
+weights before they have finished.
 
 ADR 31 explains why the position in a `fit` is counted in all-reduces.
 """
