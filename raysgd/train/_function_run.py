@@ -138,7 +138,7 @@ class FunctionRun:
                 self._leave()
             step = check_step(self._next_messages())
             while step.checkpoint_ref is not None and not self._take(step, step.checkpoint_ref):
-                step = check_step(self._next_messages())  # the restarted functions will save this checkpoint again
+                step = check_step(self._next_messages())  # the checkpoint was lost and will be saved again
             self.may_restart = step.checkpoint_ref is not None
             if step.kind is None and self._know_of_signal:
                 self._leave()
@@ -147,7 +147,7 @@ class FunctionRun:
                 self.returned = list(step.data)
                 self._checkpoints.flush()
                 self._end_those_that_wait()
-                # Some new workers had not yet joined the training when the functions finished on the others.
+                # Some new workers had not yet joined the training when the functions finished on the other workers.
                 if self._spec.is_elastic and not self._queues.are_all_there:
                     self._controller.kill_group()
         return step
@@ -203,8 +203,8 @@ class FunctionRun:
         """Return True if the workers can run another function.
 
         This is the case if the function has raised an exception on every rank, or if there is only one rank and its
-        function could be stopped. If only some ranks failed, the others may still be inside a collective operation. A
-        collective of the next function could then receive data of the old one.
+        function could be stopped. If only some ranks failed, the other ranks may still be inside a collective. A
+        collective of the next function could then receive the old function's data.
         """
         size = len(self._members)
         if isinstance(error, WorkerError) and len(error.faults) == size:
@@ -248,7 +248,7 @@ class FunctionRun:
         self._leaving.end_program(newest)
 
     def _leave_if_late(self) -> None:
-        """If a signal has asked the program to end, end it if the functions take too long to save a checkpoint."""
+        """End the program after a signal if the functions take too long to save a checkpoint."""
         if self._leaving.is_due():
             if self._once.is_first("signal"):
                 words = "%s: the run ends at its next checkpoint, or in %g s"
@@ -263,9 +263,9 @@ class FunctionRun:
         self._leave_if_late()
 
     def _find_preemption(self) -> PreemptionInfo | None:
-        """Return what `get_preemption_info` returns in the functions: the nodes that will soon be taken away.
+        """Return the nodes that will soon be taken away, which `get_preemption_info` returns in the functions.
 
-        If a signal is ending the program, all nodes of the workers are returned.
+        If a signal is ending the program, return all of the workers' nodes.
         """
         if not self._leaving.is_due():
             return self._preemption(None)
@@ -294,8 +294,7 @@ class FunctionRun:
         parts = [None] if self._data is None else self._data(len(worlds), hooks.workers.workers)
         if is_whole:
             start = spec, shared, parts[0]
-            # Standby workers start the function with the same arguments. If the data was sharded, there would be no
-            # shard left for them.
+            # Standby workers start the function with the same arguments. Sharded data would leave no shard for them.
             hooks.replicas.start = start
             starts = [start] * len(worlds)  # one object for all ranks, so that the engine pickles it only once
         else:
@@ -305,7 +304,7 @@ class FunctionRun:
 
     @property
     def _is_running(self) -> bool:
-        """True if the function was started on the current workers, and not only on workers that were replaced."""
+        """True if the current workers have started the function, not just workers that were since replaced."""
         return self._attempt == self._hooks.num_started
 
     @property
@@ -324,7 +323,7 @@ class FunctionRun:
         return self._spec.is_elastic and bool(self._hooks.replicas.start)
 
     def _end_those_that_wait(self) -> None:
-        """Kill the standby workers that are waiting inside the function to replace lost workers. The run is over."""
+        """Kill the standby workers that are waiting inside the function. Called when the run is over."""
         if self._spec.is_elastic:
             self._hooks.replicas.start = ()
             self._hooks.group.standby.kill_all()
@@ -382,8 +381,8 @@ class FunctionRun:
             self._queues.follow(self._attempt, self._members)
             while not self._queues.has_step:
                 self._queues.extend(self._call(FunctionReplica.next_messages, self._told_to_take))
-                # If a rank's message is still missing, other functions have already continued after the checkpoint, so
-                # a restart would lose their progress.
+                # If a rank's message is still missing, other ranks have already continued after the checkpoint, so a
+                # restart would lose their progress.
                 self.may_restart = self.may_restart and self._queues.has_step
             messages = self._queues.take_step()
             questions = questions_in(messages)
@@ -418,7 +417,7 @@ class FunctionRun:
         return True
 
     def _store(self, stored: Mapping[int, CheckpointRef]) -> bool:
-        """Let the ranks that wait for it store their checkpoint folders, without files that lower ranks also have.
+        """Let waiting ranks store their checkpoint folders, omitting files that lower ranks also have.
 
         Return False if a checkpoint was lost because its function was restarted.
         """
@@ -466,8 +465,8 @@ class FunctionRun:
 class MessageQueues:
     """The messages that the driver has received from each rank and not used yet, oldest first.
 
-    Some ranks may be ahead of others. Their messages wait here until all ranks have sent a message for the same step.
-    Messages of lost workers are dropped. ADR 94 explains why functions may run ahead of their reports.
+    The messages of a rank that is ahead wait here until all ranks have sent a message for the same step. Messages of
+    lost workers are dropped. ADR 94 explains why functions may run ahead of their reports.
     """
 
     def __init__(self) -> None:
@@ -523,7 +522,7 @@ class MessageQueues:
         return self._nums_taken[rank]
 
     def extend(self, found: Sequence[Sequence[Message]]) -> None:
-        """Append the messages that each rank returned to its queue."""
+        """Append each rank's new messages to the rank's queue."""
         for rank, messages in enumerate(found):
             self._queues[rank].extend(messages)
             self._nums_taken[rank] += len(messages)
@@ -552,7 +551,7 @@ class FunctionStep:
             that workers store.
         source: Rank from which the driver gets the checkpoint.
         refused: Ranks whose checkpoint will not be used, each with the checkpoint's token. The functions on these ranks
-            wait until they are told so.
+            wait until the driver tells them so.
         stored: By rank, the checkpoints that the workers themselves store.
     """
 

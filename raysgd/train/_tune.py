@@ -1,6 +1,6 @@
 """Runs trainers as trials of Ray Tune, which stores their checkpoints and receives every report of rank 0.
 
-A `FunctionTrial` runs a `Trainer`. A `FitTrial` runs a trainer with a `fit()` method, with arguments that Tune may have
+A `FunctionTrial` runs a `Trainer`. A `FitTrial` runs a trainer with a `fit()` method, whose arguments Tune may have
 chosen. Users may override the training loop of such a trainer. The loop therefore runs in a thread of the trial and
 waits at each report until Tune requests the next report.
 """
@@ -77,8 +77,8 @@ class FunctionTrial:
         dataset: Dataset whose shards the function's workers receive.
         config: The trial's config, which is passed to the function.
         info: The trial's name, ID and folder.
-        refuses_more_steps: True if another step after the function has finished is an error. False to return the final
-            result again.
+        refuses_more_steps: True to raise an error if Tune requests another step after the function has finished. False
+            to return the final result again.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class FunctionTrial:
 
 
 def trainable_of(trainer: BaseTrainer) -> type[Any]:
-    """Return the class that `BaseTrainer.as_trainable` returns, of which each trial is an instance.
+    """Return the class whose instances are a trainer's trials, for `BaseTrainer.as_trainable`.
 
     Raises:
         MissingTuneError: Ray Tune is not installed.
@@ -198,7 +198,7 @@ def trainable_of(trainer: BaseTrainer) -> type[Any]:
 
 
 class TrialRecorder:
-    """Takes the place of the recorder that writes the results of a `fit()` run, if the run is a Ray Tune trial.
+    """Replaces the recorder of a `fit()` run in a Ray Tune trial, where Tune writes the results.
 
     It passes each report to the trial's thread and waits until Tune requests the next report.
 
@@ -324,7 +324,7 @@ class FitTrial:
 
 
 def merged_arguments(given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge a trial's config into the arguments of a trainer. Dicts and scaling configs are merged by entry."""
+    """Merge a trial's config into the arguments of a trainer. Dicts and scaling configs are merged entry by entry."""
     refuse_run_config(config)
     return {**given, **{name: _merged(given.get(name), value) for name, value in config.items()}}
 

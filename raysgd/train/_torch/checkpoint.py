@@ -18,7 +18,7 @@ from raysgd.train.predictor import TensorPredictor
 
 logger = logging.getLogger(__name__)
 
-_STATE_FILE = "model.pt"  # the file in which `TorchCheckpoint` of Ray 2.7 and later stores the state dict
+_STATE_FILE = "model.pt"  # the file in which Ray's own `TorchCheckpoint` (2.7 and later) stores the state dict
 _WRAPPER_PREFIX = "module."
 
 

@@ -39,7 +39,7 @@ from raysgd.trainer.messages.weight_sums import REASONS_OF_TORCH, ComparisonPace
 _DTYPES = (torch.float32, torch.float64)
 _JOINT = "_is_global"
 _CPU = torch.device("cpu")
-# Exceptions of failed collectives. PyTorch and sockets raise them, or a process group that no longer exists.
+# Exceptions that a failed collective may raise: from PyTorch, from a socket, or because its group no longer exists.
 _OF_EXCHANGES = (RuntimeError, OSError, ValueError)
 _NUMBERS_DIFFER = "the number of steps differs from batch to batch"
 _RATES_DIFFER = "the learning rates of the workers differ: give schedulers to `prepare_state`"
@@ -47,13 +47,13 @@ _SAME = 1e-6  # relative tolerance for comparing sums, because sums of equal val
 
 
 class GlobalSteps:
-    """Lets all ranks of a training function take an optimizer step, or none, when a worker is lost (`elastic=True`).
+    """Makes all ranks of a training function step, or none of them, even if a worker is lost (`elastic=True`).
 
     It holds the models, optimizers and loaders that the function has prepared.
 
     Args:
-        session: The function's session. Its `Membership`, the function's part in the changing worker group, decides
-            which steps count.
+        session: The function's session. The session's `Membership` follows the changing worker group, and decides which
+            steps count.
     """
 
     def __init__(self, session: RunningSession) -> None:
@@ -74,7 +74,7 @@ class GlobalSteps:
         self._num_steps = 0  # number of optimizer steps in the current batch
         self._num_usual = 0  # number of optimizer steps in the first batch; 0 during the first batch
         self._weight = 1.0
-        self._at = 0  # number of the current batch in its pass, which must be equal on all ranks
+        self._at = 0  # number of the current batch in its pass; must be equal on all ranks
         self._open: BatchStart | None = None  # start of the current batch; None between two batches
         self._has_batch = self._has_exchanged = self._is_checked = self._is_left = False
         self._comparisons = ComparisonPace()
@@ -185,7 +185,7 @@ class GlobalSteps:
     # ---------------------------------------------------------------------------------------------------------- a batch
 
     def enter(self, takes_steps: bool = True) -> GroupPlace:
-        """Wait until this worker is in a working group, let the models use that group, and return the `GroupPlace`.
+        """Wait until this worker is in a working group, let the models use it, and return this worker's rank in it.
 
         Args:
             takes_steps: True if the function is about to train. A worker that steps in then receives the other workers'
@@ -249,7 +249,7 @@ class GlobalSteps:
         }
 
     def _unfit(self, state: Mapping[str, Any]) -> str | None:
-        """Return the reason why this rank cannot load another rank's state, as a text. Return None if it can."""
+        """Return the reason why this rank cannot load another rank's state, or None if it can."""
         kinds, others = [type(part).__name__ for part in self._shared], state["kinds"]
         if kinds != others:
             return f"a worker that steps in has prepared {', '.join(kinds)}, and the others {', '.join(others)}"
@@ -322,14 +322,16 @@ class GlobalSteps:
         self._undo.begin_batch()
 
     def close_batch(self, mark: BatchStart) -> str:
-        """End the batch that started at `mark`. Return "failed", "done", or "seen" if no step was taken on the batch.
+        """End the batch that started at `mark`, and return its outcome.
+
+        The outcome is "failed", "done" (a step counted) or "seen" (no step was taken).
 
         Raises:
             DistNetworkError: The batch failed after one of its steps had counted.
             ValueError: The batch repeats another worker's sample, so it needs a step with weight zero, but no step
                 followed.
         """
-        if mark is not self._open:  # the function has already started a batch of another loader, which ended this one
+        if mark is not self._open:  # the function has started a batch of another loader, which ended this batch
             return "done"
         membership, self._open = self._membership, None
         self._undo.note_return()
@@ -353,8 +355,8 @@ class GlobalSteps:
             self._undo.copies_all = True
         if self._has_exchanged and not is_done:
             membership.flaw = "gradients are added up over several batches"
-            # Other ranks may take a step in this batch, before which they compare their steps in an all-reduce. Take
-            # part in that all-reduce, because they would otherwise wait for this rank.
+            # Other ranks may take a step in this batch. They first compare their steps in an all-reduce, and would wait
+            # for this rank if it did not take part.
             if membership.begin_exchange():
                 membership.end_exchange(self._compared(math.nan))
         if not (self._weight or self._has_exchanged or is_done or self._is_left):
@@ -382,12 +384,12 @@ class GlobalSteps:
         return mark is not self._open or self._num_steps > 0
 
     def _learn(self, num_steps: int) -> None:
-        """Record how many optimizer steps the function takes per batch, after the first batch has shown it."""
+        """Record how many optimizer steps the function takes per batch. The first batch shows this number."""
         self._num_usual = num_steps
         self._undo.copies_all = self._undo.copies_all or num_steps > 1
 
     def note_unstepped(self) -> None:
-        """Record that the function takes no step on some batches. It can then not continue in another group."""
+        """Record that the function takes no step on some batches. Such a function cannot continue in another group."""
         self._membership.flaw = "the optimizer does not step for each batch"
 
     # -------------------------------------------------------------------------------------------------------- exchanges
@@ -452,7 +454,7 @@ class GlobalSteps:
         return self._membership.count_step(self._agree)
 
     def _agree(self) -> Exception | None:
-        """Confirm with all ranks that the step counts, because all of them have the averaged gradients.
+        """Confirm with all ranks that the step counts: every rank has the averaged gradients.
 
         Also run the other collectives of a step here, such as the broadcast of buffers.
 

@@ -223,9 +223,9 @@ def _over(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> DataLoad
 
 
 def _accept_epochs(sampler: Any) -> None:
-    """Give a sampler a `set_epoch` method that does nothing, unless it has one.
+    """Give a sampler without a `set_epoch` method one that does nothing.
 
-    A single worker keeps its own sampler, but training functions call `loader.sampler.set_epoch`.
+    Training functions call `loader.sampler.set_epoch`, but with a single worker, the loader keeps the user's sampler.
     """
     if not hasattr(sampler, "set_epoch"):
         with suppress(AttributeError):  # no attribute can be set on some samplers, such as a list

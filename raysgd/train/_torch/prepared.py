@@ -62,7 +62,7 @@ class Accelerator:
         return model
 
     def has_replaced(self, parameter: torch.nn.Parameter) -> bool:
-        """Return True if the parameter belonged to a model before sharding, which has replaced it in the model."""
+        """Return True if sharding a model has replaced this parameter with another parameter."""
         reference = self._replaced.get(id(parameter))
         return reference is not None and reference() is parameter
 
@@ -233,7 +233,7 @@ def load_state(part: torch.nn.Module | torch.optim.Optimizer, state: Mapping[str
 
 
 class ForwardInContext:
-    """Replaces a model's `forward` by one that runs in a context, such as autocast.
+    """Makes a model's `forward` run in a context, such as autocast.
 
     Copies and pickles of the model get the original `forward`, without the context.
     """

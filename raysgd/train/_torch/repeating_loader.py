@@ -119,8 +119,8 @@ class GlobalBatches(Sampler[list[Any]]):
 class GlobalStream:
     """This rank's batches of a stream whose rows are counted in advance. It has the methods of `GlobalBatches`.
 
-    It is also the loader's sampler, which has the stream's epoch. Each pass advances to the next epoch. The position in
-    an epoch is the number of rows that all workers together have used.
+    It also serves as the loader's sampler, so `loader.sampler.set_epoch` sets the stream's epoch. Each pass advances to
+    the next epoch. The position in an epoch is the number of rows that all workers together have used.
 
     Args:
         part: The worker's shard of the stream.
@@ -194,7 +194,7 @@ class GlobalStream:
 
 
 class RepeatingLoader(DataLoader[Any]):
-    """Wraps a loader over global batches, and yields a batch again if a worker was lost while it was processed.
+    """Wraps a loader over global batches, and repeats a batch if a worker was lost while the batch was processed.
 
     After a loss, the loader waits before the next batch until the remaining workers have formed a new group. New
     workers also join between two batches. Other attributes come from the wrapped loader.
@@ -224,7 +224,7 @@ class RepeatingLoader(DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """Number of training passes that the function has finished or left early, which is equal on all workers.
+        """Number of training passes that the function has finished or left early. It is equal on all workers.
 
         New workers can join a running function only if the function counts its epochs by this attribute. You may set
         the attribute, for example to a value from a checkpoint.
@@ -300,7 +300,7 @@ class RepeatingLoader(DataLoader[Any]):
     def _leave(self, has_trained: bool, is_last: bool) -> None:
         """Count a pass that the function leaves early as an epoch.
 
-        Do not count it if no step was taken, or if it is over a stream that the next pass will continue.
+        Do not count the pass if no step was taken, or if the next pass continues where this pass leaves a stream.
 
         Args:
             has_trained: True if the function has taken a step in the pass.
