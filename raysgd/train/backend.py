@@ -95,7 +95,7 @@ class BackendConfig:
         return Backend
 
     def connection(self, num_gpus_per_worker: float) -> Connection:
-        """Return the connection to the other workers that each worker joins when it starts."""
+        """Return the connection between the workers, which each worker joins when it starts."""
         return NoConnection()
 
     def can_regroup(self, num_gpus_per_worker: float) -> bool:

@@ -89,7 +89,7 @@ class BaseTrainer(ABC):
     _scaling_config_allowed_keys: ClassVar[list[str]] = ["trainer_resources"]
     _arguments: dict[str, Any]
 
-    if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
+    if not TYPE_CHECKING:  # type checkers read the arguments and the returned class from `__init__`
 
         def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
             """Create a trainer and remember its arguments, for `restore` and for trials of Ray Tune."""
@@ -129,7 +129,7 @@ class BaseTrainer(ABC):
         """Called in `fit` before the datasets are prepared and the loop starts. Does nothing by default."""
 
     def preprocess_datasets(self) -> None:
-        """Prepare the datasets: call dataset functions and apply the preprocessor. Call `super` if you override it."""
+        """Prepare the datasets: call dataset functions and apply the preprocessor. Overrides must call `super`."""
         self.datasets = prepared(self.datasets, self.preprocessor)
 
     @abstractmethod
@@ -211,8 +211,8 @@ class BaseTrainer(ABC):
     def __call__(self, config: Any) -> Any:
         """Raise an error which says that Ray's own `Tuner` cannot run a trainer.
 
-        Ray's `Tuner` treats a trainer as a training function, because this method makes the trainer callable. So the
-        user gets this error instead of one that does not name the cause.
+        Ray's `Tuner` treats a trainer as a training function, because this method makes the trainer callable. The user
+        then gets this error instead of an error that does not name the cause.
 
         Raises:
             TypeError: Always.
@@ -266,7 +266,7 @@ class BaseTrainer(ABC):
     ) -> TrainerType:
         """Return the trainer of an interrupted or failed run. Its `fit` continues from the last checkpoint.
 
-        Loading a trainer runs code that the folder names, so restore only runs that you trust.
+        Loading a trainer executes code that the folder names. Restore only runs that you trust.
 
         Args:
             path: The run's folder, or its URI.

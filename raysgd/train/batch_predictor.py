@@ -60,7 +60,7 @@ class BatchPredictor:
         return f"{type(self).__name__}(checkpoint={self._checkpoint!r}, predictor_cls={self._predictor_cls.__name__})"
 
     def get_preprocessor(self) -> Any:
-        """Return the preprocessor for the batches, which is the checkpoint's unless you have set another one.
+        """Return the preprocessor for the batches: the preprocessor that you have set, or else the checkpoint's.
 
         Return None if there is no preprocessor.
         """
@@ -127,7 +127,7 @@ class BatchPredictor:
         )
 
     def predict_pipelined(self, data: Any, **options: Any) -> NoReturn:
-        """Raise an error, because Ray Data has no pipelines anymore. `predict` does not load all data at once either.
+        """Raise an error: Ray Data has no pipelines anymore. Use `predict`, which reads the data block by block.
 
         Raises:
             NotImplementedError: Always.

@@ -89,7 +89,7 @@ class CheckpointTaker(ABC):
         """Wait for the newest checkpoint and store it, even if it is not one of the best.
 
         Returns:
-            The checkpoint's path or URI; None if there is no checkpoint, or no checkpoint is written to a file.
+            The checkpoint's path or URI; None if there is no checkpoint, or if checkpoints are not written to files.
 
         Raises:
             OSError: The checkpoint could not be written.
@@ -100,15 +100,15 @@ class CheckpointTaker(ABC):
 
     @property
     def restart_point(self) -> Any:
-        """The checkpoint from which the training function restarts: the newest, or that from which the run started."""
+        """The checkpoint from which the function restarts: the newest, or else the one from which the run started."""
         self.flush()
         return self._restart_point
 
     def take_landing(self) -> bool:
         """Return True if a checkpoint has been completely received since the last call to this method.
 
-        If a checkpoint is just being received, wait for it. Otherwise, the answer would depend on the driver's speed.
-        If receiving the checkpoint failed, `flush` raises the error.
+        If a checkpoint is just being received, wait for it. Without this wait, the answer would depend on timing. If
+        receiving the checkpoint failed, `flush` raises the error.
         """
         if self._coming is not None and self._has_arrived.wait(_ARRIVAL_S):
             wait([self._coming])
@@ -142,7 +142,7 @@ class CheckpointTaker(ABC):
         keep: Callable[[dict[str, Any]], None],
         lose: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start a thread that receives a checkpoint. Call `flush` before, because only one such thread may run.
+        """Start a thread that receives a checkpoint. Call `flush` first, because only one such thread may run.
 
         Args:
             identity: Number of the checkpoint.

@@ -127,7 +127,7 @@ class DataParallelTrainer(BaseTrainer):
         return copy(self._data_config)
 
     def preprocess_datasets(self) -> None:
-        """Prepare the datasets: call dataset functions and apply the preprocessor. Call `super` if you override it."""
+        """Prepare the datasets: call dataset functions and apply the preprocessor. Overrides must call `super`."""
         self.datasets = prepared(self.datasets, self.preprocessor, self._data_config)
 
     def training_loop(self) -> None:
@@ -157,7 +157,7 @@ class DataParallelTrainer(BaseTrainer):
     ) -> TrainerType:
         """Return the trainer of an interrupted or failed run. Its `fit` continues from the last checkpoint.
 
-        Loading a trainer runs code that the folder names, so restore only runs that you trust.
+        Loading a trainer executes code that the folder names. Restore only runs that you trust.
 
         Args:
             path: The run's folder, or its URI.
@@ -216,7 +216,7 @@ class TorchTrainer(DataParallelTrainer):
             workers with `prepare_model` and `prepare_data_loader` from `raysgd.train.torch`.
         train_loop_config: Argument for the function.
         torch_config: How to connect the workers. Default: NCCL if each worker has a GPU, else gloo.
-        torch_backend: Alias of `torch_config`, from the guide of the old library.
+        torch_backend: Alias of `torch_config`, used in the old library's guide.
         **options: See `DataParallelTrainer`: `scaling_config`, `run_config`, `datasets` and so on.
 
     Raises:
@@ -259,7 +259,7 @@ class TensorflowTrainer(DataParallelTrainer):
         train_loop_per_worker: Training function that every worker runs.
         train_loop_config: Argument for the function.
         tensorflow_config: How to connect the workers.
-        tensorflow_backend: Alias of `tensorflow_config`, from the guide of the old library.
+        tensorflow_backend: Alias of `tensorflow_config`, used in the old library's guide.
         **options: See `DataParallelTrainer`: `scaling_config`, `run_config`, `datasets` and so on.
 
     Raises:

@@ -84,7 +84,7 @@ class ExecutorRules:
     Attributes:
         failures: Policy that decides after a failure whether to retry or to raise the error.
         checkpoints: Object that receives the checkpoints; None for the executor's `CheckpointManager`.
-        on_failure: Function to call before the function restarts after a failure.
+        on_failure: Function to call before the training function restarts after a failure.
         words: Advice for users, which the engine adds to its messages.
         num_ahead: Number of reports that may wait for the driver before a function is blocked.
         is_elastic: True if functions continue without a restart when other workers are lost.
@@ -431,7 +431,7 @@ class BackendExecutor:
             expect_end(False)
 
     def _preemption(self, ends_at_ms: int | None) -> PreemptionInfo | None:
-        """Return the workers' nodes that Ray will take away, or all their nodes if the program ends.
+        """Return the workers' nodes that Ray will take away, or all of the workers' nodes if the program ends.
 
         Args:
             ends_at_ms: Time at which the program ends, in milliseconds of Unix time; None if it does not end.

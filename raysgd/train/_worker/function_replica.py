@@ -143,7 +143,8 @@ class FunctionReplica:
         """Start a training function, or let a running function continue in the group that this worker has joined.
 
         Args:
-            start: To start a function, its spec, its encoded checkpoint and its shard of the data. Otherwise, nothing.
+            start: The spec, encoded checkpoint and data shard of the function to start. Empty if the function is
+                running.
         """
         if self._membership is not None and not start:
             self._membership.go_on()
@@ -232,7 +233,7 @@ class FunctionReplica:
 
         Args:
             token: The checkpoint's token; None if this rank has no folder to store.
-            taken: Names of files that a lower rank stores, so that this rank omits them.
+            taken: Names of files for this rank to omit, because a lower rank stores them.
             start: Arguments of `start`, if the function is not running yet.
 
         Returns:
@@ -255,9 +256,9 @@ class FunctionReplica:
         """Do nothing, because the next call starts the function from the newest checkpoint."""
 
     def replica_progress(self) -> ReplicaProgress:
-        """Return how many steps the function has taken, and the reason if it cannot continue in another group.
+        """Return the number of steps taken, and the reason why the function cannot continue in another group, if any.
 
-        A worker that has not loaded the other ranks' state yet is marked as not whole, so that it does not send state.
+        A worker that has not loaded the other ranks' state yet is marked as not whole. It does not send its state.
         """
         membership = self._membership
         if membership is None:
@@ -274,7 +275,7 @@ class FunctionReplica:
         )
 
     def regroup(self, world: World, handover: StateHandover) -> None:
-        """Let the function continue in another group, which this process has joined.
+        """Let the function continue in another group that this process has joined.
 
         If this rank is one step behind, it takes that step with the gradients that it already has.
 

@@ -53,7 +53,8 @@ class Session:
         pending: Holds large checkpoints until the driver fetches them.
 
     Attributes:
-        membership: The function's membership in a group that may change while it runs; None if it may not change.
+        membership: The function's membership in a group that may change during the run; None if the group cannot
+            change.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class Session:
         self._began = self._last_report = time.monotonic()
         self._pending_checkpoints = pending or PendingCheckpoints()
         # The function's thread encodes everything that leaves the worker. Encoding takes one copy and keeps tensors and
-        # arrays separate, so that no later step handles gigabytes in Python. Each encoder reuses its buffer. Reports
-        # are small, so they get their own encoder.
+        # arrays separate; no later step handles gigabytes in Python. Each encoder reuses its buffer. Reports are small,
+        # so they get their own encoder.
         self._checkpoints, self._reports = StateEncoder(), StateEncoder()
         self.mailbox = Mailbox(self._run, spec.num_ahead)
         self.membership = self._membership_of(world) if spec.steps_in or world.is_distributed else None
@@ -120,11 +121,11 @@ class Session:
             raise explained.with_traceback(error.__traceback__) from error
 
     def _explained(self, error: Exception) -> Exception:
-        """Return the exception to raise in place of the function's exception: the same one, or one with advice."""
+        """Return the exception to raise: the function's own exception, or a replacement that gives advice."""
         return error if self._spec.explain is None else self._spec.explain(error)
 
     def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
-        """Return True if the keywords passed to `report` are its own arguments, False if each keyword is a metric."""
+        """Return True if the keywords are arguments of `report` itself, False if each keyword is a metric."""
         return False
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None, options: UploadOptions | None = None) -> None:
@@ -157,7 +158,7 @@ class Session:
         return self.membership is not None and self.membership.has_failed
 
     def regroup(self, world: World, is_behind: bool) -> None:
-        """Let the function continue in another group, which this process has already joined.
+        """Let the function continue in another group that this process has already joined.
 
         Args:
             world: The rank in that group, and the number of its ranks.
@@ -186,7 +187,7 @@ class Session:
     def _send_metrics(self, data: Any) -> None:
         """Send metrics without a checkpoint to the driver.
 
-        Encoded metrics are in a buffer that the next report reuses. The function then waits until they are taken.
+        Encoded metrics are in a buffer that the next report reuses, so the function waits until they are taken.
         """
         self.mailbox.offer(
             FunctionMessage(TrainingResultType.REPORT, data), may_wait=not isinstance(data, EncodedState)

@@ -210,8 +210,8 @@ class PendingCheckpoints:
     """The copies of checkpoints in this worker that the driver has not fetched yet.
 
     The driver always fetches rank 0's checkpoints, so they are copied immediately. A checkpoint of another rank is
-    copied only if the driver fetches it, because no lower rank has a checkpoint. The function waits until the driver
-    has decided.
+    copied only if the driver fetches it, which happens if no lower rank has a checkpoint. The function waits until the
+    driver has decided.
     """
 
     def __init__(self) -> None:
@@ -236,7 +236,7 @@ class PendingCheckpoints:
             return self._num
 
     def settle(self, token: int, make_copy: Callable[[Any], Any]) -> None:
-        """Block the function until the driver has fetched or refused an announced checkpoint. Copy it if fetched.
+        """Block the function until the driver requests or refuses an announced checkpoint. If requested, copy it.
 
         Args:
             token: The token from `announce`.

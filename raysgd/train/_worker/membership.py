@@ -18,8 +18,9 @@ from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import OnFailure
 
 _BREAKS_IN_S = 60.0  # how long a collective may take to fail once its connections are closed
-# How long to wait, after the group broke, until the function waits inside this module. A function that is busy between
-# two passes does not get here in that time. This module does not see collectives in user code, which fail meanwhile.
+# After the group broke and its known collectives failed, wait this long for the function to call this module.
+# Collectives in user code, which this module does not see, fail in the meantime. A function that is busy between two
+# passes may take longer than this.
 _REST_S = 0.2
 _FIRST_BATCH_S = 120.0  # how long a new worker's function may take from getting its rank to its first batch
 _LOOK_S = 0.05
@@ -61,7 +62,7 @@ class Membership:
     Args:
         world: The function's first rank and group size.
         tell: Function that tells the driver that the group is broken. Called at most once per group.
-        is_held: Function that returns True if the function has ended, or waits for something other than other ranks.
+        is_held: Returns True if the training function has ended, or is waiting, but not for other ranks.
         is_new: True if the function will step into a running group.
         note: Function to call with a group's number when all its ranks have the same state. From then on, all ranks of
             the group send reports.
@@ -297,9 +298,9 @@ class Membership:
             self._changed.wait_for(lambda: self._is_waiting or self._is_held(), _REST_S)
 
     def join(self, world: World, is_behind: bool) -> None:
-        """Record the rank in another group, which this process has joined.
+        """Record this worker's rank in another group that its process has joined.
 
-        The function enters the group after `go_on` was called, when all ranks have joined.
+        The function enters the group when all ranks have joined and `go_on` is called.
 
         Args:
             world: The rank in that group and the group's size.

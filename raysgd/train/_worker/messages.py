@@ -21,7 +21,7 @@ class TrainingResultType(Enum):
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The form in which `BackendExecutor` returns a function's message to programs that use `BackendExecutor`."""
+    """A function's message, as `BackendExecutor` returns it."""
 
     type: TrainingResultType
     data: dict[str, Any]
@@ -64,7 +64,7 @@ class Question:
     """A question that the functions of all ranks ask the driver at the same point.
 
     Attributes:
-        name: Name of the question, which is the library function that asks it, such as `broadcast_from_rank_zero`.
+        name: Name of the library function that asks the question, such as `broadcast_from_rank_zero`.
         data: This rank's argument, pickled.
     """
 
@@ -74,10 +74,10 @@ class Question:
 
 @dataclass(frozen=True)
 class RanksMet:
-    """A message that from here on all ranks of a group report, including workers that were added to the group.
+    """Tells the driver that all ranks of a group report from now on, including workers that were added to it.
 
     Attributes:
-        number: Number of the group, which counts the earlier groups since the function started.
+        number: Number of the group: how many groups came before it since the function started.
     """
 
     number: int

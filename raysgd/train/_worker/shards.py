@@ -35,7 +35,7 @@ class DividedData:
 
     @property
     def is_whole(self) -> bool:
-        """True if every worker gets the same object, such as a stream, and selects its shard of it by rank."""
+        """True if every worker gets the same object, such as a stream, and selects its own shard by rank."""
         each = self._dataset.values() if isinstance(self._dataset, Mapping) else (self._dataset,)
         return all(isinstance(dataset, Stream) for dataset in each)
 
@@ -151,7 +151,7 @@ class StreamPart:
         return self
 
     def joined(self, ranks: StreamGroup, collate: Collate, *, exact: bool) -> StreamPart:
-        """Connect this part to the other workers, which tell each other how many rows they have read.
+        """Connect this worker to the other workers. They tell each other how many rows they have read.
 
         Return this object.
 

@@ -34,7 +34,7 @@ class TrainingCallback:
         """Called once at the end of a run. `error` is True if the run ended with an exception."""
 
     def process_results(self, results: list[dict[str, Any]], **info: Any) -> None:
-        """Pass a report to `handle_result`, without reserved keys and preprocessed. Do not override this method."""
+        """Remove reserved keys from a report, preprocess it, and call `handle_result`. Do not override this method."""
         hidden = ALL_RESERVED_KEYS - set(self.RESERVED_KEYS)
         shown = ExcludedKeysResultsPreprocessor(hidden).preprocess(results)
         if self.results_preprocessor is not None:

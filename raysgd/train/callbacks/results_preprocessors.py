@@ -110,7 +110,7 @@ class _Aggregate(ResultsPreprocessor):
 
     @abc.abstractmethod
     def _aggregate(self, values: Sequence[float], results: Results) -> float:
-        """Aggregate the workers' values to one number. At least one value is not NaN."""
+        """Aggregate the workers' values into one number. At least one value is not NaN."""
 
 
 class AverageResultsPreprocessor(_Aggregate):
