@@ -1,4 +1,4 @@
-"""Transfers a run's checkpoints, in the driver, from the workers to the trial's folder.
+"""Runs in the driver, and moves a run's checkpoints from the workers to the trial's folder.
 
 A dict is sent to the driver, which writes it. A folder is stored by the workers: all ranks write to the same staging
 folder, and the driver commits the staging folder, which means that it becomes a checkpoint with its final name. ADR 94
@@ -39,7 +39,7 @@ class FitCheckpoints(CheckpointTaker):
         on_attempt: Function to call each time before the training function starts or restarts.
 
     Attributes:
-        landing: Future of the newest checkpoint, which is done when the checkpoint was written or lost. None before the
+        landing: Future of the newest checkpoint. It is done when the checkpoint was written or lost. None before the
             first checkpoint.
     """
 
@@ -64,7 +64,7 @@ class FitCheckpoints(CheckpointTaker):
     def keep_newest(self) -> str | None:
         """Wait until the newest checkpoint is written, and return its path or URI.
 
-        Nothing else must be done, because the recorder never deletes the newest checkpoint.
+        Nothing else is needed, because the recorder never deletes the newest checkpoint.
         """
         self.flush()
         return place_of(self._newest)
@@ -101,7 +101,7 @@ class FitCheckpoints(CheckpointTaker):
             self._receive(index, receive, keep, lose)
 
     def _commit(self, index: int, own_metadata: Mapping[str, Any] | None = None) -> Folder:
-        """Turn a staging folder into a checkpoint, after adding metadata and the preprocessor. Return its folder.
+        """Add metadata and the preprocessor to a staging folder, and turn it into a checkpoint. Return the new folder.
 
         Args:
             index: Number of the checkpoint.
@@ -123,7 +123,7 @@ class FitCheckpoints(CheckpointTaker):
         return self._folder.commit(name)
 
     def _keep(self, index: int, landing: Landing, content: dict[str, Any]) -> None:
-        """Write a checkpoint dict that was received from a worker to a file, or keep it in memory without files.
+        """Write a worker's checkpoint dict to a file. If the run writes no files, keep the dict in memory.
 
         Args:
             index: Number of the checkpoint.
@@ -131,7 +131,7 @@ class FitCheckpoints(CheckpointTaker):
             content: The dict.
         """
         own = content.pop(METADATA_KEY, {})
-        if content.get(PREPROCESSOR_KEY) is None:  # the key is missing, or a `TorchCheckpoint` has None under it
+        if content.get(PREPROCESSOR_KEY) is None:  # the key is missing, or a `TorchCheckpoint` stores None under it
             content = {**content, PREPROCESSOR_KEY: self._preprocessor}
         content = {**content, TUNE_CHECKPOINT_ID: index}
         if self._folder is None:
@@ -165,7 +165,7 @@ def _write_dict(content: dict[str, Any], staged: Folder) -> None:
 
 
 def _write_preprocessor(preprocessor: Any, staged: Folder) -> None:
-    """Add a preprocessor to a staging folder, unless it already contains a preprocessor or a checkpoint dict."""
+    """Add a preprocessor to a staging folder, unless the folder contains a preprocessor or a checkpoint dict."""
     file = f"{PREPROCESSOR_KEY}{META_SUFFIX}"
     if not any(staged.has(name) for name in (DICT_FILE, PREPROCESSOR_KEY, file)):
         from ray import cloudpickle

@@ -227,10 +227,10 @@ def is_data_config(config: Any) -> bool:
 
 
 def prepared(datasets: Mapping[str, Any], preprocessor: Any = None, config: Any = None) -> dict[str, Any]:
-    """Create the datasets of a run, apply the preprocessor and shuffle them, so that workers can read them.
+    """Create the datasets that a run's workers read: call dataset functions, apply the preprocessor, and shuffle.
 
-    Call it once per run. After a failure, the workers read the same datasets again. A preprocessor that has not been
-    fit yet is fit here, in place.
+    Call this function once per run. After a failure, the workers read the same datasets again. A preprocessor that has
+    not been fit yet is fit here, in place.
 
     Args:
         datasets: Datasets by name, or functions without arguments that return a dataset.
@@ -296,7 +296,7 @@ def _lacks_fit(preprocessor: Any) -> bool:
 
 
 def _shuffled(dataset: Any, config: DatasetConfig) -> Any:
-    """Return a dataset with shuffled rows or blocks, if the config asks for it. Otherwise, return it unchanged."""
+    """Shuffle the rows or blocks of a dataset if the config asks for it. Otherwise, return the dataset unchanged."""
     if config.global_shuffle:
         return dataset.random_shuffle()
     if config.randomize_block_order and is_of_ray(dataset):

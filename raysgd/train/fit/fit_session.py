@@ -75,7 +75,8 @@ class FitSession(Session):
     def _run(self) -> Any:
         """Run the training function and return its return value, if `Result.return_value` may need it.
 
-        This is the case if the value is plain data and this worker has rank 0 or may get it. Otherwise, return None.
+        This is the case if the value is plain data and this worker has rank 0 or may get rank 0. Otherwise, return
+        None.
         """
         with _working_in(self.facts.workdir), _errors_for_calls_of_ray(), _seen_by_ray(self):
             returned = super()._run()
@@ -85,7 +86,7 @@ class FitSession(Session):
     def _explained(self, error: Exception) -> Exception:
         """Return an exception with advice if `error` comes from a call to one of Ray's own session functions.
 
-        Return any other exception as the base class does.
+        Handle any other exception as the base class does.
         """
         if not isinstance(error, UserWarning | RuntimeError) or not any(text in str(error) for text in _MISUSES):
             return super()._explained(error)
@@ -104,9 +105,9 @@ class FitSession(Session):
         return self._newest
 
     def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
-        """Return True if the user has named the arguments of `report`, False if each keyword is a metric.
+        """Return True if the keywords are arguments of `report` itself, False if each keyword is a metric.
 
-        This is decided by the values of `metrics` and `checkpoint`.
+        The values of `metrics` and `checkpoint` decide this.
         """
         has_checkpoint = not isinstance(keywords.get("checkpoint"), Number | str | None)
         return has_checkpoint or isinstance(keywords.get("metrics"), Mapping)
@@ -139,8 +140,8 @@ class FitSession(Session):
     def _send_with(self, checkpoint: Any, data: Any, options: UploadOptions) -> None:
         """Send metrics with a checkpoint.
 
-        If the checkpoint is a folder, store the folder, in the background if the user requested this. If the checkpoint
-        is a dict, send the dict to the driver.
+        Store a checkpoint folder from this worker, in the background if the user requested this. Send a checkpoint dict
+        to the driver.
         """
         self._is_newest_stored = False
         if checkpoint.get_internal_representation()[0] not in _TRAVELS and self.facts.keeps_files:
@@ -174,7 +175,7 @@ class FitSession(Session):
         return trial.is_local and place.resolve().is_relative_to(Path(trial.local_path).resolve())
 
     def _store(self, data: Any, checkpoint: Checkpoint, options: UploadOptions) -> None:
-        """Copy a checkpoint folder to the staging folder of all ranks in the storage, and send the metrics."""
+        """Copy a checkpoint folder to the staging folder that all ranks share, and send the metrics."""
         name = checkpoint_name(self.mailbox.await_request())
         folder = self.facts.folder
         with checkpoint.as_directory() as path:
@@ -185,7 +186,7 @@ class FitSession(Session):
     def _store_folder(self, data: Any, source: Path, target: Folder) -> None:
         """Copy a folder to the staging folder and send the metrics.
 
-        A rank above 0 sends the metrics first. The driver then tells it which files it must leave out, because lower
+        A rank above 0 sends the metrics first. The driver then tells the rank which files to leave out, because lower
         ranks have files with the same names.
 
         Args:
@@ -275,7 +276,7 @@ def check_checkpoint(checkpoint: Any) -> None:
 
 
 def without_tensors(metrics: Any, place: str = "metrics") -> Any:
-    """Return metrics in which tensors are replaced. A tensor may be on a device that the driver does not have.
+    """Replace tensors in metrics, because a tensor may be on a device that the driver does not have.
 
     A one-element tensor becomes a number. Any other tensor becomes a copy on the CPU.
     """
@@ -359,7 +360,7 @@ class SessionForRay:
 def _seen_by_ray(session: FitSession) -> Iterator[None]:
     """Inside the block, let functions such as `ray.tune.report` report to this run.
 
-    Do nothing if a Ray Tune trial runs in this process, because these functions then belong to the trial.
+    Do nothing if a Ray Tune trial runs in this process, because these functions then report to the trial.
     """
     module = sys.modules.get("ray.train._internal.session")
     if module is None or getattr(module, "_session", session) is not None:

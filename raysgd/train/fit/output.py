@@ -1,7 +1,7 @@
 """Writes a run's output while it runs: its trial's files, their copies in the storage, and lines in the terminal.
 
 The files are `result.json`, `progress.csv`, `params.json`, `error.txt` and TensorBoard's. They have the same names and
-content as Ray Tune's files. Each report is on disk when its call returns; only TensorBoard's file follows within
+content as Ray Tune's files. A report is on disk when the call that writes it returns; TensorBoard's file follows within
 seconds. A driver that is killed loses at most the report that it was writing.
 
 With remote storage, a thread in the driver copies the files there during the run.
@@ -55,7 +55,7 @@ def open_writers(folder: Path, config: Mapping[str, Any], replaced: Collection[s
     Args:
         folder: The trial's folder.
         config: The trial's config, which each line of `result.json` contains.
-        replaced: Names of Ray Tune's loggers that the user passed. They write the files instead.
+        replaced: Names of the Ray Tune loggers that the user passed. These loggers write their files themselves.
 
     Raises:
         OSError: The folder is not writable.
@@ -158,7 +158,7 @@ class Logs:
         self._running: Future[None] | None = None
 
     def fetch(self) -> None:
-        """If this run continues an earlier run, download the log files to which its reports will be appended."""
+        """If this run continues an earlier run, download the log files, to which new reports will be appended."""
         if not self._folder.is_local and not self._folder.is_new:
             for name in self._folder.trial.names():
                 if self._folder.trial.has(name):

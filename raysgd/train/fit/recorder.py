@@ -246,7 +246,7 @@ class Recorder:
         self._writers = []
 
     def _forget_errors(self) -> None:
-        """Rename `error.txt` after a run that has succeeded in spite of failures."""
+        """Rename `error.txt` after a run that has succeeded despite failures."""
         if not self._folder.is_new or self._trial.num_failures:
             self._logs.rename(ERROR_FILE, RECOVERED_ERROR_FILE)
             self._logs.remove(ERROR_PICKLE_FILE)
@@ -286,7 +286,7 @@ class KeptCheckpoints:
 
     Attributes:
         latest: The newest checkpoint; None before the first checkpoint.
-        report: The report that came with the newest checkpoint. A run that restarts continues counting from it.
+        report: The report that came with the newest checkpoint. A restarted run continues the report's counters.
     """
 
     def __init__(self, folder: TrialFolder, config: CheckpointConfig, chores: ThreadPoolExecutor) -> None:

@@ -41,7 +41,7 @@ class RestoredRun:
     Attributes:
         experiment: The experiment's folder.
         folder: The trial's folder; None if the run had not started.
-        is_finished: True if the run succeeded, so that `fit` returns its result without running anything.
+        is_finished: True if the run succeeded; `fit` then returns the result without running anything.
     """
 
     experiment: Folder
@@ -64,7 +64,7 @@ class _CheckpointAt:
 
 @dataclass(frozen=True)
 class _WithoutSecrets:
-    """Replaces a `train_loop_config` with keys or passwords in `trainer.pkl`.
+    """Placeholder in `trainer.pkl` for a `train_loop_config` that contains keys or passwords.
 
     The user must pass the config to `restore` again.
     """
@@ -217,7 +217,7 @@ def _better_place(path: str | Path) -> str:
 
 
 def _complete(arguments: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a trainer's saved arguments, with those replaced that the user passed to `restore`.
+    """Return a trainer's saved arguments, updated with the arguments that the user passed to `restore`.
 
     Raises:
         ValueError: The names of the datasets differ, or a config with secrets was not passed again.

@@ -132,7 +132,7 @@ class FitJob:
 
 
 def _tune_error() -> type[Exception] | None:
-    """Return Ray Tune's `TuneError`, with which Ray AIR programs catch a failed run; None if it is not imported."""
+    """Return Ray Tune's `TuneError`, which Ray AIR programs catch when a run fails; None if Tune is not imported."""
     return getattr(sys.modules.get("ray.tune.error"), "TuneError", None)
 
 
@@ -151,8 +151,8 @@ class RenewingPolicy(FailurePolicy):
     def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_continue: bool) -> Decision:
         """Return whether to continue in place, restart or give up after a failure.
 
-        If the workers must restart or no retry is left, first wait for a checkpoint that is just being received. It
-        would reset the count of retries.
+        If the workers must restart or no retry is left, first wait for a checkpoint that is just being received. Such a
+        checkpoint may reset the count of retries.
         """
         is_needed = budget.is_spent or not (self.continues and can_continue)
         if is_needed and self.take_landing():
@@ -164,8 +164,8 @@ class FitRun:
     """Runs a user's training function on workers, for one call to `fit`.
 
     Args:
-        job: The call to `fit`. Its recorder receives each report of rank 0 with the step's checkpoint, the start of
-            each attempt, and before a new attempt the failure of the previous attempt.
+        job: The call to `fit`. Its recorder receives rank 0's reports with their checkpoints, the start of each
+            attempt, and the failure of the previous attempt.
         function: The user's function, with its config bound.
         backend: Configures how the workers are connected.
         scaling: Number and resources of the workers.
@@ -319,7 +319,7 @@ class FitRun:
         """Record the waiting reports in order, up to the first report whose checkpoint is not written yet.
 
         Args:
-            is_end: True to record all waiting reports, also without their checkpoints, because the attempt has ended.
+            is_end: True if the attempt has ended. Then record all waiting reports, even without their checkpoints.
         """
         while self._reports:
             metrics, landing = self._reports[0]
@@ -351,7 +351,7 @@ class FitRun:
 
 
 def _landed(landing: Landing | None) -> Checkpoint | None:
-    """Return the checkpoint of a future if it has been written. Return None if it is not written yet or was lost."""
+    """Return the checkpoint of a future, or None if the checkpoint was lost or is not written yet."""
     return landing.result() if landing is not None and landing.done() else None
 
 
@@ -379,7 +379,7 @@ def _executor(
 def followed(placement_strategy: str) -> Literal["PACK", "SPREAD"] | None:
     """Convert the `placement_strategy` of a scaling config to that of an executor, which has no strict strategies.
 
-    A strict strategy becomes the strategy that Ray follows as far as possible. None stands for the default.
+    A strict strategy becomes the plain strategy, which Ray follows as far as possible. None is the default.
 
     >>> [followed(strategy) for strategy in ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")]
     [None, 'PACK', 'SPREAD', 'SPREAD']
@@ -389,7 +389,7 @@ def followed(placement_strategy: str) -> Literal["PACK", "SPREAD"] | None:
         logger.warning(
             "`placement_strategy=%r` is followed as far as there is room, as %r is", placement_strategy, strategy
         )
-    elif strategy == "PACK":  # the default, so that the environment variable for spreading still has an effect
+    elif strategy == "PACK":  # None lets the environment variable for spreading take effect
         return None
     return "PACK" if strategy == "PACK" else "SPREAD"
 
