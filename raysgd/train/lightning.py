@@ -1,4 +1,4 @@
-"""Connects Lightning's `Trainer` to a run of `fit`: strategies for the run's workers, and reports after each epoch."""
+"""Connects Lightning's `Trainer` to a run of `fit`, with strategies for the run's workers and a reporting callback."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class RayTrainReportCallback(_Callback):
             barrier()
         finally:
             if self._options["checkpoint_upload_mode"] is not CheckpointUploadMode.ASYNC:
-                shutil.rmtree(folder, ignore_errors=True)  # in ASYNC mode, `report` deletes it after the upload
+                shutil.rmtree(folder, ignore_errors=True)  # in ASYNC mode, `report` deletes the folder after the upload
 
 
 def prepare_trainer(trainer: Any) -> Any:

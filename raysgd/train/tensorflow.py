@@ -75,7 +75,7 @@ class TensorflowBackend(Backend):
 
 
 def set_variables(variables: dict[str, str]) -> None:
-    """Set environment variables in the worker process in which this function is called."""
+    """Set environment variables in this worker process."""
     os.environ.update(variables)
 
 

@@ -168,7 +168,7 @@ class Trainer:
         self.latest_run_dir: Path | Folder | None = None
         self._num_runs = 0
 
-    if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
+    if not TYPE_CHECKING:  # type checkers read the arguments and the returned class from `__init__`
 
         @wraps(__init__, assigned=())  # keeps the signature of `__init__`
         def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
@@ -202,7 +202,7 @@ class Trainer:
 
     @property
     def history(self) -> GroupHistory:
-        """The events of the workers since `start`, such as failures and changes of their number.
+        """The events of the workers since `start`, such as failures and changes in the number of workers.
 
         Raises:
             InactiveWorkerGroupError: There are no workers.
@@ -296,9 +296,9 @@ class Trainer:
     def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> type[Any]:
         """Return a trainable for `ray.tune`. Each trial creates its own trainer, and runs the function with its config.
 
-        A trial passes each report of rank 0 to Tune. With each report, and at the end, Tune gets the newest checkpoint
-        if it does not have it yet; of several checkpoints between two reports, it gets only the last. A trial uses the
-        default `max_retries`, and the trial's folder as `logdir`.
+        A trial passes each report of rank 0 to Tune. With each report, and at the end, the trial also passes the newest
+        checkpoint, unless Tune already has it. Of several checkpoints between two reports, Tune gets only the last. A
+        trial uses the default `max_retries`, and the trial's folder as `logdir`.
 
         Args:
             train_func: The function.
@@ -430,8 +430,8 @@ class TrainWorkerGroup:
     """Connected workers, each with an object of your class. `group[0].method.remote(...)` calls a method.
 
     If a worker dies, `ray.get` of a call to this worker raises Ray's `RayActorError`, and calls to other workers may
-    wait for it forever. `restart` starts new workers. The state of the objects is lost unless the class saves it
-    elsewhere.
+    wait forever for the dead worker. `restart` starts new workers. The state of the objects is lost unless the class
+    saves it elsewhere.
     """
 
     def __init__(self, executor: BackendExecutor) -> None:
@@ -448,7 +448,7 @@ class TrainWorkerGroup:
         return self._executor.get_worker_group()
 
     def restart(self) -> None:
-        """Replace all workers by new processes, connect them, and create new objects from the same arguments.
+        """Replace all workers with new processes, connect them, and create new objects from the same arguments.
 
         Earlier handles no longer work: get new handles with `group[0]`.
 
@@ -466,7 +466,7 @@ class TrainWorkerGroup:
 
 
 class TrainerCallbacks:
-    """The callbacks of a run of `Trainer`, of `raysgd.train` and of `raysgd.callbacks`.
+    """The callbacks of one `Trainer` run: `raysgd.train` callbacks, and `raysgd.callbacks` callbacks.
 
     Raises:
         TypeError: An object in the list is not a callback.
@@ -489,7 +489,7 @@ class TrainerCallbacks:
     def are_told_of_checkpoints(self) -> bool:
         """True if any callback receives checkpoints.
 
-        Otherwise, `run` does not wait at each report until the newest checkpoint is written.
+        Only then does `run` wait at each report until the newest checkpoint is written.
         """
         return bool(self._own)
 

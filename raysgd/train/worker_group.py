@@ -1,4 +1,4 @@
-"""The interface to workers for developers and plug-ins: run functions on workers, and call objects through handles.
+"""Lets developers and plug-ins run functions on workers, and call the objects in workers through handles.
 
 This module is a thin layer over the engine's groups. If a worker dies, nothing is retried.
 """
@@ -219,7 +219,7 @@ class WorkerGroup:
         self.workers += workers
 
     def _check_room(self, need: Resources, num_workers: int) -> None:
-        """Check that the user's placement group has resources for all workers. Otherwise, they would wait forever.
+        """Check that the user's placement group has resources for all workers. Workers without resources wait forever.
 
         Args:
             need: Resources of one worker.
@@ -243,7 +243,7 @@ class WorkerGroup:
         self.workers = [worker for worker in self.workers if worker not in leaving]
 
     def follow(self, workers: Sequence[Worker | None]) -> None:
-        """Set the workers of this group after the engine has lost or added some of them.
+        """Update the workers of this group after the engine has lost or added workers.
 
         Args:
             workers: The workers in rank order, with None for a worker that is dead.

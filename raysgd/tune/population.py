@@ -31,8 +31,8 @@ Space = Mapping[str, Any]
 """Maps each name in a config to the source of its value: a list of choices, a function without parameters that draws a
 value, an object with a `sample` method (such as `tune.loguniform(...)`), a space for a nested dict, or a fixed value.
 """
-# Seconds between interrupts after Ctrl-C. The interrupts are repeated until all members stop, because each one only
-# ends the running call, such as `train`, and a member's `step` function may then make another call.
+# Seconds between interrupts after Ctrl-C. The interrupts are repeated until all members stop, because each interrupt
+# only ends the running call, such as `train`, and a member's `step` function may then make another call.
 _INTERRUPT_EVERY_S = 0.1
 _NEEDED = ("train", "validate", "reset_config", "take_state_of", "shutdown")
 
@@ -314,7 +314,8 @@ class Exploration:
     """Rules for changing the config that a member of a population copies from a better member.
 
     Attributes:
-        resample_probability: Probability that an entry is drawn again from the search space, not changed slightly.
+        resample_probability: Probability that an entry is drawn again from the search space instead of being changed
+            slightly.
         factors: A numeric entry is changed by multiplying it by one of these factors, chosen at random. An entry with a
             list of choices is changed to the previous or next choice instead.
 

@@ -28,9 +28,9 @@ def DistributedTrainableCreator(
     """Return a trainable class for `ray.tune`. Each trial runs `func(config, checkpoint_dir=None)` on separate workers.
 
     The `torch.distributed` process group is created before `func` runs. `func` reports metrics with
-    `raysgd.train.report`, of which only rank 0's reports reach Tune, and saves checkpoints with
-    `distributed_checkpoint_dir`. When `func` starts from a checkpoint, for example after a worker was lost,
-    `checkpoint_dir` is a folder with the checkpoint's files.
+    `raysgd.train.report`, and saves checkpoints with `distributed_checkpoint_dir`. Only rank 0's reports reach Tune.
+    When `func` starts from a checkpoint, for example after a worker was lost, `checkpoint_dir` is a folder with the
+    checkpoint's files.
 
     Args:
         func: The training function, which each worker runs.

@@ -328,7 +328,7 @@ def _as_place(path: str | Path) -> str:
 
 
 def as_result(result: Any) -> Result:
-    """Convert Ray Tune's result of a trial to a `raysgd.air.Result`, which a trainer's `fit()` also returns."""
+    """Convert Ray Tune's result of a trial to a `raysgd.air.Result`, the class that a trainer's `fit()` returns."""
     folder = open_folder(result.path, result.filesystem)
     kept = [(as_checkpoint(checkpoint), metrics) for checkpoint, metrics in result.best_checkpoints or ()]
     made = Result(
@@ -412,7 +412,7 @@ class CallsInTrials:
 def for_tune(callbacks: Sequence[Any]) -> list[Any]:
     """Return the callbacks for Ray Tune to call: the user's Ray Tune callbacks, then an object for raysgd callbacks.
 
-    The object, a `CallsInTrials`, calls all raysgd callbacks of the sweep. It is omitted if there are none.
+    The object, a `CallsInTrials`, calls all raysgd callbacks. It is omitted if the sweep has no raysgd callbacks.
 
     Raises:
         TypeError: An object is not a callback, or is a `WorkerCallback`, which needs to run in the workers.

@@ -339,7 +339,7 @@ class ParallelIterator(_Stages):
         return LocalIterator(self._shard(shard_index), f"{self.name}.shard[{shard_index}]")
 
     def gather_sync(self) -> LocalIterator:
-        """Return an iterator over the elements of all shards, which takes one element from each shard in turn."""
+        """Return an iterator over the elements of all shards, taking one element from each shard in turn."""
         return LocalIterator(ItemShard(partial(_interleaved, self._shards)), f"{self}.gather_sync()")
 
     def gather_async(self, batch_ms: int = 0, num_async: int = 1) -> LocalIterator:

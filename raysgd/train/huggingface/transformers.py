@@ -1,4 +1,4 @@
-"""`transformers.Trainer` in a function that `fit` runs: a report with every save, and batches from Ray Data."""
+"""Runs a `transformers.Trainer` inside `fit`: reports every save, and supports Ray Data batches as datasets."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def prepare_trainer(trainer: Any) -> Any:
     base: Any = type(trainer)
 
     class RayTransformersTrainer(base):
-        """Mixin for the class of a user's `transformers.Trainer`, which lets the trainer read batches of Ray Data."""
+        """Mixin that lets a user's `transformers.Trainer` read batches of Ray Data."""
 
         def get_train_dataloader(self) -> Any:
             found = _loader_of(self.train_dataset)
