@@ -76,8 +76,8 @@ class FunctionRun:
             progress: at the start and after a checkpoint.
         resize_interval_s: Seconds between two searches for resources.
         on_wait: Called about ten times a second while waiting for a step.
-        preemption: Returns the nodes that are about to be taken away. Its argument is the time at which the program
-            ends, in milliseconds of Unix time, or None if the program continues.
+        preemption: Function that returns the nodes that will soon be taken away. Its argument is the time at which the
+            program ends, in milliseconds of Unix time, or None if the program continues.
         leaving: Reports whether a signal has asked the program to end.
     """
 

@@ -132,7 +132,7 @@ class PluginHooks(GroupHooks):
         self._tell_failure(diagnosis)
 
     def on_end(self, group: EngineGroup) -> None:
-        """Before the group's workers are stopped, wait until a checkpoint that a worker is sending has arrived.
+        """Wait until a checkpoint that a worker is sending has arrived, before the group's workers are stopped.
 
         Later calls for the same group do not wait. If the worker dies, the wait ends immediately.
         """

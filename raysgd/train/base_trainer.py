@@ -294,7 +294,7 @@ class BaseTrainer(ABC):
 def _on_one_line(value: Any) -> str:
     """Return an argument of a trainer as a string for its `repr`.
 
-    This is the name of a function, the class of an object whose `repr` has several lines, or else the `repr`.
+    Functions are shown by name, objects whose `repr` has several lines by class, and other values by `repr`.
     """
     if isinstance(value, FunctionType):
         return value.__name__

@@ -206,7 +206,7 @@ def checked_strategy(strategy: CheckpointStrategy | CheckpointConfig | None) -> 
     """Validate the strategy of a run and return it. Convert a `CheckpointConfig`, which Ray 2.0 also accepts.
 
     Raises:
-        TypeError: `strategy` has another type, and is not None.
+        TypeError: `strategy` has any other type.
     """
     if isinstance(strategy, CheckpointConfig):
         score = strategy.checkpoint_score_attribute or TIMESTAMP

@@ -669,8 +669,7 @@ def restarts_allowed(max_retries: int) -> float:
 class CallableFlag(int):
     """A boolean value that can also be called.
 
-    `is_started` returns it, because `is_started` was a property in some versions of the old library and a method in
-    others.
+    The type of `is_started`, which was a property in some versions of the old library and a method in others.
     """
 
     def __call__(self) -> bool:

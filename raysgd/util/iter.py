@@ -119,7 +119,7 @@ def _items_of(items: Any, repeat: bool) -> Iterator[Any]:
 
     Args:
         items: The iterable or the function.
-        repeat: True to start again after the last item, indefinitely. Without any item, iteration ends.
+        repeat: True to start again after the last item, indefinitely. If there are no items, iteration ends.
     """
     yield from items() if callable(items) else items
     while repeat:

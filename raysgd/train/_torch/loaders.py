@@ -64,8 +64,8 @@ def prepare_data_loader(
             the size of a global batch.
 
     Raises:
-        ValueError: The class of the loader's `batch_sampler` cannot be sharded, or the sampler has no length. Or
-            `elastic=True`, and the batches could not be repeated.
+        ValueError: The class of the loader's `batch_sampler` cannot be sharded, the sampler has no length, or, with
+            `elastic=True`, the batches could not be repeated.
     """
     accelerator = shared_accelerator()
     world = helper_session().world

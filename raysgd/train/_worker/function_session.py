@@ -177,8 +177,8 @@ class Session:
             data: This rank's data, from which the driver computes the answer.
 
         Raises:
-            RuntimeError: The function runs in a new worker that has not joined the other ranks yet. They have asked the
-                question before, so the driver cannot answer it again.
+            RuntimeError: The function runs in a new worker that has not joined the other ranks yet. The other ranks
+                have asked the question before, and the driver cannot answer it again.
         """
         if self.membership is not None and self.membership.is_new:
             raise RuntimeError(f"`{name}` was called before the first batch, so no new worker can join. Call it later.")

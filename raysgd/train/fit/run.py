@@ -140,7 +140,8 @@ def _tune_error() -> type[Exception] | None:
 class RenewingPolicy(FailurePolicy):
     """Decides whether to retry after a failure, and counts retries from zero again after each new checkpoint.
 
-    ADR 94 explains why, and why checkpoints have no effect on the count after the function has raised an exception.
+    ADR 94 gives the reason, and explains why checkpoints have no effect on the count after the function has raised an
+    exception.
 
     Attributes:
         take_landing: Function that returns True if a checkpoint was written since its last call.
