@@ -38,7 +38,7 @@ def make_folder(filesystem: Any, path: str) -> None:
 
 
 def lists_folders(filesystem: Any) -> bool:
-    """Return True if the file system can list the files and subfolders of a folder without those in the subfolders."""
+    """Return True if the file system can list what is directly in a folder, without the content of subfolders."""
     return _kind(filesystem) not in ("gcs", "abfs")
 
 
@@ -94,7 +94,7 @@ def _check_known(argument: str, uri: str) -> None:
 def opened(uri: str, limit_s: float = 60.0) -> tuple[Any, str]:
     """Return the `pyarrow.fs.FileSystem` for a URI, and the path in this file system.
 
-    Results are cached, so that connections are used again.
+    Results are cached, so connections are reused.
 
     Args:
         uri: URI of a folder or file in a remote store.
@@ -128,7 +128,7 @@ def _encoded(store: str) -> str:
 
 
 def _limited_s3(filesystem: Any, store: str, query: str, limit_s: float) -> Any:
-    """Return an S3 file system with the same options that retries less often.
+    """Return an S3 file system that has the same options but retries less often.
 
     By default, PyArrow retries for up to 100 s.
     """

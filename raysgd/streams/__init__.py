@@ -9,7 +9,7 @@ in one step, takes rows from all lanes. A pass over a stream guarantees:
   that were buffered for shuffling, and except in formats that can only be read from the beginning.
 * The numbers of rows that two workers have in a global batch differ by at most one.
 
-This package does not depend on a framework, and does not communicate itself. Its users provide a function that sums
+This package does not depend on a framework, and does not communicate itself. Its callers provide a function that sums
 numbers over all ranks.
 
 ADR 119 explains why streams have lanes, and what ranks communicate.

@@ -32,7 +32,7 @@ _NUM_SHOWN = 2  # number of rows in a padding batch: two, because batch normaliz
 
 
 def alone(numbers: Numbers) -> Callable[[], Numbers]:
-    """Replace the function that sums numbers over ranks if there is only one rank: leave the numbers unchanged."""
+    """Stand in for the function that sums numbers over ranks if there is only one rank. The numbers stay unchanged."""
     return lambda: numbers
 
 
@@ -102,7 +102,7 @@ class LaneEnds:
         self._told.append((counts, num_rows, self._start_sum(numbers)))
 
     def hear(self) -> None:
-        """Receive from the other ranks what all calls to `see` so far have sent."""
+        """Receive what the other ranks have sent with all calls to `see` so far."""
         while self._told:
             counts, num_rows, wait = self._told.popleft()
             num_left, *lanes = wait().T.tolist()
@@ -116,7 +116,7 @@ class LaneEnds:
         """Decide how many rows each lane contributes to the next global batch.
 
         Args:
-            num_rows: Number of rows in the global batch. It has fewer rows at the end of the pass.
+            num_rows: Number of rows in the global batch. The last global batch of the pass may have fewer rows.
             look: Function that looks ahead by a given number of rows in each lane that this rank watches, and calls
                 `see`. It is called if a lane must contribute more rows than the ranks have seen in it.
         """
@@ -125,9 +125,9 @@ class LaneEnds:
             left = [seen - count if dry else ENDLESS for dry, seen, count in zip(*self._state, strict=True)]
             dealt = deal(num_rows, left, self._turn)
             after = [count + more for count, more in zip(self.counts, dealt.counts, strict=True)]
-            # Accept these numbers only if, for each lane, the end is known or rows after those that it contributes were
-            # seen. Otherwise, the lane may end before or right after these rows. All ranks know the same here, so they
-            # decide the same.
+            # Accept these numbers only if, for each lane, the end is known or a row beyond the lane's contribution was
+            # seen. Otherwise, the lane may end within its contribution or right after it. All ranks have the same
+            # information here, so they decide the same.
             if all(dry or count < seen for dry, seen, count in zip(self._is_dry, self._seen_to, after, strict=True)):
                 break
             look(2 * max(dealt.counts) + 1)
@@ -139,7 +139,7 @@ class LaneEnds:
     def position(self) -> StreamPosition:
         """Return the position in the pass after the last global batch.
 
-        It is computed from the positions in lanes that the ranks have exchanged.
+        It is computed from the lane positions that the ranks have exchanged.
         """
         return StreamPosition(self._num_rows, self._turn, None if self._is_known else tuple(self._lanes))
 
@@ -206,7 +206,7 @@ class StreamBatch(NamedTuple):
 
 
 class _GlobalBatch(NamedTuple):
-    """A global batch whose rows were requested from the loader, but which was not yielded yet."""
+    """A global batch that was requested from the loader and has not been yielded yet."""
 
     parts: Sequence[tuple[int, int, int]]
     counts: Sequence[int]
@@ -277,7 +277,7 @@ class GlobalReader:
     def _rows_ahead(self) -> int:
         """Number of rows to look ahead after a global batch.
 
-        They are enough for the global batches that are requested before the other ranks' next numbers arrive.
+        This number is enough for the global batches that are requested before the other ranks' next numbers arrive.
         """
         return self._shares.global_size * (1 + self._loading.num_ahead + self._stream.drop_last)
 

@@ -210,7 +210,7 @@ def _parameters(config: Any) -> dict[str, Any]:
 
 
 def _by_allowed_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict whose names MLflow allows. Other characters are replaced with underscores.
+    """Return a dict with names that MLflow allows, replacing forbidden characters with underscores.
 
     >>> from raysgd.utils import BATCH_SIZE
     >>> _by_allowed_names({BATCH_SIZE: 64, "top@5": 0.9})

@@ -342,7 +342,7 @@ class TFRanks:
     group: Group
 
     def adding(self) -> StartSum:
-        """Return a function that adds up numbers over all ranks and returns a function with the sums.
+        """Return a function that sums numbers over all ranks. Its result is a function that returns the sums.
 
         The all-reduce runs at once instead of in the background, because all ranks must run the collectives of a group
         in the same order.
