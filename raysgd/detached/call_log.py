@@ -38,7 +38,7 @@ class LoggedCall:
             get the answer. An empty string if that program has ended and no other program may get the answer.
         words: Description of the program that made the call.
         answer: A future for the pickled `CallOutcome`, which is set when the call ends.
-        began_at: Time at which the call started, in seconds as from `time.time`. None while the call is queued.
+        began_at: Time at which the call started, as returned by `time.time`. None while the call is queued.
         asked: The `CallRequest` with which the program made the call. None for calls of the trainer's process itself.
         was_left: True if the program that made the call has ended.
     """

@@ -243,8 +243,8 @@ class DetachedTrainer:
         except KeyboardInterrupt:  # raise it in the trainer's process too; the call's answer then is this exception
             self._actor.interrupt.remote(token)
             reply = self._wait(token, call, None)
-        # Drop the object reference, because Ray may repeat the request while the reference exists. `confirm` below makes
-        # the trainer's process forget the call, so a repeated request would run the call again.
+        # Drop the object reference, because Ray may repeat the request while the reference exists. `confirm` below lets
+        # the trainer's process delete the call, so a repeated request would run the call again.
         del call
         if reply is None:
             raise RuntimeError("Another program has the result of this call.")

@@ -16,7 +16,7 @@ _IN_BUCKETS = ("s3", "gs", "gcs", *_AZURE)
 _NAMED = ", ".join(f"`{scheme}`" for scheme in sorted({*_NATIVE, *_AZURE}))
 _WHOLE_AT_CLOSE = {"s3", "gcs", "abfs"}
 _IS_FOLDER = {"hdi_isfolder": "true"}  # metadata by which Azure recognizes a blob as an empty folder
-# Option in a URI that limits for how long Google's client retries. By default, it retries for up to 15 minutes.
+# URI option that limits how long Google's client retries. By default, it retries for up to 15 minutes.
 _RETRIES_OF_GCS = "retry_limit_seconds"
 _TRIES_OF_S3 = 3  # number of attempts of one request to S3, before raysgd repeats the whole operation
 _SILENCE_S = 3.0  # seconds without an answer after which the S3 client gives up on a request

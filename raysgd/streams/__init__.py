@@ -1,6 +1,6 @@
 """Streams: training data without random access, such as files that are read from beginning to end.
 
-A stream consists of shards, such as files. A pass, one time through the data, reads all shards. For this, the rows of
+A stream consists of shards, such as files. A pass reads all shards once. For this, the rows of
 the shards are divided into a fixed number of sequences, the lanes. A global batch, the rows that all workers train on
 in one step, takes rows from all lanes. A pass over a stream guarantees:
 

@@ -1,7 +1,8 @@
 """Reads one worker's part of each global batch of a stream, from any position and with any number of workers.
 
 A lane is one of a fixed number of row sequences through the shards of a stream. For each global batch, the ranks decide
-how many rows each lane contributes (they deal the rows). Every rank decides by itself, and all must decide the same.
+how many rows each lane contributes (they deal the rows). Each rank decides by itself, but all ranks must reach the same
+decision.
 
 If the lengths of shards are unknown, or a filter drops rows, only a rank that reads a lane knows where the lane ends.
 Therefore, each lane has one rank that watches it: this rank looks ahead in the lane. After each global batch, the ranks
@@ -226,7 +227,7 @@ class GlobalReader:
         watched: The lanes in which the worker looks ahead, to find out where they end.
         open_loading: Function that returns a `BatchLoader`. It is called when the first batch is needed.
         start_sum: Function that starts to sum numbers over all ranks. Only used if the lengths of lanes are unknown.
-        pad: Whether a worker without rows in a global batch gets padding, which is necessary in training.
+        pad: Whether a worker without rows in a global batch gets padding. Training requires this.
     """
 
     _loading: BatchLoader

@@ -90,8 +90,7 @@ class HuggingFaceStream(Stream):
     """Reads a `datasets.IterableDataset`. Each shard of the dataset is a shard of the stream.
 
     If the dataset has operations that count rows across shards, such as `take` and `skip`, the whole dataset is one
-    shard. Use `Stream.shuffle` instead of the `shuffle` method of the dataset, which does not mix rows of different
-    shards.
+    shard. The `shuffle` method of the dataset does not mix rows of different shards. Use `Stream.shuffle` instead.
 
     To continue in the middle of a shard, the shard is read from its beginning. If this process has read rows near that
     position before, for example before another worker was lost, it continues from a `state_dict` of the dataset.

@@ -133,7 +133,7 @@ class Lanes:
 
 
 def lanes_of(rank: int, world_size: int, num_lanes: int) -> range:
-    """Return the lanes in which a worker looks ahead, to find out where they end (the lanes that it watches).
+    """Return the lanes that a worker watches. It looks ahead in these lanes to find out where they end.
 
     Exactly one worker watches each lane. A worker trains on rows of the lanes that it watches, and on rows of a few
     other lanes.
@@ -153,7 +153,7 @@ def lanes_of(rank: int, world_size: int, num_lanes: int) -> range:
 
 
 def spread_order(num_lanes: int) -> list[int]:
-    """Return the indices of lanes in the order in which they contribute rows to global batches (their turns).
+    """Return the lane indices in order of turns: the order in which the lanes contribute rows to global batches.
 
     Lanes with consecutive turns have distant indices. A global batch with few rows then takes them from lanes of all
     workers, so that each worker mostly reads the lanes that it watches.

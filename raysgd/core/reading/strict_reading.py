@@ -1,4 +1,4 @@
-"""Limits on the contents of checkpoint files that may come from strangers, and errors for files beyond these limits."""
+"""Limits on the contents of checkpoint files that may come from strangers, and errors for files that violate them."""
 
 from __future__ import annotations
 

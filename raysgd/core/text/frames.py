@@ -18,7 +18,7 @@ TRACEBACK_VARIABLE = "RAYSGD_TRACEBACK"
 _PLACE_WITHOUT_CODE = re.compile(r"([^\n]+):(\d+) in [\w<>.]+")
 _PACKAGE = str(Path(__file__).absolute().parents[2]) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
-# Part of the names of files that TensorFlow generates from a user's function.
+# Occurs in the name of each file that TensorFlow generates from a user's function.
 _MADE_BY_TENSORFLOW = f"{os.sep}__autograph_generated_file"
 _FOLDERS_OF_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 

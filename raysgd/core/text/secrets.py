@@ -8,7 +8,7 @@ from typing import Any, overload
 
 _HIDDEN = "***"
 
-# Patterns of names of secrets: words that may be anywhere in a name, at its end, or only its last separate word.
+# Patterns for names of secrets: words that may occur anywhere in a name, at its end, or as its last separate word.
 _ANYWHERE = r"passw(?:or)?d|passphrase|passcode|pwd|secret|credential|private_?key|conn(?:ection)?_?str"
 _AT_THE_END = (
     r"(?:(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)token)|(?:db|smtp|user|root)_?pass"
