@@ -50,7 +50,7 @@ _LASTING_NUMBERS = {
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return True if an error may be temporary, so a retry may help.
+    """Return True if an error may be temporary, in which case a retry may help.
 
     The class of the exception decides, because each store has its own messages.
 

@@ -80,8 +80,8 @@ class FileStream(Stream):
     """Base class of streams that read files. Each file is a shard. Files are ordered as in `paths`, and then by name.
 
     Args:
-        paths: A path or several paths. Each path is a file, a folder (all its files with a supported ending are read),
-            or a pattern in the last component, such as `"s3://bucket/data/part-*.parquet"`.
+        paths: A path or several paths: a file, a folder (all its files with a supported ending are read), or a path
+            with a pattern as its last component, such as `"s3://bucket/data/part-*.parquet"`.
 
     Raises:
         TypeError: `paths` contains an object that is not a path.

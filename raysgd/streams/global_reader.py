@@ -103,7 +103,7 @@ class LaneEnds:
         self._told.append((counts, num_rows, self._start_sum(numbers)))
 
     def hear(self) -> None:
-        """Receive what the other ranks have sent with all calls to `see` so far."""
+        """Receive what the other ranks have sent in all calls to `see` so far."""
         while self._told:
             counts, num_rows, wait = self._told.popleft()
             num_left, *lanes = wait().T.tolist()

@@ -24,7 +24,7 @@ _FOLDERS_OF_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-package
 
 
 def shows_all_frames() -> bool:
-    """Return True if errors should show the frames of raysgd, because `RAYSGD_TRACEBACK` is "full"."""
+    """Return True if `RAYSGD_TRACEBACK` is "full". Errors then show the frames of raysgd, too."""
     return os.environ.get(TRACEBACK_VARIABLE, "").lower() == "full"
 
 
