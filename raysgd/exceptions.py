@@ -142,7 +142,7 @@ class CheckpointCorruptedError(ValueError, RuntimeError):
 
 
 class UnsafeCheckpointError(ValueError):
-    """A checkpoint contains objects other than tensors and plain data, so that loading it could run arbitrary code.
+    """A checkpoint contains objects other than tensors and plain data, so loading it could run arbitrary code.
 
     The message says how to load the checkpoint if you trust its source.
     """
@@ -214,7 +214,7 @@ class Preempted(SystemExit):  # a requested exit, so its name does not end with 
 class StepMismatchError(RaySGDError, RuntimeError):
     """Training functions on different workers called `report`, `save_checkpoint` or collectives in different orders.
 
-    This includes functions that make the same calls, but not equally often.
+    This includes functions that make the same calls a different number of times.
     """
 
 
@@ -395,7 +395,7 @@ def made_from_parts(
 
 
 def _builtin_base(user_class: type[BaseException]) -> type[BaseException]:
-    """Return the nearest built-in base class of `user_class`. Python requires its `__new__` to create the instances."""
+    """Return the nearest built-in base class of `user_class`. Only its `__new__` can create instances."""
     base = user_class
     while base.__module__ != "builtins":
         base = base.__base__  # type: ignore[assignment]  # never None for an exception

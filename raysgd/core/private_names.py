@@ -23,7 +23,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PrivateNames:
-    """A row of the table: private names of one object of another project, and their purpose in raysgd.
+    """A row of the table: private names of one object in another project, and where raysgd uses them.
 
     Attributes:
         owner: The module or `module:object` that has the names.

@@ -1,4 +1,4 @@
-"""Maps options and callbacks of other libraries to what to write in raysgd instead. Error messages use this.
+"""Maps options and callbacks of other libraries to their equivalents in raysgd, for error messages.
 
 Users of `transformers.Trainer`, Lightning, Keras and accelerate try the names that they know. The result of
 `instead_of` depends on where the option was passed: to an operator's trainer, to a training function's trainer, or to a

@@ -27,7 +27,7 @@ class _DescribedError(WorkerError):
 
 
 class _DescribedFailure(TrainingFailedError):
-    """The class of the errors that `training_failed_error` returns. The message is the cause's, followed by advice."""
+    """The class of the errors that `training_failed_error` returns. The message is the cause's message plus advice."""
 
     def __str__(self) -> str:
         return f"{self.failure}\n\n{self.advice}"
@@ -48,8 +48,8 @@ for _described, _public in ((_DescribedError, WorkerError), (_DescribedFailure, 
 def worker_error(faults: tuple[WorkerFault, ...], aftermath: str = "") -> WorkerError:
     """Return the exception for errors in workers: a `WorkerError` that is also an instance of the first error's class.
 
-    The returned exception has the same cause as the first error. If the worker is this process, it also has the first
-    error's live frames instead of the traceback's text.
+    The returned exception has the same cause as the first error. If the worker is this process, the exception has the
+    first error's live frames instead of the traceback's text.
 
     Args:
         faults: The errors of one call, by rank.

@@ -38,7 +38,7 @@ class LoggedCall:
             get the answer. An empty string if that program has ended and no other program may get the answer.
         words: Description of the program that made the call.
         answer: A future for the pickled `CallOutcome`, which is set when the call ends.
-        began_at: Time at which the call started, in seconds as from `time.time`. None while the call is queued.
+        began_at: Time at which the call started, as returned by `time.time`. None while the call is queued.
         asked: The `CallRequest` with which the program made the call. None for calls of the trainer's process itself.
         was_left: True if the program that made the call has ended.
     """
@@ -111,7 +111,7 @@ class CallLog:
         call.answer.set_result(answer)
 
     def _end_interrupts(self) -> None:
-        """End the time in which `interrupt` can raise `KeyboardInterrupt` in the running call.
+        """From now on, prevent `interrupt` from raising `KeyboardInterrupt` in the running call.
 
         If `interrupt` was called earlier, the exception is raised before this method returns.
         """
@@ -144,7 +144,7 @@ class CallLog:
             self._interrupted.discard(token)
 
     def running(self) -> LoggedCall | None:
-        """Return the oldest call that has no answer yet, which is running or about to start, or None."""
+        """Return the oldest call without an answer. It is running or about to start. Return None if there is none."""
         with self._lock:
             return next((call for call in self._calls.values() if not call.answer.done()), None)
 
@@ -185,7 +185,7 @@ class CallLog:
 
         Args:
             program: ID of the program that gets the call.
-            given: IDs of calls that this program has got already, and does not get again.
+            given: IDs of calls that this program has been assigned already, and is not assigned again.
 
         Returns:
             The call, or None if there is no such call.

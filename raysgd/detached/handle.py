@@ -243,8 +243,8 @@ class DetachedTrainer:
         except KeyboardInterrupt:  # raise it in the trainer's process too; the call's answer then is this exception
             self._actor.interrupt.remote(token)
             reply = self._wait(token, call, None)
-        # Drop the object reference. While it exists, Ray may repeat the request if the reply is lost, but the trainer's
-        # process deletes the call below, after `confirm`.
+        # Drop the object reference, because Ray may repeat the request while the reference exists. `confirm` below lets
+        # the trainer's process delete the call, so a repeated request would run the call again.
         del call
         if reply is None:
             raise RuntimeError("Another program has the result of this call.")
@@ -261,7 +261,7 @@ class DetachedTrainer:
 
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         brief_s = _BRIEF_S if timeout_s is None else min(_BRIEF_S, timeout_s)
-        # First wait only for the call. A short call ends during this wait, so that no request for output is sent.
+        # First wait only for the call. A short call ends during this wait; no request for output is sent then.
         with suppress(ray.exceptions.GetTimeoutError):
             return self._get(call, brief_s)
         news, knows_other = None, False
@@ -290,7 +290,7 @@ class DetachedTrainer:
             news: What `TrainerProcess.news` returned.
 
         Returns:
-            A description of the other call that is running, for which this program's call waits, or None.
+            A description of the running call that this program's call is waiting for, or None.
         """
         self._seen, pieces, other, _ = news
         show(pieces)

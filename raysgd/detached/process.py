@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _NEWS_S = 1.0
 _LOOK_S = 0.05
 _DEATH_S = 4.0
-_MOST_DEATHS = 3  # a call fails after this process has died so many times at the same point of the call
+_MOST_DEATHS = 3  # a call fails after this process has died this many times at the same point of the call
 _START_S = 60.0  # seconds without an attached program after which this process ends, before the trainer is created
 _END_S = 5.0
 _CALL = "call:"  # prefix of the journal entries that store calls
@@ -120,7 +120,7 @@ class TrainerProcess:
         await self._leaving.setdefault(program, asyncio.Event()).wait()
 
     async def attach(self, program: str, words: str, presence: list[Any]) -> None:
-        """Record that a program is attached to the trainer. It stays attached until its request `stay` ends.
+        """Record that a program is attached to the trainer. The program stays attached until its request `stay` ends.
 
         Args:
             program: ID of the program.
@@ -262,7 +262,7 @@ class TrainerProcess:
             logger.warning(words, self._settings.name, error)
 
     def _note_answer(self, call: LoggedCall, answer: bytes) -> None:
-        """Store the answer of a call that has ended in the journal, with what the call changed in the trainer."""
+        """In the journal, store the answer of a call that has ended, and what the call changed in the trainer."""
         if self._kept_trainer is not None and call.token == self._taken_up:
             self._kept_trainer.leave_call(is_interrupted=self._log.is_interrupted(call.token))
         asked: CallRequest | None = call.asked
@@ -434,7 +434,7 @@ class TrainerProcess:
 
         Returns:
             The number of pieces of output so far; the pieces that are new to the program; a description of the other
-            call that is running, or None; and True if the program's call has ended.
+            call that is running, or None; and whether the program's call has ended.
         """
         mine = self._log.running() if token is None else self._log.find(token)
         deadline = time.monotonic() + _NEWS_S

@@ -273,7 +273,7 @@ class Output:
 
 
 def _is_of_user(record: logging.LogRecord) -> bool:
-    """Return False for Ray's warning about blocking calls in async actors.
+    """Return False for Ray's warning about blocking calls in async actors, and True for all other log records.
 
     The warning does not apply to the trainer's process, where calls to the trainer run in a separate thread.
     """

@@ -81,7 +81,7 @@ def install(*, force: bool = False) -> None:
 
 
 def find_target() -> recipe.Target:
-    """Return the Python version, platform and PyTorch version of this environment, for which Horovod is built.
+    """Return the environment to build Horovod for: its Python version, platform and PyTorch version.
 
     Raises:
         InstallError: PyTorch or a package that the build needs is not installed.

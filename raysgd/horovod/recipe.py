@@ -185,7 +185,7 @@ def build_environment(
 
 
 def local_version(target: Target, environment: Mapping[str, str]) -> str:
-    """Return the part of the wheel's version after "+", which is a hash of everything that affects the build."""
+    """Return the part of the wheel's version after "+": a hash of everything that affects the build."""
     text = repr((VERSION, MENDS, target, options(target, environment)))
     return f"raysgd.{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 
@@ -196,7 +196,7 @@ def cache_key(target: Target, environment: Mapping[str, str]) -> str:
 
 
 def cache_folder(environment: Mapping[str, str], home: str) -> str:
-    """Return the path of raysgd's cache folder, which the environment variable `RAYSGD_CACHE` may set.
+    """Return the path of raysgd's cache folder. The environment variable `RAYSGD_CACHE` can set it.
 
     By default, it is the folder `raysgd` in the user's cache folder.
     """

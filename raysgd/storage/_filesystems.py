@@ -16,7 +16,7 @@ _IN_BUCKETS = ("s3", "gs", "gcs", *_AZURE)
 _NAMED = ", ".join(f"`{scheme}`" for scheme in sorted({*_NATIVE, *_AZURE}))
 _WHOLE_AT_CLOSE = {"s3", "gcs", "abfs"}
 _IS_FOLDER = {"hdi_isfolder": "true"}  # metadata by which Azure recognizes a blob as an empty folder
-# Option in a URI that limits for how long Google's client retries. By default, it retries for up to 15 minutes.
+# URI option that limits how long Google's client retries. By default, it retries for up to 15 minutes.
 _RETRIES_OF_GCS = "retry_limit_seconds"
 _TRIES_OF_S3 = 3  # number of attempts of one request to S3, before raysgd repeats the whole operation
 _SILENCE_S = 3.0  # seconds without an answer after which the S3 client gives up on a request
@@ -38,7 +38,7 @@ def make_folder(filesystem: Any, path: str) -> None:
 
 
 def lists_folders(filesystem: Any) -> bool:
-    """Return True if the file system can list the files and subfolders of a folder without those in the subfolders."""
+    """Return True if the file system can list what is directly in a folder, without the content of subfolders."""
     return _kind(filesystem) not in ("gcs", "abfs")
 
 
@@ -94,7 +94,7 @@ def _check_known(argument: str, uri: str) -> None:
 def opened(uri: str, limit_s: float = 60.0) -> tuple[Any, str]:
     """Return the `pyarrow.fs.FileSystem` for a URI, and the path in this file system.
 
-    Results are cached, so that connections are used again.
+    Results are cached, so connections are reused.
 
     Args:
         uri: URI of a folder or file in a remote store.
@@ -128,7 +128,7 @@ def _encoded(store: str) -> str:
 
 
 def _limited_s3(filesystem: Any, store: str, query: str, limit_s: float) -> Any:
-    """Return an S3 file system with the same options that retries less often.
+    """Return an S3 file system that has the same options but retries less often.
 
     By default, PyArrow retries for up to 100 s.
     """

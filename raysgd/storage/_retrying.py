@@ -50,7 +50,7 @@ _LASTING_NUMBERS = {
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return True if an error may be temporary, so that trying again may help.
+    """Return True if an error may be temporary, in which case a retry may help.
 
     The class of the exception decides, because each store has its own messages.
 
@@ -74,7 +74,7 @@ def retried(
     Args:
         attempt: Function that performs the operation once.
         doing: Description of the operation for the log, such as "read `s3://bucket/file`".
-        total_s: Seconds after the start of the first attempt when no further attempt is started.
+        total_s: Seconds, counted from the start of the first attempt, after which no further attempt is started.
         clock: Function that returns the time in seconds.
         sleep: Function that sleeps for a number of seconds.
 
@@ -95,7 +95,7 @@ def retried(
 
 
 def limit_s() -> float:
-    """Return for how many seconds failed operations on remote storage are retried.
+    """Return the number of seconds for which failed operations on remote storage are retried.
 
     This is the environment variable `RAYSGD_STORAGE_TIMEOUT_S`, or the default.
 

@@ -41,12 +41,12 @@ T = TypeVar("T")
 class StoreFolder(Folder):
     """A folder in a store, such as S3. `Folder` documents the methods.
 
-    Some private methods use an object of this class for a file in the store, whose path is then `path`.
+    Some private methods use an object of this class to represent a file. Then `path` is the path of the file.
 
     Attributes:
         root: The URI that the user passed to `open_folder`.
         given: A file system that the user created, or None to use the file system for the URI `root`.
-        base: If `given` is set, the path in it that the user passed to `open_folder`.
+        base: If `given` is set, the path in that file system that the user passed to `open_folder`.
         patience_s: For how many seconds operations that fail are retried.
         inside: Path of the folder relative to `root`.
         is_staged: True for a staging folder. Its files must not change after they were uploaded.
@@ -156,7 +156,7 @@ class StoreFolder(Folder):
             lists: Paths of the files that list checksums.
 
         Returns:
-            The checksums by the path of the file. A file that was uploaded several times has several checksums.
+            The checksums by file path. A file that was uploaded several times has several checksums.
         """
         found: dict[str, set[str]] = {}
         for path, content in _transfers.on_threads(self.read, lists).items():
@@ -289,7 +289,7 @@ class StoreFolder(Folder):
         """List everything in the folder and its subfolders.
 
         Returns:
-            True for a file and False for a folder, by the path relative to this folder.
+            A dict from paths, relative to this folder, to True for a file or False for a folder.
 
         Raises:
             FileNotFoundError: The folder does not exist.
@@ -310,7 +310,7 @@ class StoreFolder(Folder):
         """List the files and folders directly in this folder.
 
         Returns:
-            True for a file and False for a folder, by name. Empty if this folder does not exist.
+            A dict from names to True for a file or False for a folder. Empty if this folder does not exist.
         """
         if _filesystems.lists_folders(self.filesystem):
             return {name: is_file for name, is_file in self._listed(recursive=False) if lies_inside(name)}

@@ -51,7 +51,7 @@ def scheme_of(text: str) -> str | None:
 
 
 def is_local(text: str) -> bool:
-    """Return True if a path or URI is that of a file or folder on this machine."""
+    """Return True if a path or URI refers to a file or folder on this machine."""
     return scheme_of(text) in (None, *LOCAL_SCHEMES)
 
 

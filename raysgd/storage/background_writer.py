@@ -142,7 +142,7 @@ class BackgroundWriter:
         self.wait()
 
     def _raise_failure(self, passing: type[BaseException] | tuple[()] = ()) -> None:
-        """If files could not be written, raise the oldest of the errors that were not raised yet.
+        """Raise the oldest error of a failed write that has not been raised yet, if there is such an error.
 
         Args:
             passing: Errors of this class are not raised.

@@ -87,7 +87,7 @@ def local_copy(location: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def is_uri(location: Any) -> bool:
-    """Return True for a URI, also for a `file://` URI, and for a `pathlib.Path` that was made of a URI."""
+    """Return True for a URI, including a `file://` URI and a `pathlib.Path` that was made from a URI."""
     return isinstance(location, str | os.PathLike) and _uris.scheme_of(str(location)) is not None
 
 

@@ -38,7 +38,7 @@ class Folder(ABC):
     @property
     @abstractmethod
     def path(self) -> str:
-        """Path of the folder in its PyArrow file system, which is the attribute `filesystem`."""
+        """Path of the folder in the PyArrow file system `filesystem`."""
 
     @property
     @abstractmethod
@@ -53,7 +53,7 @@ class Folder(ABC):
     @property
     @abstractmethod
     def is_in_memory(self) -> bool:
-        """True if the folder is in the memory of this process, so that no other process can see it."""
+        """True if the folder is in the memory of this process, where no other process can see it."""
 
     @property
     @abstractmethod
@@ -93,7 +93,7 @@ class Folder(ABC):
 
     @abstractmethod
     def make(self) -> None:
-        """Create the folder and its parents. This is not necessary before writing a file, which also creates them."""
+        """Create the folder and its parents. Writing a file into a folder does this automatically."""
 
     @abstractmethod
     def exists(self) -> bool:
@@ -205,7 +205,7 @@ class Folder(ABC):
 
 
 def check_name(name: str) -> str:
-    """Check that a name is that of a file or folder inside a folder, and return the name.
+    """Check that a name can only refer to a file or folder inside a folder, and return the name.
 
     Raises:
         ValueError: The name is empty, absolute, or leads out of the folder.
@@ -225,7 +225,7 @@ def lies_inside(name: str) -> bool:
 
 
 def check_single(name: str) -> str:
-    """Check that a name is that of a file or folder directly in a folder, and return the name.
+    """Check that a name can only refer to a file or folder directly in a folder, and return the name.
 
     Raises:
         ValueError: The name contains slashes, or leads out of the folder.

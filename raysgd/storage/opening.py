@@ -70,7 +70,7 @@ def make_new(parent: Folder, name: str) -> Folder:
 
 
 def _in(filesystem: Any, text: str, argument: str) -> Folder:
-    """Return a folder in a file system that the user has created.
+    """Return a folder in a file system object that the user passed.
 
     Args:
         filesystem: The file system.

@@ -49,7 +49,7 @@ class StreamFile(NamedTuple):
 
     @property
     def shard(self) -> str:
-        """Name of the shard that this file is: the path or URI of the file, without credentials."""
+        """Name of this file as a shard: the path or URI of the file, without credentials."""
         return str(self.folder / self.name)
 
     @property
@@ -58,7 +58,7 @@ class StreamFile(NamedTuple):
         return f"{self.folder.path}/{self.name}"
 
     def version(self, has_digest: bool) -> str:
-        """Return a string that changes if the content of the file changes, or an empty string if this is unknown.
+        """Return a string that changes if the content of the file changes, or an empty string if none is available.
 
         Args:
             has_digest: Whether the string consists of the size and a hash of the first and last bytes. If False, it is
@@ -80,8 +80,8 @@ class FileStream(Stream):
     """Base class of streams that read files. Each file is a shard. Files are ordered as in `paths`, and then by name.
 
     Args:
-        paths: One or several of the following: a file, a folder of which all files with a supported ending are read, or
-            a path with a pattern as its last component, such as `"s3://bucket/data/part-*.parquet"`.
+        paths: A path or several paths: a file, a folder (all its files with a supported ending are read), or a path
+            with a pattern as its last component, such as `"s3://bucket/data/part-*.parquet"`.
 
     Raises:
         TypeError: `paths` contains an object that is not a path.
@@ -98,7 +98,7 @@ class FileStream(Stream):
 
     @cached_property
     def files(self) -> list[StreamFile]:
-        """The files of the stream. They are looked for in `paths` on first access.
+        """The files of the stream. The first access searches `paths` for them.
 
         Raises:
             FileNotFoundError: No file was found for one of the paths.
@@ -107,7 +107,7 @@ class FileStream(Stream):
 
     @cached_property
     def versions(self) -> list[str]:
-        """The version of each file, as `StreamFile.version` returns it. Up to 64 evenly spaced files have a hash."""
+        """The version of each file, as `StreamFile.version` returns it. At most 64 evenly spaced files are hashed."""
         chosen = {file.shard for file in self.files[:: -(-len(self.files) // _NUM_DIGESTS)]}
         found = on_threads(lambda name: self._by_shard[name].version(name in chosen), self._by_shard)
         return [found[file.shard] for file in self.files]
@@ -378,7 +378,7 @@ def _lengths(table: Any) -> list[int]:
 def _num_at_once(num_bytes: int, num_rows: int) -> int:
     """Return how many rows of a table to convert at a time: as many as take about 1 MiB.
 
-    A worker reads many files at the same time, and buffers as many rows of each.
+    A worker reads many files at the same time, and buffers this many rows of each file.
 
     Args:
         num_bytes: Size of the table in bytes.

@@ -1,7 +1,8 @@
 """Reads one worker's part of each global batch of a stream, from any position and with any number of workers.
 
 A lane is one of a fixed number of row sequences through the shards of a stream. For each global batch, the ranks decide
-how many rows each lane contributes (they deal the rows). Every rank decides by itself, and all must decide the same.
+how many rows each lane contributes (they deal the rows). Each rank decides by itself, but all ranks must reach the same
+decision.
 
 If the lengths of shards are unknown, or a filter drops rows, only a rank that reads a lane knows where the lane ends.
 Therefore, each lane has one rank that watches it: this rank looks ahead in the lane. After each global batch, the ranks
@@ -32,7 +33,7 @@ _NUM_SHOWN = 2  # number of rows in a padding batch: two, because batch normaliz
 
 
 def alone(numbers: Numbers) -> Callable[[], Numbers]:
-    """Replace the function that sums numbers over ranks if there is only one rank: leave the numbers unchanged."""
+    """Stand in for the function that sums numbers over ranks if there is only one rank. The numbers stay unchanged."""
     return lambda: numbers
 
 
@@ -102,7 +103,7 @@ class LaneEnds:
         self._told.append((counts, num_rows, self._start_sum(numbers)))
 
     def hear(self) -> None:
-        """Receive from the other ranks what all calls to `see` so far have sent."""
+        """Receive what the other ranks have sent in all calls to `see` so far."""
         while self._told:
             counts, num_rows, wait = self._told.popleft()
             num_left, *lanes = wait().T.tolist()
@@ -116,7 +117,7 @@ class LaneEnds:
         """Decide how many rows each lane contributes to the next global batch.
 
         Args:
-            num_rows: Number of rows in the global batch. It has fewer rows at the end of the pass.
+            num_rows: Number of rows in the global batch. The last global batch of the pass may have fewer rows.
             look: Function that looks ahead by a given number of rows in each lane that this rank watches, and calls
                 `see`. It is called if a lane must contribute more rows than the ranks have seen in it.
         """
@@ -125,9 +126,9 @@ class LaneEnds:
             left = [seen - count if dry else ENDLESS for dry, seen, count in zip(*self._state, strict=True)]
             dealt = deal(num_rows, left, self._turn)
             after = [count + more for count, more in zip(self.counts, dealt.counts, strict=True)]
-            # Accept these numbers only if, for each lane, the end is known or rows after those that it contributes were
-            # seen. Otherwise, the lane may end before or right after these rows. All ranks know the same here, so they
-            # decide the same.
+            # Accept these numbers only if, for each lane, the end is known or a row beyond the lane's contribution was
+            # seen. Otherwise, the lane may end within its contribution or right after it. All ranks have the same
+            # information here, so they decide the same.
             if all(dry or count < seen for dry, seen, count in zip(self._is_dry, self._seen_to, after, strict=True)):
                 break
             look(2 * max(dealt.counts) + 1)
@@ -139,7 +140,7 @@ class LaneEnds:
     def position(self) -> StreamPosition:
         """Return the position in the pass after the last global batch.
 
-        It is computed from the positions in lanes that the ranks have exchanged.
+        It is computed from the lane positions that the ranks have exchanged.
         """
         return StreamPosition(self._num_rows, self._turn, None if self._is_known else tuple(self._lanes))
 
@@ -206,7 +207,7 @@ class StreamBatch(NamedTuple):
 
 
 class _GlobalBatch(NamedTuple):
-    """A global batch whose rows were requested from the loader, but which was not yielded yet."""
+    """A global batch that was requested from the loader and has not been yielded yet."""
 
     parts: Sequence[tuple[int, int, int]]
     counts: Sequence[int]
@@ -226,7 +227,7 @@ class GlobalReader:
         watched: The lanes in which the worker looks ahead, to find out where they end.
         open_loading: Function that returns a `BatchLoader`. It is called when the first batch is needed.
         start_sum: Function that starts to sum numbers over all ranks. Only used if the lengths of lanes are unknown.
-        pad: Whether a worker without rows in a global batch gets padding, which is necessary in training.
+        pad: Whether a worker without rows in a global batch gets padding. Training requires this.
     """
 
     _loading: BatchLoader
@@ -277,7 +278,7 @@ class GlobalReader:
     def _rows_ahead(self) -> int:
         """Number of rows to look ahead after a global batch.
 
-        They are enough for the global batches that are requested before the other ranks' next numbers arrive.
+        This number is enough for the global batches that are requested before the other ranks' next numbers arrive.
         """
         return self._shares.global_size * (1 + self._loading.num_ahead + self._stream.drop_last)
 

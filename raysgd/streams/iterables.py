@@ -15,7 +15,7 @@ from raysgd.streams.stream import Shard, Stream, from_row
 _NOTE_EVERY = 256
 _NUM_STATES = 4
 _ROWS_AT_ONCE = 32
-_FORMATS = (None, "torch")  # formats in which converting many rows at once gives the same as converting each row
+_FORMATS = (None, "torch")  # formats in which rows can be converted together without changing the values
 
 
 class IterableStream(Stream):
@@ -90,8 +90,7 @@ class HuggingFaceStream(Stream):
     """Reads a `datasets.IterableDataset`. Each shard of the dataset is a shard of the stream.
 
     If the dataset has operations that count rows across shards, such as `take` and `skip`, the whole dataset is one
-    shard. Use `Stream.shuffle` instead of the `shuffle` method of the dataset, which does not mix rows of different
-    shards.
+    shard. The `shuffle` method of the dataset does not mix rows of different shards. Use `Stream.shuffle` instead.
 
     To continue in the middle of a shard, the shard is read from its beginning. If this process has read rows near that
     position before, for example before another worker was lost, it continues from a `state_dict` of the dataset.
@@ -131,7 +130,7 @@ class HuggingFaceStream(Stream):
         """Yield the rows of a part of the dataset. From time to time, record the state of the dataset.
 
         Args:
-            part: The part of the dataset, which has been moved to row `at`.
+            part: The part of the dataset, already advanced to row `at`.
             at: Number of the first row to yield.
             note: Function that records the number of the next row and the state of the dataset there.
         """
@@ -147,7 +146,7 @@ class HuggingFaceStream(Stream):
         return (self._formatted(table) for table in part.iter(_ROWS_AT_ONCE))
 
     def _formatted(self, table: Any) -> list[Any]:
-        """Convert a table to the rows that the dataset would yield, which is faster than converting each row."""
+        """Convert a table to the rows that the dataset would yield. This is faster than converting row by row."""
         assert self._formatter is not None, "there are tables"
         if any(map(_has_nulls, table.columns)):  # convert each row, because a null changes the type of its whole column
             return [self._formatter.format_row(table.slice(number, 1)) for number in range(len(table))]

@@ -41,7 +41,7 @@ def numbered_rows(
         open_shard: Function that opens a shard at a row, such as `Stream.open`.
         shard: The shard to read.
         start: Number of the first row to yield.
-        skips: Whether to skip rows that cannot be read. After several such rows in a row, the rest of the shard is
+        skips: Whether to skip rows that cannot be read. After several such rows in succession, the rest of the shard is
             skipped.
 
     Raises:
@@ -54,7 +54,7 @@ def numbered_rows(
             for row in rows:
                 number, num_tries = number + 1, 0
                 if number == said:
-                    number += sum(1 for _ in rows)  # count more rows than expected, if the shard has changed
+                    number += sum(1 for _ in rows)  # if the shard has changed, count its surplus rows
                     if number > said:
                         break
                 yield number - 1, row
@@ -166,7 +166,7 @@ class _Reading:
     Rows are kept in a buffer until their lanes need them.
 
     Args:
-        step: Number of lanes that share the shard. Each of them takes every row that is this far from its last one.
+        step: Number of lanes that share the shard. Each of these lanes takes every `step`-th row.
         start: Number of the row at which reading begins.
         readers: The lanes for which rows are kept. A lane is identified by the number of its first row in the shard.
         num_kept: Maximum number of rows to keep for each lane.
@@ -267,7 +267,7 @@ class LaneReader:
         self._steps, self._block, self._skips = steps, block, skips
         self._left_out = position.left_out
         self._waiting: deque[LaneRow] = deque()
-        # Start and length of each block of which rows are still waiting.
+        # Start and length of each block that still has waiting rows.
         self._blocks: deque[tuple[LanePosition, int]] = deque()
         self._num_taken = 0  # number of rows that were already taken from the first of these blocks
         self._next_block = position._replace(skip=0)
@@ -321,7 +321,7 @@ class LaneReader:
         return True
 
     def _from(self, position: LanePosition) -> Iterator[LaneRow]:
-        """Yield the rows of the lane from a position on that no filter drops, in the order of reading."""
+        """Yield the rows of the lane that pass the filters, from a position on, in the order of reading."""
         start, has_steps = position.row, bool(self._steps.steps)
         for number in range(position.part, len(self._parts)):
             for at, row in self._open_part(self._parts[number], start):
@@ -356,7 +356,7 @@ class StreamPosition:
 
     Attributes:
         num_rows: Number of rows in all global batches of the pass so far.
-        turn: Number of the lane's turn that comes next. The lanes contribute rows in a fixed order of turns.
+        turn: Number of the turn that comes next. The lanes take turns contributing rows, in a fixed order.
         lanes: The position in each lane, or None if these positions can be computed from `num_rows`.
     """
 

@@ -45,7 +45,7 @@ class LanePosition(NamedTuple):
     """A position in a lane.
 
     Attributes:
-        part: Index of the lane's part, the rows of one shard, in which the position is.
+        part: Index of the part of the lane (its rows from one shard) that contains the position.
         row: Number of the row in that shard at which reading starts.
         skip: Number of rows to skip from there on. Rows that a filter drops are not counted, and rows are counted in
             shuffled order.
@@ -81,7 +81,7 @@ class Lanes:
     turns: Sequence[int] | None = None
 
     def parts(self, lane: int) -> list[LanePart]:
-        """Return the parts of a lane, the rows that it takes from each of its shards, in the order of reading."""
+        """Return the parts of a lane in the order of reading. A part is the rows that the lane takes from one shard."""
         num_whole, num_left = divmod(len(self.order), self.num_lanes)
         whole = [LanePart(self.order[turn * self.num_lanes + lane]) for turn in range(num_whole)]
         if not num_left:
@@ -93,7 +93,7 @@ class Lanes:
 
     @cached_property
     def _turns(self) -> list[int]:
-        """The turn of each lane. Of lanes that share a shard, the one whose turn comes first takes the first row."""
+        """The turn of each lane. Of lanes that share a shard, the lane whose turn comes first takes the first row."""
         if self.turns is not None:
             return list(self.turns)
         return [turn for _, turn in sorted(zip(spread_order(self.num_lanes), range(self.num_lanes), strict=True))]
@@ -133,7 +133,7 @@ class Lanes:
 
 
 def lanes_of(rank: int, world_size: int, num_lanes: int) -> range:
-    """Return the lanes in which a worker looks ahead, to find out where they end (the lanes that it watches).
+    """Return the lanes that a worker watches. It looks ahead in these lanes to find out where they end.
 
     Exactly one worker watches each lane. A worker trains on rows of the lanes that it watches, and on rows of a few
     other lanes.
@@ -153,7 +153,7 @@ def lanes_of(rank: int, world_size: int, num_lanes: int) -> range:
 
 
 def spread_order(num_lanes: int) -> list[int]:
-    """Return the indices of lanes in the order in which they contribute rows to global batches (their turns).
+    """Return the lane indices in order of turns: the order in which the lanes contribute rows to global batches.
 
     Lanes with consecutive turns have distant indices. A global batch with few rows then takes them from lanes of all
     workers, so that each worker mostly reads the lanes that it watches.
@@ -235,7 +235,7 @@ class LaneSlice(NamedTuple):
     Attributes:
         lane: Index of the lane.
         start: Number of the first row, counted from the first row that the global batch takes from this lane.
-        stop: Number after that of the last row.
+        stop: Number of the last row, plus one.
     """
 
     lane: int
@@ -251,7 +251,7 @@ def slices(counts: Sequence[int], start: int, stop: int) -> list[LaneSlice]:
     Args:
         counts: Number of rows that the global batch takes from each lane.
         start: Index of the first row in the global batch.
-        stop: Index after that of the last row.
+        stop: Index of the last row, plus one.
 
     >>> slices([2, 0, 3, 1], start=1, stop=4)
     [LaneSlice(lane=0, start=1, stop=2), LaneSlice(lane=2, start=0, stop=2)]

@@ -1,8 +1,8 @@
 """Makes the batches of one worker from the rows of a stream, in the worker itself or in loader processes.
 
 A loader process makes batches before the worker needs them. It reads some of the lanes (row sequences of the stream)
-that the worker reads. It is forked, so the stream need not be picklable. No state of a loader process must be saved:
-after a failure, the batches that were made in advance are made again.
+that the worker reads. It is forked, so the stream need not be picklable. The state of a loader process need not be
+saved: after a failure, the batches that were made in advance are made again.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class BatchMaker:
         near = range(max(0, watched.start - _NUM_NEIGHBORS), min(of_pass.num_lanes, watched.stop + _NUM_NEIGHBORS))
         self._opened = of_pass.open_shards(near)
         self._readers: dict[int, LaneReader] = {}
-        # For each open lane, the number of rows that were read of the current global batch. Negative if rows of earlier
+        # For each open lane, the number of rows of the current global batch that were read. Negative if rows of earlier
         # global batches, which other workers have used, must still be skipped.
         self._passed: dict[int, int] = {}
         self._orders: deque[BatchOrder] = deque()
@@ -134,7 +134,7 @@ class BatchMaker:
     def rows(self, wanted: Sequence[LaneSlice]) -> Iterator[tuple[str, int, Any]]:
         """Yield for each row the name of its shard, its number in the shard, and the row itself.
 
-        Steps of the stream after the last filter were not applied to the rows yet.
+        The steps of the stream after its last filter have not been applied to these rows yet.
 
         Args:
             wanted: From which lanes the rows come.
@@ -193,7 +193,7 @@ def collated(collate: Callable[[list[Any]], Any], rows: list[Any], places: Seque
 
 
 def _forms(row: Any, field: str = "row") -> Iterator[tuple[str, str]]:
-    """Yield for each field of a row, also in nested containers, its name and a description of its type and shape."""
+    """For each field of a row or of its nested containers, yield its name and a description of its type and shape."""
     named = row.items() if isinstance(row, Mapping) else enumerate(row) if isinstance(row, tuple | list) else ()
     of_array = f" of shape {tuple(row.shape)} and type {row.dtype}" if hasattr(row, "shape") else ""
     of_several = f" of {len(row)}" if isinstance(row, Mapping | tuple | list) else ""

@@ -19,7 +19,7 @@ from raysgd.streams.loaders import BatchLoader, BatchMaker, Collate, LoaderProce
 from raysgd.streams.stream import DROPPED, Pipeline, RowSteps, Shard, Stream, check_shards
 
 Divide: TypeAlias = Callable[[int, int], Shares]
-"""Function that returns an object that splits global batches. It takes their size and the number of workers."""
+"""Function that takes the global batch size and the number of workers, and returns an object that splits batches."""
 _NUM_POSITIONS = 64
 _WHEN_TRAINED = 2
 
@@ -70,7 +70,7 @@ class StreamData:
     def origin(self) -> dict[str, Any]:
         """What determines the rows of the stream and their order, as plain data.
 
-        A saved position is only valid for a stream with the same value.
+        A saved position is only valid for a stream with the same origin.
         """
         loader = self.loader
         return {

@@ -188,7 +188,7 @@ class Stream(ABC):
         return replace(rows, steps=(*rows.steps, RowStep(function, is_filter, is_seeded)))
 
     def _of_rows(self, name: str) -> Pipeline:
-        """Return the stream to which a method such as `map` adds a step, after checking that it has no batches yet.
+        """Return the stream to which a method such as `map` adds a step. Raise if the stream is already batched.
 
         Args:
             name: Name of the method, for the error message.
@@ -387,7 +387,7 @@ class Pipeline(Stream):
     def num_to_count(self) -> int:
         """Number of steps, from the first one on, that decide which rows remain.
 
-        These are the steps up to the last filter. If rows for which a step fails are skipped, these are all steps.
+        These are the steps up to the last filter. If rows are skipped when a step fails, all steps count.
         """
         return (
             len(self.steps)

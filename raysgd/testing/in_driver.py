@@ -91,7 +91,7 @@ def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class _DyingMaker:
-    """Creates the replica of a worker, the object that runs the user's code, or kills the worker's process.
+    """Creates a worker's replica (the object that runs the user's code), or kills the worker's process instead.
 
     Attributes:
         make_replica: Function that creates the replica.

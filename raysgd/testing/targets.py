@@ -1,4 +1,4 @@
-"""Finds the workers in which a fault is to be armed, and checks that this is possible."""
+"""Finds the workers in which to arm a fault, and checks that this is possible."""
 
 from __future__ import annotations
 

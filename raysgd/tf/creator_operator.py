@@ -205,7 +205,7 @@ class CreatorOperator(TrainingOperator):
     def _end_epoch(self, own: Sequence[Any], callbacks: Any, data: Mapping[str, Any]) -> None:
         """Validate and call the callbacks, as Keras does after the last step of an epoch.
 
-        Called if an epoch was interrupted after its last step, so that only this work was left.
+        Called if an epoch was interrupted after its last step; only this work is left then.
 
         Args:
             own: The user's callbacks.
@@ -243,7 +243,7 @@ class CreatorOperator(TrainingOperator):
         return [stopper(self.model, is_anyone)] if is_needed else []
 
     def _validation_options(self, options: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-        """Return this rank's validation options for `fit`, and True if raysgd shards the validation data."""
+        """Return a pair: this rank's validation options for `fit`, and whether raysgd shards the validation data."""
         data = options.get("validation_data")
         if data is None:
             return {}, False
@@ -363,7 +363,7 @@ def make_operator(
 
 
 def _listed(options: Mapping[str, Any]) -> list[Any]:
-    """Return the callbacks in the options of Keras's `fit`, which may be one callback or several, as a list."""
+    """Return the callbacks in the options of Keras's `fit` as a list, even if the user passed a single callback."""
     given = options.get("callbacks") or []
     return list(given) if isinstance(given, list | tuple) else [given]
 

@@ -1,4 +1,4 @@
-"""Naming of metrics: prefixes for validation and test metrics, and names inside nested dicts."""
+"""Names of metrics: prefixes for validation and test metrics, and names with slashes for nested dicts."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class BestCheckpoints:
     num_newest: int | None = 0
 
     def best(self, saved: Iterable[SavedCheckpoint[T]]) -> list[SavedCheckpoint[T]]:
-        """Return the `num_best` best checkpoints, worst first. Unlike `divide`, ignore `num_newest`."""
+        """Return the `num_best` best checkpoints, worst first. Unlike `divide`, this ignores `num_newest`."""
         ranked = sorted(saved, key=self._rank)
         return ranked if self.num_best is None else ranked[max(0, len(ranked) - self.num_best) :]
 
@@ -96,7 +96,7 @@ class BestCheckpoints:
 def as_score(value: Any) -> float | None:
     """Return a metric as a float for comparisons, or None if it is not a number.
 
-    A tensor with one element is a number.
+    A tensor with one element counts as a number.
     """
     if isinstance(value, str | bytes | None):
         return None
@@ -107,7 +107,7 @@ def as_score(value: Any) -> float | None:
 
 
 def is_number(value: Any) -> bool:
-    """Return True if the value is a number. NumPy scalars and tensors with one element are numbers, too."""
+    """Return True if the value is a number. NumPy scalars and tensors with one element count as numbers."""
     return as_score(value) is not None
 
 

@@ -1,8 +1,8 @@
 """Merges the metrics of all workers into one result. All functions are pure.
 
-Metrics are merged by name. Averages that raysgd computed arrive as sum and weight, and are divided only here. N workers
-therefore report the same result as one process with the same samples. A value that user code computed is weighted by
-its worker's `num_samples`.
+Metrics are merged by name. An average that raysgd computed arrives as a sum and a weight, and only this module divides
+the sum by the weight. N workers therefore report the same result as one process with the same samples. A value that
+user code computed is weighted by its worker's `num_samples`.
 
 ADR 1 explains why metrics are weighted by samples.
 """
@@ -92,8 +92,9 @@ def _of_one(worker: MetricSummary) -> Metrics:
 def with_lost(worker: MetricSummary, lost: Sequence[MetricSummary], known: Collection[Any]) -> MetricSummary:
     """Merge the metrics of a surviving worker with the averages that lost workers had accumulated.
 
-    Values that user code computed or removed stay unchanged. If the survivor's metrics contain none of raysgd's
-    averages, all of them stay unchanged. Metric objects cover only the survivor's batches.
+    Values that user code computed stay unchanged, and metrics that it removed stay removed. Metric objects cover only
+    the survivor's batches. If the survivor's metrics contain neither averages of raysgd nor metric objects, they are
+    returned unchanged, unless the survivor counted 0 samples.
 
     Args:
         worker: Metrics of the worker that survived.
@@ -152,7 +153,7 @@ def _is_last_value(name: str, worker: MetricSummary) -> bool:
 def _sum_and_count(name: str, worker: MetricSummary) -> tuple[float, float]:
     """Return the sum and weight of a worker's metric.
 
-    If raysgd computed the mean, they are exact. Otherwise, the sum is the value times the worker's number of samples.
+    If raysgd computed the mean, both are exact. Otherwise, the sum is the value times the worker's number of samples.
     """
     total = worker.total_of(name)
     if total is not None and total[1]:
@@ -173,7 +174,7 @@ def _plain_mean(values: Sequence[Any]) -> Any:
 def as_number(value: Any) -> Any:
     """Return the value as a Python number, or None if it is not a number.
 
-    Zero-dimensional tensors and arrays are numbers.
+    Zero-dimensional tensors and arrays count as numbers.
     """
     if type(value) in (float, int, bool):  # exact types, because some NumPy numbers are instances of `float`
         return value

@@ -16,5 +16,5 @@ def digest(*parts: object) -> int:
 
 
 def seed_of(*parts: object) -> int:
-    """Return a random seed derived from the parts. It has 63 bits, so that it fits into a signed 64-bit integer."""
+    """Return a random seed derived from the parts. It has 63 bits, so it fits in a signed 64-bit integer."""
     return digest(*parts) >> 1

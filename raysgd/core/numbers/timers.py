@@ -66,7 +66,7 @@ class TimerStat(AbstractContextManager[None]):
         self.count += 1
 
     def push_units_processed(self, num_units: float) -> None:
-        """Add the number of units, such as samples or tokens, that were processed during one duration."""
+        """Add the number of units, such as samples or tokens, that were processed in one measured period."""
         self._units_processed.append(num_units)
 
     def reset(self) -> None:
@@ -117,7 +117,7 @@ class TimerStat(AbstractContextManager[None]):
 
     @property
     def mean_units_processed(self) -> float:
-        """Mean number of units per `push_units_processed`, over the window; NaN if the window is empty."""
+        """Mean number of units per call of `push_units_processed`, over the window; NaN if the window is empty."""
         return _mean(self._units_processed)
 
     @property

@@ -72,7 +72,7 @@ def _no_bytes() -> bytes:
 
 
 def _array_class() -> None:
-    """Replace `numpy.ndarray` in a pickle. A pickle only mentions this class and never calls it."""
+    """Stand in for `numpy.ndarray` in a pickle. A pickle refers to that class but never calls it."""
 
 
 FORMER_FUNCTIONS: dict[str, Callable[..., Any]] = {

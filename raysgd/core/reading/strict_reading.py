@@ -1,4 +1,4 @@
-"""Limits on what a checkpoint file may contain if it may come from a stranger, and errors for other files."""
+"""Limits on the contents of checkpoint files that may come from strangers, and errors for files that violate them."""
 
 from __future__ import annotations
 

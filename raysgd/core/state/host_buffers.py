@@ -23,7 +23,7 @@ _MAX_BUFFERS = 2
 """Most buffers to retain: one holds the last copy while the next copy is written to the other."""
 
 _M_MMAP_THRESHOLD = -3  # the value of M_MMAP_THRESHOLD in the GNU C library's `malloc.h`
-_LARGE_BYTES = 2**17  # size from which a block is large: a worker's shard of a 1 MiB parameter on eight workers
+_LARGE_BYTES = 2**17  # minimum size of a large block: one worker's shard of a 1 MiB parameter on eight workers
 
 
 @cache
@@ -58,7 +58,7 @@ class HostBuffers:
         fitting = (each for each in self._spare if each.num_bytes >= num_bytes and each.is_pinned == pinned)
         memory = next(fitting, None)
         if memory is None:
-            self._spare.clear()  # free blocks that do not fit before the new memory is allocated
+            self._spare.clear()  # these blocks do not fit, so free them before allocating
             memory = _Memory(num_bytes, pinned)
         else:
             self._spare.remove(memory)
@@ -70,7 +70,7 @@ class HostBuffers:
         return content
 
     def _give_back(self, memory: _Memory) -> None:
-        """Keep a block for reuse, unless enough blocks are kept.
+        """Keep a block for reuse, unless enough blocks are kept already.
 
         The thread that released the last view calls this method.
         """

@@ -147,7 +147,8 @@ class _TensorPart(NamedTuple):
 class _Parts:
     """Collects the tensors and arrays of a state without duplicates, and assigns positions in the buffer to them.
 
-    This object must not refer to the pickler. That cycle would keep the tensors alive until garbage collection.
+    This object must not refer to the pickler. The reference cycle would keep the tensors alive until the next garbage
+    collection.
     """
 
     def __init__(self, lends: bool = False) -> None:
@@ -185,7 +186,7 @@ class _Parts:
         return False
 
     def copy_into(self, memory: Bytes) -> None:
-        """Copy the tensors and arrays that were added into a buffer.
+        """Copy the added tensors and arrays into a buffer.
 
         Tensors that are sent from their own memory are left out.
         """
@@ -256,7 +257,7 @@ def _skeleton_pickler() -> Any:
             return self._parts.add_tensor(obj) if torch is not None and _is_plain_tensor(obj, torch) else None
 
         def reducer_override(self, obj: Any) -> Any:
-            """Replace objects that cannot leave their process with others. Everything else is pickled as usual."""
+            """Substitute objects that cannot be sent to another process. Everything else is pickled as usual."""
             torch = self._torch
             if torch is not None and isinstance(obj, torch.nn.parallel.DistributedDataParallel):
                 return _itself, (obj.module,)

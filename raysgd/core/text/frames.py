@@ -18,13 +18,13 @@ TRACEBACK_VARIABLE = "RAYSGD_TRACEBACK"
 _PLACE_WITHOUT_CODE = re.compile(r"([^\n]+):(\d+) in [\w<>.]+")
 _PACKAGE = str(Path(__file__).absolute().parents[2]) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
-# Part of the names of files that TensorFlow generates from a user's function.
+# Occurs in the name of each file that TensorFlow generates from a user's function.
 _MADE_BY_TENSORFLOW = f"{os.sep}__autograph_generated_file"
 _FOLDERS_OF_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
 def shows_all_frames() -> bool:
-    """Return True if errors should show the frames of raysgd, because `RAYSGD_TRACEBACK` is "full"."""
+    """Return True if `RAYSGD_TRACEBACK` is "full". Errors then show the frames of raysgd, too."""
     return os.environ.get(TRACEBACK_VARIABLE, "").lower() == "full"
 
 

@@ -179,7 +179,7 @@ def _named(who: Sequence[str]) -> str:
 
 
 class Once:
-    """Tells the first call with a key from later calls, for example to log a warning only once.
+    """Distinguishes the first call with a key from later calls, for example to log a warning only once.
 
     Several threads may use the same object.
 

@@ -1,4 +1,4 @@
-"""Finds and masks keys and passwords in output. No other module lists their names or masks them."""
+"""Finds and masks keys and passwords in output. All other modules use this one for that."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, overload
 
 _HIDDEN = "***"
 
-# Patterns of names of secrets: words that may be anywhere in a name, at its end, or only its last separate word.
+# Patterns for names of secrets: words that may occur anywhere in a name, at its end, or as its last separate word.
 _ANYWHERE = r"passw(?:or)?d|passphrase|passcode|pwd|secret|credential|private_?key|conn(?:ection)?_?str"
 _AT_THE_END = (
     r"(?:(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)token)|(?:db|smtp|user|root)_?pass"
@@ -66,8 +66,8 @@ def masked(value: Any) -> Any: ...
 def masked(value: Any) -> Any:
     """Return a value with its keys and passwords masked, so that the value can be shown.
 
-    Entries of dicts whose name says that they are secret are masked, and secrets within strings. An object whose `repr`
-    contains a secret is replaced by its masked `repr`. A value without secrets is returned unchanged.
+    This masks dict entries whose names indicate a secret, and secrets within strings. An object whose `repr` contains a
+    secret is replaced with its masked `repr`. A value without secrets is returned unchanged.
 
     >>> masked({"lr": 0.1, "db": {"password": "abc"}, "data": ["s3://id:secret@bucket/a?region=x&sig=y"]})
     {'lr': 0.1, 'db': {'password': '***'}, 'data': ['s3://***@bucket/a?region=x&sig=***']}

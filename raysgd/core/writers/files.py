@@ -40,7 +40,7 @@ class SafeFallbackEncoder(json.JSONEncoder):
 class JsonLines(FileSink):
     """Writes one JSON object per line.
 
-    If a full disk or a kill has cut off the last line, writing continues on a new line.
+    If the disk was full or the process was killed, the last line may be cut off. Writing then continues on a new line.
 
     Args:
         name: The file: an absolute path, or a name in the run's folder.

@@ -111,7 +111,7 @@ class MLflowRun(ServiceRun):
         registry_uri: URI of the store for models. Default: MLFLOW_REGISTRY_URI if it is set, otherwise the store for
             runs.
         experiment_id: Id of an existing experiment. Default: the environment variable MLFLOW_EXPERIMENT_ID.
-        experiment_name: Without an id, the name of an experiment, which is created if necessary. Default:
+        experiment_name: Name of the experiment if there is no id. It is created if necessary. Default:
             MLFLOW_EXPERIMENT_NAME, otherwise the name of the raysgd run.
         tags: Tags to set on the run.
         joins: True to write to the active run if there is an active run.
@@ -210,7 +210,7 @@ def _parameters(config: Any) -> dict[str, Any]:
 
 
 def _by_allowed_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict whose names MLflow allows. Other characters are replaced with underscores.
+    """Return a dict with names that MLflow allows, replacing forbidden characters with underscores.
 
     >>> from raysgd.utils import BATCH_SIZE
     >>> _by_allowed_names({BATCH_SIZE: 64, "top@5": 0.9})

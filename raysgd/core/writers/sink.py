@@ -1,4 +1,4 @@
-"""The interface of classes that write metrics (sinks), and a wrapper whose failures never end a training run."""
+"""The interface of classes that write metrics (sinks), and a wrapper that turns their failures into warnings."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def model_creator(config: dict[str, Any]) -> Any:
 
 
 def make_data_creator(tf_ds: Any) -> Callable[[dict[str, Any]], tuple[Any, None]]:
-    """Return a data creator for `TFTrainer` that reads its worker's shard of a dataset again and again.
+    """Return a data creator for `TFTrainer` that repeats its worker's shard of a dataset indefinitely.
 
     Args:
         tf_ds: A `TFMLDataset` with as many shards as there are workers.

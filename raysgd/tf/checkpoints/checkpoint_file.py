@@ -191,7 +191,7 @@ def _array(content: bytes, dtype_name: str, shape: list[int]) -> Any:
 
 
 def _small_float(name: str) -> np.dtype[Any]:
-    """Return the dtype with this name, which NumPy itself lacks, such as bfloat16.
+    """Return the dtype with this name, such as bfloat16, which NumPy itself lacks.
 
     Arrays with such a dtype are stored as integers.
     """

@@ -68,14 +68,14 @@ class Passes:
     def can_repeat(self) -> bool:
         """Return True if this process can repeat a pass in the same order.
 
-        To repeat a pass of a shuffled dataset, an unused copy of the dataset is needed, which this method creates.
+        Repeating a pass of a shuffled dataset requires an unused copy of the dataset. This method creates the copy.
         """
         if self.is_shuffled and self._copy is None:
             self._copy = datasets.unused_copy(self._original)
         return not self.is_shuffled or self._copy is not None
 
     def go_to(self, index: int) -> bool:
-        """Make the next pass over the dataset the pass with this index. Return False if that is impossible.
+        """Ensure that the next pass over the dataset is the pass with this index. Return False if impossible.
 
         To advance the shuffle, this method starts all earlier passes. If the dataset is not shuffled, all passes are
         equal, and the method does nothing.
@@ -156,7 +156,7 @@ class TFDividedSource:
         return datasets.global_batches(dataset, self._sharding, self._num_global)
 
     def go_to_pass(self, index: int) -> bool:
-        """Make the next pass over the dataset the pass with this index. Return False if that is impossible."""
+        """Ensure that the next pass over the dataset is the pass with this index. Return False if impossible."""
         return self._passes.go_to(index)
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
@@ -342,7 +342,7 @@ class TFRanks:
     group: Group
 
     def adding(self) -> StartSum:
-        """Return a function that adds up numbers over all ranks and returns a function with the sums.
+        """Return a function that sums numbers over all ranks. Its result is a function that returns the sums.
 
         The all-reduce runs at once instead of in the background, because all ranks must run the collectives of a group
         in the same order.
