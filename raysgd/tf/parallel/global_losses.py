@@ -231,7 +231,7 @@ def refuse_by_name(gradients: Sequence[Any]) -> None:
     """Reject gradients that a user's step has computed in a way that is wrong with several ranks.
 
     These are gradients clipped by `tf.clip_by_global_norm`, and gradients of a loss from `tf.nn.compute_average_loss`.
-    Both are recognized by the operations in the graph.
+    Both kinds of gradients are recognized by the operations in the graph.
 
     Raises:
         IncompatibleModelError: The graph being traced contains such an operation.
