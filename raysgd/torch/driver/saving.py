@@ -94,7 +94,7 @@ def _checked(controller: ElasticController, state: dict[str, Any], is_file: bool
     resume = dict(as_in_file(state).get(RESUME) or {})
     rank_states = _checked_rank_states(resume.pop(RNG, ()))
     # A file that was saved by the same number of ranks contains the separate state of each current rank. After loading,
-    # the workers' state equals the file.
+    # the workers' state equals the state in the file.
     return {**state, RESUME: resume}, rank_states, is_file and len(rank_states) == controller.num_workers
 
 
@@ -130,8 +130,8 @@ def _load_by_mapping(
         name: Name of the file in errors.
 
     Returns:
-        False if the driver has to send the state to the workers, because they are on other nodes, for example. Nothing
-        has changed then.
+        True if the state was loaded. False if nothing has changed and the driver must send the state to the workers,
+        for example because they are on other nodes.
     """
     whole, rank_states, is_complete = content
     group = controller.ensure_group()
@@ -142,7 +142,7 @@ def _load_by_mapping(
         return [(reference, own) for own in own_states(rank_states, len(worlds))]
 
     def check(values: Sequence[bool | None]) -> None:
-        """Raise if a worker may hold a damaged state. The group is then replaced, with the state from before."""
+        """Raise if a worker may hold a damaged state. The workers are then replaced, and get the earlier state."""
         if False in values:
             raise corrupted(name, "it was written to while it was read")
         if None in values and any(values):
