@@ -112,7 +112,7 @@ class _Copied(NamedTuple):
     versions: tuple[int, int]
 
     def in_host_memory(self, target: torch.Tensor) -> torch.Tensor:
-        """Return the original of a target that is the copy, unless one was changed. Otherwise return the target."""
+        """Return the original if `target` is the copy and neither has changed since. Otherwise, return `target`."""
         is_same = target is self.copy and self.versions == (self.original._version, self.copy._version)
         return self.original if is_same else target
 
@@ -324,7 +324,7 @@ def accuracy(
 
 
 def _leaves_out(weight: Any, found: Accuracy, num_samples: int) -> bool:
-    """Return True if user code seems to ignore some labels, of which the library does not know.
+    """Return True if user code seems to ignore labels that the library has counted.
 
     Args:
         weight: Weight of the batch from user code. If it is a whole number below the number of labels, it is probably

@@ -160,8 +160,8 @@ class RemadeParameters:
         """Check that no omitted parameter has changed since `setup`.
 
         PyTorch increments the version of a tensor with each write, except for writes through `.data`. Therefore, the
-        version and a few values of each parameter are compared. All values are compared only if one of these has
-        changed.
+        version and a few values of each parameter are compared. All values are compared only if the version or one of
+        the few values has changed.
 
         Raises:
             ValueError: A parameter no longer has the values that `setup` gave it.
@@ -199,7 +199,7 @@ class RemadeParameters:
 
         Args:
             left_out_of: Function that gets a model and returns the names of the parameters that the ranks do not
-                compare. It returns None for a model of which they compare no parameters.
+                compare. It returns None for a model whose parameters they do not compare.
 
         Returns:
             A function that also returns the names of the parameters that saved states omit.
@@ -489,7 +489,7 @@ def _pieces(text: str) -> list[int]:
 def _are_alike(num_ranks: float, sums: Sequence[float]) -> bool:
     """Return True if all ranks have the same values.
 
-    All ranks have the same value exactly if the mean of the squares equals the square of the mean.
+    All ranks have the same value if and only if the mean of the squares equals the square of the mean.
 
     Args:
         num_ranks: Number of ranks.
