@@ -176,7 +176,7 @@ class TrainingOperator(BaseOperator):
         return {"train_loss": loss, **_as_metric(weight)}
 
     def forward(self, features: Any, target: Any, sample_weight: Any = None, training: bool = False) -> tuple[Any, ...]:
-        """Return the model's output and the loss of a batch, a mean over samples. Called in training and validation.
+        """Return the model's output for a batch, and the mean loss over samples. Called in training and validation.
 
         If the loss is a mean over other units, such as tokens, return the number of units as a third value. Gradients
         and metrics are then averaged over all workers with this weight.

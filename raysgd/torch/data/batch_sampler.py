@@ -385,7 +385,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
     def most_batches(self) -> int:
         """Number of batches that a rank processes in a full step.
 
-        With a user's batch sampler, the number is not known in advance. In this case, 2 means that it may exceed 1.
+        With a user's batch sampler, the number is not known in advance. The value is then 2 if the number may exceed 1,
+        and otherwise 1.
         """
         if isinstance(self.order, BatchesOrder):  # a user's batch sampler may choose other batch sizes in each pass
             return 1 if self.rule is None or self.rule.cap is None else 2

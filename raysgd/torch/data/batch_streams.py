@@ -143,7 +143,7 @@ class DividedLoaderSource:
         return origin if order is None else {**origin, "order": order}
 
     def load_state(self, position: Mapping[str, Any]) -> bool:
-        """Restore the position in the data from a snapshot. Return False if the size of the data has changed since.
+        """Restore the position in the data from a snapshot. Return False if the data's size has changed since then.
 
         Args:
             position: Position from the snapshot, with the entries that `state` returned.
@@ -256,7 +256,7 @@ def _are_alike(own: int, start_sum: Summation, world_size: int) -> bool:
 
 
 class PlainSource:
-    """Source for any iterable of batches, which the library does not shard.
+    """Source for an iterable of batches that the library does not shard.
 
     In training, several ranks may have different numbers of batches, but all must take the same number of steps
     (lockstep). A rank that runs out of batches repeats its last batch with weight 0 until all ranks have run out.

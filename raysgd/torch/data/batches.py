@@ -72,8 +72,8 @@ def by_name(value: Any) -> Mapping[str, Any] | None:
 def call_model(model: Callable[..., Any], features: Sequence[Any]) -> Any:
     """Call a model with the inputs of a batch.
 
-    If the only input is a dict or dataclass, its entries are passed as keyword arguments. Targets in it are omitted if
-    the model does not accept them.
+    If the only input is a dict or dataclass, its entries are passed as keyword arguments. Targets among these entries
+    are omitted if the model does not accept them.
     """
     named = by_name(features[0]) if len(features) == 1 else None
     if named is None:
