@@ -476,7 +476,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         return bool(values)
 
     def _schedule(self, function: Callable[..., Any], value: Any) -> None:
-        """Call `function`, which steps schedulers, on all workers. Pass the same `value` to each."""
+        """Call `function`, which steps schedulers, on all workers with the same `value`."""
         self._on_all(function, value, changes_state=True, keeps_alike=True)
 
     def get_model(self, to_cpu: bool = False) -> Any:

@@ -168,7 +168,7 @@ def _take_name(folder: Path, target: Path) -> None:
     if target.is_dir():
         target.rename(folder.with_name(f"{folder.name}{_FORMER}"))
     elif target.exists():
-        target.unlink()  # a folder cannot be renamed to the path of an existing file, here of an earlier checkpoint
+        target.unlink()  # a folder cannot be renamed to the path of an existing file, such as an earlier checkpoint
     folder.rename(target)
     # The pattern also matches folders that a killed process has left.
     formers = f".raysgd-{glob.escape(target.name)}-????????.tmp{_FORMER}"

@@ -104,8 +104,9 @@ def _load(controller: ElasticController, content: Content, held: ExitStack | Non
     Args:
         controller: Controller of the workers.
         content: State to load.
-        held: Exit stack that keeps the file open from which the state's tensors are memory-mapped. It is closed once
-            the state is in Ray's object store. Closing raises if another process wrote to the file in the meantime.
+        held: Exit stack that keeps a file open, if the state's tensors are memory-mapped from the file. It is closed
+            once the state is in Ray's object store. Closing raises if another process wrote to the file in the
+            meantime.
     """
     whole, rank_states, is_complete = content
     if controller.ensure_group().is_driver_only:
@@ -285,7 +286,8 @@ def load(
         strict: True to raise if some weights do not fit the models. False to load only the weights that fit.
         controller: Controller of the workers.
         saves: Record of the trainer's files, to which the loaded file is added.
-        take_snapshot: Function that returns the trainer's current state, from which parts that are not loaded are kept.
+        take_snapshot: Function that returns the trainer's current state. Parts that are not loaded are taken from this
+            state.
 
     Returns:
         A report of what was loaded, if only parts were loaded; otherwise None.
