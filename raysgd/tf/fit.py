@@ -264,7 +264,7 @@ def tracker(
 def callbacks_of_part(model: Any, callbacks: Sequence[Any], num_steps_before: int, **params: Any) -> Any:
     """Return a Keras callback list for one part of an interrupted `fit`.
 
-    The list passes step numbers to the callbacks that continue from the earlier parts, as if there were one `fit`.
+    The step numbers that the callbacks get continue from the earlier parts, as if there were one `fit`.
 
     Args:
         model: The model to train.
@@ -287,8 +287,9 @@ def callbacks_of_part(model: Any, callbacks: Sequence[Any], num_steps_before: in
 def merger(model: Any, merge: Callable[[], None], evaluating: Callable[[], AbstractContextManager[None]]) -> Any:
     """Return a Keras callback that calls `merge` once at the end of each epoch. It must be the first callback.
 
-    `merge` merges the ranks' statistics, such as BatchNorm's. It must run before the epoch's validation, for which this
-    callback enters `evaluating`, and before the user's callbacks, which may run evaluations themselves.
+    `merge` merges the ranks' statistics, such as BatchNorm's. It must run before the epoch's validation, and before the
+    user's callbacks, because they may run evaluations themselves. The validation runs inside the context manager that
+    `evaluating` returns.
     """
     inside, is_merged = ExitStack(), False
 

@@ -18,7 +18,7 @@ class TFMLDataset(ShardedFrames):
         ds: An object with the methods `num_shards()`, `repartition(n)`, `get_repeatable_shard(index, batch_ms,
             num_async, shuffle, shuffle_buffer_size, seed)`, and `gather_async(batch_ms, num_async)` for all shards at
             once. The last two yield pandas data frames.
-        feature_columns: Names of the feature columns. A single column is used as is, several columns form a tuple.
+        feature_columns: Names of the feature columns. A single column is used as is. Several columns form a tuple.
         feature_shapes: Shape of each feature column per row. Default: `()`. Required for columns of lists or arrays.
         feature_types: Dtype of each feature column. Default: float32.
         label_column: Name of the label column.

@@ -33,9 +33,9 @@ class TFRunner(ClassRunner):
         return self._hosted.operator
 
     def validate(self, request: EpochRequest, share: Any = None) -> EpochAnswer:
-        """Run the operator's `validate` once, on the registered validation dataset or on data of the call.
+        """Run the operator's `validate` once, on the registered validation dataset or on data passed to the call.
 
-        For operators that call Keras's `evaluate`, data of the call temporarily replaces the registered dataset.
+        For operators that call Keras's `evaluate`, data passed to the call temporarily replaces the registered dataset.
 
         Args:
             request: What to evaluate.
@@ -56,7 +56,7 @@ class TFRunner(ClassRunner):
             internals.data = registered
 
     def former_optimizer(self, weights: Sequence[Any]) -> list[Any] | None:
-        """Return values for the optimizer's variables from the optimizer weights in a checkpoint of `ray.util.sgd`.
+        """Convert the optimizer weights in a `ray.util.sgd` checkpoint to values for the optimizer's variables.
 
         Return None if the weights do not match the optimizer.
         """

@@ -194,7 +194,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
             return super().__new__(cls) if detached is None else start(cls, detached, args, kwargs)
 
     def _settings_to_send(self, settings: TFSettings) -> TFSettings:
-        """Return the settings to send to the workers, in which the `validation_data` of `fit_config` is serialized."""
+        """Return the settings to send to the workers, with the `validation_data` of `fit_config` serialized."""
         tensorflow = sys.modules.get("tensorflow")
         options = settings.config.get("fit_config") or {}
         data = options.get("validation_data")
@@ -391,7 +391,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
 
 
 def _content_of(snapshot: Snapshot) -> Content:
-    """Return a checkpoint file's content, as views of a snapshot's arrays, and the function that writes the file."""
+    """Return a pair: a checkpoint file's content, as views of a snapshot's arrays, and the function that writes it."""
     return {**snapshot.shared_state, _RANKS: list(snapshot.rank_states)}, checkpoint_file.write
 
 

@@ -67,13 +67,13 @@ class TrainingOperator(BaseOperator):
             `setup` to use a debugger. Default: False.
         resumes_epochs: Whether an epoch may continue after workers were lost or added, by calling `train_epoch` again
             with the remaining batches. Default: True unless you override `train_epoch`. If you override it, set this to
-            True only if it keeps no state between batches other than state that raysgd or `state_dict` covers. With
-            False, every failure restarts from the last snapshot.
+            True only if your `train_epoch` keeps no state between batches beyond what raysgd or `state_dict` saves.
+            With False, every failure restarts from the last snapshot.
         warms_up: Whether a new worker calls `train_batch` twice on zeros, so that it is fast when it joins. Afterwards,
             the registered objects receive another worker's state. If `train_batch` has other side effects, check
             `batch_info.get("warm_up")`, or set this to False.
-        compares_ranks: Whether training calls raise `RanksDifferError` if the workers' weights differ. Or, set in
-            `setup`, a tuple of the models to compare.
+        compares_ranks: Whether training calls raise `RanksDifferError` if the workers' weights differ. To compare only
+            some models, set this to a tuple of those models in `setup`.
     """
 
     run_eagerly = False
@@ -128,7 +128,7 @@ class TrainingOperator(BaseOperator):
         return summary
 
     def _count_left_out(self) -> int:
-        """Add to `global_step` the steps in which only other workers had samples and that were not added yet.
+        """Add the steps in which only other workers had samples to `global_step`, unless already added.
 
         Returns:
             The number of added steps.
@@ -176,7 +176,7 @@ class TrainingOperator(BaseOperator):
         return {"train_loss": loss, **_as_metric(weight)}
 
     def forward(self, features: Any, target: Any, sample_weight: Any = None, training: bool = False) -> tuple[Any, ...]:
-        """Return the model's output and the loss of a batch, a mean over samples. Called in training and validation.
+        """Return the model's output for a batch, and the mean loss over samples. Called in training and validation.
 
         If the loss is a mean over other units, such as tokens, return the number of units as a third value. Gradients
         and metrics are then averaged over all workers with this weight.
@@ -245,7 +245,7 @@ class TrainingOperator(BaseOperator):
     def register(self, *, models: Any, optimizers: Any = None, loss: Any = None, metrics: Any = None) -> Any:
         """Register models, optimizers, loss and metrics.
 
-        Afterwards, the optimizers average gradients across all workers, wherever you use the optimizers.
+        Afterwards, the optimizers average gradients across all workers, wherever you use them.
 
         Args:
             models: A Keras model, or a list or tuple of models.

@@ -123,7 +123,7 @@ def _absent(name: str) -> Any:
 
 
 def _is_loss_of_torch(creator: type) -> bool:
-    """Return True if `creator` is a PyTorch loss class or a subclass of one, which is created without the config."""
+    """Return True if `creator` is a PyTorch loss class or a subclass of one. Such a class gets no config."""
     return any(base.__module__ == torch.nn.MSELoss.__module__ for base in creator.__mro__)
 
 
@@ -155,7 +155,8 @@ def make_operator(
 
     Args:
         own: Class on which the user called `from_creators`.
-        creators: Creator functions by argument name, such as `model_creator`; None for each that the user omitted.
+        creators: Creator functions by argument name, such as `model_creator`; None for each creator that the user
+            omitted.
         serialize_data_creation: True to let only one process on each machine create data at a time.
 
     Raises:

@@ -34,8 +34,8 @@ class BaseTorchTrainable(tune_trial.trainer_trainable("`BaseTorchTrainable`")): 
     def step(self) -> dict[str, Any]:
         """Train for one epoch, then validate. Return both results in one dict.
 
-        If both results have a key, the dict has the value from the validation. If a worker dies, the trial fails
-        immediately, and Tune's `FailureConfig` decides whether to run it again.
+        For a key that both results contain, the dict has the value from the validation. If a worker dies, the trial
+        fails immediately, and Tune's `FailureConfig` decides whether to run it again.
         """
         if hasattr(self, "_train"):
             raise DeprecationWarning(

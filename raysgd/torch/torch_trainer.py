@@ -100,13 +100,13 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         use_fp16: True for PyTorch's native mixed precision on GPUs, "apex" for Apex.
         precision: "fp32", "fp16", "bf16" (PyTorch's native mixed precision, on GPUs and CPUs) or "apex". Replaces
             `use_fp16`.
-        split_batches: False: a loader's batch size applies to one worker. True: it is the total of all workers, like
-            `config[BATCH_SIZE]`. The total is split as evenly as possible, and stays constant when the number of
-            workers changes. Requires DDP.
+        split_batches: False: a loader's batch size applies to one worker. True: it applies to all workers together,
+            like `config[BATCH_SIZE]`. Each batch is split over the workers as evenly as possible, and its size stays
+            constant when the number of workers changes. Requires DDP.
         micro_batch_size: Maximum number of samples of a split batch that a worker processes at once. A worker with more
             samples processes them in several batches and accumulates the gradients for one step.
-        deterministic: True for bitwise the same weights as `num_workers` workers without failures, even if workers are
-            lost or added. See `docs/operator.md`. Requires DDP and, on GPUs, deterministic kernels.
+        deterministic: True to get bitwise the same weights as `num_workers` workers would without failures, even if
+            workers are lost or added. See `docs/operator.md`. Requires DDP and, on GPUs, deterministic kernels.
         accumulate_grad_batches: Number of batches to accumulate per optimizer step. The gradient equals that of one
             large batch.
         clip_grad_norm: Maximum total norm of an optimizer's gradients; None for no limit.
@@ -118,7 +118,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
 
     Args: What follows a failure
         recovery: A `raysgd.Recovery` that defines how to handle failures: timeouts, whether surviving workers continue,
-            and how often to copy the workers' state to restart from (snapshots).
+            and how often to take snapshots (copies of the workers' state to restart from).
         min_workers: Minimum number of workers. With fewer, training waits for resources.
         spare_workers: Number of extra workers that stand by to replace lost workers. Spares occupy resources.
             Meanwhile, they can validate while the group trains, with `validate(blocking=False)` or
@@ -476,7 +476,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         return bool(values)
 
     def _schedule(self, function: Callable[..., Any], value: Any) -> None:
-        """Call `function`, which steps schedulers, on all workers. Pass the same `value` to each."""
+        """Call `function`, which steps schedulers, on all workers with the same `value`."""
         self._on_all(function, value, changes_state=True, keeps_alike=True)
 
     def get_model(self, to_cpu: bool = False) -> Any:

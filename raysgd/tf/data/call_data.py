@@ -75,7 +75,7 @@ def _is_dataset(dataset: Any) -> bool:
 
 
 def call_data_of(dataset: Any, config: Mapping[str, Any], seed: int, *, travels: bool) -> CallData | None:
-    """Prepare the data that a user passed to a call for the workers. Return None if its type is not supported.
+    """Wrap the data that a user passed to a call, for use in the workers. Return None if its type is not supported.
 
     Args:
         dataset: The data that the user passed to the call.
@@ -188,7 +188,7 @@ def _of_dataset(dataset: Any) -> PredictionSource:
 
 
 def _as_given(batch: Any) -> Any:
-    """Convert the tensors in a batch that the user's iterator yielded to NumPy arrays."""
+    """In a batch from the user's iterator, convert the tensors to NumPy arrays."""
     return plain(tuple(batch) if isinstance(batch, list) else batch)
 
 

@@ -24,7 +24,7 @@ def loader_of(batches: RayBatches, config: Mapping[str, Any], world: World) -> R
 
 
 def dataset_over(loader: RayLoader) -> Any:
-    """Return a `tf.data.Dataset` over the batches of a loader, which receives them later.
+    """Return a `tf.data.Dataset` over a loader's batches. The loader may receive the batches later.
 
     The dataset is marked as already sharded. To determine the element spec, this function reads the first row of the
     Ray Data dataset.

@@ -132,7 +132,7 @@ _BEGIN_AGAIN = {"EarlyStopping", "ReduceLROnPlateau", "LearningRateScheduler"}
 
 
 def check_calls_of_fit(config: Mapping[str, Any], epochs: int) -> None:
-    """Reject Keras callbacks that restart in each call to Keras's `fit`, which `trainer.fit` calls once per epoch."""
+    """Reject Keras callbacks that restart in each call to Keras's `fit`, because there is one call per epoch."""
     names = set().union(*map(registration.class_names, _callbacks_in(config))) & _BEGIN_AGAIN
     if names and epochs > 1:
         raise ValueError(
@@ -164,5 +164,5 @@ def check_installed() -> None:
 
 
 def reservation_timeout_s() -> float:
-    """Return for how many seconds the trainer waits for resources when it starts workers."""
+    """Return the number of seconds that the trainer waits for resources when it starts workers."""
     return float(os.environ.get("SGD_PLACEMENT_GROUP_TIMEOUT_S", "100"))

@@ -54,7 +54,7 @@ def data_creator(config: dict[str, Any]) -> tuple[Any, Any]:
 def main(
     smoke_test: bool, num_replicas: int, use_gpu: bool = False, augment_data: bool = False, batch_size: int = 32
 ) -> dict[str, float]:
-    """Train, evaluate and print the results of each epoch. Return the last results.
+    """Train and evaluate, print the results of each epoch, and return the last results.
 
     Args:
         smoke_test: Whether to only check that the example runs, with one epoch of a smaller network on a few noise

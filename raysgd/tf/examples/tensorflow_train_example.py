@@ -40,7 +40,7 @@ def simple_dataset(config: dict[str, Any]) -> tuple[Any, Any]:
 def create_config(batch_size: int) -> dict[str, Any]:
     """Return the config for `simple_model` and `simple_dataset`.
 
-    It gives an epoch as many steps as are needed to use each point about once.
+    With this config, the steps of an epoch use each point about once.
     """
     return {
         "batch_size": batch_size,

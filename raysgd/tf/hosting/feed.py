@@ -43,7 +43,7 @@ class TFFeed(feed.DataFeed):
         synchronizer: Holds the current step and the group, and takes part in steps in which this rank has no samples.
         world: This rank and the number of ranks.
         seed: Seed that determines the order of shuffled datasets.
-        num_global: With "worker" sharding, how many of a dataset's batches a step takes. Default: the number of
+        num_global: With "worker" sharding, the number of a dataset's batches in each step. Default: the number of
             workers.
     """
 
@@ -157,7 +157,8 @@ class TFFeed(feed.DataFeed):
         """Reset a shuffled validation dataset to the order of its first pass, if its order may differ between ranks.
 
         The order differs after workers were replaced, because a new worker starts with the first order. It may also
-        differ if the training dataset contains the same shuffle, because each pass over it changes the order.
+        differ if the training dataset contains the same shuffle, because each pass over the training dataset changes
+        the order.
         """
         internals = self._operator_of()._raysgd
         data, is_regrouped, self._is_regrouped = internals.data, self._is_regrouped, False

@@ -64,8 +64,8 @@ class TFHostedOperator(hosted.HostedOperator):
         self._num_workers = settings.num_workers or world.size
         counts_steps = settings.recovery.snapshot_every_n_steps is not None
         self.synchronizer = Synchronizer(world, self._num_workers, counts_steps)
-        # If the config sets the global batch size, each step must have that size even if workers are missing. A step
-        # therefore always takes as many batches of the dataset as the trainer should have workers.
+        # If the config sets the global batch size, each step must have that size even if workers are missing. The
+        # number of the dataset's batches in a step is therefore the intended number of workers, not the current one.
         num_global = self._num_workers if BATCH_SIZE in settings.config else None
         feed = TFFeed(lambda: self.operator, self.synchronizer, world, settings.seed, num_global)
         super().__init__(settings, world, feed, ledger)
@@ -182,7 +182,7 @@ class TFHostedOperator(hosted.HostedOperator):
         return self.synchronizer.group.receive(source, takers)
 
     def settle_in(self) -> None:
-        """Do nothing, because Keras models hold no reference to the group that would need an update."""
+        """Do nothing. Keras models hold no reference to the group, so nothing needs an update."""
 
     @contextmanager
     def training(self, run: EpochRun, stream: Any) -> Iterator[None]:
@@ -257,7 +257,7 @@ def _make_variables(operator: TrainingOperator, uses_fit: bool, synchronizer: Sy
 
     Args:
         operator: Operator with registered models and optimizers.
-        uses_fit: True if Keras's `fit` trains a compiled model, which refers to its optimizers.
+        uses_fit: True if Keras's `fit` trains a compiled model. Such a model refers to its optimizers.
         synchronizer: Watches the model while its `train_step` is traced.
     """
     dataset = operator.train_dataset
@@ -277,7 +277,7 @@ def check_loss(operator: TrainingOperator, synchronizer: Synchronizer) -> None:
     """Check that the registered loss is a mean over samples if the user's own `forward` computes it.
 
     Raises:
-        IncompatibleModelError: The loss has another reduction, for which raysgd can scale it only in the default
+        IncompatibleModelError: The loss has another reduction. raysgd can scale such a loss only in the default
             `forward`.
     """
     loss = operator._raysgd.registered.loss
@@ -291,7 +291,7 @@ def check_loss(operator: TrainingOperator, synchronizer: Synchronizer) -> None:
 
 
 def _works_ahead(what: str, function: Callable[..., Any], *args: Any) -> bool:
-    """Try to do some work before the first step that would otherwise be part of it. Return True if it succeeded.
+    """Try to do some work in advance that the first step would otherwise do. Return True if it succeeded.
 
     Args:
         what: Description of the work for the log, such as "build a model".
@@ -312,7 +312,7 @@ def _works_ahead(what: str, function: Callable[..., Any], *args: Any) -> bool:
 
 
 def _has_traced_train_step(operator: TrainingOperator, synchronizer: Synchronizer) -> bool:
-    """Trace the user's `train_step`, which creates the variables of its optimizers. Return True if tracing succeeded.
+    """Trace the user's `train_step` to create its optimizers' variables. Return True if tracing succeeded.
 
     Return False without tracing if the model runs eagerly or uses Keras's own `train_step`.
     """

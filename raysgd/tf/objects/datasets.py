@@ -456,7 +456,7 @@ def _part(batch: Any, rank: Any, num_workers: int) -> Any:
 
 
 def _joined(batches: Any) -> Any:
-    """Concatenate several batches, which `dataset.ragged_batch` has stacked, to one batch."""
+    """Concatenate the batches that `dataset.ragged_batch` has stacked."""
     import tensorflow as tf
 
     def join(tensor: Any) -> Any:

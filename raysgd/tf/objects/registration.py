@@ -144,7 +144,7 @@ def weights_of(model: Any) -> list[Any]:
 
 
 def take_weights_in(model: Any) -> None:
-    """Update the values that a model's layers compute from their weights and cache.
+    """Update the cached values that a model's layers have computed from their weights.
 
     Call this after the model's weights were set. Layers with an `adapt` method, such as `Normalization`, have such
     values.
@@ -190,7 +190,8 @@ def is_stock(part: Any) -> bool:
 def refuse_unreduced_loss(model: Any) -> None:
     """Check that all losses from a model's `compile` are reduced to a scalar.
 
-    Losses of single samples cannot be combined across ranks. Models with a `train_step` of the user are not checked.
+    Losses of single samples cannot be combined across ranks. A model whose `train_step` the user has overridden is not
+    checked.
 
     Raises:
         IncompatibleModelError: A loss has the reduction "none".
@@ -207,7 +208,7 @@ def refuse_unreduced_loss(model: Any) -> None:
 
 
 def trace_train_step(model: Any, element_spec: Any) -> None:
-    """Trace a model's `train_step` without running it, which creates the variables of all optimizers that it uses."""
+    """Trace a model's `train_step` without running it, to create the variables of all optimizers that it uses."""
     import tensorflow as tf
 
     tf.function(model.train_step, autograph=is_legacy(model)).get_concrete_function(element_spec)

@@ -64,7 +64,7 @@ class ExchangeRecord:
             self._left_at = None
 
     def own_so_far(self) -> float:
-        """Return for how many seconds the training call has run outside gradient all-reduces so far.
+        """Return the seconds that the training call has spent outside gradient all-reduces so far.
 
         The time since the last all-reduce is included, so the result keeps growing if user code hangs.
         """
@@ -158,7 +158,7 @@ class GradientLayout:
         buffer[-1] = weight
 
     def split(self, buffer: Array) -> list[Array]:
-        """Return the gradients in the buffer, as views if they have the buffer's dtype and else as copies."""
+        """Return the gradients in the buffer, as views if they have the buffer's dtype, and otherwise as copies."""
         return [
             buffer[place].reshape(shape).astype(dtype, copy=False)
             for place, shape, dtype in zip(self._slices, self._shapes, self._dtypes, strict=True)
@@ -248,7 +248,7 @@ class GradientAverager:
         """Return the sparse gradients of all ranks, concatenated.
 
         Args:
-            weight: The share of this rank in the mean, by which its values are multiplied.
+            weight: This rank's weight in the mean. The rank's values are multiplied by this weight.
             parts: The values and the indices of this rank's first sparse gradient, then of the second, and so on.
         """
         group = self._exchanges.group
@@ -262,7 +262,7 @@ def _parts(gradient: Any) -> tuple[Any, Any]:
 
 
 def _like(gradient: Any, averages: Iterator[Any], joined: Iterator[Any]) -> Any:
-    """Return the average of one gradient, from `averages` if the gradient is dense, from `joined` if it is sparse.
+    """Return the average of one gradient, from `averages` if the gradient is dense, or from `joined` if it is sparse.
 
     A sparse average has the rows of all ranks. Rows with the same index are not summed here, because optimizers treat
     duplicate rows in their own way.

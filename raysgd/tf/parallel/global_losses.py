@@ -50,8 +50,8 @@ class GlobalLosses:
     def num_samples_of(self, counted: int, repeat: Exchange) -> float:
         """Return this rank's number of samples in the current step.
 
-        If raysgd's loop draws the batches, the loop knows the number. Otherwise, return `counted`. If both are unknown,
-        return 1.
+        If raysgd's loop draws the batches, return the number that the loop knows. Otherwise, return `counted`, or 1 if
+        `counted` is -1.
 
         Args:
             counted: Number of samples counted in the batch by a step of a Keras loop. -1 if no such step runs.
@@ -231,7 +231,7 @@ def refuse_by_name(gradients: Sequence[Any]) -> None:
     """Reject gradients that a user's step has computed in a way that is wrong with several ranks.
 
     These are gradients clipped by `tf.clip_by_global_norm`, and gradients of a loss from `tf.nn.compute_average_loss`.
-    Both are recognized by the operations in the graph.
+    Both kinds of gradients are recognized by the operations in the graph.
 
     Raises:
         IncompatibleModelError: The graph being traced contains such an operation.

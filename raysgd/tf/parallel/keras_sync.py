@@ -303,7 +303,7 @@ class Synchronizer:
 
     @contextmanager
     def evaluating(self, together: bool) -> Iterator[None]:
-        """Use this around a Keras evaluation, so that losses are scaled for the way in which the ranks share the data.
+        """Use this around a Keras evaluation, to scale losses according to how the ranks share the data.
 
         Args:
             together: True if each rank evaluates its part of the same global batches.

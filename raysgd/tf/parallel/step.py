@@ -51,7 +51,7 @@ class TFStep:
             self.num_samples = None
 
     def end_stream(self) -> None:
-        """Called when a training call has no more batches. There is nothing to do."""
+        """Do nothing. Called when a training call has no more batches."""
 
     def forget(self) -> None:
         """Forget the batches that user code has drawn without training on them. Call this when a call ends.

@@ -4,10 +4,10 @@ The file is an ordinary `torch.save` archive of plain values, so `torch.load(pat
 without raysgd. `plain_state` defines which values are plain. raysgd adds two things:
 
 - The key `raysgd_format` of the state contains the version of the file format.
-- The comment at the end of the archive, which torch and zip tools skip, contains a checksum, because torch itself loads
-  a file with flipped bits without an error. The comment is `raysgd:1:xxh128:` and 32 hexadecimal digits. The code calls
-  this comment the seal. The digits are the XXH128 hash of all bytes before the comment. The two bytes right before the
-  comment contain its length and are hashed as zeros.
+- The comment at the end of the archive contains a checksum, because torch itself loads a file with flipped bits without
+  an error. Torch and zip tools skip this comment. The comment is `raysgd:1:xxh128:` and 32 hexadecimal digits. The code
+  calls this comment the seal. The digits are the XXH128 hash of all bytes before the comment. The two bytes right
+  before the comment contain its length and are hashed as zeros.
 
 docs/checkpoints.md explains how other tools can verify the checksum. docs/adr/0061-xxh128-for-checkpoint-files.md
 explains why this checksum was chosen.
@@ -87,7 +87,7 @@ _allowing_former = threading.Lock()
 
 
 def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Write a training state to a checkpoint file, atomically: readers see either the old or the new file, complete.
+    """Write a training state to a checkpoint file, atomically: readers see a complete file, old or new.
 
     Args:
         path: A URI, or a path in a folder that exists. A symbolic link is followed.
@@ -180,7 +180,7 @@ def mapped(
 def mapped_with_place(
     path: str | os.PathLike[str], *, weights_only: bool = True, name: str | None = None, maps: bool = True
 ) -> Iterator[tuple[dict[str, Any], StateInFile | None]]:
-    """Read a checkpoint as `mapped` does. Also yield a reference that other processes on this node can map the file by.
+    """Read a checkpoint as `mapped` does. Also yield a reference to it for other processes on this node.
 
     The reference is None if the tensors are not mapped from the file, or if the file may contain arbitrary objects.
     """
@@ -221,8 +221,9 @@ def mapped_again(reference: StateInFile) -> Iterator[tuple[dict[str, Any] | None
     """Map a file whose checksum the driver on this node has verified.
 
     Yields:
-        The state, or None if this process does not see the same file. And a function that returns True if no process
-        has written to the file since the driver verified it. Call it after using the state.
+        A pair: the state, or None if this process does not see the same file; and a function that returns True if no
+        process has written to the file after the driver verified it. Call the function when you are done with the
+        state.
     """
     with contextlib.ExitStack() as held:
         try:
@@ -263,7 +264,7 @@ def _load_trusted(source: str, maps: bool, name: str, is_sealed: bool) -> Any:
 
     Raises:
         CheckpointCorruptedError: The file seems to be damaged.
-        Exception: Loading failed, and the file is intact, or the type of the exception does not suggest damage.
+        Exception: Loading failed, but the file is intact, or the exception is of a type that does not suggest damage.
     """
     try:
         return torch.load(source, map_location="cpu", weights_only=False, mmap=maps)
@@ -431,8 +432,8 @@ def _seal_of(file: IO[bytes], size: int, name: str) -> tuple[bytes | None, bool]
         name: Name of the file for errors.
 
     Returns:
-        The archive comment with the checksum (the seal), and True if the file is a zip archive. The seal is None for a
-        file that `torch.save` wrote directly. Before version 1.6, torch did not write zip archives.
+        A pair: the archive comment with the checksum (the seal), and whether the file is a zip archive. The seal is
+        None for a file that `torch.save` wrote directly. Before version 1.6, torch did not write zip archives.
 
     Raises:
         CheckpointCorruptedError: The first or last bytes are not those of a checkpoint file.

@@ -119,10 +119,10 @@ def write_part(folder: str, state: Mapping[str, Any], own: Any, rank: int) -> Wr
 
 
 def _each_with_its_memory(tensors: Tensors) -> Tensors:
-    """Clone each tensor that shares memory with another tensor, or covers only a part of its memory.
+    """Clone each tensor that shares its storage with another tensor, or covers only a part of its storage.
 
-    Otherwise, `torch.save` would store the memory that tensors share only once, and would store the full memory of a
-    tensor that covers only a part.
+    Otherwise, `torch.save` would write a shared storage only once, and would write the whole storage of a tensor that
+    covers only a part of it.
     """
     apart, seen = {}, set[int]()
     for path, tensor in tensors.items():
@@ -168,7 +168,7 @@ def _take_name(folder: Path, target: Path) -> None:
     if target.is_dir():
         target.rename(folder.with_name(f"{folder.name}{_FORMER}"))
     elif target.exists():
-        target.unlink()  # a folder cannot be renamed to the path of an existing file, here of an earlier checkpoint
+        target.unlink()  # a folder cannot be renamed to the path of an existing file, such as an earlier checkpoint
     folder.rename(target)
     # The pattern also matches folders that a killed process has left.
     formers = f".raysgd-{glob.escape(target.name)}-????????.tmp{_FORMER}"
@@ -355,7 +355,7 @@ def read(place: StateInFolder, make_room: MakeRoom, group: Any) -> Mapping[str, 
 
 
 def _together(folder: DividedFolder, group: Any, read: Callable[[], None]) -> None:
-    """Call `read`. If it raises on any rank, raise on all ranks. Otherwise, other ranks would wait for that rank.
+    """Call `read`. If it raises on any rank, raise on all ranks, so that no rank waits for the one that failed.
 
     Args:
         folder: The checkpoint folder, for errors.

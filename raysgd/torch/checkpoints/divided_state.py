@@ -1,10 +1,11 @@
 """`DividedState`: the state of models that are sharded over the ranks, in one part for each rank.
 
-Besides the parts, a sharded state has an index, which describes all tensors. A rank's part contains the rank's rows of
-each sharded tensor, which is split like `torch.chunk` splits. The part of rank 0 also contains the tensors that are not
-sharded. The parts of a snapshot (the state that the driver keeps for recovery) are in Ray's object store, where they
-outlive the workers. The parts of a checkpoint are files. When the state is restored into a worker group of any size,
-each rank reads only the rows that it needs. The full state is assembled only in a process that requests it.
+Besides the parts, a sharded state has an index, which describes all tensors. The rows of a sharded tensor are split
+over the ranks as `torch.chunk` would split them. A rank's part contains its rows of each sharded tensor. The part of
+rank 0 also contains the tensors that are not sharded. The parts of a snapshot (the state that the driver keeps for
+recovery) are in Ray's object store, where they outlive the workers. The parts of a checkpoint are files. When the state
+is restored into a worker group of any size, each rank reads only the rows that it needs. The full state is assembled
+only in a process that requests it.
 
 ADR 92 explains why no rank gathers the full state.
 """
@@ -122,7 +123,7 @@ def content_of(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
 
 
 class DividedState:
-    """A sharded state, with one part for each rank that wrote the state. A part is read when it is needed first.
+    """A sharded state, with one part for each rank that wrote the state. A part is read when it is first needed.
 
     Args:
         rest: State without the tensors of its models and optimizers.
@@ -189,7 +190,7 @@ class DividedState:
 
 
 def of_snapshot(parts: DividedValue) -> DividedState:
-    """Return the sharded state in a snapshot. Each part is decoded when it is needed first.
+    """Return the sharded state in a snapshot. Each part is decoded when it is first needed.
 
     Args:
         parts: Encoded parts of the snapshot, one for each rank.
@@ -216,7 +217,7 @@ def whole(shared_state: Any, copy: bool) -> Any:
 
 
 def outline(shared_state: Any) -> Any:
-    """Return the state in a snapshot, to inspect its structure. The tensors of a sharded state have only zeros.
+    """Return the state in a snapshot, to inspect its structure. The tensors of a sharded state contain only zeros.
 
     Args:
         shared_state: Encoded state of the snapshot, or its parts if it is sharded.

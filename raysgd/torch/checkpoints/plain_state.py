@@ -89,7 +89,7 @@ class _Packing:
         return value
 
     def _fill(self, copy: Any, value: Any, path: str) -> None:
-        """Fill an empty container with the converted content of another.
+        """Fill an empty container with the converted content of another container.
 
         Args:
             copy: Container to fill.
@@ -156,7 +156,7 @@ class _Packing:
 
 
 class _NoBytes:
-    """Replaces empty bytes in a state. Pickle writes these in a form that PyTorch's reader does not support."""
+    """Replaces empty bytes in a state. Pickle writes empty bytes in a form that PyTorch's reader does not support."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return codecs.encode, ("", "latin1")

@@ -26,7 +26,7 @@ _MAX_MODELS = 10_000
 
 
 def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Write the models in a state to a weights file, atomically: readers see either the old or the new file, complete.
+    """Write the models in a state to a weights file, atomically: readers see a complete file, old or new.
 
     Args:
         path: Path or URI of the file.

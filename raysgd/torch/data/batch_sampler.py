@@ -235,7 +235,7 @@ class GlobalBatchRule:
 
     @property
     def of_streams(self) -> Callable[[int, int], Division | ShardedGlobalBatch]:
-        """The method `division` for streams, whose batch size is always that of a global batch."""
+        """Like the method `division`, but for streams. A stream's batch size is always that of a global batch."""
         return replace(self, multiple=1).division
 
     def division(self, global_size: int, world_size: int) -> Division | ShardedGlobalBatch:
@@ -276,7 +276,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         batch_size: Number of samples of one rank in a full step or, with `rule`, of all ranks. Not used if a user's
             batch sampler forms the batches.
         drop_last: True to leave out an incomplete last global step.
-        pad: True to give a rank without samples in the last step repeated samples. See `PassPlan`.
+        pad: True to give repeated samples to a rank that has no samples in the last step. See `PassPlan`.
         rank: This worker's rank in the group.
         world_size: Size of the group.
         rule: Rule for splitting global batches; None if the batch size is per rank.
@@ -385,7 +385,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
     def most_batches(self) -> int:
         """Number of batches that a rank processes in a full step.
 
-        With a user's batch sampler, the number is not known in advance. In this case, 2 means that it may exceed 1.
+        With a user's batch sampler, the number is not known in advance. The value is then 2 if the number may exceed 1,
+        and otherwise 1.
         """
         if isinstance(self.order, BatchesOrder):  # a user's batch sampler may choose other batch sizes in each pass
             return 1 if self.rule is None or self.rule.cap is None else 2

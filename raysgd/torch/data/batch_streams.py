@@ -34,7 +34,7 @@ _WHEN_TRAINED = 2
 
 
 class DrawnItem(NamedTuple):
-    """A batch that a source yields, with its weight and its position in the pass, one time through the data.
+    """A batch that a source yields, with its weight and its position in the pass (one time through the data).
 
     In a global step, each rank trains on one batch, or on several batches one after the other.
 
@@ -63,9 +63,10 @@ class DrawnItem(NamedTuple):
 class DividedLoaderSource:
     """Source for a loader that the library shards over the ranks.
 
-    A PyTorch loader draws a random seed for its worker processes whenever an iteration starts. Here, it draws the seed
-    from a separate random number generator for each rank. As a result, ranks do not repeat each other's augmentations,
-    and interrupting and resuming a pass does not change the state of the global generators that the model uses.
+    A PyTorch loader draws a random seed for its worker processes whenever an iteration starts. Here, the loader draws
+    the seed from a separate random number generator for each rank. As a result, ranks do not repeat each other's
+    augmentations, and interrupting and resuming a pass does not change the state of the global generators that the
+    model uses.
 
     Args:
         sharded: The user's loader, rebuilt to load this rank's batches.
@@ -73,7 +74,7 @@ class DividedLoaderSource:
 
     Attributes:
         seed: Seed for the order of the samples in all passes.
-        order: Function of the seed and the index of a pass that gives the order of the samples.
+        order: Function that returns the order of the samples for a seed and the index of a pass.
         check_plan: Function that is called when a pass starts or resumes. It gets the plan for the rest of the pass.
     """
 
@@ -142,7 +143,7 @@ class DividedLoaderSource:
         return origin if order is None else {**origin, "order": order}
 
     def load_state(self, position: Mapping[str, Any]) -> bool:
-        """Restore the position in the data from a snapshot. Return False if the size of the data has changed since.
+        """Restore the position in the data from a snapshot. Return False if the data's size has changed since then.
 
         Args:
             position: Position from the snapshot, with the entries that `state` returned.
@@ -255,7 +256,7 @@ def _are_alike(own: int, start_sum: Summation, world_size: int) -> bool:
 
 
 class PlainSource:
-    """Source for any iterable of batches, which the library does not shard.
+    """Source for an iterable of batches that the library does not shard.
 
     In training, several ranks may have different numbers of batches, but all must take the same number of steps
     (lockstep). A rank that runs out of batches repeats its last batch with weight 0 until all ranks have run out.
@@ -281,7 +282,7 @@ class PlainSource:
         self._loader, self._is_in_lockstep = loader, is_in_lockstep
 
     def join(self, ranks: RankSums) -> None:
-        """Use the rank and the sums of the worker group that runs the next call."""
+        """Store the rank and the sums of the worker group that runs the next call."""
         self._ranks = ranks
 
     def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
@@ -372,9 +373,9 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
         return self.ledger()[1]
 
     def ledger(self) -> tuple[int | None, int, int]:
-        """Return how many samples, over all ranks, the pass has, were used so far, and are in the unfinished step.
+        """Return three sample counts over all ranks: in the whole pass, used so far, and in the unfinished step.
 
-        The first number is None if it is unknown. Another thread may call this method during training.
+        The first count is None if it is unknown. Another thread may call this method during training.
         """
         to_resume, num_steps, num_open = self._to_resume, self._num_steps_in_pass, self._num_open
         if self._before is not None:

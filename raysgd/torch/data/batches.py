@@ -36,8 +36,8 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], Any]:
     """Return the inputs and the target of a batch.
 
     A mapping or a dataclass is one input. The target is the value in it with one of the `TARGET_NAMES`, or None. The
-    fields of a named tuple are separate inputs, except the target, which is the field with one of these names or, if
-    there is none, the last field.
+    fields of a named tuple are separate inputs, except for the target: the field with one of these names or, if there
+    is none, the last field.
 
     Raises:
         TypeError: The batch cannot be split.
@@ -72,8 +72,8 @@ def by_name(value: Any) -> Mapping[str, Any] | None:
 def call_model(model: Callable[..., Any], features: Sequence[Any]) -> Any:
     """Call a model with the inputs of a batch.
 
-    If the only input is a dict or dataclass, its entries are passed as keyword arguments. Targets in it are omitted if
-    the model does not accept them.
+    If the only input is a dict or dataclass, its entries are passed as keyword arguments. Targets among these entries
+    are omitted if the model does not accept them.
     """
     named = by_name(features[0]) if len(features) == 1 else None
     if named is None:
@@ -112,7 +112,7 @@ def _without_targets(features: Any, model: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _targets_not_taken(model_class: Any) -> frozenset[str]:
-    """Return those of the `TARGET_NAMES` that are no parameters of a model's `forward`."""
+    """Return those of the `TARGET_NAMES` that are not parameters of a model's `forward`."""
     parameters = inspect.signature(model_class.forward).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return frozenset()
@@ -206,7 +206,7 @@ def samples_of(batch: Any, otherwise: int) -> int:
 
 
 def _counted(batch: Any) -> Any:
-    """Return the part of a batch that has one entry per sample. Return None if it has neither arrays nor such lists."""
+    """Return the part of a batch that has one entry per sample. Return None if there is no such part."""
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
     if len(parts) > 1 and _is_list_of_samples(parts):
         return parts
@@ -263,8 +263,8 @@ class TensorCollate:
 def _reduced(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return the function and arguments with which pickle recreates a tensor that a loader process sends to the worker.
 
-    By default, PyTorch shares the tensor's memory, for which the worker must contact the loader process. Copying a
-    small tensor is cheaper.
+    By default, PyTorch shares the tensor's memory. The worker must then contact the loader process. Copying a small
+    tensor is cheaper.
     """
     with suppress(TypeError, RuntimeError):  # raised if NumPy lacks the dtype (bfloat16), or for a tensor on a GPU
         if tensor.nbytes <= _MOST_BYTES_COPIED:

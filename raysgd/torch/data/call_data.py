@@ -132,8 +132,8 @@ def _taken(array: Any, indices: list[int]) -> Any:
 def batches_of(share: CallData, collate_fn: Any, make_batch: AsBatch = as_batch) -> Any:
     """Return the data that a worker received as an iterable of batches.
 
-    A worker receives only its shard of a Ray Data dataset or an object with `get_shard`. Of other data, it receives all
-    samples, and the caller passes the result to `divided`.
+    From a Ray Data dataset or an object with `get_shard`, a worker receives only its shard. From any other data, it
+    receives all samples, and the caller passes the result to `divided`.
 
     Args:
         share: Data that this worker received.
@@ -261,7 +261,7 @@ def as_tensor(array: Any) -> Any:
 
 
 def _of_loader(loader: DataLoader[Any], asked: BatchRequest) -> PredictionSource:
-    """Return a source of the rows of a map-style loader, of which each worker loads some.
+    """Return a source that lets each worker load some of the rows of a map-style loader.
 
     All rows are predicted, even if the loader has `drop_last=True`.
     """

@@ -47,8 +47,8 @@ class TorchFeed(feed.DataFeed):
             name.
         parallel: Strategy, such as DDP, that keeps the workers' models in sync.
         world_size: Number of workers.
-        undo: Function that is called in training before a padding batch, which a rank without samples gets. It returns
-            a function that undoes the side effects of the padding batch.
+        undo: Function that is called in training before a padding batch, the batch of a rank without samples. It
+            returns a function that undoes the side effects of the padding batch.
         rank: Rank of this worker.
         rule: Rule for splitting each batch among the workers; None if a loader's batch size is that of one worker.
         make_batch: Function that creates batches from arrays that the user passes.
@@ -148,8 +148,8 @@ class TorchFeed(feed.DataFeed):
             rank: This worker's new rank.
             size: New number of workers.
             batch_size: New batch size of one worker; None if unknown.
-            instead_of: Previous batch size of one worker, for which `batch_size` is substituted. Loaders with another
-                batch size keep theirs.
+            instead_of: Previous batch size of one worker. Loaders with this batch size get `batch_size` instead. All
+                other loaders keep their batch size.
         """
         self._group = RankSums(self._parallel, rank, size)
         self._of_call = None, None

@@ -6,8 +6,8 @@ communication.
 A permutation of many indices is never stored. Each of its elements is computed when it is read, so reading can start at
 any position without extra work. The computation is a Feistel network: Each index is split into the row and column of a
 roughly square table. Over several rounds, the row or the column is shifted by a hash of the other. Each shift is
-invertible, so different indices stay different. The table may have more cells than there are indices. If an index ends
-up in a surplus cell, it is sent through the network again until it does not (cycle walking).
+invertible, so different indices stay different. The table may have more cells than there are indices. An index that
+ends up in a surplus cell is sent through the network again until it leaves the surplus cells (cycle walking).
 
 ADR 2 explains why the user's order is kept, and why large data is shuffled differently.
 """

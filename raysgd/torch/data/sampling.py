@@ -40,7 +40,7 @@ class ShardedLoader:
         sampler: Batch sampler that selects this rank's samples, and reshards them if the number of workers changes.
         own_sampler: The user's sampler, which yields sample indices or entire batches of indices.
         seed_hint: Seed that this worker suggests for the order of the samples: that of the user's generator or, without
-            one, PyTorch's initial seed. The suggestions of the ranks may differ, so all ranks use that of one rank.
+            one, PyTorch's initial seed. The ranks' suggestions may differ, so all ranks use the suggestion of one rank.
         num_samples: Number of samples in a pass, over all ranks.
         signature: String that describes the data. The ranks compare it to check that they shard the same data.
     """

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_place(num_workers: int, use_local: Any) -> None:
-    """Check that the workers can communicate with these arguments.
+    """Check that these arguments let the workers communicate.
 
     Several workers need `torch.distributed`. With `use_local`, the worker with rank 0 runs in this process. Other
     workers cannot reach this process if it is connected to the cluster through Ray Client.
@@ -79,8 +79,8 @@ def check_dataset(dataset: Any, name: str = "dataset", *, steps_apart: bool = Fa
         dataset: The dataset that the user passed to `train`, `validate` or `fit`; None for the registered data.
         name: Name of the argument, for errors.
         steps_apart: True if the workers' steps are not synchronized (`strategy="none"`).
-        global_option: Name of the trainer's option that splits each batch over the workers, which needs data that can
-            be sharded by samples. Empty if no such option is on.
+        global_option: Name of the trainer's option that splits each batch over the workers. Such an option needs data
+            that can be sharded by samples. Empty if no such option is on.
 
     Raises:
         TypeError: The dataset's type is not supported.
@@ -415,7 +415,7 @@ def take_creators(given: dict[str, Any]) -> None:
 
 
 def take_others(given: dict[str, Any]) -> Any:
-    """Remove all other arguments that older versions accepted from the keyword arguments in `given`.
+    """Remove from the keyword arguments in `given` all other arguments that older versions accepted.
 
     Raises:
         DeprecationWarning: One of these arguments was passed with a value that would have an effect.

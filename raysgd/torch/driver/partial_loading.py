@@ -85,7 +85,7 @@ def checked_parts(parts: Any, strict: Any) -> tuple[str, ...] | None:
 def read(path: str, name: str, weights_only: bool, held: ExitStack) -> dict[str, Any]:
     """Read the state in a checkpoint file, a checkpoint folder or a weights file.
 
-    Tensors may be memory-mapped from the file, so that they are valid only while the file is open.
+    Tensors may be memory-mapped from the file. They are then valid only while the file is open.
 
     Args:
         path: Path of the file or folder.

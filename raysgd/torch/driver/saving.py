@@ -94,7 +94,7 @@ def _checked(controller: ElasticController, state: dict[str, Any], is_file: bool
     resume = dict(as_in_file(state).get(RESUME) or {})
     rank_states = _checked_rank_states(resume.pop(RNG, ()))
     # A file that was saved by the same number of ranks contains the separate state of each current rank. After loading,
-    # the workers' state equals the file.
+    # the workers' state equals the state in the file.
     return {**state, RESUME: resume}, rank_states, is_file and len(rank_states) == controller.num_workers
 
 
@@ -104,8 +104,9 @@ def _load(controller: ElasticController, content: Content, held: ExitStack | Non
     Args:
         controller: Controller of the workers.
         content: State to load.
-        held: Exit stack that keeps the file open from which the state's tensors are memory-mapped. It is closed once
-            the state is in Ray's object store. Closing raises if another process wrote to the file in the meantime.
+        held: Exit stack that keeps a file open, if the state's tensors are memory-mapped from the file. It is closed
+            once the state is in Ray's object store. Closing raises if another process wrote to the file in the
+            meantime.
     """
     whole, rank_states, is_complete = content
     if controller.ensure_group().is_driver_only:
@@ -130,8 +131,8 @@ def _load_by_mapping(
         name: Name of the file in errors.
 
     Returns:
-        False if the driver has to send the state to the workers, because they are on other nodes, for example. Nothing
-        has changed then.
+        True if the state was loaded. False if nothing has changed and the driver must send the state to the workers,
+        for example because they are on other nodes.
     """
     whole, rank_states, is_complete = content
     group = controller.ensure_group()
@@ -142,7 +143,7 @@ def _load_by_mapping(
         return [(reference, own) for own in own_states(rank_states, len(worlds))]
 
     def check(values: Sequence[bool | None]) -> None:
-        """Raise if a worker may hold a damaged state. The group is then replaced, with the state from before."""
+        """Raise if a worker may hold a damaged state. The workers are then replaced, and get the earlier state."""
         if False in values:
             raise corrupted(name, "it was written to while it was read")
         if None in values and any(values):
@@ -285,7 +286,8 @@ def load(
         strict: True to raise if some weights do not fit the models. False to load only the weights that fit.
         controller: Controller of the workers.
         saves: Record of the trainer's files, to which the loaded file is added.
-        take_snapshot: Function that returns the trainer's current state, from which parts that are not loaded are kept.
+        take_snapshot: Function that returns the trainer's current state. Parts that are not loaded are taken from this
+            state.
 
     Returns:
         A report of what was loaded, if only parts were loaded; otherwise None.

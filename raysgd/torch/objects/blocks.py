@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def blocks_of(model: torch.nn.Module, min_parameters: int = 1) -> list[torch.nn.Module]:
-    """Return the distinct blocks of a model whose parameters have at least `min_parameters` elements in total.
+    """Return a model's distinct blocks that have at least `min_parameters` parameter elements each.
 
     A block that occurs twice, or that shares a parameter with a module outside of the block, is omitted.
 

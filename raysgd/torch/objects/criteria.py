@@ -112,7 +112,7 @@ class _Copied(NamedTuple):
     versions: tuple[int, int]
 
     def in_host_memory(self, target: torch.Tensor) -> torch.Tensor:
-        """Return the original of a target that is the copy, unless one was changed. Otherwise return the target."""
+        """Return the original if `target` is the copy and neither has changed since. Otherwise, return `target`."""
         is_same = target is self.copy and self.versions == (self.original._version, self.copy._version)
         return self.original if is_same else target
 
@@ -167,7 +167,8 @@ class LossCalls:
     def call(self, criterion: Any, output: Any, target: Any) -> Any:
         """Call a criterion, notify the listeners, and return the loss.
 
-        The listeners are also notified if the criterion does not support forward hooks, such as a function.
+        The listeners are notified even if the criterion does not support forward hooks, for example if it is a
+        function.
         """
         result = criterion(output, target)
         if criterion is not self._hooked and self._listeners:
@@ -214,8 +215,8 @@ class LossCalls:
             listener(LossCall(loss.reading, output, target, result, ignored, amount))
             return
         labels = target if self._copied is None else self._copied.in_host_memory(target)
-        # Most batches contain no ignored label. If all labels are 0 or larger, none equals a negative `ignored`. The
-        # minimum takes a fifth of the time of counting.
+        # Most batches contain no ignored label. If all labels are 0 or larger, none equals a negative `ignored`.
+        # Computing the minimum takes a fifth as long as counting.
         are_all_classes = ignored < 0 and num_labels > 0 and labels.is_cpu and labels.min().item() >= 0
         amount = num_labels if are_all_classes else in_host((labels != ignored).sum())
         listener(LossCall(loss.reading, output, target, result, ignored, amount, num_labels))
@@ -324,7 +325,7 @@ def accuracy(
 
 
 def _leaves_out(weight: Any, found: Accuracy, num_samples: int) -> bool:
-    """Return True if user code seems to ignore some labels, of which the library does not know.
+    """Return True if user code seems to ignore labels that the library has counted.
 
     Args:
         weight: Weight of the batch from user code. If it is a whole number below the number of labels, it is probably
@@ -384,7 +385,8 @@ def _by_shapes(output: torch.Tensor, target: torch.Tensor, counting: torch.Tenso
 def _fit(output: torch.Tensor, target: torch.Tensor, dim: int) -> bool:
     """Return True if dimension `dim` of the output may contain the classes.
 
-    This is the case if the target has the shape of the output without this dimension. Dimensions of size 1 are ignored.
+    This is the case if the output's shape without this dimension is the target's shape. Dimensions of size 1 are
+    ignored.
     """
     places = [size for index, size in enumerate(output.shape) if index != dim]
     return [size for size in places if size != 1] == [size for size in target.shape if size != 1]

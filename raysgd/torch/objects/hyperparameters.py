@@ -120,7 +120,7 @@ def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
 
 
 def updated(chosen: Sequence[Hyperparameters], new: Sequence[Hyperparameters]) -> list[Hyperparameters]:
-    """Return the hyperparameters in `chosen`, with the values in `new` in place of those that `new` contains."""
+    """Return the hyperparameters in `chosen`, updated with the values in `new`."""
     return [
         [{**group, **numbers} for group, numbers in zip(groups, others, strict=True)]
         for groups, others in zip(chosen, new, strict=True)

@@ -2,7 +2,8 @@
 
 The entire state is checked before anything is replaced. Otherwise, a mismatch might be detected only after one model
 has been loaded, in the next optimizer step, or never. The checks also compare types and sizes that `load_state_dict`
-does not compare. `torch.compile(model)` adds prefixes to the names of parameters. Names are compared without these.
+does not compare. `torch.compile(model)` adds prefixes to the names of parameters. Names are compared without these
+prefixes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Omits frozen parameters that `setup` recreates from snapshots and checkpoints, and stores their digests instead.
+"""Leaves frozen parameters, which `setup` recreates, out of snapshots and checkpoints. Stores their digests instead.
 
 A digest is a hash of the parameter's values, with its dtype and shape. This module is imported only if an operator sets
 `remakes_frozen = True`. Saved states then omit the parameters that are frozen at the end of `setup`. Once such a
@@ -160,8 +160,8 @@ class RemadeParameters:
         """Check that no omitted parameter has changed since `setup`.
 
         PyTorch increments the version of a tensor with each write, except for writes through `.data`. Therefore, the
-        version and a few values of each parameter are compared. All values are compared only if one of these has
-        changed.
+        version and a few values of each parameter are compared. All values are compared only if the version or one of
+        the few values has changed.
 
         Raises:
             ValueError: A parameter no longer has the values that `setup` gave it.
@@ -195,14 +195,14 @@ class RemadeParameters:
     def added_to(
         self, left_out_of: Callable[[torch.nn.Module], Collection[str] | None]
     ) -> Callable[[torch.nn.Module], Collection[str] | None]:
-        """Return a function that selects parameters which the ranks do not compare, including the omitted parameters.
+        """Add the parameters that saved states omit to those that the ranks do not compare.
 
         Args:
             left_out_of: Function that gets a model and returns the names of the parameters that the ranks do not
-                compare. It returns None for a model of which they compare no parameters.
+                compare. It returns None for a model whose parameters they do not compare.
 
         Returns:
-            A function that also returns the names of the parameters that saved states omit.
+            A function like `left_out_of` that also returns the names of the parameters that saved states omit.
         """
 
         def more_left_out_of(model: torch.nn.Module) -> Collection[str] | None:
@@ -489,7 +489,7 @@ def _pieces(text: str) -> list[int]:
 def _are_alike(num_ranks: float, sums: Sequence[float]) -> bool:
     """Return True if all ranks have the same values.
 
-    All ranks have the same value exactly if the mean of the squares equals the square of the mean.
+    A value is the same on all ranks if and only if the mean of its squares equals the square of its mean.
 
     Args:
         num_ranks: Number of ranks.
