@@ -183,7 +183,7 @@ def folder_as_dict(folder: Path) -> dict[str, Any]:
 def write_dict(content: Mapping[str, Any], folder: Path) -> None:
     """Write a checkpoint's dict into a folder as one file.
 
-    If `folder_as_dict` has created the dict from files, write these files instead.
+    If `folder_as_dict` created the dict from files, write the original files instead.
 
     Raises:
         CheckpointCorruptedError: A key or archive leads outside the folder, or an archive is invalid.
