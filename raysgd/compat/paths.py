@@ -616,10 +616,10 @@ class Paths:
         return not name.startswith("ray.util.iter") or "ray.util.iter" in self._modules
 
     def _inside(self, old: str, module: str) -> NewPlace | None:
-        """Return the current name for a name in an old module whose list in the table lacks this name.
+        """Return the current name for a name that the table does not list under its old module.
 
-        The program may reach a name that is in the list through a submodule that the table lacks. If so, return the
-        current name for the name in the list.
+        The table may list `module.Name`, while the program uses `module.submodule.Name`. In that case, return the
+        current name for `module.Name`.
 
         Args:
             old: The old name.
@@ -638,7 +638,7 @@ class Paths:
 
 
 def _has(new: str, module: str, names: Sequence[str], missing: str) -> str:
-    """Return a phrase for an error message about a name that raysgd lacks, with names that raysgd does have.
+    """Return a phrase for an error message about a name that raysgd lacks. It lists names that raysgd does have.
 
     Args:
         new: The current module.
