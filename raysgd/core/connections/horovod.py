@@ -31,8 +31,8 @@ _SCOPE = "raysgd"  # namespace for raysgd's keys on Horovod's rendezvous server
 # At most this many seconds pass before Horovod warns about a stalled collective. This is also Horovod's default.
 _LONGEST_STALL_WARNING_S = 60
 
-# Parts of the messages, in lower case, of errors that Horovod raises if ranks disagree about a collective, which is a
-# bug in the user's program. Any other error in a collective means that the group is broken.
+# Lower-case phrases in Horovod's error messages for ranks that disagree about a collective. Such an error is a bug in
+# the user's program. Any other error in a collective means that the group is broken.
 _MISTAKES = ("mismatched ", "with the same name as another tensor", "rank zero tried to ", "not supported with join")
 
 
