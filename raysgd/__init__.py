@@ -112,7 +112,7 @@ _check_place()
 
 
 def _take_over_aliases() -> None:
-    """Redirect this process's imports of `ray.util.sgd` to raysgd, as the driver did with `raysgd.compat.install`."""
+    """Redirect this process's imports of `ray.util.sgd` to raysgd, as `compat.install` did in the driver's process."""
     from raysgd.compat import aliases
 
     aliases.install()

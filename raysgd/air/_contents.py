@@ -224,7 +224,7 @@ def _packed(entries: Iterable[Path]) -> bytes:
 
 
 def _unpack(data: Any, folder: Path) -> None:
-    """Unpack a tar archive into a folder. The filter rejects paths and links outside the folder, and device files."""
+    """Unpack a tar archive into a folder. Reject device files, and paths and links that lead outside the folder."""
     try:
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
             archive.extractall(folder, filter="data")

@@ -1,4 +1,4 @@
-"""Contains the table of the old library's names, with the current name of each in raysgd, or why there is none.
+"""Contains the table of the old library's names: for each, its current name in raysgd, or why it has none.
 
 The old library is `ray.util.sgd`, together with the former `ray.train` and `ray.air`. From this table, `raysgd migrate`
 rewrites programs and `raysgd.compat.install` redirects their imports. The tables in `docs/migration.md` are made from
@@ -565,7 +565,7 @@ class Paths:
     def find(self, old: str) -> NewPlace | None:
         """Return the current name for a dotted name, or None if the dotted name does not belong to the old library.
 
-        For an attribute of a class, such as `TorchTrainer.train`, this is the attribute of the class's current name.
+        For an attribute of a class, such as `TorchTrainer.train`, return the class's current name with the attribute.
         """
         if old in self._modules:
             return NewPlace(old, self._modules[old][0], module=self._modules[old][0])

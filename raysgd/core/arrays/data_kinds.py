@@ -25,7 +25,7 @@ class DataPosition:
 
     Attributes:
         pass_index: Index of the pass through the data.
-        consumed: Number of samples of that pass that all workers together have consumed.
+        consumed: Number of samples that all workers together have consumed in that pass.
         state: Additional state that the data source needs to continue.
     """
 
@@ -50,7 +50,7 @@ class CallData:
             * "shards": The dataset shards itself. In the driver, `data` has the methods `set_num_shards(n)` and
               `get_shard(i)`. In a worker, `data` is a shard.
 
-            For all other kinds, every worker gets all of the data, and raysgd selects the worker's shard there:
+            For all other kinds, every worker gets all of the data, and selects its own shard:
 
             * "rows": `data` is a function that creates a loader or a dataset of rows.
             * "batches": `data` is a loader, a dataset of batches or a stream.
