@@ -16,9 +16,9 @@ class ClassificationOperator(SupervisedOperator):
     Override `build_model` and `build_data`. A sample is `(input, class index)`. The model returns one logit per class.
     `train` reports `train_loss`; `validate` reports `val_loss` and `val_accuracy`.
 
-    You can also override `build_optimizer`, `build_criterion`, `build_scheduler`, and any method of
-    `TrainingOperator` (`train_batch`, `forward`, `validate_batch`, ...) independently of the others. `setup` calls the
-    `build_...` methods. If you override `setup`, call `super().setup(config)`.
+    You can also override `build_optimizer`, `build_criterion`, `build_scheduler`, and any method of `TrainingOperator`,
+    such as `train_batch`, `forward` and `validate_batch`. `setup` calls the `build_...` methods. If you override
+    `setup`, call `super().setup(config)`.
 
     All config keys are optional, and you can add your own:
 
@@ -27,7 +27,8 @@ class ClassificationOperator(SupervisedOperator):
     * `weight_decay`: Weight decay. Default: 0.
     * `batch_size`: Samples per step and worker. With `split_batches=True`, samples per step over all workers.
       Default: 32. To set the global batch size in either case, use the key `raysgd.utils.BATCH_SIZE` instead.
-    * `seed`: Seeds PyTorch's generators: initial weights, data order and all later random numbers.
+    * `seed`: Seed for PyTorch's generators, which determine the initial weights, the data order and all later random
+      numbers.
 
     Examples:
         >>> import torch

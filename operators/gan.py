@@ -38,7 +38,7 @@ class GANOperator(TrainingOperator):
     * `lr_discriminator`, `lr_generator`: Learning rate of one network. Default: `lr`.
     * `batch_size`: Samples per step and worker. With `split_batches=True`, samples per step over all workers.
       Default: 32. To set the global batch size in either case, use the key `raysgd.utils.BATCH_SIZE` instead.
-    * `seed`: Seeds PyTorch's generators: initial weights, data order and noise.
+    * `seed`: Seed for PyTorch's generators, which determine the initial weights, the data order and the noise.
 
     Examples:
         >>> import torch

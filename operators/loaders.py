@@ -76,7 +76,7 @@ def _is_indexed(value: Any) -> bool:
 
 @contextmanager
 def seeded(seed: int | None, rank: int) -> Iterator[None]:
-    """Seed PyTorch before and after the block, which sets an operator up. With `seed=None`, do nothing.
+    """Seed PyTorch before and after the block that sets up an operator. With `seed=None`, do nothing.
 
     Before the block, all ranks get the same seed, because they must agree on the order of the training data. After the
     block, each rank gets a different seed, so that dropout and noise differ between ranks during training.

@@ -60,10 +60,10 @@ def count(config: Mapping[str, Any], key: str, default: int) -> int:
 def batch_size(config: Mapping[str, Any]) -> int:
     """Return the batch size for the loaders that a worker creates.
 
-    By default, a user sets the global batch size under the key `raysgd.utils.BATCH_SIZE`, and the library has already
-    replaced it here with the batch size per worker. The key `"batch_size"` is always per worker. With
-    `split_batches=True`, both keys hold the global batch size, and `register_data` splits the loader's batches among
-    the workers.
+    Users set the batch size per worker under the key `"batch_size"`, or the global batch size under the key
+    `raysgd.utils.BATCH_SIZE`. In a worker's config, the library has already replaced the global batch size with the
+    batch size per worker. With `split_batches=True`, however, both keys hold the global batch size, and `register_data`
+    splits the loader's batches among the workers.
 
     Raises:
         ValueError: The value is not a positive integer, or the config has both keys.

@@ -18,7 +18,7 @@ IGNORED = -100
 
 
 def pack(samples: Iterable[Mapping[str, Any]], num_tokens: int) -> list[dict[str, list[int]]]:
-    """Join texts into packs, rows of at most `num_tokens` tokens. Texts are never truncated.
+    """Join texts into packs: rows of at most `num_tokens` tokens. Texts are never truncated.
 
     The packing depends only on text lengths, so all workers create the same packs. Texts are placed from longest to
     shortest, each into the fullest pack that still has space for it (best-fit decreasing).
@@ -79,7 +79,8 @@ def _as_list(values: Any) -> list[int]:
 def _joined(texts: Sequence[tuple[list[int], list[int]]]) -> dict[str, list[int]]:
     """Join texts into a pack.
 
-    The first token of each text has no label. Otherwise, the model would learn to predict it from the text before.
+    The first token of each text has no label. Otherwise, the model would learn to predict the first token from the
+    preceding text.
     """
     return {
         "input_ids": [token for tokens, _ in texts for token in tokens],

@@ -22,8 +22,7 @@ class RegressionOperator(MeasuredOperator):
     The operator needs the extra `metrics`.
 
     You can also override `build_metrics`, `build_criterion`, `build_optimizer`, `build_scheduler`, and any method of
-    `TrainingOperator` independently of the others. `setup` calls the `build_...` methods. If you override `setup`, call
-    `super().setup(config)`.
+    `TrainingOperator`. `setup` calls the `build_...` methods. If you override `setup`, call `super().setup(config)`.
 
     The config keys are the same as for `ClassificationOperator`.
 

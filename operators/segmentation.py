@@ -23,8 +23,7 @@ class SegmentationOperator(MeasuredOperator):
     batches and workers, so they do not depend on how the images are sharded. The operator needs the extra `metrics`.
 
     You can also override `build_metrics`, `build_criterion`, `build_optimizer`, `build_scheduler`, and any method of
-    `TrainingOperator` independently of the others. `setup` calls the `build_...` methods. If you override `setup`, call
-    `super().setup(config)`.
+    `TrainingOperator`. `setup` calls the `build_...` methods. If you override `setup`, call `super().setup(config)`.
 
     The config keys are the same as for `ClassificationOperator`, plus:
 
@@ -70,8 +69,8 @@ class SegmentationOperator(MeasuredOperator):
     def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, ...]:
         """Return the logits, the loss, and the number of pixels that the loss averages over.
 
-        The number of pixels is None if no pixels are ignored. It is also None if the criterion is one of PyTorch's own
-        loss functions. For these, the training step computes the number itself and takes class weights into account.
+        The number of pixels is None if no pixels are ignored. It is also None if the criterion is a built-in PyTorch
+        loss function; the training step then computes the number itself and takes class weights into account.
         """
         output, loss = super().forward(features, target)
         ignored = _ignored(self.config)

@@ -133,8 +133,8 @@ class SupervisedOperator(TrainingOperator):
 class MeasuredOperator(SupervisedOperator):
     """Base class of operators that compute validation metrics with torchmetrics.
 
-    At the end of a validation, the workers merge the states of their metrics. The results are therefore those of one
-    process, which averaging the workers' values would not give.
+    At the end of a validation, the workers merge the states of their metrics. The results are therefore the same as
+    those of a single process. An average of the workers' values would differ.
     """
 
     def build_metrics(self, config: dict[str, Any]) -> Mapping[str, Any]:

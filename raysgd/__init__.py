@@ -5,8 +5,8 @@ would compute with the same global batch. If a worker dies, no finished training
 remaining workers, and new workers join when resources are available.
 
 Ray places the worker processes on machines. PyTorch or TensorFlow computes gradients and exchanges them between
-workers. Importing `raysgd` imports none of the three. Each public name, such as `TorchTrainer`, imports what it needs
-on first use.
+workers. Importing `raysgd` does not import Ray, PyTorch or TensorFlow. Each public name, such as `TorchTrainer`,
+imports what it needs on first use.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ _check_place()
 
 
 def _take_over_aliases() -> None:
-    """Redirect this process's imports of `ray.util.sgd` to raysgd, as the driver did with `raysgd.compat.install`."""
+    """Redirect this process's imports of `ray.util.sgd` to raysgd, as `compat.install` did in the driver's process."""
     from raysgd.compat import aliases
 
     aliases.install()
@@ -123,7 +123,7 @@ if "RAYSGD_COMPAT" in os.environ:
 
 
 def PyTorchTrainer(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raise an error that says to use `TorchTrainer`, the current name of this class of `ray.util.sgd`.
+    """Raise an error that says to use `TorchTrainer`, the new name of the `ray.util.sgd` class `PyTorchTrainer`.
 
     Raises:
         DeprecationWarning: Always.

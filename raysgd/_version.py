@@ -1,4 +1,4 @@
-"""Defines the version number of raysgd in a module of its own, which imports nothing else."""
+"""Defines raysgd's version number. This module does not import any other module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configs, checkpoints and results that trainers with a `fit()` method use, under the names of `ray.air`.
+"""The configs, checkpoints and results of trainers with a `fit()` method, named as in `ray.air`.
 
 `raysgd.air` and `raysgd.train` export the same classes. Importing them neither starts Ray nor imports a framework.
 `raysgd.storage` stores the files.

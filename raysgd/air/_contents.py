@@ -183,7 +183,7 @@ def folder_as_dict(folder: Path) -> dict[str, Any]:
 def write_dict(content: Mapping[str, Any], folder: Path) -> None:
     """Write a checkpoint's dict into a folder as one file.
 
-    If `folder_as_dict` has created the dict from files, write these files instead.
+    If `folder_as_dict` created the dict from files, write the original files instead.
 
     Raises:
         CheckpointCorruptedError: A key or archive leads outside the folder, or an archive is invalid.
@@ -224,7 +224,7 @@ def _packed(entries: Iterable[Path]) -> bytes:
 
 
 def _unpack(data: Any, folder: Path) -> None:
-    """Unpack a tar archive into a folder. The filter rejects paths and links outside the folder, and device files."""
+    """Unpack a tar archive into a folder. Reject device files, and paths and links that lead outside the folder."""
     try:
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
             archive.extractall(folder, filter="data")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrialFacts:
-    """Facts about a `fit()` run and its trial, which the session of the training function uses in the workers.
+    """Facts about a `fit()` run and its trial. In the workers, the training function's session uses them.
 
     Attributes:
         folder: The trial's folder, which contains the checkpoints.
@@ -34,7 +34,7 @@ class TrialFacts:
         id: Id of the trial.
         scaling: The run's scaling config.
         metadata: The dict that the user passed to the trainer as `metadata`.
-        workdir: Folder to make the working directory while the function runs. None to leave it unchanged.
+        workdir: Folder that becomes the working directory while the function runs. None to keep the working directory.
         keeps_files: True if checkpoints are written as files. If False, only the newest checkpoint is kept, in memory.
     """
 
@@ -54,7 +54,7 @@ class TrialFacts:
 
 
 class RunningSession(Protocol):
-    """The interface of a training function's session, which the functions in `raysgd.air.session` call."""
+    """Interface of a training function's session. The functions in `raysgd.air.session` call its methods."""
 
     facts: TrialFacts | None
     accelerator: Any
@@ -83,7 +83,7 @@ class RunningSession(Protocol):
     def load_checkpoint(self) -> dict[str, Any] | None:
         """Return the newest checkpoint that the function has saved.
 
-        If it has not saved a checkpoint yet, return the checkpoint from which it started.
+        If the function has not saved a checkpoint yet, return the checkpoint from which the function started.
         """
 
     def current_checkpoint(self) -> Any:
@@ -188,7 +188,7 @@ def tune_here() -> Any:
 def report_to(tune: Any, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> None:
     """Pass a report to the Ray Tune trial in this process.
 
-    Ray Tune stores the checkpoint's files before this returns.
+    Ray Tune stores the checkpoint's files before this function returns.
     """
     if checkpoint is None:
         tune.report(dict(metrics))

@@ -63,7 +63,7 @@ class Checkpoint:
         obj_ref: A reference to a dict in Ray's object store.
 
     Raises:
-        ValueError: None or several of these arguments were passed.
+        ValueError: None of `path`, `local_path`, `data_dict`, `uri` and `obj_ref` was passed, or more than one.
     """
 
     def __init__(
@@ -248,9 +248,9 @@ class Checkpoint:
         return made
 
     def by_place(self: CheckpointType) -> CheckpointType:
-        """Return a copy of this checkpoint for which only the folder's location is pickled.
+        """Return a copy of this checkpoint. Pickling the copy saves only the folder's location, not its files.
 
-        Otherwise, pickling a checkpoint in a local folder pickles the folder's files.
+        Pickling any other checkpoint in a local folder saves the folder's files.
         """
         made = self.from_checkpoint(self)
         if isinstance(self._content, FolderContent):

@@ -190,7 +190,7 @@ class RunConfig:
     Raises:
         ValueError: A value is not allowed, or two different folders were passed.
         TypeError: A value has the wrong type.
-        ModuleNotFoundError: A package that the URI needs is missing.
+        ModuleNotFoundError: A package that is needed for the URI in `storage_path` is missing.
     """
 
     name: str | None = None
@@ -376,7 +376,7 @@ class ScalingConfig:
 
     @property
     def worker_range(self) -> tuple[int, int]:
-        """The minimum and maximum number of workers. Both are equal if the number is fixed.
+        """The minimum and maximum number of workers. They are equal if the number is fixed.
 
         Raises:
             InvalidCountError: The number is not set, or is a search space.
@@ -553,7 +553,7 @@ class DatasetConfig:
         return _DATASET_DEFAULTS.updated(self)
 
     def updated(self, other: DatasetConfig) -> DatasetConfig:
-        """Return a copy of this config with those values of `other` that are not None."""
+        """Return a copy of this config in which the values of `other` that are not None replace this config's."""
         given = {each.name: getattr(other, each.name) for each in fields(DatasetConfig)}
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 

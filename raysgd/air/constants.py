@@ -11,8 +11,8 @@ TRAIN_DATASET_KEY = "train"
 EVALUATION_DATASET_KEY = "evaluation"
 WILDCARD_KEY = "*"
 
-# The column name of tensors in Ray AIR 2.0, which raysgd itself does not use, and the maximum length of a trainer's
-# `repr`.
+# The column name of tensors in Ray AIR 2.0, and the maximum length of a trainer's `repr`. raysgd itself does not use
+# the column name.
 TENSOR_COLUMN_NAME = "__value__"
 MAX_REPR_LENGTH = 120
 

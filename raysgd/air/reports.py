@@ -220,7 +220,7 @@ class MetricsFiller:
             )
 
     def initial(self) -> dict[str, Any]:
-        """Return the values that raysgd adds to reports and knows before the first report: host, time and config."""
+        """Return those added values that are known before the first report, such as the host and the config."""
         return {**self._where_and_when(int(self._clock())), "config": self._constant["config"]}
 
     def _where_and_when(self, timestamp: Any) -> dict[str, Any]:

@@ -129,7 +129,7 @@ class Result:
         """Read the result of a run from its trial's folder. Errors are unpickled, which may run code.
 
         Args:
-            path: The trial's folder or its URI. This is the run's `Result.path`, inside the folder with the run's name.
+            path: The trial's folder or its URI, as in `Result.path`. It is inside the folder with the run's name.
             storage_filesystem: A `pyarrow.fs.FileSystem` that contains `path`.
 
         Raises:

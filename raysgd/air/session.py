@@ -210,7 +210,7 @@ def _of_trial(function: str, read: Callable[[TrialFacts], T]) -> T | None:
 
     Args:
         function: Name of the `TrainContext` method that the user called. If Ray Tune runs the training function, the
-            method of the same name of Ray Tune's context returns the fact.
+            fact comes from the method with the same name in Ray Tune's context.
         read: Function that returns the fact from the `TrialFacts` of a `fit` run.
     """
     if (tune := tune_here()) is not None:

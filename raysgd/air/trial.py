@@ -138,7 +138,7 @@ class TrialFolder:
 
 
 def checkpoints_in(names: Iterable[str]) -> list[str]:
-    """Return those of the given names that are names of checkpoint folders, oldest first."""
+    """Return the names of checkpoint folders among the given names, oldest first."""
     found = {name: checkpoint_index(name) for name in names}
     return [name for _, name in sorted((index, name) for name, index in found.items() if index is not None)]
 

@@ -27,7 +27,7 @@ from raysgd.core.private_names import TABLE, TESTED, missing_names
 Level = Literal["ok", "note", "problem"]
 
 OLDEST = {
-    # Older versions of Ray discard the state of a thread after each call, and PyTorch then ends workers in a group.
+    # Older versions of Ray discard a thread's state after each call, and PyTorch then ends a worker that is in a group.
     "ray": "2.44",
     # In older versions, a file can make `torch.load(weights_only=True)` run code (CVE-2026-24747).
     "torch": "2.10",
@@ -143,7 +143,7 @@ def check_packages(versions: Mapping[str, str]) -> Iterator[CheckResult]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version as a tuple, with which versions can be compared.
+    """Return the leading numbers of a version as a tuple. Comparing two such tuples compares the versions.
 
     >>> _numbers("2.13.0+cpu"), _numbers("2.6.0rc1") < _numbers("2.16")
     ((2, 13, 0), True)
@@ -208,7 +208,7 @@ def _own_address() -> str:
 def check_private_names() -> Iterator[CheckResult]:
     """Check that installed packages still have the private functions and attributes that raysgd uses.
 
-    Only packages that are newer than the versions that raysgd was tested with are checked.
+    A package is checked only if it is newer than the version with which raysgd was tested.
     """
     for name in ("torch", "ray"):  # import both packages, because names in compiled modules are not in the source code
         with suppress(Exception):
@@ -253,7 +253,7 @@ class _NotConnectedError(Exception):
 
 @contextmanager
 def connected(address: str | None) -> Iterator[CheckResult]:
-    """Inside the block, be connected to a Ray cluster. Yield the result of this check.
+    """Connect to a Ray cluster for the duration of the block. Yield the result of the connection check.
 
     If this process was already connected, the connection stays open after the block.
 
@@ -367,7 +367,7 @@ def run_self_test() -> CheckResult:
 def _train_on_two_workers() -> tuple[dict[str, float], bool]:
     """Train on two workers and in a single process.
 
-    Return how many seconds each part of the training on two workers took, and True if the weights are equal.
+    Return a pair: the seconds that each part of the training on two workers took, and whether the weights are equal.
     """
     from raysgd.cli.self_test import trained_weights
 

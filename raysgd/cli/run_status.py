@@ -36,7 +36,7 @@ _MOST_METRICS = 4
 _MOST_FOLDERS = 3
 _SILENT_S = 600.0
 _NOT_OF_USER = FILLED_IN | {"epoch", "experiment_id", "timesteps_total"}
-"""Keys of reports that raysgd or Ray has added, and that are no metrics of the user."""
+"""Keys that raysgd or Ray adds to reports. They are not metrics of the user."""
 
 EXPECTED = (
     "Expected one of: the folder of a run of `fit()` (with `result.json`) or the one above it (with `run.json`); the "
@@ -112,7 +112,7 @@ def _shown(folder: Folder, kind: str, state: str, facts: Sequence[tuple[str, str
 
 
 def _experiment(folder: Folder, names: set[str], now: float) -> str:
-    """Return the status of a `fit()` run from the folder of its experiment. `run.json` names the trial in it."""
+    """Return the status of a `fit()` run from its experiment's folder. The file `run.json` there names the trial."""
     note = report_in(_text(folder, "run.json")) or {}
     trial = note.get("trial")
     if isinstance(trial, str) and trial in names:
@@ -141,7 +141,7 @@ def _state_of_trial(status: Any, last: Mapping[str, Any], has_error: bool, now: 
 def _function_run(folder: Folder, num_runs: int, now: float) -> str:
     """Return the status of a `Trainer.run` call.
 
-    Its folder has the last report, but does not tell if the run has ended.
+    The call's folder has the last report, but does not tell whether the run has ended.
     """
     content: Any = None
     with suppress(ValueError, RecursionError):
@@ -159,7 +159,7 @@ def _class_run(folder: Folder, names: set[str], now: float) -> str | None:
     """Return the status of a call to `fit` of a `TorchTrainer` or `TFTrainer`.
 
     Return None if the folder has no files of such a run. The status is read from files that callbacks have written, and
-    from the sidecar file of the newest checkpoint: a JSON file beside it with the history of the run.
+    from the newest checkpoint's sidecar file: a JSON file beside the checkpoint with the history of the run.
     """
     found, index = dict[str, str](), None
     for place in (folder, folder / "checkpoints"):
@@ -271,7 +271,7 @@ def _running(sign: str, at: float, now: float) -> str:
 
 
 def _ago(at: float, now: float) -> str:
-    """Return how long ago something happened, as text, in the largest unit of which two have passed.
+    """Return how long ago something happened, as text, in the largest unit of which at least two have passed.
 
     >>> _ago(0, 7500)
     '2 h old'

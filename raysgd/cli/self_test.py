@@ -33,13 +33,13 @@ class LineOperator(TrainingOperator):
 
 
 def trained_weights(**options: Any) -> tuple[list[float], dict[str, float]]:
-    """Train one epoch of two steps, and return the weights of the model.
+    """Train one epoch of two steps. Return the model's weights and how long each part of the test took.
 
     Args:
         **options: Further arguments of the `TorchTrainer`.
 
     Returns:
-        The model's weight and bias, and how many seconds each part of the test took, by a description of the part.
+        A pair: a list with the model's weight and bias, and a dict of the seconds that each part of the test took.
     """
     began = time.monotonic()
     with TorchTrainer(

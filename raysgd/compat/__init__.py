@@ -4,9 +4,9 @@
   first, and its other code then runs unchanged.
 * `raysgd migrate` rewrites programs for `ray.util.sgd`, and for the former `ray.train` and `ray.air`.
 
-`paths.py` has the table of old and new names. `names.py` lists old names that raysgd defines in another module than
-the old library, and exports from both. Two packages of raysgd still have the names of packages of the old library:
-`raysgd.v2` and `raysgd.data`. docs/adr/0086-old-imports-lead-to-raysgd.md explains why.
+`paths.py` has the table of old and new names. `names.py` lists the old names that raysgd defines in one module and also
+exports from the module where programs expect them. Two packages of raysgd still have the names of packages of the old
+library: `raysgd.v2` and `raysgd.data`. docs/adr/0086-old-imports-lead-to-raysgd.md explains why.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _OLD = ("ray.util.sgd", "ray.experimental.sgd")
 
 
 class Alias(ModuleType):
-    """A module with an old name that stands for a module of raysgd.
+    """A module object with an old name. It stands for a module of raysgd.
 
     Args:
         name: The old name of the module, which a program imports.

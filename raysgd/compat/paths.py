@@ -1,4 +1,4 @@
-"""Contains the table of the old library's names, with the current name of each in raysgd, or why there is none.
+"""Contains the table of the old library's names: for each, its current name in raysgd, or why it has none.
 
 The old library is `ray.util.sgd`, together with the former `ray.train` and `ray.air`. From this table, `raysgd migrate`
 rewrites programs and `raysgd.compat.install` redirects their imports. The tables in `docs/migration.md` are made from
@@ -565,7 +565,7 @@ class Paths:
     def find(self, old: str) -> NewPlace | None:
         """Return the current name for a dotted name, or None if the dotted name does not belong to the old library.
 
-        For an attribute of a class, such as `TorchTrainer.train`, this is the attribute of the class's current name.
+        For an attribute of a class, such as `TorchTrainer.train`, return the class's current name with the attribute.
         """
         if old in self._modules:
             return NewPlace(old, self._modules[old][0], module=self._modules[old][0])
@@ -616,10 +616,10 @@ class Paths:
         return not name.startswith("ray.util.iter") or "ray.util.iter" in self._modules
 
     def _inside(self, old: str, module: str) -> NewPlace | None:
-        """Return the current name for a name in an old module whose list in the table lacks this name.
+        """Return the current name for a name that the table does not list under its old module.
 
-        The program may reach a name that is in the list through a submodule that the table lacks. If so, return the
-        current name for the name in the list.
+        The table may list `module.Name`, while the program uses `module.submodule.Name`. In that case, return the
+        current name for `module.Name`.
 
         Args:
             old: The old name.
@@ -638,7 +638,7 @@ class Paths:
 
 
 def _has(new: str, module: str, names: Sequence[str], missing: str) -> str:
-    """Return a phrase for an error message about a name that raysgd lacks, with names that raysgd does have.
+    """Return a phrase for an error message about a name that raysgd lacks. It lists names that raysgd does have.
 
     Args:
         new: The current module.

@@ -146,7 +146,7 @@ _MADE_FROM = {
     "transformers.Trainer": "A subclass of `raysgd.operators.HuggingFaceOperator` returns its model and its data.",
     "torch.Module": "Create the model in the `setup` of one.",
 }
-"""Advice on how to use an object of another library in an operator, keyed by its class's package and name."""
+"""Advice on how to use an object of another library in an operator, keyed by the object's class."""
 
 _MEANT = {
     **dict.fromkeys(("training_step", "train_step"), "train_batch"),
@@ -252,7 +252,7 @@ def check_hook(hook: Any) -> None:
 
 
 def takes(function: Callable[..., Any], *arguments: Any) -> bool:
-    """Return True if the function can be called with these arguments, or if it has no signature that says so."""
+    """Return True if the function can be called with these arguments, or if its signature is unknown."""
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError:
@@ -412,11 +412,11 @@ def check_max_retries(max_retries: Any) -> None:
 
 
 def warn_of_obstacle(obstacle: str | None, **options: Any) -> None:
-    """Log a warning about options that have no effect within an epoch if the epoch cannot be resumed in the middle.
+    """If an epoch cannot be resumed in the middle, log a warning about options that therefore have no effect in it.
 
     Args:
         obstacle: Why the epoch cannot be resumed in the middle. None if it can be resumed.
-        **options: Values of the options that then have no effect, by name. None for options that the user did not set.
+        **options: The values of these options, by name. None for an option that the user did not set.
     """
     given = ", ".join(f"`{name}={value!r}`" for name, value in options.items() if value is not None)
     if obstacle is not None and given:

@@ -33,7 +33,7 @@ _INSTEAD = "Mount the storage, or copy the files to and from it yourself."
 
 @contextlib.contextmanager
 def replacing(target: str) -> Iterator[IO[bytes]]:
-    """Open a temporary file. If the `with` block succeeds, the file replaces `target`, otherwise it is deleted.
+    """Open a temporary file. If the `with` block succeeds, the file replaces `target`; otherwise, it is deleted.
 
     The folder is created if necessary.
     """
@@ -72,9 +72,9 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
 
 @functools.cache
 def _home_of_processes() -> str:
-    """Return an ID for this machine and container. Process IDs are unique among processes with the same ID.
+    """Return a name for this machine or container, within which process IDs are unique.
 
-    Return "" if the ID cannot be determined.
+    Return "" if the name cannot be determined.
     """
     try:
         boot, processes = Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/pid").st_ino
@@ -125,9 +125,9 @@ def _last_change(entry: os.DirEntry[str]) -> float:
 
 
 def flush_to_disk(path: str | os.PathLike[str]) -> None:
-    """Write a file, or a folder's list of names, from memory to disk.
+    """Flush a file to disk. For a folder, flush its list of names.
 
-    Do nothing if the file system cannot do so for folders.
+    If the file system cannot flush folders, do nothing for a folder.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -144,7 +144,7 @@ SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?P<second>/?)")
 
 
 def checked_text(name: str, path: Any, what: str = "a path") -> str:
-    """Return an argument that is a path as a string.
+    """Check that an argument is a path, and return it as a string.
 
     Args:
         name: Name of the argument.
@@ -198,7 +198,7 @@ def check_local(name: str, path: Any, instead: str = _INSTEAD) -> None:
 def check_regular(path: str | os.PathLike[str]) -> None:
     """Raise an error for the path of a device, a pipe or a socket, because reading it may never end.
 
-    A path without a file is accepted.
+    A path where no file exists is accepted.
 
     Raises:
         OSError: `path` is a device, a pipe or a socket.

@@ -64,7 +64,7 @@ def require_installed(module: str, extra: str, purpose: str) -> None:
 
 
 def _missing(module: str, extra: str, error: BaseException | None) -> str | None:
-    """Return the name of the package that is missing, if an import failed because a package is missing. Otherwise None.
+    """If an import failed because a package is missing, return the name of that package. Otherwise, return None.
 
     The missing package is either the package that contains `module`, or a package that `module` imports.
 

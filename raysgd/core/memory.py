@@ -18,7 +18,7 @@ USERS_SETTINGS = ("MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRE
 """Environment variables with which users configure glibc. If one is set, the library changes nothing."""
 
 # Numbers of the parameters in glibc's `malloc.h`, and their new values. A thread's memory consists of heaps of 64 MiB.
-# glibc keeps a heap that is empty if the padding is at least that large. Setting one parameter also stops glibc from
+# glibc keeps an empty heap if the padding is at least that large. Setting one parameter also stops glibc from
 # raising the size from which it maps memory separately, so that size is set to the maximum that glibc would choose.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _SETTINGS = {_M_TRIM_THRESHOLD: 512 << 20, _M_TOP_PAD: 64 << 20, _M_MMAP_THRESHOLD: 32 << 20}
@@ -27,7 +27,7 @@ _SETTINGS = {_M_TRIM_THRESHOLD: 512 << 20, _M_TOP_PAD: 64 << 20, _M_MMAP_THRESHO
 def keep_freed_memory() -> None:
     """Let this process reuse the memory that its threads free. Do nothing without glibc, or if the user configured it.
 
-    Memory grows to what a step needs at most, and stays there.
+    The process's memory grows to the most that any step needs, and then stays at that size.
     """
     chosen = [name for name in USERS_SETTINGS if name in os.environ]
     mallopt = _of_glibc("mallopt")
@@ -39,7 +39,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Return memory that is free now to the operating system, such as after a large model was read and moved away."""
+    """Return freed memory to the operating system, for example after a large model was read and moved away."""
     trim = _of_glibc("malloc_trim")
     if trim is not None:
         trim(0)

@@ -28,7 +28,7 @@ _tensorflow = require("tensorflow", extra="tf", purpose="`raysgd.air.integration
 
 
 class _Reporting(_tensorflow.keras.callbacks.Callback):  # type: ignore[name-defined]
-    """Base class of the Keras callbacks, which report metrics at some Keras events and can save weights with them.
+    """Base class of callbacks that report metrics on some Keras events, optionally with the model's weights.
 
     An object gets methods only for the requested events, such as `on_epoch_end`. If it had methods for batch events,
     Keras would spend time on computing the logs of every batch.
@@ -53,7 +53,7 @@ class _Reporting(_tensorflow.keras.callbacks.Callback):  # type: ignore[name-def
 
     @abc.abstractmethod
     def _saves(self, event: str) -> bool:
-        """Return True if the weights must be saved with this report. Called each time that the event occurs."""
+        """Return True if the weights must be saved with this report. Called each time the event occurs."""
 
 
 class ReportCheckpointCallback(_Reporting):

@@ -360,7 +360,7 @@ class Calls:
     def _look_for_remote_trainer(self, call: cst.Call, names: set[str]) -> None:
         """Report creator functions that the program passes to a trainer in a Ray actor.
 
-        The program first makes an actor class of the trainer, and passes the arguments in a later call of `remote`.
+        Such a program first makes an actor class of the trainer, and passes the arguments in a later call of `remote`.
         """
         makes_actor = isinstance(call.func, cst.Call) and _REMOTE in self._names_of(call.func.func)
         if (makes_actor or _REMOTE in names) and any(self._names_of(arg.value) & _TRAINERS for arg in call.args):
@@ -370,7 +370,7 @@ class Calls:
             self._tell(call, _REMOTE_TRAINER, is_error=True)
 
     def look_at_key(self, node: cst.CSTNode, key: cst.BaseExpression) -> None:
-        """Report a key of the results of `train` and `validate` that was renamed, if the program uses it.
+        """Report an expression if its key has been renamed in the results of `train` and `validate`.
 
         Args:
             node: The expression to report.

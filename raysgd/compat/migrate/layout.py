@@ -43,7 +43,7 @@ class Argument:
     Attributes:
         arg: The argument itself, without a comma after it.
         before: The whitespace before the argument. If the argument starts a line, this includes comment lines above the
-            argument, and its indentation.
+            argument, and the argument's indentation.
         after: The whitespace and comment at the end of the argument's line. None if another argument follows on the
             same line.
     """

@@ -56,7 +56,7 @@ class OldNames(cst.CSTTransformer):
     Attributes:
         needs: Names of modules that the rewritten program must import, because it now uses names in them.
         dropped_ray: True if an import that defined the name `ray` in the program was replaced.
-        trainers_of_ray: Old names in the program of trainers that only Ray has, each with its line number.
+        trainers_of_ray: The program's trainers that only Ray has. Maps each trainer's old name to its line number.
         has_trainers: True if the program uses a trainer that raysgd has.
     """
 
@@ -90,8 +90,8 @@ class OldNames(cst.CSTTransformer):
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         """When the visit leaves a statement, insert the comments that were collected for it on the lines above it.
 
-        These are comments that say what a person must rewrite, and those of the program's own comments that would be
-        lost because the code around them was replaced.
+        Some of these comments say what a person must rewrite. Others are the program's own comments, which would
+        otherwise be lost with the code that was replaced around them.
         """
         left = super().on_leave(original_node, updated_node)
         if not isinstance(original_node, _STATEMENTS):
@@ -352,7 +352,7 @@ def _dotted(name: str) -> cst.Name | cst.Attribute:
 
 
 def _import_of(module: str, names: Sequence[cst.ImportAlias]) -> cst.BaseSmallStatement:
-    """Return an import statement for some names of a statement that is split. An empty `module` means `import NAME`."""
+    """Return an import statement for some of the names of a longer statement. An empty `module` means `import NAME`."""
     names = [name.with_changes(comma=cst.MaybeSentinel.DEFAULT) for name in names]
     if module:
         return cst.ImportFrom(module=_dotted(module), names=names)

@@ -37,8 +37,8 @@ class MigratedProgram:
     """The result of rewriting a program, in memory.
 
     Attributes:
-        before: The source code before.
-        text: The source code after. Equal to `before` if nothing needed a change or the program could not be parsed.
+        before: The source code before rewriting.
+        text: The source code after rewriting. Equal to `before` if nothing changed or the program could not be parsed.
         findings: The lines that a person must check.
         path: The program's file.
     """
@@ -50,7 +50,7 @@ class MigratedProgram:
 
     @property
     def has_failed(self) -> bool:
-        """True if only a person can rewrite some line of the program, or if the program could not be parsed."""
+        """True if some line can be rewritten only by a person, or if the program could not be parsed."""
         return any(finding.is_error for finding in self.findings)
 
     @property
@@ -114,7 +114,7 @@ def _unchanged(text: bytes, line: int, reason: str) -> MigratedProgram:
 
 
 def _left_to_ray(names: OldNames) -> Iterator[Finding]:
-    """Yield a finding for each trainer that only Ray has, which says why `ray.train` is not rewritten in the program.
+    """Yield a finding for each trainer that only Ray has. Each says why `ray.train` is not rewritten in the program.
 
     Such a trainer accepts only Ray's own configs, so the program must continue to import these from Ray.
     """

@@ -20,8 +20,8 @@ class Arrays:
     Args:
         data: An array or tensor, a tuple or dict of arrays or tensors, or a pandas data frame. Each row is a sample.
         batch_size: Number of rows in one worker's batch. With `split_batches=True`, number of rows in the global batch.
-            Default: "batch_size" in the config, or `BATCH_SIZE`, which counts all workers, divided by their number
-            where one worker's batch is meant.
+            Default: "batch_size" in the config, or `BATCH_SIZE` in the config. `BATCH_SIZE` counts the rows of all
+            workers, so without `split_batches`, it is divided by the number of workers.
         feature_columns: Columns of a dict or data frame to pass to the model.
         label_column: The column that the model predicts. A batch is then a tuple of features and label.
         shuffle: True to shuffle the rows in each pass.

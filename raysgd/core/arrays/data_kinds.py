@@ -25,7 +25,7 @@ class DataPosition:
 
     Attributes:
         pass_index: Index of the pass through the data.
-        consumed: Number of samples of that pass that all workers together have consumed.
+        consumed: Number of samples that all workers together have consumed in that pass.
         state: Additional state that the data source needs to continue.
     """
 
@@ -50,7 +50,7 @@ class CallData:
             * "shards": The dataset shards itself. In the driver, `data` has the methods `set_num_shards(n)` and
               `get_shard(i)`. In a worker, `data` is a shard.
 
-            For all other kinds, every worker gets all of the data, and raysgd selects the worker's shard there:
+            For all other kinds, every worker gets all of the data, and selects its own shard:
 
             * "rows": `data` is a function that creates a loader or a dataset of rows.
             * "batches": `data` is a loader, a dataset of batches or a stream.
@@ -130,7 +130,7 @@ def call_data_of(dataset: Any, config: Mapping[str, Any]) -> CallData | None:
 def size_in(config: Mapping[str, Any]) -> int | None:
     """Return the batch size in a worker's config, or None if there is none.
 
-    It is the batch size of one worker, or with `split_batches=True` that of all workers together.
+    This is the batch size of one worker. With `split_batches=True`, it is the global batch size.
 
     Args:
         config: The worker config, in which `BATCH_SIZE` is already divided by the number of workers.
@@ -140,7 +140,7 @@ def size_in(config: Mapping[str, Any]) -> int | None:
 
 
 def size_of(what: str, own: int | None, config: Mapping[str, Any]) -> int:
-    """Return the batch size of a dataset: `own` if the data specifies one, otherwise that of `size_in(config)`.
+    """Return the batch size of a dataset: `own` if the data specifies one, otherwise the result of `size_in(config)`.
 
     Args:
         what: Description of the data, for the error.

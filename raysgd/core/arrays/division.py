@@ -57,7 +57,7 @@ class ShardedGlobalBatch:
         return -(-self.num_shards // self.world_size)
 
     def parts(self, num_samples: int, rank: int) -> list[BatchShare]:
-        """Return the shards of a global batch of `num_samples` samples that the worker with rank `rank` processes.
+        """Return the shards that rank `rank` processes of a global batch with `num_samples` samples.
 
         Empty shards are left out, unless the rank has no other shard: it then gets one empty shard. No rank gets more
         than `num_batches` shards, so `num_batches` gradient buffers always suffice.
@@ -128,13 +128,16 @@ class Division:
         return list(map(sum, self._batches(num_samples)))
 
     def parts(self, num_samples: int, rank: int) -> list[BatchShare]:
-        """Return the worker's batches in a global batch, for rank `rank`. All ranks have the same number of batches."""
+        """Return the batches of a global batch that rank `rank` processes.
+
+        All ranks have the same number of batches.
+        """
         batches = self._batches(num_samples)
         together = map(sum, zip(*batches, strict=True))
         stops = accumulate(batches[rank], initial=sum(map(sum, batches[:rank])))
         return [BatchShare(*bounds, number) for bounds, number in zip(pairwise(stops), together, strict=True)]
 
     def _batches(self, num_samples: int) -> list[list[int]]:
-        """Return, for each worker, the number of samples in each of its batches of one global batch."""
+        """Return a list for each worker: the sizes of the batches that it processes for one global batch."""
         shares = even_shares(num_samples, self.world_size * self.num_batches(num_samples), self.cap)
         return [shares[rank :: self.world_size] for rank in range(self.world_size)]

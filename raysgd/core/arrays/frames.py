@@ -1,4 +1,4 @@
-"""The code that `TorchMLDataset` and `TFMLDataset` share: they select columns of sharded data frames."""
+"""The base class of `TorchMLDataset` and `TFMLDataset`, which select columns of sharded data frames."""
 
 from __future__ import annotations
 

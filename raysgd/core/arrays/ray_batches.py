@@ -56,8 +56,8 @@ class RayBatches:
 
     Args:
         dataset: The Ray Data dataset.
-        batch_size: Number of rows in one worker's batch. Default: "batch_size" in the config, or `BATCH_SIZE`, which
-            counts all workers, divided by their number.
+        batch_size: Number of rows in one worker's batch. Default: "batch_size" in the config, or `BATCH_SIZE` in the
+            config divided by the number of workers.
         feature_columns: Columns to pass to the model. Requires `label_column`. If neither is set, a batch is a dict of
             all columns.
         label_column: The column that the model predicts. A batch is then a tuple of features and label.

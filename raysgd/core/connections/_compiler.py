@@ -7,7 +7,7 @@ attribute imports the real module, which replaces the stand-in for good.
 
 `torch._dynamo` is private to PyTorch. If another version accesses an attribute that the stand-in lacks, the real module
 is imported: no time is saved, but nothing breaks. `RAYSGD_EAGER_COMPILER=1` turns the stand-in off.
-docs/adr/0008-lazy-ray-and-frameworks.md has the time saved, and what would make the stand-in unnecessary.
+docs/adr/0008-lazy-ray-and-frameworks.md says how much time this saves, and what would make the stand-in unnecessary.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 When a rank dies, only the ranks that were communicating with it notice. The other ranks keep waiting for ranks that
 have given up, and gloo has no call to abort such a wait. Shutting down the sockets does abort it. This works from any
 thread, even if no packet ever reports that the peer is gone. To recognize the sockets, this module reads the ranks'
-addresses from the values that gloo writes to the board, the key-value store of the group: ADR 55.
+addresses from the values that gloo writes to the board, the key-value store of the group (ADR 55).
 
 This module works on Linux only, because it reads `/proc`. On other systems it finds no sockets, and waiting ranks are
 replaced instead of kept.

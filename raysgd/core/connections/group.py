@@ -86,7 +86,7 @@ class Group:
         return rows
 
     def add_rows(self, rows: Array, counts: Sequence[int]) -> Array:
-        """Return the sum of the rows of all ranks, in rank order and then row order.
+        """Return the sum of all ranks' rows, added in rank order and, for each rank, in row order.
 
         The sum is bitwise identical on all ranks.
 

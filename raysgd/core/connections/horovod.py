@@ -28,11 +28,11 @@ INSTALL_COMMAND = "python -m raysgd.horovod.install"
 _POLL_S = 0.01
 _REQUEST_TIMEOUT_S = 60
 _SCOPE = "raysgd"  # namespace for raysgd's keys on Horovod's rendezvous server
-# At most this many seconds pass before Horovod warns about a stalled collective. This is also Horovod's default.
+# Upper limit of the seconds after which Horovod warns about a stalled collective. It equals Horovod's default.
 _LONGEST_STALL_WARNING_S = 60
 
-# Parts of the messages, in lower case, of errors that Horovod raises if ranks disagree about a collective, which is a
-# bug in the user's program. Any other error in a collective means that the group is broken.
+# Lower-case phrases in Horovod's error messages for ranks that disagree about a collective. Such an error is a bug in
+# the user's program. Any other error in a collective means that the group is broken.
 _MISTAKES = ("mismatched ", "with the same name as another tensor", "rank zero tried to ", "not supported with join")
 
 
@@ -44,8 +44,8 @@ class RendezvousFailed(RuntimeError):
 class HorovodConnection(Connection):
     """Initializes Horovod over all ranks, even for a single rank, so that `hvd.rank()` works in user code.
 
-    The connection sets environment variables that Horovod reads. Variables for timeouts and network interfaces that the
-    user has set stay unchanged.
+    The connection sets environment variables that Horovod reads. If the user has set a variable for a timeout or a
+    network interface, that variable stays unchanged.
 
     Attributes:
         timeout_s: How long a collective may wait for other ranks before it raises. Horovod counts whole seconds and

@@ -38,8 +38,8 @@ _FORM_BESIDE_S = 6.0  # timeout for forming additional gloo groups; short, becau
 _STORE = "raysgd/store"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-# Parts of the messages, in lower case, of errors that gloo and NCCL raise if another rank is gone. PyTorch passes them
-# on as a plain `RuntimeError`.
+# Lower-case phrases in the error messages of gloo and NCCL if another rank is gone. PyTorch passes on such an error as
+# a plain `RuntimeError`.
 _BROKEN = (
     "connection closed by peer",
     "connection reset by peer",
@@ -501,7 +501,9 @@ def ordinal_of(gpu_id: str, visible: str | None) -> int:
 
 
 def visible_to_all(own: str, of_node: Sequence[str]) -> tuple[str, int]:
-    """Merge the `CUDA_VISIBLE_DEVICES` of all workers on a node. Return it with the ordinal of this worker's first GPU.
+    """Merge the `CUDA_VISIBLE_DEVICES` of all workers on a node.
+
+    Return a pair: the merged list, and the ordinal of this worker's first GPU.
 
     Args:
         own: The worker's `CUDA_VISIBLE_DEVICES`.

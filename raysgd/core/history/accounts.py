@@ -134,7 +134,7 @@ class Accounts:
             account.since += later_s
 
     def in_calls(self) -> dict[int, float]:
-        """Return the seconds that each rank has spent in training calls, by rank, as far as they were reported."""
+        """Return the seconds in training calls that each rank has reported, by rank."""
         with self._lock:
             return {rank: seconds_in_calls(account.seconds) for rank, account in self._accounts.items()}
 

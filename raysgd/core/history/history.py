@@ -133,7 +133,7 @@ class History(Sequence[dict[str, Any]]):
         Args:
             record: The record of the call.
             row: The row that a `validate` call completes. Default: the last row, if `fit` made both this call and the
-                row's `train` call, or neither.
+                row's `train` call, or made neither of them.
         """
         row = self.row_for(record.of_fit) if row is None else row
         self.records.append(record)
@@ -147,8 +147,8 @@ class History(Sequence[dict[str, Any]]):
     def row_for(self, of_fit: bool) -> dict[str, Any]:
         """Return the row that a validation's metrics belong to.
 
-        This is the last row, if `fit` made both the validation and the row's `train` call, or neither. If there is no
-        such row, return a new dict that is not part of the history.
+        This is the last row, if `fit` made both the validation and the row's `train` call, or made neither of them.
+        Otherwise, return a new dict that is not part of the history.
 
         Args:
             of_fit: True if `fit` made the validation.
@@ -379,8 +379,8 @@ class CallRecorder:
     Attributes:
         history: The history with the calls so far.
         trained: The epoch, from 1, in which the last call to `train` started.
-        told_s: Returns the seconds that the ranks have spent in training calls since an earlier process of this trainer
-            died. None if no process has died, or if a training call has been recorded since.
+        told_s: Returns the seconds that the ranks have spent in training calls after an earlier process of this trainer
+            died. None if no process has died, or once a later training call has been recorded.
     """
 
     def __init__(self, events: list[GroupEvent]) -> None:
@@ -422,10 +422,9 @@ class CallRecorder:
             self._add(CallRecord(kind, epoch, metrics, began_at, seconds, num_workers, of_fit, step), None)
 
     def begin_beside(self, of_fit: bool) -> RecordBeside:
-        """Return a function that records a validation on a spare worker, to be called when the validation has finished.
+        """Return a function that records a validation on a spare worker. Call it when the validation has finished.
 
-        The function adds the metrics to the row that is current now, even if later calls finish before the validation
-        does.
+        It adds the metrics to the row that is current now, even if later calls finish before the validation does.
 
         Args:
             of_fit: True if `fit` started the validation.

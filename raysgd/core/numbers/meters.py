@@ -113,7 +113,7 @@ class ObjectMeter:
         self._live = value
 
     def add_captured(self, state: CapturedMetric) -> None:
-        """Merge a state that another collection captured into this metric."""
+        """Merge into this metric a state that another collection captured."""
         self._captured = state if self._captured is None else self._captured.merged_with([state])
 
     def captured(self, already: dict[int, CapturedMetric]) -> CapturedMetric:
@@ -580,9 +580,9 @@ class AverageMeterCollection:
     def correct(self, summary: MetricSummary) -> None:
         """Replace the sums in this collection with the sums in `summary`. Metric objects are kept.
 
-        A survivor of a failure needs this method if another rank has completed one more step. That step counts, but
-        this rank has dropped its metrics. In each step, ranks send each other their sums, so `summary` contains the
-        sums that the other rank received from this rank in that step.
+        After a failure, a surviving rank calls this method if another rank has completed one more step. That step
+        counts, but this rank has dropped the step's metrics. In each step, ranks send each other their sums, so
+        `summary` contains the sums that the other rank received from this rank in that step.
         """
         self._meters = {name: each for name, each in self._meters.items() if isinstance(each, ObjectMeter)}
         self.n = 0

@@ -278,7 +278,7 @@ class Board:
         return link.receive() if events & ~select.POLLOUT else []
 
     def _watch_rests(self) -> None:
-        """From now on, also wait until sockets with buffered bytes can send more."""
+        """Make the receiving thread watch for sockets that have buffered bytes and can send more."""
         os.read(self._bell[0], _PART)
         for link in self._links.values():
             self._poll.modify(link.connection, _events(link))

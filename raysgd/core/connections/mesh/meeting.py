@@ -110,8 +110,8 @@ class ConnectionAttempt(NamedTuple):
 class Endpoint:
     """The sockets at which a rank listens for connections from other ranks.
 
-    At the loopback address, the endpoint listens at a Unix socket, over which a message takes a third of the time. It
-    also reserves a TCP port, so that no other process gets that port. If Unix sockets are not possible, the endpoint
+    At the loopback address, the endpoint listens at a Unix socket, because messages over TCP take three times as long.
+    It also reserves a TCP port, so that no other process gets that port. If Unix sockets are not possible, the endpoint
     listens at the TCP port.
 
     Attributes:
@@ -145,8 +145,8 @@ class Endpoint:
         Args:
             rendezvous: The ranks' addresses and the group's secret.
             rank: This rank.
-            lanes: The sets of connections (lanes) to open. For each lane, the ranks to connect to. Each of these ranks
-                must list this rank in the same lane.
+            lanes: For each set of connections (lane) to open, the ranks to connect to. Each of those ranks must list
+                this rank in the same lane.
             deadline: Limits the wait for other ranks.
 
         Returns:
@@ -203,7 +203,7 @@ class Endpoint:
 
 @dataclass
 class ListeningConnection(Connection):
-    """Base class of connections whose ranks listen at an `Endpoint`, whichever rank each will be."""
+    """Base class of connections whose workers listen at an `Endpoint`, which they can open before they have a rank."""
 
     _endpoint: Endpoint | None = field(default=None, kw_only=True, repr=False, compare=False)
 
