@@ -1,4 +1,4 @@
-"""Mistakes of the first hour in one process: types, names, shapes, devices, rooms, sessions, files."""
+"""Mistakes of the first hour in one process: types, names, shapes, devices, resources, sessions, files."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ SHAPES = [
     ),
     Mistake("of a batch size", lambda _: local(micro_batch_size=4), ValueError, "split_batches=True"),
 ]
-DEVICES_AND_ROOMS = [
+DEVICES_AND_RESOURCES = [
     Mistake(
         "no GPU in setup",
         in_setup("uses_a_missing_gpu"),
@@ -189,7 +189,7 @@ TABLE = {
         "types": TYPES,
         "names": NAMES,
         "shapes": SHAPES,
-        "devices and rooms": DEVICES_AND_ROOMS,
+        "devices and resources": DEVICES_AND_RESOURCES,
         "sessions": SESSIONS,
         "code": CODE,
     }.items()

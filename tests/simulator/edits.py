@@ -165,7 +165,7 @@ def _source(module: str) -> str:
 
 @functools.cache
 def paths() -> dict[str, Path]:
-    """Return the modules of the engine by name, in whichever of its rooms they are."""
+    """Return the modules of the engine by name, in whichever of its packages they are."""
     return {path.stem: path for path in FOLDER.rglob("*.py") if path.stem != "__init__"}
 
 

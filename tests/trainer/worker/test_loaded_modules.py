@@ -64,5 +64,5 @@ def test_no_module_of_the_driver_is_loaded_in_a_worker(tmp_path: Path) -> None:
     of_class, of_function = map(json.loads, found.stdout.splitlines()[-2:])
     assert "raysgd.trainer.worker.runner" in of_class
     assert "raysgd.train._worker.function_replica" in of_function
-    rooms = tuple(f"{each}." for each in DRIVER)
-    assert [name for name in {*of_class, *of_function} if f"{name}.".startswith(rooms)] == []
+    parts = tuple(f"{each}." for each in DRIVER)
+    assert [name for name in {*of_class, *of_function} if f"{name}.".startswith(parts)] == []
