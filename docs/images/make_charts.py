@@ -65,21 +65,21 @@ def readings(header: str, names: Iterable[str], column: int = 0) -> dict[str, Re
 
 
 RECOVERIES = {
-    "raysgd, 2 workers": "raysgd with `split_batches=True`: the other continues",
-    "raysgd, 2 workers and a spare": "raysgd with a spare (`spare_workers=1`)",
-    "raysgd, 4 workers": "raysgd with `split_batches=True`, four workers: the others continue",
-    "raysgd, 2 workers, waiting": "raysgd, waiting for a new process, as by default",
+    "raysgd, 2 workers": "raysgd, `split_batches=True`: the other worker continues",
+    "raysgd, 2 workers and a spare": "raysgd, `spare_workers=1`: the spare steps in",
+    "raysgd, 4 workers": "raysgd, `split_batches=True`, four workers: the other three continue",
+    "raysgd, 2 workers, waiting": "raysgd, default: the other worker waits for a new process",
     "torchft, short time-outs": "torchft 0.2.0, short time-outs",
     "torchrun": "torchrun",
-    "torchft": "torchft 0.2.0",
-    "Ray Train, poll of 0.1 s": "Ray Train with a poll of 0.1 s",
-    "Ray Train, its poll of 2 s": "Ray Train with its poll of 2 s",
+    "torchft": "torchft 0.2.0, default time-outs",
+    "Ray Train, poll of 0.1 s": "Ray Train, poll of 0.1 s",
+    "Ray Train, its poll of 2 s": "Ray Train, default poll of 2 s",
 }
 
 
 def recovery() -> str:
     """How long until the next step after a kill."""
-    rows = readings("| two workers, unless it says four | next step, s |", RECOVERIES.values())
+    rows = readings("| library, two workers unless noted | seconds to the next step |", RECOVERIES.values())
     return _bars(
         "A worker is killed: seconds until the next training step",
         "2 workers unless it says 4; 2 CPU cores, no GPU; medians of 5, lines are ranges; less is better",
@@ -95,7 +95,7 @@ def startup() -> str:
     return _bars(
         "Start-up: seconds until the first step has ended on both workers",
         "2 workers, 2 cores; medians of 3, lines are ranges; less is better",
-        readings("| contender | seconds | of Ray Train's |", names),
+        readings("| library | seconds | share of Ray Train's time |", names),
         "Source: examples/benchmarks/startup.py",
     )
 
@@ -105,7 +105,7 @@ MODELS = ("mlp_tiny", "cnn_tiny", "mlp_large", "cnn_large")
 
 def steady() -> str:
     """How fast the stock loop is beside a hand-written one."""
-    rows = table("| model | step of the plain loop, us | relative speed |")
+    rows = table("| model | step of the plain loop, us | speed of raysgd")
     chosen = [(name, cells[1]) for model in MODELS for name, cells in rows.items() if name.startswith(model)]
     return _dots(
         "Steady state: speed of the stock loop compared with a plain loop",
