@@ -30,7 +30,7 @@ class Window:
     Attributes:
         is_weighted: True if the amounts are weights or numbers of labels, False if they are numbers of samples.
         reference: Typical amount, the same on all ranks. Each amount is divided by this number before it multiplies a
-            loss, so that the scale of losses stays roughly the same.
+            loss. This keeps the scale of losses roughly the same.
         own: Sum of the amounts of this rank's batches so far.
         total: Sum of the amounts of all ranks' batches so far. Computed only if the amounts are numbers of samples,
             because each rank knows the numbers of samples of all ranks.
@@ -61,7 +61,7 @@ class Window:
 
 
 class Counted:
-    """The amount of a batch that is weighted by something other than its samples, and the sum of all ranks' amounts.
+    """The amount of a batch that is not weighted by its number of samples, and the sum of all ranks' amounts.
 
     Args:
         amount: Amount of this rank's batch, such as its number of labels; 0 for padding.
@@ -94,7 +94,7 @@ class Counted:
 
     @property
     def own(self) -> list[float]:
-        """List with the amount of this rank's batch, which this rank sends to the other ranks with its gradients."""
+        """Amount of this rank's batch, in a list to send to the other ranks along with the gradients."""
         return [self.amount]
 
     def learn(self, told: Sequence[Sequence[float]]) -> None:
@@ -119,7 +119,7 @@ class Counted:
 class Omitted:
     """Counts the samples that user code skips in an optimizer step.
 
-    The mean gradient of the step treats the gradients of skipped samples as zeros, and is corrected by these counts. A
+    In the step's mean gradient, skipped samples have gradients of zero. The counts are used to correct the mean. A
     global batch consists of the batches of all ranks at the same time. With gradient accumulation, a step has several
     global batches.
 
@@ -139,7 +139,7 @@ class Omitted:
         """Record the samples of one batch.
 
         Args:
-            index: Index, in the step, of the global batch to which the batch belongs.
+            index: Index of the batch's global batch within the step.
             num_drawn: Number of samples in the global batch, over all ranks.
             num_omitted: Number of samples that this rank skips in the batch.
         """
@@ -160,7 +160,7 @@ class Omitted:
         """Factor by which to multiply the step's gradients; 0 if all samples of the step are skipped.
 
         A step may consist of several global batches. If all samples of one of them are skipped, but other samples of
-        the step are not, that global batch counts in the mean with a gradient of 0, as it does in Lightning.
+        the step are not, the mean counts that global batch as a gradient of 0, as Lightning does.
         """
         drawn = self._drawn
         kept = [all_of_it - left for all_of_it, left in zip(drawn, self._of_all, strict=True)]

@@ -10,8 +10,8 @@ class Batch:
 
     A leg is the part of a training call that one worker group runs. A global batch consists of the batches of all ranks
     at the same time. A rank may split its share of a global batch into parts, each of which is a `Batch`. User code may
-    also run backward passes before the first batch of a leg and after its last batch. A `Batch` with default arguments
-    represents these times.
+    also run backward passes before the first batch of a leg and after its last batch. For those times, there is a
+    `Batch` with default arguments.
 
     Args:
         weight: Factor for this rank's gradient in the mean over the ranks, if the batch is the only batch of its step.
@@ -29,9 +29,9 @@ class Batch:
             other ranks' collectives.
         is_waiting: True if the batch still needs a backward pass and its weight matters.
         had_backward: True if a backward pass was recorded.
-        computed: IDs of the optimizers whose parameters have gradients of this batch with which they have not stepped.
+        computed: IDs of the optimizers that have gradients of this batch but have not stepped with them yet.
         weights: Weights that user code passed to the batch's backward passes.
-        amounts: Numbers, such as the number of labels, over which the criterion averaged, one for each of its calls.
+        amounts: For each call of the criterion, the number of labels or other amount over which it averaged.
         has_uncounted: True if a loss weighted or ignored labels and user code passed no weight. A tensor if the value
             is on a GPU.
         is_by_samples: True if a backward pass was weighted by the batch's number of samples.
@@ -83,7 +83,7 @@ class Batch:
         self.has_uncounted: Any = False
 
     def end(self) -> Batch:
-        """Return the `Batch` that represents the time after this batch, the last of the leg.
+        """Return the `Batch` for the time after this batch, which is the last batch of the leg.
 
         The returned object keeps the record of this batch's backward passes.
         """
@@ -95,11 +95,11 @@ class Batch:
 
     @property
     def samples(self) -> int | None:
-        """Number of this rank's samples or, if that is unknown, `total`; None if both are unknown."""
+        """Number of this rank's samples, or `total` if the number is unknown. None if both are unknown."""
         return self.total if self.num_samples is None else self.num_samples
 
     def claim_rows(self) -> bool:
-        """Return True if the ranks must exchange their metrics now. They do so once per optimizer step.
+        """Return True if the ranks must exchange their metrics now, which they do once per optimizer step.
 
         Called when the last gradients of a backward pass are about to be sent.
         """

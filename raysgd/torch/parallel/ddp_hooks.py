@@ -5,7 +5,7 @@ weight, all-reduces them, and records whether that succeeded. With the last buck
 rank's metrics (`StepRows`). PyTorch allows one hook per model. If the user has a hook, raysgd's hook calls it.
 
 Some gradients are sent over the mesh instead of gloo. The mesh is raysgd's own set of direct connections between the
-ranks, which is faster than gloo for small tensors.
+ranks. For small tensors, it is faster than gloo.
 """
 
 # This module has no `from __future__ import annotations`, because PyTorch checks the annotations of a communication
@@ -67,7 +67,7 @@ class _HookState:
 def register(
     parallel: Strategy, model: DistributedDataParallel, options: dict[str, Any], is_armed: bool, work: str
 ) -> bool:
-    """Install raysgd's hook, which calls the user's hook, if any. Return True if raysgd's hook was installed.
+    """Install raysgd's hook, which calls the user's hook if there is one. Return True if the hook was installed.
 
     Args:
         parallel: Strategy of this worker.
@@ -117,7 +117,7 @@ def obstacle(options: dict[str, Any]) -> str | None:
 
 
 def without_hook(options: dict[str, Any]) -> dict[str, Any]:
-    """Return `ddp_args` without the user's hook: the arguments for `DistributedDataParallel`."""
+    """Return the arguments for `DistributedDataParallel`: `ddp_args` without the user's hook."""
     return {name: value for name, value in options.items() if name != COMM_HOOK}
 
 
@@ -144,7 +144,7 @@ def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Futur
 
 
 def _tracked(parallel: Strategy, begin: Callable[[Any], Any], bucket: Any) -> Any:
-    """Start to all-reduce a bucket, and record how that ends. With the last bucket, also exchange the ranks' metrics.
+    """Start to all-reduce a bucket, and record how the all-reduce ends. With the last bucket, exchange metrics, too.
 
     Args:
         parallel: Strategy of this worker.

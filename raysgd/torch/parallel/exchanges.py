@@ -37,8 +37,8 @@ from raysgd.trainer.worker.ledger import Ledger
 class StepRows:
     """Sends this rank's metrics (its row) to the other ranks of the worker group before each optimizer step.
 
-    The row contains the sums of this rank's metrics as they will be after the step. The metrics of the step's batches
-    are therefore added to the sums, as pending, before the backward pass.
+    The row contains the sums of this rank's metrics as they will be after the step. Therefore, the metrics of the
+    step's batches are added to the sums even before the backward pass, as pending values.
 
     Args:
         exchange: Sends this rank's row and receives the rows of the other ranks.
@@ -49,7 +49,7 @@ class StepRows:
         self._exchange, self._run = exchange, run
 
     def exchange(self, batch: Batch, gather: Gather | None = None) -> bool:
-        """Exchange rows with the other ranks, if the optimizer step has not done so and this is its last batch.
+        """Exchange rows with the other ranks, once per optimizer step and only in its last batch.
 
         Called when the last gradients of a backward pass are about to be sent.
 
@@ -73,8 +73,8 @@ class StepRows:
         """Exchange rows over the mesh while gloo all-reduces gradients.
 
         Raises:
-            DistNetworkError: A connection to another rank ended. With this exception, the caller also closes the
-                connections of gloo, in which other ranks may be waiting.
+            DistNetworkError: A connection to another rank ended. This exception makes the caller close gloo's
+                connections, too, because other ranks may be waiting on them.
         """
         try:
             self.exchange(batch)
@@ -85,7 +85,8 @@ class StepRows:
 def gather_rows(size: int) -> Gather | None:
     """Return a function that sends this rank's row over the mesh and returns all ranks' rows. None if there is no mesh.
 
-    A single rank also records its rows, because other ranks may join later. Its function returns only its own row.
+    If there is only one rank, the function returns that rank's row. The row is needed because other ranks may join
+    later.
 
     Args:
         size: Number of ranks.
@@ -136,7 +137,7 @@ class Exchanges:
         return Exchanges(self._is_lost, self._is_broken)
 
     def track(self, future: Any, is_last: bool) -> Any:
-        """Record how an all-reduce that was started ends. Return a future that completes or fails with the all-reduce.
+        """Record how a running all-reduce ends. Return a future that completes or fails when the all-reduce does.
 
         Args:
             future: Future of the all-reduce.
@@ -154,7 +155,7 @@ class Exchanges:
         return nullcontext() if self.ledger is None else self.ledger.exchanging(group)
 
     def count(self, is_last: bool) -> None:
-        """Count an all-reduce that was started, if it is the last one in the backward pass of a model.
+        """Count an all-reduce that has started, if it is the last one in the backward pass of a model.
 
         The caller must pass the exception to `note` if the all-reduce fails.
         """
@@ -181,7 +182,7 @@ class Exchanges:
             raise
 
     def note(self, error: BaseException) -> None:
-        """Store an exception of the step's communication, if it is the first that means a lost connection."""
+        """Store an exception that communication raised, if it is the step's first one that means a lost connection."""
         if self._error is None and self._is_lost(error):
             self._error = error
 

@@ -48,7 +48,7 @@ def send(state: Any, takers: Sequence[int], device: torch.device) -> None:
 
 
 def receive(source: int, takers: Sequence[int], device: torch.device) -> Any:
-    """Receive the state that the rank `source` sends to the ranks in `takers`, with tensors on the CPU.
+    """Receive the state that the rank `source` sends to the ranks in `takers`. The received tensors are on the CPU.
 
     Args:
         source: Rank that calls `send`.

@@ -25,7 +25,7 @@ from raysgd.torch.parallel.global_record import GlobalRecord
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import Strategy, Summation
 
-_NUM_NAMES_OF_SUMS = 8  # number of names for sums; a name is reused only after all ranks have finished its previous sum
+_NUM_NAMES_OF_SUMS = 8  # number of names for sums; all ranks finish a sum before its name is reused
 
 
 class HorovodByHand(Strategy):
@@ -44,7 +44,8 @@ class HorovodByHand(Strategy):
 class HorovodParallel(HorovodByHand):
     """The strategy "ddp" with `backend="horovod"`. It wraps optimizers instead of models.
 
-    Horovod also gets this object as its compression object. It calls `compress` for each gradient before sending it.
+    Horovod also gets this object as its compression object, and calls `compress` for each gradient before sending the
+    gradient.
 
     Args:
         world_size: Number of ranks.
@@ -57,7 +58,7 @@ class HorovodParallel(HorovodByHand):
         self.synchronizes = world_size > 1
         self.leg = Leg(is_global=self.synchronizes)
         self.record = GlobalRecord() if self.synchronizes else None
-        self._pairs: list[tuple[Any, Any]] = []  # for each optimizer: what the user registered, and its wrapper
+        self._pairs: list[tuple[Any, Any]] = []  # for each optimizer: the user's object and its wrapper
         self._averaged: set[torch.Tensor] = set()
         self._num_models = self._num_sums = 0
         self._backward_pass = -1
@@ -78,7 +79,7 @@ class HorovodParallel(HorovodByHand):
                 tensor.copy_(self._hvd.synchronize(handle))
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
-        """Return an optimizer with the same parameters that averages gradients over the ranks. Its state is rank 0's.
+        """Return an optimizer for the same parameters that averages gradients over the ranks and has rank 0's state.
 
         Raises:
             InvalidRegistrationError: Horovod does not support this optimizer.
@@ -232,8 +233,8 @@ def _adapt_class_of(wrapped: Any, plain_cls: type[torch.optim.Optimizer]) -> Non
 def _keep_in_touch(plain: torch.optim.Optimizer, wrapped: Any) -> None:
     """Let the user's plain optimizer share the wrapped optimizer's parameter groups and state.
 
-    Learning rate schedulers refer to the plain optimizer, and their changes then reach the wrapped optimizer. Stepping
-    the plain optimizer raises an error, because its gradients would not be averaged.
+    Learning rate schedulers change the plain optimizer, and the wrapped optimizer then sees their changes. Stepping the
+    plain optimizer raises an error, because its gradients would not be averaged.
     """
 
     def share(optimizer: Any) -> None:

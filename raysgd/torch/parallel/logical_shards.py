@@ -57,8 +57,8 @@ class LogicalShards:
         if is_first:
             self._num_kept, self._is_summed = 0, False
         for model in self._wrapped:
-            # Synchronize buffers only once per step. Ranks may have different numbers of shards, so that one rank would
-            # otherwise wait forever in a collective.
+            # Synchronize buffers only once per step. Otherwise, a rank with more shards than the other ranks would wait
+            # forever in a collective.
             model.require_forward_param_sync = is_first
         rng.seed_alike(seed)
 
@@ -80,7 +80,7 @@ class LogicalShards:
     def _make_room(self, parameters: Sequence[torch.Tensor]) -> None:
         """Allocate a row of memory for each of this rank's shards, unless it is already allocated.
 
-        A row has the gradients of all parameters, then a flag for each parameter that is 1 if it has a gradient.
+        A row has the gradients of all parameters, then one flag per parameter: 1 if the parameter has a gradient.
         """
         num_numbers = sum(each.numel() for each in parameters)
         shape = (max(1, self._counts()[self._rank]), num_numbers + len(parameters))
@@ -114,8 +114,8 @@ class LogicalShards:
         """Check that `add_up` was called in the optimizer step that has ended.
 
         Raises:
-            ValueError: `add_up` was not called, because user code computed the gradients itself. They therefore differ
-                between ranks.
+            ValueError: `add_up` was not called, because user code computed the gradients itself. The gradients
+                therefore differ between ranks.
         """
         if not self._is_summed:
             raise ValueError(

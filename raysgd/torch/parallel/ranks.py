@@ -1,4 +1,4 @@
-"""`RankSums`: gives the sources of batches this worker's rank in its group, and sums over all ranks of the group."""
+"""`RankSums`: this worker's rank in its worker group, and sums over all ranks of the group."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class RankSums:
     def start_sum(self) -> Summation:
         """Function that starts to sum a tensor over the ranks, in the background.
 
-        All ranks must read this property for the first time together, because that creates a process group.
+        The first read creates a process group, so all ranks must do it together.
         """
         return self._parallel.summation()
 
     def adding(self) -> StartSum:
         """Return a function that starts to sum a NumPy array over the ranks, in the background.
 
-        The returned function itself returns a function that waits for the sum and returns it.
+        The returned function starts a sum and returns another function, which waits for that sum and returns it.
 
         Raises:
             ValueError: The workers do not communicate.
