@@ -22,7 +22,7 @@ from raysgd.trainer.worker.runner import ClassRunner
 
 
 class TorchRunner(ClassRunner):
-    """Creates one PyTorch operator in a worker, and runs the calls that the driver sends to it."""
+    """Creates one PyTorch operator in a worker, and runs the driver's calls on the operator."""
 
     _hosted: TorchHostedOperator
 
@@ -62,7 +62,7 @@ class TorchRunner(ClassRunner):
     def remade_tensors(self) -> EncodedState:
         """Return the frozen parameters that snapshots and checkpoints omit because `setup` recreates them.
 
-        The result has one dict, of parameters by name, for each module.
+        The result has one dict per module, with parameter names as keys.
         """
         tensors = self._hosted.state.remade_tensors()
         return lend([{name: each.cpu() for name, each in part.items()} for part in tensors])

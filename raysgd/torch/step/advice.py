@@ -1,10 +1,9 @@
 """Explains mistakes for which PyTorch raises unclear errors, and detects mistakes that would make PyTorch hang.
 
 Advice is added to the message of known PyTorch exceptions. A global batch, the batch of all ranks together, may be
-split into shares of different sizes. An all-gather of such shares in user code would crash the process of a rank with
-gloo, and would wait forever with NCCL. Therefore, all-gathers compare the sizes of the ranks' tensors first, and raise
-if the sizes differ. If a share in an epoch is too small for a batch norm to train on, the epoch is rejected when it
-starts.
+split into shares of different sizes. With gloo, an all-gather of such shares in user code would crash a rank's process;
+with NCCL, it would wait forever. Therefore, all-gathers compare the sizes of the ranks' tensors first, and raise if the
+sizes differ. If a share in an epoch is too small for a batch norm to train on, the epoch is rejected when it starts.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def with_advice(models: Iterable[torch.nn.Module], divided: Leg | None = None) -
 
     Args:
         models: Models that are trained.
-        divided: The `Leg`, which tracks the current batch, if batches are shares of global batches; otherwise None.
+        divided: The `Leg`, which tracks the current batch. None if batches are not shares of global batches.
     """
     try:
         yield
@@ -122,7 +121,7 @@ _NAMES = ("allgather", "_allgather_base", "all_gather_single")
 
 @contextmanager
 def comparing_sizes(differ: Callable[[], bool]) -> Iterator[None]:
-    """During the `with` block, let all-gathers compare the sizes of the ranks' tensors, and raise if they differ.
+    """Make all-gathers in the `with` block compare the sizes of the ranks' tensors, and raise if the sizes differ.
 
     Args:
         differ: Function that returns True if the ranks' shares of the current batch differ in size. Tensors are

@@ -31,7 +31,7 @@ _VAL_LOSS = "val_loss"
 def schedulers_of(operator: Any, validates: bool = False) -> tuple[list[Any], list[Any]]:
     """Return the schedulers that the default `train_epoch` steps, in two lists.
 
-    The first list is stepped after each optimizer step, the second after the epoch.
+    The schedulers in the first list step after each optimizer step, those in the second list after the epoch.
 
     Args:
         operator: Operator with `scheduler`, `scheduler_step_freq` and `scheduler_metric`.
@@ -88,7 +88,7 @@ def step_after_epoch(
         schedulers: Schedulers to step.
         metric: Name of the metric that `ReduceLROnPlateau` schedulers get; None for `val_loss`.
         metrics: This worker's metrics of the epoch.
-        mean_of: Function that returns the mean of a metric over all workers, so that all workers choose the same
+        mean_of: Function that returns the mean of a metric over all workers. With the mean, all workers choose the same
             learning rate.
         validates: True if a validation follows. A scheduler whose metric is missing then steps after the validation
             instead.
@@ -128,7 +128,7 @@ def values_after_validation(
         validated: Metrics of the validation.
 
     Raises:
-        ValueError: Neither training nor validation reported a number under one of these names.
+        ValueError: For one of these names, neither training nor validation reported a number.
     """
     reported = {**{validation_name(name): value for name, value in validated.items()}, **validated}
     values: dict[str, float] = {}

@@ -43,7 +43,7 @@ class _Watched:
 
     Attributes:
         parameters: Parameters of the models.
-        buffers: For each buffer of the models, the dict of buffers that contains it and its name.
+        buffers: For each buffer of the models: the dict that contains the buffer, and the buffer's name.
         frozen: Frozen parameters to check for changes.
         digests: Digest of each parameter in `frozen`, computed before the first batch, and again after it.
         moving: Frozen parameters that changed in the first batch, by ID.
@@ -158,11 +158,11 @@ class Undo:
         models: Modules that are trained, without wrappers.
         optimizers: Optimizers of the modules. The caller must call `note_step` before each of their steps.
         others: Other objects that a batch may change, such as schedulers.
-        followers: Function that returns objects of callbacks that change when an optimizer steps, such as averaged
-            weights.
+        followers: Function that returns the callbacks' objects, such as averaged weights, that change when an optimizer
+            steps.
         copies: True to copy all state before each batch. False to copy only buffers, which is enough for the default
-            training code. None to copy all state before the first batch of a call, and to decide by what happens in
-            that batch what to copy before later batches.
+            training code. None to copy all state before the first batch of a call; what happens in that batch decides
+            what is copied before later batches.
         ledger: Measures the time that copying takes.
         unchanging: IDs of parameters that no batch changes. They are not copied. The caller may remove IDs later.
 
@@ -187,7 +187,7 @@ class Undo:
         self._ledger = ledger or Ledger()
         self._is_off = False
         self._copies = _Copies()
-        self._watched: _Watched | None = None  # None if batches are not repeated after a failure, but the call restarts
+        self._watched: _Watched | None = None  # None if a failure restarts the call instead of repeating the batch
         self._batch: _OpenBatch | None = None
 
     @property
@@ -201,7 +201,7 @@ class Undo:
         return 0 if self._batch is None else self._batch.num_exchanges
 
     def forget(self) -> None:
-        """Discard the record of the current batch, so that the batch can no longer be undone."""
+        """Discard the record of the current batch. The batch can no longer be undone then."""
         self._batch = None
 
     def switch_off(self) -> None:
@@ -212,7 +212,7 @@ class Undo:
         """Prepare for the batches of a call, or for the remaining batches of a call after a failure.
 
         Args:
-            is_used: False if batches of this call are not repeated after a failure. Then, nothing is copied.
+            is_used: False if batches of this call are not repeated after a failure. Nothing is copied then.
         """
         self.forget()
         is_watching = is_used and not self._is_off
@@ -296,7 +296,7 @@ class Undo:
                 batch.num_collectives = _num_collectives()
 
     def note_return(self) -> None:
-        """Check, when user code has finished a batch, whether it started collectives after an optimizer step.
+        """When user code has finished a batch, check whether the code started collectives after an optimizer step.
 
         If it did, all state is copied before each later batch. Collectives after this call come from the library.
         """
@@ -306,7 +306,7 @@ class Undo:
             batch.num_collectives = None
 
     def end_batch(self) -> None:
-        """Record that the batch is complete, so that it can no longer be undone."""
+        """Record that the batch is complete. It can no longer be undone then."""
         self.note_return()
         batch, watched = self._batch, self._watched
         if batch is not None and watched is not None and watched.is_first and not self.copies_all:
@@ -358,12 +358,12 @@ class _Copies:
 
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
-        self._places: list[torch.Tensor] = []  # original `.data` of each tensor, which user code may replace
+        self._places: list[torch.Tensor] = []  # original `.data` of each tensor; user code may replace it
         self._copies: list[torch.Tensor] = []
 
     @torch.no_grad()
     def take_copies(self, tensors: list[torch.Tensor]) -> None:
-        """Copy the tensors. The new copies overwrite the previous copies, and memory that they do not need is freed."""
+        """Copy the tensors over the previous copies, and free the memory that is no longer needed."""
         for index, tensor in enumerate(tensors):
             kinds = [(each.shape, each.dtype, each.device) for each in (tensor, *self._copies[index : index + 1])]
             if len({*kinds}) > 1 or len(kinds) == 1:
@@ -431,7 +431,7 @@ def _digest_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _num_collectives() -> float:
-    """Return the number of collectives that this process has started in PyTorch's default group, even in user code.
+    """Return how many collectives the library and user code have started in PyTorch's default group in this process.
 
     Return NaN if this version of PyTorch does not count them. NaN differs from itself, so a caller that compares two
     results finds that they differ.
