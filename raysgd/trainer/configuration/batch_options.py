@@ -22,8 +22,8 @@ class BatchOptions:
             the number of workers. If True, the global batch has the batch size of the loader for any number of workers.
         micro_batch_size: Maximum number of samples that a worker processes at once. Only with `split_batches=True` or
             `deterministic=True`.
-        deterministic: If True, each global batch is split into a fixed number of shards. Its gradient is then bitwise
-            identical on any number of workers.
+        deterministic: If True, each global batch is split into a fixed number of shards. The gradient of the global
+            batch is then bitwise identical on any number of workers.
         num_shards: The number of these shards, which is the number of workers that the user requested.
 
     Raises:
@@ -53,12 +53,12 @@ class BatchOptions:
 
     @property
     def is_global(self) -> bool:
-        """True if global batches have a fixed size, so that the library splits them among the current workers."""
+        """True if global batches have a fixed size, and the library splits them among the current workers."""
         return self.split_batches or self.deterministic
 
     @property
     def global_option(self) -> str:
-        """The option that fixes the size of the global batch, for messages, such as "`split_batches=True`".
+        """Text for messages: the option that fixes the size of the global batch, such as "`split_batches=True`".
 
         Empty if no option does.
         """
@@ -106,8 +106,8 @@ class BatchOptions:
     def config_for(self, config: Mapping[str, Any], num_workers: int) -> dict[str, Any]:
         """Return the config for the operator of one worker.
 
-        With `split_batches`, the config keeps the global batch size. With `deterministic`, the global batch size is
-        replaced by the size of one shard, and otherwise by the batch size of one worker.
+        With `split_batches`, the config keeps the global batch size. With `deterministic`, the size of one shard
+        replaces it. With neither option, the batch size of one worker replaces it.
 
         Args:
             config: The trainer's config. Its `BATCH_SIZE` is the global batch size.

@@ -1,4 +1,4 @@
-"""`Placement`: the user's options for the nodes on which Ray places workers, their resources and their environment."""
+"""`Placement`: the user's options for the workers' nodes, resources and runtime environment."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Placement:
 
     @property
     def custom(self) -> dict[str, float]:
-        """The resources of one worker besides CPUs and GPUs: amounts by the name of the resource, as Ray expects."""
+        """The resources of one worker besides CPUs and GPUs: a dict from resource names to amounts, as Ray expects."""
         return {**(self.resources_per_worker or {}), **checks.accelerator(self.accelerator_type)}
 
     def resources(self, num_cpus: float, num_gpus: float) -> Resources:

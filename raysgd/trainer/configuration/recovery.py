@@ -30,7 +30,7 @@ class Recovery:
             trainer's `timeout_s` is an upper limit.
         settle_timeout_s: Time limit for a surviving worker to finish its step after a failure, and for a spare worker
             that runs a validation to finish its batch. A worker that takes longer is replaced.
-        snapshot_every_s: How often to take a snapshot after a call: a copy of the state to restart from. "auto":
+        snapshot_every_s: How often to take a snapshot (a copy of the state to restart from) after a call. "auto":
             snapshots take at most 2 % of the time, and a restart repeats at most 30 s of completed calls. A number: at
             most once in that many seconds; 0: after each call. None: never; a failure that needs a snapshot then raises
             `WorkersLostError`.

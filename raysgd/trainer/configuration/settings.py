@@ -76,7 +76,7 @@ class GroupSettings:
         return self.use_local and self.num_workers == 1
 
     def refuse_spares(self, obstacles: Iterable[tuple[bool, str]], way_out: str) -> None:
-        """Raise an error if the user requested spare workers, but spare workers could not replace lost workers.
+        """Raise an error if the user requested spare workers that could not replace lost workers.
 
         Args:
             obstacles: Reasons why spare workers cannot replace lost ones. Each is a tuple of a flag (True if the reason

@@ -26,7 +26,7 @@ WORDS = FrontEndWords(
     after_end="the last completed state is kept",
     restart_point="from the last completed call",
 )
-"""Wording for `TorchTrainer` and `TFTrainer` that the engine, which also serves other trainers, puts into messages."""
+"""Words for the engine's messages to users of `TorchTrainer` and `TFTrainer`. Other trainers use the same engine."""
 
 
 def make_controller(
@@ -54,8 +54,8 @@ def make_controller(
     recovery = settings.recovery
     every_s, operator_cls = recovery.snapshot_every_s, make_replica.settings.training_operator_cls
     if settings.use_local and every_s == "auto":
-        # Take a snapshot after each call. The user may change the operator in the driver between two calls, which the
-        # trainer cannot notice.
+        # Take a snapshot after each call. The user may change the operator in the driver between two calls, and the
+        # trainer cannot notice this.
         every_s = 0.0
     num_gpus = settings.num_gpus_per_worker if make_replica.settings.use_gpu else 0
     group = GroupSpec(

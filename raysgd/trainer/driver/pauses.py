@@ -8,11 +8,13 @@ from raysgd.callbacks.callback import Callback
 
 
 class Pauses:
-    """Decides at which steps inside epochs the workers pause. Steps count a worker's batches over all epochs.
+    """Decides at which steps inside epochs the workers pause.
+
+    A step's number is the number of batches that a worker has trained on over all epochs.
 
     Args:
         callbacks: The callbacks that need pauses inside epochs, for example to save a checkpoint.
-        validate_every: Number of steps after which to validate each time. None to never validate inside epochs.
+        validate_every: Number of steps between validations. None to never validate inside epochs.
         last_step: The step at which the run ends, or None for no limit.
     """
 

@@ -115,7 +115,7 @@ def make_trainable(
     """Return a trainable class to pass to `tune.Tuner` or `tune.run`.
 
     Args:
-        make_trial: Function that creates the training of a trial, in the trial's process. It must be picklable.
+        make_trial: Function that creates a trial's `TuneTrial` in the trial's process. It must be picklable.
         bundles_of: Function that returns the resources for a config: those of the trial's own process, then those of
             each of its workers.
         name: Name of the class, which Tune displays.
@@ -209,7 +209,7 @@ def trainer_trainable(purpose: str) -> type[Any]:
         def _reset_trainer(self, tune_config: dict[str, Any]) -> bool:
             """Give the trainer the config of another trial, and new operators.
 
-            Return False if this is not possible, so that a new trainer is needed.
+            Return False if this is not possible; a new trainer is needed then.
             """
             return False
 
@@ -219,7 +219,7 @@ def trainer_trainable(purpose: str) -> type[Any]:
             return self._trainer
 
         def setup(self, config: dict[str, Any]) -> None:
-            """Create the trainer for this trial's config, which starts the workers."""
+            """Create the trainer for this trial's config. This starts the workers."""
             self._trainer = self._create_trainer(dict(config))
 
         def reset_config(self, new_config: dict[str, Any]) -> bool:
@@ -238,7 +238,7 @@ def trainer_trainable(purpose: str) -> type[Any]:
         def load_checkpoint(self, checkpoint: str) -> None:
             """Load a checkpoint that `save_checkpoint` wrote.
 
-            If the checkpoint was saved with another config, the optimizers then use the values of the current config.
+            If the checkpoint was saved with another config, the optimizers use the values of the current config.
             If you have state outside the trainer, override this method and `save_checkpoint`.
 
             Args:
@@ -290,7 +290,7 @@ def _comparable(value: Any) -> Any:
     try:
         return hashlib.sha256(packed_bytes("The config", value)).hexdigest()
     except UnpicklableError:
-        return math.nan  # NaN differs from every value, also from itself, so the config always counts as changed
+        return math.nan  # NaN differs from every value, even from itself, so the config always counts as changed
 
 
 def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
