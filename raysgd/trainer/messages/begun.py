@@ -46,8 +46,8 @@ class BegunEpoch:
         """Create a `BegunEpoch` from the progress that the ranks reported.
 
         Args:
-            states: The progress of each rank, a `RunState`.
-            **more: Values of further attributes.
+            states: The progress of each rank, as a `RunState`.
+            **more: Values of other attributes.
         """
         first = states[0]
         by_rank = tuple(_without_objects(each.metrics) for each in states)

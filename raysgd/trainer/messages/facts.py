@@ -22,8 +22,8 @@ class RunnerFacts:
         validation_data: The same properties of the validation data.
         keeps_own_state: True if the operator has state of its own that a validation or a prediction may change.
         epoch_obstacle: Reason why an interrupted epoch must start over, or None if it can continue.
-        ray_batches: Ray Data that the operator registered, by "train" and "validation". Rank 0 reports it for all
-            ranks, and the driver divides it over the workers.
+        ray_batches: Ray Data that the operator registered, under the keys "train" and "validation". Rank 0 reports it
+            for all ranks, and the driver divides it over the workers.
         has_validation: True if validation data is registered, or if the user overrides `validate`. The user's method
             may need no registered data.
         keeps_global_batch: True if the size of the global batch does not depend on the number of workers.
@@ -44,5 +44,5 @@ class RunnerFacts:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The numbers of models and optimizers that a state dict must have so that this operator can load it."""
+        """The numbers of models and optimizers that a state dict for this operator must have."""
         return {"models": self.num_models, "optimizers": self.num_optimizers}

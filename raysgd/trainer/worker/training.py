@@ -94,7 +94,7 @@ class ReplicaCalls:
                 or if this worker already has its shard.
         """
         hosted, loop = self._hosted, self._hosted.loop
-        # If this call fails before it starts, `_training` stays None, so that there is no call to resume.
+        # If this call fails before it starts, `_training` stays None; there is no call to resume then.
         raised, self._training = self._unfinished, None
         if raised is not None and raised.stream is hosted.feed.train_stream is not None:
             # The user's code raised an error in the last call: train on that batch again.
@@ -129,14 +129,14 @@ class ReplicaCalls:
         This worker already has the training state of the step at which the earlier run stopped.
 
         Args:
-            begun: The step at which the earlier run left the epoch, and the metrics of that run's ranks that this rank
-                includes in its own metrics.
+            begun: The step at which the earlier run left the epoch, and the part of that run's metrics that this rank
+                adds to its own metrics.
             request: The driver's request to train.
             share: See `train_epoch`.
         """
         loop, call = self._hosted.loop, self._unfinished
         if not (begun.is_exhausted or loop.stream(request).is_mid_pass):
-            # The user has registered other data since, so there is no position to continue from: start the epoch over.
+            # The user has meanwhile registered other data. Without a position to continue from, start the epoch over.
             return self.train_epoch(request, share)
         self._ledger.begin_call()
         loop.begin_call()
@@ -191,7 +191,7 @@ class ReplicaCalls:
 
         The worker's second thread calls this method. See `RegroupingReplica`.
         """
-        # Ignore a proposal that arrives late, after it was settled: training would wait at its step forever.
+        # Ignore a proposal that arrives too late. No outcome would follow, so training would wait at the step forever.
         if number <= self._last_hold[0]:
             return None
         self._last_hold = number, False
@@ -258,8 +258,8 @@ class ReplicaCalls:
         """Keep the metrics of ranks that are missing from the new group of workers in which the call continues.
 
         Args:
-            present: Names of the ranks in the new group, or None if they are unknown. Ranks that are not among them
-                count as lost.
+            present: Names of the ranks in the new group, or None if the names are unknown. Ranks that are not in the
+                new group count as lost.
             left: Progress and metrics of the ranks that left the group as planned, without a failure.
         """
         call = self._training
@@ -303,7 +303,7 @@ class ReplicaCalls:
             return replace(answer, epoch_idx=max(0, feed.epoch - 1))
 
     def predict(self, request: PredictRequest, work: Work, share: Any = None) -> list[Any]:
-        """Predict some batches of a `predict` call, which the driver sends to the workers in several rounds.
+        """Predict this worker's batches in one round of a `predict` call. The driver splits such a call into rounds.
 
         Args:
             request: The driver's request to predict.
@@ -355,9 +355,9 @@ class ReplicaCalls:
         return hosted.heartbeat("training", call.num_completed, hosted.loop.num_samples(call), self._copies.newest)
 
     def joint_work_of(self, error: BaseException) -> JointWork | None:
-        """Return the record of this rank's actions in the call, such as all-reduces, that all ranks must take in order.
+        """Return the record of this rank's actions in the call that all ranks must take in the same order.
 
-        Return None if `error` was not raised because ranks took different actions.
+        Return None if `error` cannot come from ranks that took different actions.
         """
         loop = self._hosted.loop
         return loop.joint_work if loop.may_be_parted(error) else None

@@ -35,8 +35,9 @@ class StateCopy:
 class StateCopies:
     """Copies the training state of one worker, and stores each copy until the driver has fetched it.
 
-    A token, a number, identifies each copy. This object also stores this rank's parts of the two newest snapshots that
-    were taken inside the running training call. A second thread fetches copies while the training thread runs.
+    Each copy is identified by a number, its token. This object also stores this rank's parts of the two newest
+    snapshots that were taken inside the running training call. A second thread fetches copies while the training thread
+    runs.
 
     Args:
         every: Number of steps between snapshots inside a training call, or None for no such snapshots.
@@ -89,13 +90,14 @@ class StateCopies:
     def _with(self, copy: StateCopy | None, part: Capture) -> Capture:
         """Add a copy of the state that all ranks share to this rank's part of a snapshot.
 
-        A small copy is added itself. A large copy is stored, and only its token is added.
+        A small copy is added directly. For a large copy, only the token is added; the copy itself is stored in this
+        object.
         """
         if copy is None:
             return part
         if copy.num_bytes <= _INLINE_BYTES and not copy.is_part:
             return replace(part, shared_state=copy.content)
-        # Without the lock, `fetch` in the second thread could drop the new entry, because it replaces the dictionary.
+        # Without the lock, the new entry could get lost, because `fetch` in the second thread replaces the dictionary.
         with self._changing:
             self._last_token += 1
             self._kept[self._last_token] = copy
@@ -143,7 +145,7 @@ class StateCopies:
         return part
 
     def forget_call(self) -> None:
-        """Discard this rank's parts of the snapshots inside a call, because the call ends or its group changes."""
+        """Discard this rank's parts of snapshots inside a call, because the call ends or the worker group changes."""
         self._parts, self.newest = {}, 0
 
     def clear(self) -> None:

@@ -53,7 +53,7 @@ class ReplicaState(ABC):
 
     @abstractmethod
     def _more_progress(self) -> dict[str, Any]:
-        """Return further entries to store under the `RESUME` key of a state dict."""
+        """Return more entries to store under the `RESUME` key of a state dict."""
 
     @abstractmethod
     def _apply_more_progress(self, resume: Mapping[str, Any]) -> None:
@@ -77,7 +77,7 @@ class ReplicaState(ABC):
 
     @abstractmethod
     def check_own(self, own: Any) -> None:
-        """Raise an error if this value from a snapshot or checkpoint is not a state of random number generators."""
+        """Raise an error if `own`, from a snapshot or checkpoint, does not hold states of random number generators."""
 
     @abstractmethod
     def restore_own(self, own: Any) -> None:
@@ -89,11 +89,13 @@ class ReplicaState(ABC):
         return decoded
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
-        """Load the training state of a snapshot or a checkpoint. If it does not match this operator, change nothing.
+        """Load the training state of a snapshot or a checkpoint.
+
+        If the state does not match this operator, nothing is changed.
 
         Args:
             shared_state: The state that all ranks share: a copy that was made for the driver, or the state dict itself
-                if it has never left this process. No reference to it is kept.
+                if it has never left this process. No reference to this argument is kept.
             own_state: The states of this rank's random number generators. None to leave them unchanged.
 
         Raises:
