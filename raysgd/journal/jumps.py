@@ -94,7 +94,7 @@ class _Range:
 
     @property
     def limit(self) -> float:
-        """The highest next loss that is no jump, or NaN if too few losses are known."""
+        """The highest value that the next loss can have without being a jump. NaN if too few losses are known."""
         if not self._is_known:
             return math.nan
         farthest = self._sorted[-2 - len(self._sorted) // _OUTLIERS_OF]
