@@ -46,9 +46,9 @@ class Jump:
         first: Index of the jump's first step.
         last: Index of the jump's last step.
         highest: The highest loss in these steps, or NaN or infinity if a loss was not finite.
-        usual: Median of the losses before the jump, or NaN if there were too few losses before.
-        limit: The highest loss that would still have been in the usual range, or NaN if there were too few losses
-            before.
+        usual: Median of the losses before the jump, or NaN if there were too few earlier losses.
+        limit: The highest loss that would still have been in the usual range, or NaN if there were too few earlier
+            losses.
     """
 
     first: int

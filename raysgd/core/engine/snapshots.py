@@ -1,8 +1,8 @@
 """Snapshots: the training state that a restart restores, when it is copied, and which calls a restart must repeat.
 
 A worker copies its state at the end of a call. The copy is sent to the driver while the group already runs the next
-call. Until the copy arrives, the driver retains the calls whose effect the copy contains. They can then be repeated
-from the previous snapshot.
+call. Until the copy arrives, the driver retains all calls since the previous snapshot. If the copy is lost, these calls
+can be repeated from that snapshot.
 
 Snapshots are stored on the driver's node, because an actor's return value may exist only on the actor's node and would
 be lost with that node. If the state is sharded over the ranks, each shard is stored on two nodes (ADR 92).
@@ -368,7 +368,7 @@ class Snapshots:
             captures: Each rank's part of the snapshot, by rank.
             fetch: Starts a transfer to the driver. Given rank 0's token, it transfers the shared state. Given a list of
                 all ranks' tokens, it transfers all shards.
-            is_first: True if the ranks have just been set up. The snapshot then contains the effect of no call.
+            is_first: True if the ranks have just been set up. No call has changed their state yet.
         """
         self.poll()
         num_covered = 0 if is_first else len(self._calls)
@@ -537,7 +537,7 @@ class Snapshots:
         Args:
             group: The group that took the captures.
             parts: Each rank's part of the snapshot, by rank.
-            is_first: True if the ranks have just been set up. The snapshot then contains the effect of no call.
+            is_first: True if the ranks have just been set up. No call has changed their state yet.
         """
 
         def fetch(wanted: int | Sequence[int]) -> Transfer:
