@@ -49,7 +49,9 @@ class AveragedWeights(WorkerCallback):
         self.weights = [{name: tensor.clone() for name, tensor in weights.items()} for weights in state["weights"]]
 
     def get_model(self, trainer: Any) -> Any:
-        """Return a copy of the trainer's model with the averaged weights, on the CPU. Return a list of several models.
+        """Return a copy of the trainer's model with the averaged weights, on the CPU.
+
+        If the trainer has several models, return a list of copies.
 
         Raises:
             RuntimeError: No weights have been averaged yet.
@@ -217,10 +219,10 @@ def _parameters_of(optimizer: Any) -> Iterator[Any]:
 
 
 def _trained_by(optimizer: Any, optimizers: Sequence[Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors of a model whose averages are updated after a step of `optimizer`.
+    """Return the tensors of a model that are averaged after a step of `optimizer`.
 
     These are the parameters that the optimizer trains. Tensors that no optimizer trains, such as batch-norm statistics,
-    are updated after the steps of the model's first optimizer.
+    are averaged after the steps of the model's first optimizer.
     """
     trained = [set(map(id, _parameters_of(each))) for each in optimizers]
     parts = [each for each, ids in zip(optimizers, trained, strict=True) if ids & set(map(id, tensors.values()))]
@@ -247,7 +249,7 @@ def _mix(tensors: Mapping[str, Any], weights: dict[str, Any], share: float) -> N
 
     Args:
         tensors: The current tensors by name.
-        weights: The averages by name, which are changed.
+        weights: The averages by name. They are updated in place.
         share: Factor of the current tensor in the new average.
     """
     import torch

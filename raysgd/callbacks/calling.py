@@ -1,4 +1,4 @@
-"""Checks the user's callbacks, and calls their methods (hooks) during a run. If a method fails, the error names it.
+"""Checks the user's callbacks, and calls their methods (hooks) during a run. If a hook fails, the error names it.
 
 `Dispatcher` calls methods of any objects by name. `CallbackCalls` calls raysgd callbacks during `fit` of a
 `TorchTrainer` or `TFTrainer`. `FunctionCalls` calls raysgd callbacks while a training function runs. `RunCallbacks`
@@ -288,7 +288,8 @@ class CallbackCalls(Dispatcher):
     def load_states(self, states: Iterable[Any]) -> None:
         """Load the states that `states` returned in an earlier run.
 
-        Each callback gets the first state with the name of its class that no other callback has got.
+        Each callback gets a state that was saved under its class name. If several callbacks have the same class, they
+        get their states in order.
         """
         left = [dict(entry) for entry in states]
         for callback in self.callbacks:
@@ -399,9 +400,9 @@ class RunCallbacks(Dispatcher):
 
     @property
     def replaced_loggers(self) -> frozenset[str]:
-        """Names of those default loggers of Ray Tune that are among the user's callbacks.
+        """Names of Ray Tune's default loggers that the user passed as callbacks.
 
-        The library does not write the files that these loggers write.
+        The library does not write the files of these loggers itself.
         """
         return frozenset(name for callback in self.callbacks for name in _default_loggers(callback))
 
@@ -422,7 +423,7 @@ class RunCallbacks(Dispatcher):
         self._unless_failed(self.on, "setup", stop=stop, num_samples=1, total_num_samples=1)
 
     def start(self, *, after_failure: bool, restores: bool, num_reports: int = 0) -> None:
-        """Call the methods of callbacks for the start of an attempt, in which the training function starts to run.
+        """Call the callbacks' methods for the start of an attempt to run the training function.
 
         Args:
             after_failure: Whether an earlier attempt has failed.
@@ -483,8 +484,8 @@ class RunCallbacks(Dispatcher):
     def states(self) -> dict[int, Any]:
         """Return the states of the callbacks, for a run that continues this run.
 
-        The keys are the positions of the Ray Tune callbacks in the list. The next number is the key for the states of
-        all raysgd callbacks.
+        The key of a Ray Tune callback's state is the callback's position in the list. The states of all raysgd
+        callbacks are under the number after the last position.
         """
         found = {index: self.call(each, "get_state") for index, each in enumerate(self.callbacks)}
         own = [each for each in self._own.states() if each["state"] is not None]

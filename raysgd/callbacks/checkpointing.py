@@ -209,7 +209,8 @@ class Checkpointing(WritesFiles):
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
         """Save the epoch if `every_n_epochs` requires this, or if the last save has failed.
 
-        If validation runs concurrently with training, the epoch is saved already. Then only store its metric.
+        If validation runs concurrently with training, the epoch has already been saved. In this case, only store its
+        metric.
         """
         score = self._metric.value_in(result) if self._metric is not None else None
         if run.validates_beside:

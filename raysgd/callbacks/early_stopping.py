@@ -43,7 +43,7 @@ class WatchedMetric:
         self._owner = owner
 
     def check_run(self, run: Run) -> None:
-        """Check that the run validates, if the metric is one of validations.
+        """If the metric is a validation metric, check that the run validates.
 
         Raises:
             ValueError: The metric is a validation metric, and the run never validates.
@@ -57,7 +57,7 @@ class WatchedMetric:
     def value_in(self, result: Mapping[str, Any]) -> float | None:
         """Return the value of the metric in the result of an epoch.
 
-        Return None if the metric is one of validations, and there was no validation in the epoch.
+        Return None if it is a validation metric and the epoch had no validation.
 
         Raises:
             ValueError: The result has no such metric, or its value is not a number.
@@ -112,7 +112,7 @@ def _may_add(callback: Callback) -> bool:
 def _chosen_mode(owner: str, metric: str, mode: Any) -> str:
     """Return "min" if low values of a metric are best, and "max" if high values are.
 
-    With mode "auto", the name of the metric decides. If the name does not say it, log a warning and return "min".
+    With mode "auto", the name of the metric decides. If the name gives no hint, log a warning and return "min".
 
     Raises:
         ValueError: `mode` is unknown.

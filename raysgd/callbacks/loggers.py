@@ -173,7 +173,7 @@ class _ServiceLogger(MetricsLogger):
         return {"run_id": self.run_id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let this logger continue the run of the tracking service that has the saved ID."""
+        """Load the saved ID of a run in the tracking service. This logger then continues that run."""
         self._service.run_id = state["run_id"]
 
 
@@ -252,8 +252,8 @@ class CometLogger(_ServiceLogger):
     Args:
         project: Name of the project. Default: the environment variable COMET_PROJECT_NAME, or the service's default.
         name: Name of the experiment. Default: the name of the training run.
-        online: False needs no network and no API key: it writes an archive to the run's folder when the run ends, which
-            `comet upload` uploads later.
+        online: If False, the logger needs no network and no API key. When the run ends, it writes an archive to the
+            run's folder, and `comet upload` uploads the archive later.
         options: Further arguments of `comet_ml.Experiment`, such as `workspace` and `offline_directory`.
 
     Attributes:

@@ -53,9 +53,9 @@ def _rates_of(operator: Any, index: int, optimizer: Any) -> Iterator[tuple[str, 
 class ThroughputMonitor(Callback):
     """Adds throughput to each epoch's results: `samples_per_s` over all workers, `batches_per_s` of one worker.
 
-    Both are divided by the duration of the training call, which includes recoveries but not validation. For training
-    functions, they are divided by the time since the previous report, and reports must contain `num_samples`. With
-    gradient accumulation, an optimizer step takes several batches.
+    Both are averages over the training call, including recoveries but not validation. For training functions, they are
+    averages over the time since the previous report, and reports must contain `num_samples`. With gradient
+    accumulation, an optimizer step takes several batches.
     """
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
@@ -116,8 +116,8 @@ def _seconds_of(result: Mapping[str, Any]) -> float:
 class GradientNorms(WorkerCallback):
     """Adds the gradient norm before clipping to the results of each epoch: `grad_norm` (mean) and `max_grad_norm`.
 
-    The norm is computed in each optimizer step, of the gradients that are already averaged over all workers. In fp16,
-    steps that are skipped because gradients overflowed are left out, and `num_overflows` counts them. With several
+    The norm is computed in each optimizer step, after the gradients have been averaged over all workers. In fp16, steps
+    that are skipped because gradients overflowed are left out, and `num_overflows` counts them. With several
     optimizers, the names are `grad_norm_optimizer0` and so on. For `TorchTrainer`.
     """
 
@@ -132,7 +132,7 @@ class GradientNorms(WorkerCallback):
     def on_gradients(self, operator: Any, optimizer: Any) -> None:
         norm, index = _norm_of(operator, optimizer), index_of(operator, optimizer)
         operator._raysgd.callbacks.note_norm(norm)
-        # `counts` stays a tensor on the device, so that this does not wait for the GPU.
+        # Keep `counts` as a tensor on the device, to avoid waiting for the GPU.
         counts = norm.isfinite() | (not operator._raysgd.precision.skips_overflows)
         total, count, largest, num_overflows = self._totals.get(index, (0.0, 0, 0.0, 0))
         norm = norm.where(counts, 0.0)
@@ -167,7 +167,7 @@ def _norm_of(operator: Any, optimizer: Any) -> Any:
 def _like(value: Any, tensor: Any) -> Any:
     """Convert a value to a tensor with the dtype and device of `tensor`.
 
-    After loading a state, the value is a number.
+    After a state has been loaded, the value is a plain number.
     """
     import torch
 
@@ -181,7 +181,7 @@ class StepMetrics(WorkerCallback):
         every: Number of steps over which metrics are averaged.
 
     Attributes:
-        begun: If a run resumes from a checkpoint, the step of the checkpoint, and the metrics that each rank had
+        begun: If the run resumes from a checkpoint, a pair: the checkpoint's step, and the metrics that each rank had
             measured since its last average. Otherwise, None.
     """
 
@@ -214,7 +214,7 @@ class StepMetrics(WorkerCallback):
         return self._open.summary()
 
     def summaries(self, after: int) -> dict[int, MetricSummary]:
-        """Return the averages that are complete, by the last step that each of them includes.
+        """Return the complete averages. The key of each average is the last step that it includes.
 
         Args:
             after: Return averages whose last step is later than this step, and discard the others.
@@ -225,7 +225,7 @@ class StepMetrics(WorkerCallback):
 
 
 def summaries_of_steps(replica: Any, after: int) -> dict[int, MetricSummary]:
-    """Return the averaged metrics of steps in one worker, by the last step that each average includes.
+    """Return one worker's averages of step metrics. The key of each average is the last step that it includes.
 
     A second thread of the worker runs this function during training, because reading metrics may wait for the GPU.
 
@@ -238,7 +238,7 @@ def summaries_of_steps(replica: Any, after: int) -> dict[int, MetricSummary]:
 
 
 def open_steps(replica: Any) -> tuple[int, MetricSummary]:
-    """Return the current step of one worker, and the metrics that it has measured since its last complete average.
+    """Return one worker's current step, and the metrics that the worker has measured since its last complete average.
 
     Args:
         replica: The object in the worker that holds the training operator.

@@ -148,7 +148,7 @@ class ProgressBar(Callback):
     def _bar(self) -> LineBar:
         """The object that draws the bar.
 
-        It is created on first use, because the program may redirect its output streams before.
+        It is created on first use, because the program may redirect its output streams before then.
         """
         if self._drawn is None:
             self._drawn = make_bar(self._stream or sys.stderr)
@@ -229,15 +229,15 @@ class LineBar:
             self.line(f"{title} {done}{of} batches  {told}".rstrip())
 
     def clear(self) -> None:
-        """Remove the bar. Here, do nothing, because only subclasses have a bar."""
+        """Remove the bar. This class has no bar, so this method does nothing unless a subclass overrides it."""
 
     def row(self, label: str, metrics: Mapping[str, Any], told: Mapping[str, str], most: int | None) -> None:
         """Write a line of results, which stays visible.
 
         Args:
             label: Label of the line, such as "epoch 3/10".
-            metrics: Metrics to show. If they are more than `most`, or too long for the terminal, only the most
-                informative metrics are shown.
+            metrics: Metrics to show. If there are more than `most`, or if they do not fit in the terminal, only the
+                most informative metrics are shown.
             told: Other values to show, as text. On a narrow terminal, the throughput is left out first.
             most: Maximum number of metrics to show, or None for all.
         """

@@ -56,7 +56,7 @@ class HTMLReport(WritesFiles):
 
     The file is complete whenever you open it, and needs no network. While the run is active, the page refreshes itself.
     In a run with many short epochs, the file is not written after every epoch, but always after the last. Keys and
-    passwords in the config are shown as `***`; they are recognized by the names of config entries, and in URIs.
+    passwords in the config are shown as `***`; they are recognized by the names of their entries, and inside URIs.
 
     Args:
         path: Path of the file. Default: `report.html` in the run's folder.

@@ -95,7 +95,7 @@ class Sidecars:
         _write(location(checkpoint), json.dumps(content, allow_nan=False))
 
     def _with_parts(self, checkpoint: str, history: History) -> tuple[tuple[str, ...], HistoryLimits]:
-        """If the history has enough new rows, write them to a file of their own, as a part of the history.
+        """If the history has enough new rows, write them to a separate file, as a new part of the history.
 
         The last entry of each list in the history may still change, so it is not written.
 
@@ -108,7 +108,7 @@ class Sidecars:
         if end.rows - extent.rows < _ROWS_OF_PART:
             return names, extent
         content = history.part(extent, end).to_json()
-        name = f"history-{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"  # hash: runs do not collide
+        name = f"history-{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"  # other runs' files get other names
         _write(files.in_folder_of(checkpoint, name), content)
         self._written[folder] = (*names, name), end
         return self._written[folder]

@@ -46,9 +46,9 @@ class Jump:
         first: Index of the jump's first step.
         last: Index of the jump's last step.
         highest: The highest loss in these steps, or NaN or infinity if a loss was not finite.
-        usual: Median of the losses before the jump, or NaN if there were too few losses before.
-        limit: The highest loss that would still have been in the usual range, or NaN if there were too few losses
-            before.
+        usual: Median of the losses before the jump, or NaN if there were too few earlier losses.
+        limit: The highest loss that would still have been in the usual range, or NaN if there were too few earlier
+            losses.
     """
 
     first: int
@@ -94,7 +94,7 @@ class _Range:
 
     @property
     def limit(self) -> float:
-        """The highest next loss that is no jump, or NaN if too few losses are known."""
+        """The highest value that the next loss can have without being a jump. NaN if too few losses are known."""
         if not self._is_known:
             return math.nan
         farthest = self._sorted[-2 - len(self._sorted) // _OUTLIERS_OF]

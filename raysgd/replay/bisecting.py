@@ -132,7 +132,7 @@ def _first_in_journals(first: Journal, second: Journal, common: list[int]) -> Di
 
 
 def _differing(one: StepRecord, other: StepRecord) -> str | None:
-    """Return what differs between the records of a step in two runs, "loss" or "norm", or None if nothing does.
+    """Compare the records of a step in two runs. Return "loss" or "norm" if it differs, otherwise None.
 
     Losses are compared only if both mean losses have the same weight. The weight is lower if a worker was lost before
     it had reported its part of the step.
@@ -156,8 +156,8 @@ def _compared_checkpoints(first: Journal, second: Journal, until: int) -> tuple[
         until: The last step to compare.
 
     Returns:
-        The last step after which the weights are equal, and the first step after which they differ. None if there is no
-        such step.
+        A pair: the last step after which the weights are equal, and the first step after which they differ. Each is
+        None if there is no such step.
     """
     equal_at = different_at = None
     for step in sorted({*first.checkpoints} & {*second.checkpoints}):
@@ -231,7 +231,7 @@ def _by_replays(
     if len(left) != 1:
         return found
     seen = replayed["AB".index(left[0])].first_different
-    # A step computes its loss with the weights that the previous step has left. So these weights differ first.
+    # A step computes its loss with the weights after the previous step. If its loss differs, these weights already did.
     if found.what == LOSS and seen == found.step:
         earlier = [number for number in first.numbers() if number < found.step]
         return Difference(earlier[-1], WEIGHTS, left=left[0]) if earlier else Difference(found.step, LOSS, left=left[0])

@@ -99,7 +99,7 @@ class Program:
 
         Args:
             journal: The journal of the run.
-            leg: The part of an epoch, which one group of workers has run. The trainer uses the options of that group.
+            leg: The part of an epoch to repeat. The trainer uses the options of the worker group that has run it.
             **others: Further arguments of the trainer.
 
         Raises:

@@ -34,8 +34,8 @@ class Why:
             if they are unknown.
         obstacle: Reason why the samples are unknown, or None if they are known.
         losses: The loss of each sample by itself, highest first. None without `recompute=True`.
-        checkpoint: The checkpoint with whose weights `losses` was computed. None if it was computed with the initial
-            weights from `setup`.
+        checkpoint: The checkpoint whose weights were used to compute `losses`. None if the initial weights from
+            `setup` were used.
     """
 
     record: StepRecord

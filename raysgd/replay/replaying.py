@@ -213,11 +213,11 @@ def _train(
 
 
 def _check_legs(journal: Journal, legs: list[Leg], checkpoint: tuple[int, str] | None) -> None:
-    """Check that one process can repeat the steps of some parts of epochs.
+    """Check that one process can repeat the steps in all of these parts of epochs.
 
     Args:
         journal: The journal of the run.
-        legs: The parts of epochs to repeat, each of which one group of workers has run.
+        legs: The parts of epochs to repeat. Each part was run by one group of workers.
         checkpoint: Step and location of the checkpoint from which to start, or None to start at the beginning.
 
     Raises:

@@ -54,7 +54,7 @@ def nearest_checkpoint(journal: Journal, step: int, *, may_be_at: bool = False) 
 
 
 def data_of(trainer: TorchTrainer) -> Any:
-    """Return the training data that the operator has registered, of a trainer that trains in this process."""
+    """Return the training data that a trainer's operator has registered. The trainer must train in this process."""
     operator: TrainingOperator = trainer.get_local_operator()
     return operator._raysgd.data.train
 

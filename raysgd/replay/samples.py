@@ -30,7 +30,7 @@ from raysgd.torch.data.sampling import ShardedLoader
 class NeedsProgramError(ValueError):
     """Raised if the samples of a step cannot be found from the journal alone.
 
-    They also depend on the user's own sampler, or on the files of a stream.
+    The samples then also depend on the user's own sampler, or on the files of a stream.
     """
 
 
@@ -56,7 +56,7 @@ class StepSamples:
     Attributes:
         by_rank: The samples of each rank, in the order of training: indices in the dataset, or a `StreamRow` for each
             row of a stream.
-        rows: For a stream, the rows of each rank themselves. Empty for a dataset.
+        rows: For a stream, the contents of each rank's rows. Empty for a dataset.
     """
 
     by_rank: tuple[tuple[Any, ...], ...]

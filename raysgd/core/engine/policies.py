@@ -27,7 +27,7 @@ from raysgd.exceptions import WorkerFault
 _TOLERANCE = 1e-6  # allowance for rounding errors in sums of resources; Ray's smallest unit of resources is 1/10000
 _REASON_LENGTH = 160
 _LONGEST_DELAY_S = 60.0
-# Short descriptions of how a worker was lost, by the class of the error with which Ray reports this.
+# Short descriptions of how a worker was lost, by the class of the error with which Ray reports the loss.
 _PROCESS_DIED, _NODE_DIED = "its process died", "its node died"
 _DEATHS = {
     "ActorDiedError": _PROCESS_DIED,
@@ -166,9 +166,9 @@ class Resizing:
 
     Attributes:
         check_s: Seconds between checks for free resources during a call. None to grow only between calls.
-        num_awaited: Number of workers that survivors of a failure wait for before they continue.
-        num_awaited_by_call: Number of workers that the driver waits for before a call to which workers can still be
-            added while it runs.
+        num_awaited: Survivors of a failure wait until the group has this many workers before they continue.
+        num_awaited_by_call: The driver waits until the group has this many workers before it starts a call, if workers
+            can still join while the call runs.
         minds_memory: True if survivors that ran out of memory in their first step wait for new workers. With fewer
             workers, each worker needs more memory.
     """
@@ -439,9 +439,9 @@ def choose_source(reports: Sequence[ReplicaProgress]) -> int | None:
 
     Return None if the survivors cannot continue.
 
-    The source is the most advanced replica that is not in the middle of a step. The other replicas may copy its state
-    even if they have not completed its last step, because that step already includes the gradients of all ranks, even
-    of lost ranks.
+    The source is the most advanced replica that is not in the middle of a step. Replicas that have not completed the
+    source's last step may copy its state, too, because that step already includes the gradients of all ranks, even of
+    lost ranks.
 
     Args:
         reports: The progress of each survivor's replica.

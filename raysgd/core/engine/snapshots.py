@@ -1,8 +1,8 @@
 """Snapshots: the training state that a restart restores, when it is copied, and which calls a restart must repeat.
 
 A worker copies its state at the end of a call. The copy is sent to the driver while the group already runs the next
-call. Until the copy arrives, the driver retains the calls whose effect the copy contains. They can then be repeated
-from the previous snapshot.
+call. Until the copy arrives, the driver retains all calls since the previous snapshot. If the copy is lost, these calls
+can be repeated from that snapshot.
 
 Snapshots are stored on the driver's node, because an actor's return value may exist only on the actor's node and would
 be lost with that node. If the state is sharded over the ranks, each shard is stored on two nodes (ADR 92).
@@ -29,8 +29,8 @@ from raysgd.exceptions import WorkersLostError
 logger = logging.getLogger(__name__)
 
 
-# Copying may take at most this fraction of the time. With its transfer to the driver, which slows down the next steps,
-# a snapshot costs about three times as long as the copy, so snapshots cost at most 2 % of the time. See
+# Copying may take at most this fraction of the time. A snapshot costs about three times as much time as its copy,
+# because the transfer to the driver slows down the next steps. Snapshots therefore cost at most 2 % of the time. See
 # `examples/benchmarks/snapshot_cost.py`.
 _SHARE = 0.006
 _MAX_REPLAY_S = 30.0
@@ -254,12 +254,15 @@ class Snapshots:
 
     @property
     def has_gap(self) -> bool:
-        """True if a call since the snapshot `landed` changed the training state, and cannot be repeated."""
+        """True if a call after the snapshot `landed` changed the training state and cannot be repeated."""
         return self._num_gaps > self._num_gaps_landed
 
     @property
     def replay_s(self) -> float:
-        """Total seconds of the calls completed since the newest snapshot was taken, even if it is still in transit."""
+        """Total seconds of the calls completed since the newest snapshot was taken.
+
+        That snapshot may still be in transit.
+        """
         return sum(self._call_s[self._num_coming_covers :])
 
     @property
@@ -269,7 +272,7 @@ class Snapshots:
 
     @property
     def num_uncovered(self) -> int:
-        """Number of calls completed since the newest snapshot was taken, even if it is still in transit."""
+        """Number of calls completed since the newest snapshot was taken. That snapshot may still be in transit."""
         return len(self._calls) - self._num_coming_covers
 
     @property
@@ -365,7 +368,7 @@ class Snapshots:
             captures: Each rank's part of the snapshot, by rank.
             fetch: Starts a transfer to the driver. Given rank 0's token, it transfers the shared state. Given a list of
                 all ranks' tokens, it transfers all shards.
-            is_first: True if the ranks have just been set up. The snapshot then contains the effect of no call.
+            is_first: True if the ranks have just been set up. No call has changed their state yet.
         """
         self.poll()
         num_covered = 0 if is_first else len(self._calls)
@@ -397,7 +400,7 @@ class Snapshots:
         # This is not an error here, because the previous snapshot and the calls since then are still available.
         except WorkersLostError as error:
             reason = error.__cause__
-            # Log the cause of Ray's error, which has only the message. The error itself also contains the remote
+            # Log the cause instead of Ray's error. The cause has only the message; the error also contains the remote
             # traceback.
             logger.warning(
                 "a snapshot was lost in transit, so a restart may go back further: %s",
@@ -408,9 +411,9 @@ class Snapshots:
         self._land(snapshot, self._coming.token, self._num_covered)
 
     def drop_incoming(self) -> None:
-        """Discard the snapshot in transit and `landed_token`, because the replicas that they came from have ended.
+        """Discard the snapshot in transit and `landed_token`, because the replicas that sent them have ended.
 
-        A snapshot that the driver itself copies from a file does not depend on replicas, so wait for that one.
+        If the driver itself is copying the snapshot from a file, wait for the copy instead. It needs no replica.
         """
         if self._coming is not None and self._coming.token is None:
             self.poll(None)
@@ -496,7 +499,7 @@ class Snapshots:
             self.completed(None)
 
     def note_broken_off(self, call: Call, *, has_group: bool) -> None:
-        """Record that a call was aborted. No snapshot has the state in which it left the surviving ranks.
+        """Record that a call was aborted. No snapshot contains the state that the surviving ranks are in now.
 
         Args:
             call: The aborted call.
@@ -516,8 +519,8 @@ class Snapshots:
     def is_known(self, *, has_group: bool) -> bool:
         """Return True if the newest snapshot contains the current training state. No new copy is then needed.
 
-        Without a group, the current state is the state that new workers would start from. This is the newest snapshot,
-        provided that no completed call must be repeated after it.
+        Without a group, the current state is the state that new workers would start from. The newest snapshot contains
+        this state unless calls must be repeated after the snapshot is restored.
 
         Args:
             has_group: True if there is a worker group.
@@ -534,7 +537,7 @@ class Snapshots:
         Args:
             group: The group that took the captures.
             parts: Each rank's part of the snapshot, by rank.
-            is_first: True if the ranks have just been set up. The snapshot then contains the effect of no call.
+            is_first: True if the ranks have just been set up. No call has changed their state yet.
         """
 
         def fetch(wanted: int | Sequence[int]) -> Transfer:
@@ -572,5 +575,5 @@ class Snapshots:
 
 
 def copy_call() -> Call:
-    """Return a call whose only purpose is that the workers copy their training state after it."""
+    """Return a call that does nothing. The workers copy their training state after this call."""
     return Call(replica.nothing, captures=True)

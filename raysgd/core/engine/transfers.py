@@ -144,7 +144,7 @@ class DividedValue:
         raise LostPartError(f"The last snapshot is lost, because no remaining node has the shard of rank {index}.")
 
     def best_on(self, nodes: Collection[str]) -> DividedValue:
-        """Return the same value with another order of copies: readers try copies on `nodes` first.
+        """Return the same value, with its copies reordered: readers try copies on `nodes` first.
 
         If this process holds a shard, but no copy of it is on `nodes` or on this node, store a copy on this node.
 
@@ -176,7 +176,7 @@ def together(
         transfers: The transfer of each rank's shard, by rank.
         nodes: ID of each rank's node, by rank.
         relays: The shards that are copied to a partner rank instead of the driver, by the rank that sends the shard.
-            Each item consists of a transfer that is done once the copy exists, and the copy.
+            Each item is a pair: a transfer that finishes once the copy exists, and the copy.
     """
 
     def places(rank: int) -> tuple[StoredPart, ...]:

@@ -49,7 +49,7 @@ CRITERION = "criterion"  # key for the state of a criterion with parameters; fil
 REMADE = "remade"  # key for digests of frozen parameters that the state omits; see `raysgd.torch.objects.remade`
 # Keys in `RESUME`, the state's entry about progress within an epoch. Only snapshots contain these keys; files do not.
 TRAINED = "trained"  # frozen parameters and optimizers' parameter groups, if they have changed since `setup`
-GRADIENTS = "gradients"  # accumulated gradients with which no optimizer has stepped yet
+GRADIENTS = "gradients"  # accumulated gradients that no optimizer step has used yet
 
 
 class TorchState(ReplicaState):
@@ -59,7 +59,7 @@ class TorchState(ReplicaState):
         operator: Operator that registered these objects.
         parallel: Strategy, such as DDP, that keeps the workers' models in sync.
         feed: This worker's data. The current position in the data is part of the state.
-        waiting: Function that returns the parameters that have gradients with which no optimizer has stepped yet.
+        waiting: Function that returns the parameters whose gradients no optimizer step has used yet.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class TorchState(ReplicaState):
         return {**reduced, REMADE: remade.record()}
 
     def remade_tensors(self) -> list[dict[str, torch.Tensor]]:
-        """Return the frozen parameters that snapshots and checkpoints omit: one dict by name for each module."""
+        """Return the frozen parameters that snapshots and checkpoints omit: for each module, a dict keyed by name."""
         remade = self._internals.remade
         return [] if remade is None else remade.tensors()
 
@@ -115,7 +115,7 @@ class TorchState(ReplicaState):
         return progress
 
     def _apply_more_progress(self, resume: Mapping[str, Any]) -> None:
-        """Load the gradients with which no optimizer has stepped. `_check_parts` has already applied `TRAINED`."""
+        """Load the gradients that no optimizer step has used yet. `_check_parts` has already applied `TRAINED`."""
         gradients = resume.get(GRADIENTS) or [{}] * len(self.registered.trained)
         for part, saved in zip(self.registered.trained, gradients, strict=True):
             for name, parameter in part.named_parameters():

@@ -99,7 +99,7 @@ class LightningHooks:
         return getattr(type(self._module), name, None) is not getattr(self._base, name, None)
 
     def wants(self, name: str, parameter: str) -> bool:
-        """Return True if the user's module has a method called `name` that has a parameter called `parameter`."""
+        """Return True if the user's module has a method called `name` with a parameter called `parameter`."""
         return self.has(name) and parameter in inspect.signature(getattr(self._module, name)).parameters
 
     def call(self, name: str, *arguments: Any, **by_name: Any) -> Any:

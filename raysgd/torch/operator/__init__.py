@@ -1,1 +1,1 @@
-"""The library's private state for a `TrainingOperator`, and the implementation of `register` and `register_data`."""
+"""Holds what the library needs to know about a `TrainingOperator`, and implements `register` and `register_data`."""

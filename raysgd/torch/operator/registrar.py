@@ -221,17 +221,17 @@ class RegisteredData:
 
     @property
     def train_loader(self) -> Any:
-        """The loader for training. If its data is sharded, a copy that yields only this worker's batches.
+        """The loader for training, or None if the operator registered no training data.
 
-        None if the operator registered no training data.
+        If the data is sharded, the loader yields only this worker's batches.
         """
         return None if self.train is None else self.train.loader
 
     @property
     def validation_loader(self) -> Any:
-        """The loader for validation. If its data is sharded, a copy that yields only this worker's batches.
+        """The loader for validation, or None if the operator registered no validation data.
 
-        None if the operator registered no validation data.
+        If the data is sharded, the loader yields only this worker's batches.
         """
         return None if self.validation is None else self.validation.loader
 
@@ -392,7 +392,8 @@ def register_data(
 def global_batches(settings: TorchSettings) -> GlobalBatchRule | None:
     """Return the rule for splitting each global batch (the batch of one step of all workers) among the workers.
 
-    Return None if the trainer's options do not ask for this. A loader's batch size is then that of one worker.
+    Return None if the trainer's options do not ask for this. In that case, a loader's batch size is the size of one
+    worker's batch.
     """
     options = settings.batch_options
     if not options.is_global:
@@ -427,7 +428,7 @@ def _divided(
 
 
 def _of_stream(context: OperatorContext, stream: Stream, name: str) -> StreamData:
-    """Prepare a `Stream`, whose shards are distributed over the workers.
+    """Prepare a `Stream` for training or validation. Its shards are distributed over the workers.
 
     Raises:
         InvalidRegistrationError: The trainer's options do not support streams.

@@ -1,4 +1,4 @@
-"""`TorchSettings` and `OperatorContext`: the trainer's settings, and what else a worker's operator is created with."""
+"""`TorchSettings`, the settings of a trainer, and `OperatorContext`, everything a worker's operator is created with."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class OperatorContext:
     def place(self, part: Any) -> Any:
         """Move a model or criterion to the device.
 
-        A module on PyTorch's meta device has no memory. It is allocated and initialized on the device, unless its
+        A module on PyTorch's meta device has no memory. It is allocated and initialized on the device, unless the
         strategy shards it later.
         """
         if isinstance(part, torch.nn.Module) and is_empty(part):

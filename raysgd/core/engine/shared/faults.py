@@ -214,7 +214,7 @@ def _picklable(error: BaseException) -> BaseException | None:
 def _is_plain(error: BaseException) -> bool:
     """Return True if the exception is certain to be picklable.
 
-    Most connection errors pass this check, so that the slower check, pickling the exception, is not needed for them.
+    Most connection errors pass this check. They do not need the slower check, which pickles the exception.
     """
     is_known = type(error).__module__.partition(".")[0] in _OF_PLAIN_ERRORS
     return is_known and not error.__dict__ and all(type(arg) is str and len(arg) <= _LONGEST_TEXT for arg in error.args)

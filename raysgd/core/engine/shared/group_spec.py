@@ -17,7 +17,7 @@ EverySeconds = float | Literal["auto"] | None
 
 @dataclass(frozen=True)
 class FrontEndWords:
-    """The front end's wording (such as `TorchTrainer`'s) for parts of the engine's errors and log messages.
+    """Parts of the engine's errors and log messages that a front end, such as `TorchTrainer`, words for its users.
 
     Attributes:
         when_shut_down: Added to the error raised by calls to a trainer that was shut down.
@@ -60,8 +60,8 @@ class GroupSpec:
             can be lost.
         snapshot_every_s: How often workers copy their state. See `is_due` in `snapshots`.
         snapshots_inside: True if workers also copy their state during calls.
-        regroups: True if replicas are `RegroupingReplica`s, so that survivors of a failure can continue in place: keep
-            their processes and form a new group.
+        regroups: True if replicas are `RegroupingReplica`s. Survivors of a failure can then continue in place: they
+            keep their processes and form a new group.
         runs_on: True if replicas run a user's function that keeps running while workers leave or join, and even between
             calls. Each replica then keeps its rank. Cannot be combined with `regroups`.
         renews: True if survivors that cannot continue in place keep their processes and rebuild their replicas.

@@ -64,7 +64,7 @@ def without_library_frames(error: BaseException, unless: str) -> BaseException:
     Args:
         error: The error to shorten. Its traceback starts in the caller of this function.
         unless: Hint on how to get the whole traceback. This function does not use the hint, but tracebacks show users
-            the caller's line, which contains it.
+            the caller's line, which contains the hint.
     """
     trace = error.__traceback__
     inside = trace.tb_next if trace is not None else None

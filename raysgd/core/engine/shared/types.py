@@ -211,7 +211,7 @@ class ReplicaProgress:
 
     Attributes:
         progress: Number of completed steps of the call. All ranks count steps in the same way.
-        is_whole: True if the replica has the state after a completed step, so that other replicas may copy it.
+        is_whole: True if the replica has the state after a completed step. Other replicas may then copy this state.
         obstacle: Reason why the replica cannot continue in a new group, or None if it can.
         words: Description of the progress, for the users' log.
         admits: True if other workers may join the group at this point of the call.
@@ -233,8 +233,8 @@ class StateHandover:
         takers: Ranks in the new group that lack this state. The state is passed along a chain: from `source` to the
             first taker, from there to the second taker, and so on.
         orphans: Progress and metrics of the ranks that left the group without having failed.
-        make_replica: The current replica factory, for joining workers. They may have been started with an older
-            factory. None for survivors.
+        make_replica: The current replica factory, for joining workers. These workers may have been started with an
+            older factory. None for survivors.
     """
 
     source: int = 0
