@@ -510,7 +510,6 @@ class TorchInternals(Internals):
             set_apart(self)
         if self.place is not None and self.place.batch.amounts:
             self.place.batch.amounts = []
-        self.loss_calls.forget_copy()
         self.evaluated = []
 
     def report(self, metrics: dict[str, Any]) -> dict[str, Any]:
