@@ -14,7 +14,6 @@ import numpy as np
 
 from raysgd._version import __version__
 from raysgd.core.engine.controller import ElasticController
-from raysgd.core.numbers.results import CallProgress
 from raysgd.core.text.secrets import masked
 from raysgd.journal.journal import NO_LOSS, NO_NORM, STEPS, JournalWriter, Line, Steps
 from raysgd.journal.recorder import (
@@ -31,6 +30,7 @@ from raysgd.journal.recorder import (
 logger = logging.getLogger(__name__)
 
 _FETCH_EVERY_S = 1.0
+_MOST_WAIT_S = 1.0  # for all workers together, because the driver does nothing else meanwhile
 _PLAIN = (bool, int, str, type(None))
 _NOT_OPTIONS = {
     "training_operator_cls",
@@ -172,12 +172,13 @@ class JournalKeeper:
         """The folder of the run."""
         return str(self._folder())
 
-    def __call__(self, progress: CallProgress) -> None:
-        """Fetch new reports about steps from the workers, once a second and at the end of a training call.
+    def __call__(self, is_done: bool) -> None:
+        """Fetch new reports about steps from the workers, if a second has passed since the last time.
 
-        This object is registered as a listener, which receives the progress of calls several times a second.
+        Args:
+            is_done: True at the end of a training call, when reports are always fetched.
         """
-        if progress.kind == "train" and (progress.is_done or time.monotonic() > self._fetched_at + _FETCH_EVERY_S):
+        if is_done or time.monotonic() > self._fetched_at + _FETCH_EVERY_S:
             self.fetch()
 
     def fetch(self) -> None:
@@ -186,10 +187,10 @@ class JournalKeeper:
             return
         group, received = self._controller.ensure_group(), dict(self._received)
         asked = [group.fetch(rank, reports_after, received) for rank in range(len(group))]
-        found = list[tuple[str, int, list[Report]]]()
+        found, until = list[tuple[str, int, list[Report]]](), time.monotonic() + _MOST_WAIT_S
         for each in asked:
             try:
-                found.append(each.result(1.0))
+                found.append(each.result(max(0.0, until - time.monotonic())))
             except Exception as error:  # only log the error, because these reports are asked for again in a second
                 logger.debug("no news of the steps: %s", error)
         self._fetched_at = time.monotonic()
