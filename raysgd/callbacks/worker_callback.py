@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from raysgd.core.numbers.meters import HeldMetric
 from raysgd.exceptions import CallbackError
 
 logger = logging.getLogger(__name__)
@@ -71,12 +72,13 @@ class WorkerCallback:
                 `raysgd.journal`.
         """
 
-    def _on_batch(self, operator: Any, metrics: Any, is_boundary: bool) -> None:
+    def _on_batch(self, operator: Any, metrics: Sequence[HeldMetric] | None, is_boundary: bool) -> None:
         """Called after each batch if the library's own training loop runs.
 
         Args:
             operator: This worker's operator.
-            metrics: Metrics of the batch, or None if the batch is padding, whose samples do not count.
+            metrics: Metrics of the batch as the meters have read them, so that no callback reads them again. None if
+                the batch is padding, whose samples do not count.
             is_boundary: True if the batch completes an optimizer step. `global_step` does not count the batch yet.
         """
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ import numpy as np
 FOLDER, LINES_FILE, STEPS_FILE = "journal", "journal.jsonl", "steps.bin"
 RUN, LEG, CHECKPOINT = "run", "leg", "checkpoint"
 FORMAT = 1
-NO_NORM = -1.0
-_STEP = struct.Struct("<dff")
+NO_NORM, NO_LOSS = -1.0, -1.0
 STEPS = np.dtype([("loss", "<f8"), ("norm", "<f4"), ("weight", "<f4")])
 Steps = np.ndarray[Any, np.dtype[Any]]
 
@@ -92,23 +90,30 @@ class JournalWriter:
             self._append({"kind": RUN, "format": FORMAT, **self._header})
             self._has_begun = True
         steps.touch()
-        if steps.stat().st_size > after * _STEP.size:
+        if steps.stat().st_size > after * STEPS.itemsize:
             with steps.open("r+b") as file:
-                file.truncate(after * _STEP.size)
+                file.truncate(after * STEPS.itemsize)
         self._append({"kind": LEG, **entry})
 
-    def write_steps(self, records: Sequence[StepRecord]) -> None:
-        """Write the records of some steps, in any order.
+    def write_steps(self, numbers: np.ndarray[Any, np.dtype[Any]], records: Steps) -> None:
+        """Write the records of some steps. Records of other steps stay as they are.
+
+        Args:
+            numbers: The numbers of the steps, in ascending order.
+            records: Loss, norm and weight of each of these steps.
 
         Raises:
             OSError: The file cannot be written.
         """
+        after = int(numbers[0]) - 1
+        block = np.zeros(int(numbers[-1]) - after, STEPS)  # a weight of 0 means that there is no step
         with (self._folder / STEPS_FILE).open("r+b") as file:
-            for each in records:
-                # Writing beyond the end of the file fills the gap with zeros. A weight of 0 means that there is no
-                # step.
-                file.seek((each.step - 1) * _STEP.size)
-                file.write(_STEP.pack(each.loss, NO_NORM if each.norm is None else each.norm, each.weight))
+            file.seek(after * STEPS.itemsize)
+            earlier = _as_steps(file.read(block.nbytes))
+            block[: len(earlier)] = earlier
+            block[numbers - numbers[0]] = records
+            file.seek(after * STEPS.itemsize)
+            file.write(block.tobytes())
 
     def note_checkpoint(self, location: str, step: int) -> None:
         """Record that a checkpoint was saved after a step. Do nothing if no worker has started to train yet.
@@ -225,8 +230,11 @@ class Journal:
 
 
 def _read_steps(path: Path) -> Steps:
-    content = path.read_bytes() if path.is_file() else b""
-    return np.frombuffer(content[: len(content) // _STEP.size * _STEP.size], STEPS)
+    return _as_steps(path.read_bytes() if path.is_file() else b"")
+
+
+def _as_steps(content: bytes) -> Steps:
+    return np.frombuffer(content[: len(content) // STEPS.itemsize * STEPS.itemsize], STEPS)
 
 
 def _lines(path: Path) -> Iterator[Line]:

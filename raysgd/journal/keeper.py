@@ -6,21 +6,31 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from raysgd._version import __version__
 from raysgd.core.engine.controller import ElasticController
-from raysgd.core.numbers.results import CallProgress
 from raysgd.core.text.secrets import masked
-from raysgd.journal.journal import JournalWriter, StepRecord
-from raysgd.journal.recorder import Attempt, LegReport, Report, StepRecorder, StepReport, reports_after
+from raysgd.journal.journal import NO_LOSS, NO_NORM, STEPS, JournalWriter, Line, Steps
+from raysgd.journal.recorder import (
+    Attempt,
+    Column,
+    LegReport,
+    Report,
+    StepBlock,
+    StepRecorder,
+    exact_sum,
+    reports_after,
+)
 
 logger = logging.getLogger(__name__)
 
 _FETCH_EVERY_S = 1.0
+_MOST_WAIT_S = 1.0  # for all workers together, because the driver does nothing else meanwhile
 _PLAIN = (bool, int, str, type(None))
 _NOT_OPTIONS = {
     "training_operator_cls",
@@ -31,28 +41,6 @@ _NOT_OPTIONS = {
     "callbacks_revision",
     "worker_callbacks",
 }
-
-
-@dataclass
-class _OpenStep:
-    """The reports about one step that have arrived from workers so far, by the name of each worker's recorder."""
-
-    attempt: Attempt
-    parts: dict[str, StepReport] = field(default_factory=dict)
-
-    def record(self, step: int) -> StepRecord:
-        parts = self.parts.values()
-        weight = math.fsum(each.weight for each in parts)
-        norm = next((each.norm for each in parts if each.norm is not None), None)
-        if not weight:
-            return StepRecord(step, math.nan, norm, -1.0)
-        return StepRecord(step, _sum(each.total for each in parts if each.weight) / weight, norm, weight)
-
-
-def _sum(numbers: Iterable[float]) -> float:
-    """Return the correctly rounded sum, which does not depend on the order of the numbers."""
-    values = list(numbers)
-    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 
 
 class StepBook:
@@ -66,34 +54,18 @@ class StepBook:
         self._newest: Attempt = (0, 0)
         # For each attempt: the step after which the attempt starts, and its number of workers.
         self._began: dict[Attempt, tuple[int, int]] = {}
-        self._open: dict[int, _OpenStep] = {}
+        # For each attempt: the reports about steps that not all workers have reported yet, by the name of each worker's
+        # recorder.
+        self._open: dict[Attempt, dict[str, StepBlock]] = {}
+        self._changed: set[Attempt] = set()
         self.last_step = 0
 
-    def add(self, name: str, report: Report) -> Mapping[str, Any] | StepRecord | None:
-        """Add a report of a worker.
+    def begin(self, report: LegReport) -> Line | None:
+        """Return the line for the journal if a new leg starts. None if the report is outdated or was added before.
 
         Args:
-            name: Name of the recorder, the object in the worker that has made the report.
-            report: A report about a step, or about the start of a leg (a part of an epoch that one group of workers
-                runs).
-
-        Returns:
-            The line for the journal if a new leg starts, or the record of the step from all reports so far. None if the
-            report is outdated or was added before.
+            report: A worker's report that a leg starts, which is a part of an epoch that one group of workers runs.
         """
-        if isinstance(report, LegReport):
-            return self._begin(report)
-        step, attempt = report.step, report.attempt
-        if self._is_replaced(step, attempt) or attempt not in self._began:
-            return None
-        found = self._open.setdefault(step, _OpenStep(attempt))
-        found.parts[name] = report
-        if len(found.parts) >= self._began[attempt][1]:
-            del self._open[step]
-        self.last_step = max(self.last_step, step)
-        return found.record(step)
-
-    def _begin(self, report: LegReport) -> Mapping[str, Any] | None:
         if report.attempt <= self._newest:
             return None
         after = int(report.entry["step"])
@@ -101,12 +73,75 @@ class StepBook:
         self._began[report.attempt] = after, int(report.entry["num_workers"])
         self._began = {attempt: begin for attempt, begin in self._began.items() if begin[0] <= after}
         # Workers that survived a failure may still send reports of the previous attempt, but none of older attempts.
-        self._open = {step: each for step, each in self._open.items() if step <= after and each.attempt >= before}
+        self._open = {
+            attempt: {name: each.where(each.steps <= after) for name, each in blocks.items()}
+            for attempt, blocks in self._open.items()
+            if attempt >= before
+        }
         self.last_step = after
         return report.entry
 
-    def _is_replaced(self, step: int, attempt: Attempt) -> bool:
-        return any(later > attempt and step > after for later, (after, _) in self._began.items())
+    def add(self, name: str, block: StepBlock) -> None:
+        """Add a worker's report about some steps. Steps that a later attempt repeats are left out.
+
+        Args:
+            name: Name of the recorder, the object in the worker that has made the report.
+            block: The report.
+        """
+        if block.attempt not in self._began:
+            return
+        until = min((after for later, (after, _) in self._began.items() if later > block.attempt), default=math.inf)
+        block = block.where(block.steps <= until)
+        if not len(block.steps):
+            return
+        blocks = self._open.setdefault(block.attempt, {})
+        blocks[name] = blocks[name].and_then(block) if name in blocks else block
+        self._changed.add(block.attempt)
+        self.last_step = max(self.last_step, int(block.steps[-1]))
+
+    def take(self) -> Iterator[tuple[Column, Steps]]:
+        """Return the numbers and the records of steps about which reports were added since the last call.
+
+        A record may lack reports of some workers. It is returned again when they have arrived.
+        """
+        for attempt in sorted(self._changed):
+            blocks = self._open[attempt]
+            numbers, records, counts = _merged([*blocks.values()])
+            still_open = numbers[counts < self._began[attempt][1]]
+            rest = {name: each.where(np.isin(each.steps, still_open)) for name, each in blocks.items()}
+            self._open[attempt] = {name: each for name, each in rest.items() if len(each.steps)}
+            yield numbers, records
+        self._changed.clear()
+
+
+def _merged(blocks: Sequence[StepBlock]) -> tuple[Column, Steps, Column]:
+    """Merge the reports of several workers.
+
+    Returns:
+        The numbers of the steps, their records, and how many workers have reported each step.
+    """
+    numbers = np.unique(np.concatenate([each.steps for each in blocks]))
+    totals, weights = np.zeros((2, len(blocks), len(numbers)))
+    norms, counts = np.full(len(numbers), NO_NORM), np.zeros(len(numbers), dtype=int)
+    for row, each in enumerate(blocks):
+        at = np.searchsorted(numbers, each.steps)
+        totals[row, at], weights[row, at] = each.totals, each.weights
+        norms[at] = np.where(norms[at] == NO_NORM, each.norms, norms[at])
+        counts[at] += 1
+    weight, records = _sums(weights), np.empty(len(numbers), STEPS)
+    records["loss"] = np.divide(_sums(totals), weight, out=np.full(len(numbers), math.nan), where=weight > 0)
+    with np.errstate(over="ignore"):  # a norm that is too large for four bytes is infinite
+        records["norm"], records["weight"] = norms, np.where(weight > 0, weight, NO_LOSS)
+    return numbers, records, counts
+
+
+def _sums(rows: Column) -> Column:
+    """Return the correctly rounded sum of each column, which does not depend on the order of the rows."""
+    if len(rows) > 2:
+        return np.array([exact_sum(column) for column in rows.T.tolist()])
+    with np.errstate(over="ignore", invalid="ignore"):
+        found: Column = rows.sum(axis=0)  # the sum of two numbers is correctly rounded
+    return found
 
 
 class JournalKeeper:
@@ -137,12 +172,13 @@ class JournalKeeper:
         """The folder of the run."""
         return str(self._folder())
 
-    def __call__(self, progress: CallProgress) -> None:
-        """Fetch new reports about steps from the workers, once a second and at the end of a training call.
+    def __call__(self, is_done: bool) -> None:
+        """Fetch new reports about steps from the workers, if a second has passed since the last time.
 
-        This object is registered as a listener, which receives the progress of calls several times a second.
+        Args:
+            is_done: True at the end of a training call, when reports are always fetched.
         """
-        if progress.kind == "train" and (progress.is_done or time.monotonic() > self._fetched_at + _FETCH_EVERY_S):
+        if is_done or time.monotonic() > self._fetched_at + _FETCH_EVERY_S:
             self.fetch()
 
     def fetch(self) -> None:
@@ -151,10 +187,10 @@ class JournalKeeper:
             return
         group, received = self._controller.ensure_group(), dict(self._received)
         asked = [group.fetch(rank, reports_after, received) for rank in range(len(group))]
-        found = list[tuple[str, list[tuple[int, Report]]]]()
+        found, until = list[tuple[str, int, list[Report]]](), time.monotonic() + _MOST_WAIT_S
         for each in asked:
             try:
-                found.append(each.result(1.0))
+                found.append(each.result(max(0.0, until - time.monotonic())))
             except Exception as error:  # only log the error, because these reports are asked for again in a second
                 logger.debug("no news of the steps: %s", error)
         self._fetched_at = time.monotonic()
@@ -164,29 +200,28 @@ class JournalKeeper:
             self._is_off = True
             logger.warning("the journal of the run ends here: %s: %s", type(error).__name__, error)
 
-    def _write(self, found: list[tuple[str, list[tuple[int, Report]]]]) -> None:
+    def _write(self, found: Sequence[tuple[str, int, Sequence[Report]]]) -> None:
         """Write reports to the journal.
 
         Args:
-            found: For each worker, the name of its recorder and its numbered reports. The reports are sorted, so that
-                the start of an attempt is written before its steps.
+            found: For each worker, the name of its recorder, the number of its last report, and its reports. The
+                reports are sorted, so that the start of an attempt is written before its steps.
         """
-        records = dict[int, StepRecord]()
-        reports = [(name, report) for name, each in found for _, report in each]
-        for name, report in sorted(reports, key=lambda each: (each[1].attempt, isinstance(each[1], StepReport))):
-            new = self._book.add(name, report)
-            if isinstance(new, StepRecord):
-                records[new.step] = new
-            elif new is not None:
-                self._flush(records)
-                self._open_writer().begin_leg(new)
-        self._flush(records)
-        self._received.update({name: each[-1][0] for name, each in found if each})
+        reports = [(name, report) for name, _, each in found for report in each]
+        for name, report in sorted(reports, key=lambda each: (each[1].attempt, isinstance(each[1], StepBlock))):
+            if isinstance(report, StepBlock):
+                self._book.add(name, report)
+                continue
+            self._write_steps()
+            entry = self._book.begin(report)
+            if entry is not None:
+                self._open_writer().begin_leg(entry)
+        self._write_steps()
+        self._received.update({name: last for name, last, _ in found})
 
-    def _flush(self, records: dict[int, StepRecord]) -> None:
-        if records:
-            self._open_writer().write_steps([records[step] for step in sorted(records)])
-            records.clear()
+    def _write_steps(self) -> None:
+        for numbers, records in self._book.take():
+            self._open_writer().write_steps(numbers, records)
 
     def _open_writer(self) -> JournalWriter:
         if self._writer is None:

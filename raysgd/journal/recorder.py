@@ -8,20 +8,24 @@ from __future__ import annotations
 import math
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
 
 from raysgd.callbacks.worker_callback import WorkerCallback
-from raysgd.core.numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, ToFloats, is_weight, weight_of
+from raysgd.core.numbers.meters import PLAIN_NUMBERS, HeldMetric, NumberMeter, ToFloats
+from raysgd.journal.journal import NO_NORM
 
 _MOST_WAITING = 100_000
 TRAIN_LOSS = "train_loss"
-_WEIGHT_OF_TRAIN_LOSS = weight_of(TRAIN_LOSS)
 Attempt = tuple[int, int]
 """The number of a training call, and the number of the attempt to run this call. A later attempt is greater.
 
 All ranks have the same numbers.
 """
+Column: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 
 class LegReport(NamedTuple):
@@ -36,34 +40,70 @@ class LegReport(NamedTuple):
     entry: Mapping[str, Any]
 
 
-class StepReport(NamedTuple):
-    """Report of one worker about a step.
+@dataclass(frozen=True, eq=False)
+class StepBlock:
+    """Report of one worker about several steps of one attempt, as columns with one entry per step.
 
     Attributes:
-        attempt: The attempt at a training call in which the step was taken.
-        step: Number of the step.
-        total: Weighted sum of the losses of this worker's batches in the step.
-        weight: Sum of the weights.
-        norm: Norm of the gradients, which are averaged over all workers. None if nothing has computed the norm.
+        attempt: The attempt at a training call in which the steps were taken.
+        steps: Numbers of the steps, in ascending order.
+        totals: For each step, the weighted sum of the losses of this worker's batches.
+        weights: For each step, the sum of the weights.
+        norms: For each step, the norm of the gradients, which are averaged over all workers. `NO_NORM` if nothing has
+            computed the norm.
     """
 
     attempt: Attempt
-    step: int
-    total: float
-    weight: float
-    norm: float | None
+    steps: Column
+    totals: Column
+    weights: Column
+    norms: Column
+
+    def where(self, chosen: Column) -> StepBlock:
+        """Return the part of this report that is about some of its steps.
+
+        Args:
+            chosen: One truth value for each step.
+        """
+        columns = self.steps, self.totals, self.weights, self.norms
+        return StepBlock(self.attempt, *(each[chosen] for each in columns))
+
+    def and_then(self, later: StepBlock) -> StepBlock:
+        """Return one report about the steps of this report and of a later report of the same worker."""
+        pairs = zip(
+            (self.steps, self.totals, self.weights, self.norms),
+            (later.steps, later.totals, later.weights, later.norms),
+            strict=True,
+        )
+        return StepBlock(self.attempt, *map(np.concatenate, pairs))
+
+
+class _WaitingLeg(NamedTuple):
+    """The report that a leg starts, with its number."""
+
+    number: int
+    report: LegReport
 
 
 class _Waiting(NamedTuple):
-    """The values of one step, which may still be on a GPU: loss and weight of each batch, and the gradient norms."""
+    """The values of one step, some of which may still be on a GPU.
 
+    Attributes:
+        number: Number of this report.
+        attempt: The attempt in which the step was taken.
+        step: Number of the step.
+        values: The loss and the weight of each batch of the step, one after another.
+        norms: The norm of each optimizer's gradients.
+    """
+
+    number: int
     attempt: Attempt
     step: int
-    batches: Sequence[tuple[Any, Any]]
+    values: Sequence[Any]
     norms: Sequence[Any]
 
 
-Report = LegReport | StepReport
+Report = LegReport | StepBlock
 
 
 class StepRecorder(WorkerCallback):
@@ -75,38 +115,38 @@ class StepRecorder(WorkerCallback):
     def on_begin(self, operator: Any) -> None:
         self.name = uuid.uuid4().hex
         self._num_reports = 0
-        self._reports = deque[tuple[int, LegReport | _Waiting]](maxlen=_MOST_WAITING)
+        self._reports = deque[_WaitingLeg | _Waiting](maxlen=_MOST_WAITING)
         self._attempt: Attempt = (0, 0)
         self._is_off = False
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._batches, self._norms = list[tuple[Any, Any]](), list[Any]()
+        self._values: list[Any] = []
+        self._norms: Sequence[Any] = ()
 
     def _on_leg(self, operator: Any, leg: Mapping[str, Any]) -> None:
         call, number = leg["attempt"]
         self._attempt, self._is_off = (call, number), leg["obstacle"] is not None
         self._begin_step()  # discard the values of an interrupted step, which is repeated
-        self._report(LegReport(self._attempt, leg))
+        self._num_reports += 1
+        self._reports.append(_WaitingLeg(self._num_reports, LegReport(self._attempt, leg)))
 
     def _on_norm(self, norm: Any) -> None:
         if norm is not None and not hasattr(norm, "full_tensor"):  # reading a sharded tensor would need all ranks
-            self._norms.append(_kept(norm))
+            self._norms = (*self._norms, _kept(norm))
 
-    def _on_batch(self, operator: Any, metrics: Any, is_boundary: bool) -> None:
+    def _on_batch(self, operator: Any, metrics: Sequence[HeldMetric] | None, is_boundary: bool) -> None:
         if self._is_off:
             return
-        if isinstance(metrics, Mapping):
-            self._batches.append(_loss_of(metrics))
+        if metrics is not None:
+            self._values += _loss_of(metrics)
         if is_boundary:
-            self._report(_Waiting(self._attempt, operator.global_step + 1, self._batches, self._norms))
+            self._num_reports += 1
+            step = operator.global_step + 1
+            self._reports.append(_Waiting(self._num_reports, self._attempt, step, self._values, self._norms))
             self._begin_step()
 
-    def _report(self, report: LegReport | _Waiting) -> None:
-        self._num_reports += 1
-        self._reports.append((self._num_reports, report))
-
-    def reports(self, after: int, to_floats: ToFloats) -> list[tuple[int, Report]]:
+    def reports(self, after: int, to_floats: ToFloats) -> tuple[int, list[Report]]:
         """Return the reports that the driver does not have yet, and discard all earlier reports.
 
         A second thread of the worker calls this method, because reading values may wait for the GPU.
@@ -114,44 +154,50 @@ class StepRecorder(WorkerCallback):
         Args:
             after: Number of the last report that the driver has.
             to_floats: Function that converts a list of one-element tensors to floats.
+
+        Returns:
+            The number of the last report that is returned, or `after` if there are no new reports, and the reports.
         """
-        while self._reports and self._reports[0][0] <= after:
+        while self._reports and self._reports[0].number <= after:
             self._reports.popleft()
-        waiting = list(self._reports)
-        values = [value for _, each in waiting if isinstance(each, _Waiting) for value in _values_of(each)]
-        numbers = iter(_read(values, to_floats))
-        return [(n, each if isinstance(each, LegReport) else _as_report(each, numbers)) for n, each in waiting]
+        waiting, found, steps = list(self._reports), list[Report](), list[_Waiting]()
+        for each in (*waiting, None):
+            if isinstance(each, _Waiting):
+                steps.append(each)
+                continue
+            if steps:
+                found.append(_as_block(steps, to_floats))
+                steps = []
+            if each is not None:
+                found.append(each.report)
+        return (waiting[-1].number if waiting else after), found
 
 
-def reports_after(replica: Any, received: Mapping[str, int]) -> tuple[str, list[tuple[int, Report]]]:
+def reports_after(replica: Any, received: Mapping[str, int]) -> tuple[str, int, list[Report]]:
     """Return the name of the recorder in a worker, and those of its reports that the driver does not have yet.
 
     Args:
         replica: The object in the worker that holds the training operator.
         received: For each recorder, the number of the last report that the driver has.
+
+    Returns:
+        The name, the number of the last report that is returned, and the reports.
     """
     internals = replica.operator._raysgd
     found: StepRecorder | None = internals.callbacks.of_kind(StepRecorder)
     if found is None:
-        return "", []
-    return found.name, found.reports(received.get(found.name, 0), internals.to_floats)
+        return "", 0, []
+    return found.name, *found.reports(received.get(found.name, 0), internals.to_floats)
 
 
-def _loss_of(metrics: Mapping[str, Any]) -> tuple[Any, Any]:
+def _loss_of(metrics: Sequence[HeldMetric]) -> tuple[Any, Any]:
     """Return the loss of a batch and its weight in the mean loss. If no metric is a loss, return NaN and 0."""
-    name = TRAIN_LOSS if TRAIN_LOSS in metrics else _name_of_loss(metrics)
-    if name is None:
-        return math.nan, 0
-    weight = metrics.get(_WEIGHT_OF_TRAIN_LOSS if name is TRAIN_LOSS else weight_of(name))
-    if weight is None:
-        weight = metrics.get(BATCH_WEIGHT, metrics.get(NUM_SAMPLES, 1))
-    return _kept(metrics[name]), weight if type(weight) is int else _kept(weight)
-
-
-def _name_of_loss(metrics: Mapping[str, Any]) -> str | None:
-    if "loss" in metrics:
-        return "loss"
-    return next((name for name in metrics if "loss" in str(name) and not is_weight(name)), None)
+    for name, _, value, weight in metrics:
+        if name == TRAIN_LOSS:
+            return value, weight
+    losses = [each for each in metrics if "loss" in str(each[0]) and isinstance(each[1], NumberMeter)]
+    found = next((each for each in losses if each[0] == "loss"), losses[0] if losses else None)
+    return (math.nan, 0) if found is None else found[2:]
 
 
 def _kept(value: Any) -> Any:
@@ -167,28 +213,54 @@ def _kept(value: Any) -> Any:
         return math.nan
 
 
-def _values_of(waiting: _Waiting) -> Iterator[Any]:
-    for loss, weight in waiting.batches:
-        yield loss
-        yield weight
-    yield from waiting.norms
+def _as_block(waiting: Sequence[_Waiting], to_floats: ToFloats) -> StepBlock:
+    """Read the values of some steps, and return them as a report.
 
-
-def _read(values: Sequence[Any], to_floats: ToFloats) -> list[float]:
-    """Convert numbers and tensors to floats. All tensors are read from the GPU together."""
-    tensors = [value for value in values if hasattr(value, "detach")]
-    read = iter(to_floats(tensors) if tensors else ())
-    return [next(read) if hasattr(value, "detach") else float(value) for value in values]
-
-
-def _as_report(waiting: _Waiting, numbers: Iterator[float]) -> StepReport:
-    batches = [(next(numbers), next(numbers)) for _ in waiting.batches]
-    norms = [next(numbers) for _ in waiting.norms]
+    Args:
+        waiting: The steps, which are all of one attempt.
+        to_floats: Function that converts a list of one-element tensors to floats.
+    """
+    counts = np.array([len(each.values) // 2 for each in waiting])
+    read = _read([value for each in waiting for value in each.values], to_floats)
+    losses, weights = read[::2], read[1::2]
     # Leave out padding batches, whose samples do not count. Their weight is 0.
-    counted = [(loss * weight, weight) for loss, weight in batches if weight > 0]
-    total, weight = math.fsum(each for each, _ in counted), math.fsum(each for _, each in counted)
-    return StepReport(waiting.attempt, waiting.step, total, weight, max(norms, key=_by_size) if norms else None)
+    weights = np.where(weights > 0, weights, 0.0)
+    with np.errstate(over="ignore"):
+        totals = np.multiply(losses, weights, out=np.zeros(len(losses)), where=weights > 0)
+    norms = np.full(len(waiting), NO_NORM)
+    if any(each.norms for each in waiting):
+        of_steps = iter(_read([norm for each in waiting for norm in each.norms], to_floats).tolist())
+        norms[:] = [_largest([next(of_steps) for _ in each.norms]) for each in waiting]
+    if (counts != 1).any():
+        ends = counts.cumsum()
+        totals, weights = (_sums_of(np.split(each, ends[:-1])) for each in (totals, weights))
+    return StepBlock(waiting[0].attempt, np.array([each.step for each in waiting]), totals, weights, norms)
 
 
-def _by_size(norm: float) -> float:
-    return math.inf if math.isnan(norm) else norm
+def _read(values: Sequence[Any], to_floats: ToFloats) -> Column:
+    """Convert numbers and tensors to floats. All tensors are read from the GPU together."""
+    tensors = [value for value in values if type(value) not in PLAIN_NUMBERS]
+    if tensors:
+        read = iter(to_floats(tensors))
+        values = [value if type(value) in PLAIN_NUMBERS else next(read) for value in values]
+    return np.array(values, dtype=np.float64)
+
+
+def _sums_of(groups: Iterable[Column]) -> Column:
+    return np.array([exact_sum(each.tolist()) for each in groups])
+
+
+def exact_sum(numbers: Sequence[float]) -> float:
+    """Return the correctly rounded sum, which does not depend on the order of the numbers.
+
+    If the sum is too large for a float, or if a number is infinite or NaN, return the sum in the order of the numbers.
+    """
+    try:
+        return math.fsum(numbers)
+    except (OverflowError, ValueError):
+        return sum(numbers)
+
+
+def _largest(norms: Sequence[float]) -> float:
+    """Return the largest norm, where NaN counts as infinite. Return `NO_NORM` if there is no norm."""
+    return max(norms, key=lambda norm: math.inf if math.isnan(norm) else norm, default=NO_NORM)

@@ -24,10 +24,9 @@ from raysgd.callbacks import (
 from raysgd.callbacks.monitors import StepMetrics
 from raysgd.core.engine.shared.group_events import GroupEvent
 from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
-from raysgd.core.numbers.results import CallProgress
 from raysgd.exceptions import WorkersLostError
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.trainer.driver.calls import StepListener
+from raysgd.trainer.driver.calls import StepMetricsReader
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
 
 Make = Callable[..., TorchTrainer]
@@ -243,22 +242,21 @@ class TestSteps:
 
     def test_are_means_over_the_ranks_that_counted_samples_and_none_is_told_twice_or_too_early(self) -> None:
         ranks, told = Ranks({}, {}), list[tuple[int, dict[str, float]]]()
-        listener = StepListener(cast("Any", ranks), lambda step, metrics: told.append((step, metrics)))
-        now, end = (CallProgress(1, 9, 0, 1, None, is_done=is_done) for is_done in (False, True))
-        listener(now)
+        read = StepMetricsReader(cast("Any", ranks), lambda step, metrics: told.append((step, metrics)))
+        read(False)
         ranks.answers = [{2: means(1.0, 6), 4: means(3.0, 2)}, {2: means(5.0, 2)}]
-        listener(now)
+        read(False)
         assert told == []  # they were asked less than a second ago
-        listener._asked_at = 0.0
-        listener(now)
+        read._asked_at = 0.0
+        read(False)
         assert told == [(2, {"a": 2.0})]
         ranks.answers = [{4: means(3.0, 2), 6: means(1.0, 2)}, {2: means(5.0, 2), 4: means(math.nan, 0)}]
-        listener(end)
+        read(True)
         assert told[1:] == [(4, {"a": 3.0}), (6, {"a": 1.0})]
         ranks.answers = [{8: means(1.0, 1)}, WorkersLostError("gone")]
-        listener(end)
+        read(True)
         ranks.answers = [{6: means(9.0, 1), 8: means(1.0, 1)}]
-        listener(end)
+        read(True)
         assert (told[3:], ranks.asked_after) == ([(8, {"a": 1.0})], [0, 0, 2, 6, 6])
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.callbacks import Callback, Checkpointing, CSVLogger, GradientNorms, HTMLReport, Run
-from raysgd.journal.journal import STEPS_FILE, Journal, JournalWriter, StepRecord
+from raysgd.journal.journal import NO_LOSS, NO_NORM, STEPS, STEPS_FILE, Journal, JournalWriter, StepRecord
 from raysgd.torch import TorchTrainer, TrainingOperator
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
 
@@ -176,14 +178,15 @@ def test_records_may_come_in_any_order_and_leave_gaps(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path, {"raysgd": "1"})
     writer.note_checkpoint("nothing.ckpt", 0)  # before the first step, there is nothing to note it in
     writer.begin_leg({"step": 0})
-    writer.write_steps([StepRecord(5, 0.5, None, 4), StepRecord(2, 0.1 + 0.2, 7.5, 3)])
+    writer.write_steps(np.array([3, 6]), np.array([(0.5, NO_NORM, 4), (0.25, NO_NORM, 4)], STEPS))
+    assert Journal(tmp_path).numbers() == [3, 6]
+    writer.write_steps(np.array([2, 5]), np.array([(0.1 + 0.2, 7.5, 3), (math.nan, NO_NORM, NO_LOSS)], STEPS))
     journal = Journal(tmp_path)
-    assert journal.numbers() == [2, 5]
+    assert journal.numbers() == [2, 3, 5, 6]
     assert journal.step(2) == StepRecord(2, 0.1 + 0.2, 7.5, 3)
-    assert journal.step(3) is None
-    assert journal.step(6) is None
-    assert journal.step(0) is None
-    assert (tmp_path / "journal" / STEPS_FILE).stat().st_size == 5 * 16
+    assert journal.step(3) == StepRecord(3, 0.5, None, 4), "steps in between stay as they are"
+    assert [journal.step(number) for number in (0, 1, 4, 7)] == [None] * 4
+    assert (tmp_path / "journal" / STEPS_FILE).stat().st_size == 6 * 16
 
 
 def test_a_folder_without_a_journal_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a worker notes of its steps, without a trainer: sums and weights, and no look at a device."""
+"""What a worker records about its steps, without a trainer: sums and weights, from what the meters have read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd.journal.recorder import LegReport, StepRecorder, StepReport
+from raysgd.core.numbers.meters import NUM_SAMPLES, AverageMeterCollection
+from raysgd.journal.journal import NO_NORM
+from raysgd.journal.recorder import LegReport, StepBlock, StepRecorder, exact_sum
+from raysgd.torch.objects import metric_objects
 from raysgd.torch.objects.moving import read_tensors
 
 ATTEMPT = (3, 1)
@@ -29,11 +32,33 @@ def recorder(operator: Any) -> StepRecorder:
     return made
 
 
-def report(recorder: StepRecorder) -> Any:
-    (_, leg), (number, found) = recorder.reports(0, read_tensors)
+def held(metrics: dict[str, Any]) -> Any:
+    """Return the metrics of a batch as the meters of an operator have read them."""
+    meters, values = AverageMeterCollection(read_tensors, metric_objects.capture), dict(metrics)
+    meters.hold(values, values.pop(NUM_SAMPLES, 1))
+    return meters.held[-1][0]
+
+
+def rows(block: Any) -> list[tuple[Any, ...]]:
+    """Return step, total, weight and norm of each step of a report."""
+    assert isinstance(block, StepBlock)
+    assert block.attempt == ATTEMPT
+    return list(zip(*(each.tolist() for each in (block.steps, block.totals, block.weights, block.norms)), strict=True))
+
+
+def recorded(recorder: StepRecorder, after: int = 0) -> list[tuple[Any, ...]]:
+    _, (leg, block) = recorder.reports(after, read_tensors)
     assert isinstance(leg, LegReport)
-    assert number == 2
-    return found
+    return rows(block)
+
+
+class Metric:
+    """Accumulates batches itself, as the metrics of torchmetrics do."""
+
+    def compute(self) -> float:
+        return 9.0
+
+    def merge_state(self, others: Any) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -41,58 +66,104 @@ def report(recorder: StepRecorder) -> Any:
     [
         ({"train_loss": torch.tensor(0.5), "num_samples": 8}, 4.0, 8),
         ({"loss": np.float64(0.5), "accuracy": 1.0, "num_samples": 8}, 4.0, 8),
+        ({"aux_loss": 2.0, "loss": 0.5, "num_samples": 8}, 4.0, 8),
         ({"d_loss": 0.5, "g_loss": 2.0}, 0.5, 1),
+        ({"loss_meter": Metric(), "g_loss": 2.0}, 2.0, 1),
         ({"train_loss": 0.5, "num_samples": 8, "batch_weight": 3}, 1.5, 3),
         ({"train_loss": 0.5, "num_samples": 8, "batch_weight_of_train_loss": torch.tensor(6)}, 3.0, 6),
         ({"train_loss": math.nan, "num_samples": 0}, 0.0, 0),
         ({"accuracy": 0.5, "num_samples": 8}, 0.0, 0),
-        ("no metrics", 0.0, 0),
+        ({}, 0.0, 0),
     ],
 )
 def test_a_loss_counts_by_its_weight(
     recorder: StepRecorder, operator: Any, metrics: Any, total: float, weight: float
 ) -> None:
-    recorder._on_batch(operator, metrics, True)
-    assert report(recorder) == StepReport(ATTEMPT, 1, total, weight, None)
+    recorder._on_batch(operator, held(metrics), True)
+    assert recorded(recorder) == [(1, total, weight, NO_NORM)]
 
 
 def test_a_step_of_several_batches_is_their_sum(recorder: StepRecorder, operator: Any) -> None:
     recorder._on_norm(torch.tensor(0.25))
-    recorder._on_batch(operator, {"train_loss": 1.0, "num_samples": 4}, False)
+    recorder._on_batch(operator, held({"train_loss": 1.0, "num_samples": 4}), False)
     operator.global_step = 1
-    recorder._on_batch(operator, {"train_loss": 2.0, "num_samples": 2}, True)
-    assert report(recorder) == StepReport(ATTEMPT, 2, 8.0, 6, 0.25)
+    recorder._on_batch(operator, held({"train_loss": 2.0, "num_samples": 2}), True)
+    operator.global_step = 2
+    recorder._on_batch(operator, None, True)  # padding
+    assert recorded(recorder) == [(2, 8.0, 6, 0.25), (3, 0.0, 0, NO_NORM)]
 
 
 def test_a_step_that_broke_off_is_forgotten(recorder: StepRecorder, operator: Any) -> None:
-    recorder._on_batch(operator, {"train_loss": 9.0}, False)
+    recorder._on_batch(operator, held({"train_loss": 9.0}), False)
     recorder._on_leg(operator, {"attempt": [3, 2], "obstacle": None})
-    recorder._on_batch(operator, {"train_loss": 1.0}, True)
-    assert recorder.reports(2, read_tensors) == [(3, StepReport((3, 2), 1, 1.0, 1, None))]
+    recorder._on_batch(operator, held({"train_loss": 1.0}), True)
+    last, (block,) = recorder.reports(2, read_tensors)
+    assert last == 3
+    assert isinstance(block, StepBlock)
+    assert (block.attempt, block.steps.tolist(), block.totals.tolist()) == ((3, 2), [1], [1.0])
+
+
+def test_steps_of_two_attempts_are_two_reports(recorder: StepRecorder, operator: Any) -> None:
+    recorder._on_batch(operator, held({"train_loss": 9.0}), True)
+    recorder._on_leg(operator, {"attempt": [3, 2], "obstacle": None})
+    recorder._on_batch(operator, held({"train_loss": 1.0}), True)
+    last, reports = recorder.reports(0, read_tensors)
+    assert last == 4
+    assert [(type(each), each.attempt) for each in reports] == [
+        (LegReport, (3, 1)),
+        (StepBlock, (3, 1)),
+        (LegReport, (3, 2)),
+        (StepBlock, (3, 2)),
+    ]
 
 
 def test_reports_are_kept_until_the_driver_has_them(recorder: StepRecorder, operator: Any) -> None:
     for operator.global_step in range(3):
-        recorder._on_batch(operator, {"train_loss": 1.0}, True)
-    assert [number for number, _ in recorder.reports(0, read_tensors)] == [1, 2, 3, 4]
-    assert [number for number, _ in recorder.reports(0, read_tensors)] == [1, 2, 3, 4], "an answer may be lost"
-    assert [number for number, _ in recorder.reports(3, read_tensors)] == [4]
-    assert [number for number, _ in recorder.reports(0, read_tensors)] == [4]
+        recorder._on_batch(operator, held({"train_loss": 1.0}), True)
+    for _ in range(2):  # an answer may be lost
+        assert [step for step, *_ in recorded(recorder)] == [1, 2, 3]
+    last, (block,) = recorder.reports(3, read_tensors)
+    assert (last, [step for step, *_ in rows(block)]) == (4, [3])
+    last, (block,) = recorder.reports(0, read_tensors)
+    assert (last, [step for step, *_ in rows(block)]) == (4, [3]), "the driver has the others"
+    assert recorder.reports(4, read_tensors) == (4, [])
 
 
-def test_a_tensor_on_a_device_is_copied_and_not_read(recorder: StepRecorder, operator: Any) -> None:
+def test_a_tensor_on_a_device_is_not_read_in_the_step(recorder: StepRecorder, operator: Any) -> None:
     with torch.device("meta"):  # reading such a tensor raises
-        metrics = {"train_loss": torch.ones(()), "batch_weight": torch.ones(())}
+        metrics = held({"train_loss": torch.ones(()), "batch_weight_of_train_loss": torch.ones(())})
         norm = torch.ones(())
     recorder._on_norm(norm)
     recorder._on_batch(operator, metrics, True)
-    with pytest.raises((NotImplementedError, RuntimeError)):
-        recorder.reports(0, read_tensors)
+    read = list[int]()
+
+    def to_floats(tensors: list[Any]) -> list[float]:
+        read.append(len(tensors))
+        return [0.5, 8.0][: len(tensors)]
+
+    _, (_, block) = recorder.reports(0, to_floats)
+    assert rows(block) == [(1, 4.0, 8.0, 0.5)]
+    assert read == [2, 1]
 
 
 def test_the_largest_norm_of_several_optimizers_counts(recorder: StepRecorder, operator: Any) -> None:
     for norm in (1.0, math.nan, 3.0):
         recorder._on_norm(norm)
     recorder._on_norm(None)  # an override of `clip_grad_norm` returns nothing
-    recorder._on_batch(operator, {"train_loss": 1.0}, True)
-    assert math.isnan(report(recorder).norm)
+    recorder._on_batch(operator, held({"train_loss": 1.0}), True)
+    ((*_, norm),) = recorded(recorder)
+    assert math.isnan(norm)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ([], 0.0),
+        ([0.1] * 10, 1.0),
+        ([1e308, 1e308], math.inf),
+        ([math.inf, -math.inf], math.nan),
+        ([math.nan, 1.0], math.nan),
+    ],
+)
+def test_a_sum_does_not_depend_on_the_order(numbers: list[float], expected: float) -> None:
+    assert exact_sum(numbers) == pytest.approx(expected, rel=0, abs=0, nan_ok=True)

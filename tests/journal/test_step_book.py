@@ -5,58 +5,98 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from raysgd.journal.journal import StepRecord
+import numpy as np
+import pytest
+
+from raysgd.journal.journal import NO_NORM
 from raysgd.journal.keeper import StepBook
-from raysgd.journal.recorder import LegReport, StepReport
+from raysgd.journal.recorder import LegReport, StepBlock
 
 
 def leg(attempt: tuple[int, int], after: int, num_workers: int = 2) -> LegReport:
     return LegReport(attempt, {"step": after, "num_workers": num_workers})
 
 
-def part(attempt: tuple[int, int], step: int, total: float, weight: float = 4, norm: float | None = None) -> StepReport:
-    return StepReport(attempt, step, total, weight, norm)
+def part(attempt: tuple[int, int], steps: range, *totals: float, weight: float = 4, norm: float = NO_NORM) -> StepBlock:
+    same = np.full(len(steps), 1.0)
+    return StepBlock(attempt, np.array(steps), np.array(totals), same * weight, same * norm)
+
+
+def taken(book: StepBook) -> list[tuple[Any, ...]]:
+    """Return number, loss, norm and weight of the steps with new reports."""
+    return [
+        (number, *record)
+        for numbers, records in book.take()
+        for number, record in zip(numbers.tolist(), records.tolist(), strict=True)
+    ]
 
 
 def test_a_step_is_the_mean_over_the_samples_of_all_workers() -> None:
     book = StepBook()
-    assert book.add("a", leg((1, 1), 0)) == {"step": 0, "num_workers": 2}
-    assert book.add("b", leg((1, 1), 0)) is None, "the other worker says the same"
-    assert book.add("a", part((1, 1), 1, 8.0, 4)) == StepRecord(1, 2.0, None, 4)
-    assert book.add("b", part((1, 1), 1, 4.0, 2, norm=0.5)) == StepRecord(1, 2.0, 0.5, 6)
-    assert book.last_step == 1
+    assert book.begin(leg((1, 1), 0)) == {"step": 0, "num_workers": 2}
+    assert book.begin(leg((1, 1), 0)) is None, "the other worker reports the same"
+    book.add("a", part((1, 1), range(1, 3), 8.0, 4.0))
+    assert taken(book) == [(1, 2.0, NO_NORM, 4), (2, 1.0, NO_NORM, 4)]
+    book.add("b", part((1, 1), range(1, 2), 4.0, weight=2, norm=0.5))
+    assert taken(book) == [(1, 2.0, 0.5, 6), (2, 1.0, NO_NORM, 4)]
+    book.add("b", part((1, 1), range(2, 4), 8.0, 6.0))
+    assert taken(book) == [(2, 1.5, NO_NORM, 8), (3, 1.5, NO_NORM, 4)], "the first step is complete"
+    assert taken(book) == []
+    assert book.last_step == 3
+
+
+@pytest.mark.parametrize("order", ["abc", "cab", "bca"])
+def test_the_mean_does_not_depend_on_the_order_of_workers(order: str) -> None:
+    totals, book = {"a": 1e16, "b": 1.0, "c": -1e16}, StepBook()
+    book.begin(leg((1, 1), 0, num_workers=3))
+    for name in order:
+        book.add(name, part((1, 1), range(1, 2), totals[name], weight=1))
+    assert taken(book) == [(1, 1 / 3, NO_NORM, 3)]
 
 
 def test_an_attempt_replaces_the_steps_after_its_beginning_only() -> None:
     book = StepBook()
-    for report in (leg((1, 1), 0), part((1, 1), 1, 4.0), part((1, 1), 2, 4.0), part((1, 1), 3, 4.0)):
-        book.add("a", report)
-    book.add("a", leg((1, 2), 2, num_workers=1))
+    book.begin(leg((1, 1), 0))
+    book.add("a", part((1, 1), range(1, 4), 4.0, 4.0, 4.0))
+    assert len(taken(book)) == 3
+    book.begin(leg((1, 2), 2, num_workers=1))
     assert book.last_step == 2
-    assert book.add("b", part((1, 1), 2, 8.0)) == StepRecord(2, 1.5, None, 8), "a survivor is asked late"
-    assert book.add("b", part((1, 1), 3, 8.0)) is None, "the step was taken again"
-    assert book.add("a", part((1, 2), 3, 12.0)) == StepRecord(3, 3.0, None, 4)
+    book.add("b", part((1, 1), range(1, 5), 8.0, 8.0, 8.0, 8.0))  # a survivor is asked late
+    assert taken(book) == [(1, 1.5, NO_NORM, 8), (2, 1.5, NO_NORM, 8)], "the other steps were repeated"
+    book.add("a", part((1, 2), range(3, 4), 12.0))
+    assert taken(book) == [(3, 3.0, NO_NORM, 4)]
 
 
 def test_an_attempt_that_began_again_before_its_first_step_is_forgotten() -> None:
     book = StepBook()
     for report in (leg((1, 1), 0), leg((1, 2), 5), leg((1, 3), 2)):
-        book.add("a", report)
-    assert book.add("a", part((1, 2), 6, 4.0)) is None
-    assert book.add("a", leg((1, 2), 5)) is None, "an old report"
+        book.begin(report)
+    book.add("a", part((1, 2), range(6, 7), 4.0))
+    assert taken(book) == []
+    assert book.begin(leg((1, 2), 5)) is None, "an old report"
 
 
 def test_a_step_without_a_loss_has_none() -> None:
     book = StepBook()
-    book.add("a", leg((1, 1), 0, num_workers=1))
-    record: Any = book.add("a", part((1, 1), 1, 0.0, weight=0))
-    assert math.isnan(record.loss)
-    assert record.weight == -1
+    book.begin(leg((1, 1), 0, num_workers=1))
+    book.add("a", part((1, 1), range(1, 2), 0.0, weight=0))
+    ((_, loss, _, weight),) = taken(book)
+    assert math.isnan(loss)
+    assert weight == -1
 
 
 def test_an_infinite_loss_of_one_worker_shows_in_the_mean() -> None:
     book = StepBook()
-    book.add("a", leg((1, 1), 0))
-    book.add("a", part((1, 1), 1, math.inf))
-    record: Any = book.add("b", part((1, 1), 1, 4.0))
-    assert record.loss == math.inf
+    book.begin(leg((1, 1), 0))
+    book.add("a", part((1, 1), range(1, 3), math.inf, math.inf))
+    book.add("b", part((1, 1), range(1, 3), 4.0, -math.inf))
+    (_, first, *_), (_, second, *_) = taken(book)
+    assert first == math.inf
+    assert math.isnan(second)
+
+
+def test_a_norm_that_is_too_large_for_its_field_is_infinite() -> None:
+    book = StepBook()
+    book.begin(leg((1, 1), 0, num_workers=1))
+    book.add("a", part((1, 1), range(1, 2), 4.0, norm=1e39))
+    assert taken(book) == [(1, 1.0, math.inf, 4)]

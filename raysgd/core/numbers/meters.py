@@ -153,7 +153,7 @@ def value_here(state: CapturedMetric, name: str) -> Any:
         return math.nan
 
 
-_PLAIN_NUMBERS = frozenset({float, int, bool})
+PLAIN_NUMBERS = frozenset({float, int, bool})
 _UNREAD = object()
 
 ToFloats = Callable[[list[Any]], list[float]]
@@ -184,7 +184,7 @@ class NumberMeter:
             ValueError: The value is not exactly one number, or the weight is invalid.
         """
         kind = type(value)
-        if kind in _PLAIN_NUMBERS:
+        if kind in PLAIN_NUMBERS:
             number = value
         elif hasattr(kind, "detach"):
             if value.numel() != 1:
@@ -201,7 +201,7 @@ class NumberMeter:
 
     def add(self, value: Any, weight: Any) -> None:
         """Add a value and its weight, as `read` returned them."""
-        if type(value) not in _PLAIN_NUMBERS:
+        if type(value) not in PLAIN_NUMBERS:
             waits = is_tensor(type(weight))
             self.pending += [value, weight] if waits else [value]
             self._weights.append(None if waits else weight)
@@ -375,8 +375,11 @@ class AverageMeter:
             self.avg = self.sum / self.count
 
 
-_Entry = tuple[Any, ObjectMeter | NumberMeter, Any, Any]
-"""One metric of a batch: its name, the meter that read it, the value, and its weight."""
+HeldMetric = tuple[Any, ObjectMeter | NumberMeter, Any, Any]
+"""One metric of a batch: its name, the meter that read it, and the value and weight that the meter has read.
+
+A value or weight that was on the CPU is a number. Otherwise, it is a tensor, a copy that nobody changes.
+"""
 
 
 class AverageMeterCollection:
@@ -423,7 +426,7 @@ class AverageMeterCollection:
         self._meters: dict[str, NumberMeter | ObjectMeter] = {}
         self.num_batches = 0
         self.has_objects = False
-        self.held: list[tuple[list[_Entry], int | float]] = []
+        self.held: list[tuple[list[HeldMetric], int | float]] = []
         self.n: int | float = 0
 
     def update(self, metrics: Mapping[str, Any], n: int | float = 1, *, is_strict: bool = True) -> None:
@@ -456,7 +459,7 @@ class AverageMeterCollection:
         if not 0 <= num_samples < math.inf:
             raise ValueError(f"`{NUM_SAMPLES}={n!r}`: need the number of samples of a batch, 0 or more.")
         weight = as_weight(BATCH_WEIGHT, metrics[BATCH_WEIGHT]) if BATCH_WEIGHT in metrics else num_samples
-        meters, entries = self._meters, list[_Entry]()
+        meters, entries = self._meters, list[HeldMetric]()
         for name, value in metrics.items():
             meter = meters.get(name)
             if meter is None and is_weight(name):

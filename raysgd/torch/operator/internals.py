@@ -550,7 +550,8 @@ class TorchInternals(Internals):
             if BATCH_WEIGHT in metrics:
                 self.gradients.compare_weight(metrics, type(self._operator).__name__)
         if self.callbacks.noting_batches:
-            self.callbacks.note_batch(self._operator, None if leg.batch.is_padding else metrics, leg.batch.is_boundary)
+            held = None if leg.batch.is_padding else self.meters.held[-1][0]
+            self.callbacks.note_batch(self._operator, held, leg.batch.is_boundary)
         self._operator.global_step += leg.batch.is_last_part
 
     def note_amount(self, comparison: LossCall) -> None:

@@ -75,6 +75,11 @@ class EpochLeft(Exception):
 
 
 Listener = Callable[[CallProgress], None]
+StepReader = Callable[[bool], None]
+"""Fetches what the workers have recorded about their steps.
+
+Called about ten times a second while a call runs, with False, and once after a training call has returned, with True.
+"""
 
 _ASK_FOR_STEPS_S = 1.0
 _INSIDE_A_CALL = (
@@ -87,45 +92,66 @@ _INSIDE_A_CALL = (
 class ProgressListeners:
     """Asks rank 0 for its progress while a call runs, and reports that progress to listeners.
 
-    Without listeners, nothing is asked.
+    Without listeners, rank 0 is not asked. Step readers are also called while a call runs, but do not need the
+    progress.
 
     Attributes:
         listeners: Functions that receive the progress about ten times a second, and once after the call has returned.
+        step_readers: Functions that fetch what the workers have recorded about their steps.
     """
 
     def __init__(self, controller: ElasticController) -> None:
         self._controller = controller
         self.listeners: list[Listener] = []
+        self.step_readers: list[StepReader] = []
 
     @contextmanager
-    def listening(self, *listeners: Listener) -> Iterator[None]:
-        """Report progress to these listeners too, inside the block."""
+    def listening(self, *listeners: Listener, step_readers: Sequence[StepReader] = ()) -> Iterator[None]:
+        """Report progress to these listeners too, and call these step readers, inside the block."""
         self.listeners += listeners
+        self.step_readers += step_readers
         try:
             yield
         finally:
             for listener in listeners:
                 self.listeners.remove(listener)
+            for reader in step_readers:
+                self.step_readers.remove(reader)
 
     @property
     def on_wait(self) -> Callable[[], None] | None:
-        """Function that the driver calls repeatedly while it waits for the workers. None if there are no listeners."""
-        return self._tell_of_now if self.listeners else None
+        """Function that the driver calls repeatedly while it waits for the workers. None if nobody needs it."""
+        return self._on_wait if self.listeners or self.step_readers else None
+
+    def _on_wait(self) -> None:
+        if self.listeners:
+            self._tell_of_now()
+        self._read_steps(is_done=False)
+
+    def _read_steps(self, is_done: bool) -> None:
+        with self._controller.turns.closed(_INSIDE_A_CALL):
+            for reader in tuple(self.step_readers):
+                reader(is_done)
 
     def tell_end(self, kind: ProgressKind, asked: EpochRequest, answer: EpochAnswer) -> None:
-        """Report to the listeners that a call has returned.
+        """Report to the listeners, and after a training call to the step readers, that a call has returned.
 
         Args:
             kind: The type of call.
             asked: The request that the workers have answered.
             answer: Rank 0's answer.
         """
-        numbers = {
-            name: number for name, value in (answer.metrics or {}).items() if (number := as_number(value)) is not None
-        }
-        loss = numbers.get("last_train_loss" if kind == "train" else "val_loss")
-        epochs = answer.epoch_idx, asked.info.get("num_epochs")
-        self.tell(CallProgress(answer.num_steps, answer.num_steps, *epochs, loss, kind, numbers, is_done=True))
+        if self.listeners:
+            numbers = {
+                name: number
+                for name, value in (answer.metrics or {}).items()
+                if (number := as_number(value)) is not None
+            }
+            loss = numbers.get("last_train_loss" if kind == "train" else "val_loss")
+            epochs = answer.epoch_idx, asked.info.get("num_epochs")
+            self.tell(CallProgress(answer.num_steps, answer.num_steps, *epochs, loss, kind, numbers, is_done=True))
+        if kind == "train":
+            self._read_steps(is_done=True)
 
     def _tell_of_now(self) -> None:
         """Report rank 0's current progress to the listeners, if rank 0 responds within a second.
@@ -149,7 +175,7 @@ class ProgressListeners:
                 listener(progress)
 
 
-class StepListener:
+class StepMetricsReader:
     """Asks all ranks for the metrics of their last steps, once a second and at the end of a training call.
 
     Args:
@@ -162,10 +188,9 @@ class StepListener:
         self._controller, self._tell = controller, tell
         self._last_step, self._asked_at = 0, 0.0
 
-    def __call__(self, progress: CallProgress) -> None:
-        if progress.kind != "train" or not (progress.is_done or time.monotonic() > self._asked_at + _ASK_FOR_STEPS_S):
-            return
-        self._ask(progress.is_done)
+    def __call__(self, is_done: bool) -> None:
+        if is_done or time.monotonic() > self._asked_at + _ASK_FOR_STEPS_S:
+            self._ask(is_done)
 
     def tell_rest(self) -> None:
         """Report the metrics that have not been reported yet, up to the step where the training call stopped."""
@@ -274,7 +299,7 @@ class EpochCalls:
         request = replace(asked, seed=facts.seed, starts_over=starts_over)
         requests: Requests = [(request,)] * len(worlds)  # the same object for all ranks, so that it is pickled once
         # Rank 0 runs in the driver's thread, which cannot wait and call listeners. So rank 0 calls them between steps.
-        if self._use_local and self.listeners.listeners:
+        if self._use_local and self.listeners.on_wait is not None:
             requests[0] = (replace(request, redraw=self.listeners.on_wait),)
         if dataset is not None:
             return sharing.with_data_of_call(requests, name, dataset, worlds)
@@ -355,8 +380,7 @@ class EpochCalls:
             comparisons.note_call(time.perf_counter() - began, costs_s)
         if dataset is not None:
             self.sharing.note_place("train", dataset, answers[0].place)
-        if self.listeners.listeners:
-            self.listeners.tell_end("train", asked, answers[0])
+        self.listeners.tell_end("train", asked, answers[0])
         return answers
 
     def _between_steps(self, call: Call) -> None:
@@ -423,8 +447,7 @@ class EpochCalls:
         with OnFailure(self._start_over):
             answers: list[EpochAnswer] = self.controller.run(call)
         self._validation_starts_over = False
-        if self.listeners.listeners:
-            self.listeners.tell_end("validation", asked, answers[0])
+        self.listeners.tell_end("validation", asked, answers[0])
         return answers
 
     def _start_over(self) -> None:

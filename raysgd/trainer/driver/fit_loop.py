@@ -316,7 +316,8 @@ class FitRun:
         if run.is_stopping:
             return None
         run.epoch += 1
-        with trainer.calls.listeners.listening(*self._reports.listeners):
+        reports = self._reports
+        with trainer.calls.listeners.listening(*reports.listeners, step_readers=reports.readers):
             info = {"num_epochs": run.epochs, VALIDATES: self._results.validates}
             trained = self._training.train(asked(None, info=info))
             if trained is None:

@@ -13,7 +13,7 @@ from raysgd.callbacks.monitors import StepMetrics
 from raysgd.callbacks.worker_callback import WorkerCallback, refuse_equal_keys
 from raysgd.core.engine.worker import is_sendable
 from raysgd.exceptions import OnFailure, RaySGDError, UnpicklableError
-from raysgd.trainer.driver.calls import Listener, StepListener
+from raysgd.trainer.driver.calls import Listener, StepMetricsReader, StepReader
 from raysgd.trainer.driver.trainer_port import TrainerPort
 from raysgd.trainer.messages.begun import summaries_as_data, summaries_from_data
 
@@ -39,6 +39,7 @@ class StepReports:
 
     Attributes:
         listeners: Functions that receive the progress of training calls.
+        readers: Functions that fetch from the workers what they have recorded about their steps.
     """
 
     def __init__(
@@ -53,13 +54,14 @@ class StepReports:
         self._trainer, self._run = trainer, run
         self._worker_callbacks = [*worker_callbacks]
         self.listeners: list[Listener] = [calls.progress] if calls.wants("on_progress") else []
-        self._steps: StepListener | None = None
+        self.readers: list[StepReader] = []
+        self._steps: StepMetricsReader | None = None
         self._step_metrics: StepMetrics | None = None
         if log_every_n_steps and trainer.runs_worker_callbacks and calls.wants("on_step_metrics"):
             self._step_metrics = StepMetrics(log_every_n_steps)
             self._worker_callbacks.append(self._step_metrics)
-            self._steps = StepListener(trainer.calls.controller, calls.step_metrics)
-            self.listeners.append(self._steps)
+            self._steps = StepMetricsReader(trainer.calls.controller, calls.step_metrics)
+            self.readers.append(self._steps)
         self._journal = None if journal is None else self._open_journal(journal)
 
     def _open_journal(self, entries: Mapping[str, Any]) -> JournalKeeper | None:
@@ -78,7 +80,7 @@ class StepReports:
             lambda: {**header_of(trainer.settings()), "epochs": run.epochs, **entries},
         )
         self._worker_callbacks.append(journal.recorder)
-        self.listeners.append(journal)
+        self.readers.append(journal)
         return journal
 
     def check(self) -> None:

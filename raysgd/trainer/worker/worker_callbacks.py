@@ -12,7 +12,14 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from raysgd.callbacks.worker_callback import WorkerCallback, call_event, has_state, key_of
-from raysgd.core.numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, AverageMeterCollection, is_metric_object, weight_of
+from raysgd.core.numbers.meters import (
+    BATCH_WEIGHT,
+    NUM_SAMPLES,
+    AverageMeterCollection,
+    HeldMetric,
+    is_metric_object,
+    weight_of,
+)
 from raysgd.trainer.worker.data.batch_streams import PlaceInStep
 
 CALLBACKS = "callbacks"
@@ -38,6 +45,7 @@ class InstalledCallbacks:
     def __init__(self) -> None:
         self._callbacks: list[WorkerCallback] = []
         self.noting_batches: list[WorkerCallback] = []
+        self._noting_norms: list[WorkerCallback] = []
         self.are_there = False
         self._unclaimed: dict[str, Any] = {}
         self._epoch: Any = None
@@ -53,7 +61,7 @@ class InstalledCallbacks:
         states = self.states()
         self._callbacks = [copy.deepcopy(each) for each in callbacks]
         self.are_there = bool(self._callbacks)
-        self.noting_batches = self._with("_on_batch")
+        self.noting_batches, self._noting_norms = self._with("_on_batch"), self._with("_on_norm")
         for each in self._callbacks:
             call_event(each, "on_begin", operator)
         self._claim(states)
@@ -105,16 +113,17 @@ class InstalledCallbacks:
 
         return after if watching else None
 
-    def note_batch(self, operator: Any, metrics: Any, is_boundary: bool) -> None:
+    def note_batch(self, operator: Any, metrics: Sequence[HeldMetric] | None, is_boundary: bool) -> None:
         """Call `_on_batch` of the callbacks after a batch.
 
         Args:
             operator: The training operator.
-            metrics: Metrics of the batch, or None if the batch is padding, whose samples do not count.
+            metrics: Metrics of the batch as the meters have read them, or None if the batch is padding, whose samples
+                do not count.
             is_boundary: True if the batch ends a step.
         """
         for each in self.noting_batches:
-            call_event(each, "_on_batch", operator, metrics, is_boundary)
+            each._on_batch(operator, metrics, is_boundary)
 
     @contextmanager
     def listening(self, operator: Any) -> Iterator[None]:
@@ -134,8 +143,8 @@ class InstalledCallbacks:
 
     def note_norm(self, norm: Any) -> None:
         """Call `_on_norm` of the callbacks with the norm of the gradients that clipping or a callback has computed."""
-        for each in self._with("_on_norm"):
-            call_event(each, "_on_norm", norm)
+        for each in self._noting_norms:
+            each._on_norm(norm)
 
     def stepped(self, optimizer: Any) -> None:
         """Call `on_optimizer_step` of the callbacks after an optimizer has stepped."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from raysgd.core.engine.shared.types import Heartbeat
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot
+from raysgd.core.numbers.results import CallProgress
 from raysgd.exceptions import WorkersLostError
 from raysgd.trainer.configuration.settings import ReplicaSettings
 from raysgd.trainer.driver import calls
-from raysgd.trainer.driver.calls import EpochCalls
-from raysgd.trainer.messages.epochs import EpochAnswer
+from raysgd.trainer.driver.calls import EpochCalls, ProgressListeners
+from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
 
 ASKED: Any = None
 SHARING: Any = SimpleNamespace(forget=lambda: None)
@@ -129,3 +131,36 @@ def test_samples_whose_metrics_were_lost_are_named_in_the_log(
 ) -> None:
     after_a_call(Controller([30, 50], used, num_continued))
     assert ("cover 80 of 100 samples" in caplog.text) is is_told
+
+
+class Rank:
+    """The controller of a group whose rank 0 answers with its progress, and the number of times that it was asked."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.turns = SimpleNamespace(closed=nullcontext)
+
+    def ensure_group(self) -> Rank:
+        return self
+
+    def fetch(self, rank: int, function: Any) -> Any:
+        self.num_asked += 1
+        return SimpleNamespace(result=lambda timeout_s: CallProgress(3, 9, 0, 1, None))
+
+
+def test_rank_0_is_asked_for_its_progress_only_if_a_listener_needs_it() -> None:
+    rank, read, heard = Rank(), list[bool](), list[CallProgress]()
+    found, request = ProgressListeners(cast("Any", rank)), EpochRequest(None, {}, False, seed=0)
+    answer = EpochAnswer(None, None, 9)
+    assert found.on_wait is None
+    with found.listening(step_readers=[read.append]):
+        assert found.on_wait is not None
+        found.on_wait()
+        assert (rank.num_asked, read) == (0, [False])
+        with found.listening(heard.append):
+            found.on_wait()
+        assert (rank.num_asked, read, len(heard)) == (1, [False, False], 1)
+        found.tell_end("validation", request, answer)
+        found.tell_end("train", request, answer)
+        assert read == [False, False, True], "validations have no steps"
+    assert found.on_wait is None

@@ -1,0 +1,58 @@
+"""How the driver fetches what the workers have recorded: from those that answer, and without a long wait for others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from raysgd.journal.journal import NO_NORM, Journal
+from raysgd.journal.keeper import JournalKeeper
+from raysgd.journal.recorder import LegReport, StepBlock
+
+
+class Clock:
+    """A clock that only waits move."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Group:
+    """Workers of which only the last one answers. Also the controller of this group."""
+
+    def __init__(self, size: int, clock: Clock) -> None:
+        self.size, self.clock = size, clock
+
+    def ensure_group(self) -> Group:
+        return self
+
+    def __len__(self) -> int:
+        return self.size
+
+    def fetch(self, rank: int, function: Any, received: Any) -> Any:
+        def result(timeout_s: float) -> Any:
+            if rank == self.size - 1:
+                leg = LegReport((1, 1), {"step": 0, "num_workers": self.size, "pass": 0})
+                one, two = np.ones(2), np.full(2, 2.0)
+                steps = StepBlock((1, 1), np.array([1, 2]), two, one, one * NO_NORM)
+                return "last", 3, [leg, steps]
+            self.clock.now += timeout_s
+            raise TimeoutError
+
+        return SimpleNamespace(result=result)
+
+
+def test_the_driver_waits_for_all_silent_workers_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("raysgd.journal.keeper.time", clock)
+    keeper = JournalKeeper(lambda: tmp_path, cast("Any", Group(64, clock)), lambda: {"raysgd": "1"})
+    keeper(is_done=False)
+    assert clock.now == pytest.approx(101.0)
+    assert [Journal(tmp_path).check_step(step).loss for step in (1, 2)] == [2.0, 2.0]
