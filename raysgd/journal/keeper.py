@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from raysgd._version import __version__
 from raysgd.core.engine.controller import ElasticController
+from raysgd.core.engine.transfers import receive_reports
 from raysgd.core.numbers.results import CallProgress
 from raysgd.core.text.secrets import masked
 from raysgd.journal.journal import JournalWriter, StepRecord
@@ -143,20 +144,21 @@ class JournalKeeper:
         This object is registered as a listener, which receives the progress of calls several times a second.
         """
         if progress.kind == "train" and (progress.is_done or time.monotonic() > self._fetched_at + _FETCH_EVERY_S):
-            self.fetch()
+            self.fetch(are_last=progress.is_done)
 
-    def fetch(self) -> None:
-        """Fetch all reports that the driver does not have yet, and write them to the journal."""
+    def fetch(self, *, are_last: bool = True) -> None:
+        """Fetch all reports that the driver does not have yet, and write them to the journal.
+
+        Args:
+            are_last: True if the workers have ended or left the training call.
+        """
         if self._is_off:
             return
         group, received = self._controller.ensure_group(), dict(self._received)
         asked = [group.fetch(rank, reports_after, received) for rank in range(len(group))]
-        found = list[tuple[str, list[tuple[int, Report]]]]()
-        for each in asked:
-            try:
-                found.append(each.result(1.0))
-            except Exception as error:  # only log the error, because these reports are asked for again in a second
-                logger.debug("no news of the steps: %s", error)
+        found, failure = receive_reports(asked, are_last=are_last)
+        if failure is not None:  # only log the error, because a later request brings these reports, too
+            logger.debug("no news of the steps: %s", failure)
         self._fetched_at = time.monotonic()
         try:
             self._write(found)
