@@ -22,12 +22,9 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
 
 from raysgd.core.text.secrets import masked
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 _PREFIX, _SUFFIX = ".raysgd-", ".tmp"
 _OF_PROCESS = re.compile(rf"{re.escape(_PREFIX)}([0-9a-f]{{16}})-([0-9]+)-[0-9a-f]+{re.escape(_SUFFIX)}")
@@ -86,7 +83,7 @@ class _FlushedEarly(io.FileIO):
 
     _num_begun = 0  # bytes from the start of the file that the system has begun to write to the disk
 
-    def write(self, content: ReadableBuffer) -> int:
+    def write(self, content: Any) -> int:
         """Write at most one piece, and let the system begin to write it to the disk. Return the number of bytes."""
         num_written = super().write(memoryview(content)[:_PIECE_BYTES])
         end, begin_flush = self.tell(), _find_begin_flush()
