@@ -12,6 +12,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import io
 import os
 import re
 import secrets
@@ -19,15 +20,17 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from raysgd.core.text.secrets import masked
 
 _PREFIX, _SUFFIX = ".raysgd-", ".tmp"
 _OF_PROCESS = re.compile(rf"{re.escape(_PREFIX)}([0-9a-f]{{16}})-([0-9]+)-[0-9a-f]+{re.escape(_SUFFIX)}")
 _LEFTOVER_S = 3600.0  # age in seconds at which a temporary file counts as old; a live process writes more often
+_PIECE_BYTES = 2**23
+_SYNC_FILE_RANGE_WRITE = 2  # a constant of Linux
 _INSTEAD = "Mount the storage, or copy the files to and from it yourself."
 
 
@@ -49,7 +52,8 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
         )
     remove_leftovers(folder)
     temporary = os.path.join(folder, f"{_PREFIX}{_home_of_processes()}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}")
-    file = open(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), "w+b")  # noqa: SIM115
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    file = cast("IO[bytes]", io.BufferedRandom(_FlushedEarly(descriptor, "r+b")))
     try:
         with contextlib.suppress(FileNotFoundError):
             os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
@@ -68,6 +72,38 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
             os.unlink(temporary)
         raise
     flush_to_disk(folder)
+
+
+class _FlushedEarly(io.FileIO):
+    """A file that Linux begins to write to the disk while the program still writes the rest.
+
+    Without this, Linux would keep a large file in memory until `fsync`, which would then wait for the whole file. Other
+    systems write the file as usual.
+    """
+
+    _num_begun = 0  # bytes from the start of the file that the system has begun to write to the disk
+
+    def write(self, content: Any) -> int:
+        """Write at most one piece, and let the system begin to write it to the disk. Return the number of bytes."""
+        num_written = super().write(memoryview(content)[:_PIECE_BYTES])
+        end, begin_flush = self.tell(), _find_begin_flush()
+        if begin_flush is not None and end - self._num_begun >= _PIECE_BYTES:
+            begin_flush(self.fileno(), self._num_begun, end - self._num_begun, _SYNC_FILE_RANGE_WRITE)
+            self._num_begun = end
+        return num_written
+
+
+@functools.cache
+def _find_begin_flush() -> Callable[[int, int, int, int], int] | None:
+    """Return the function of the C library that begins to write a part of a file to the disk. Only Linux has it."""
+    import ctypes  # imported here, because programs that write no file do not need it
+
+    try:
+        found = ctypes.CDLL(None).sync_file_range
+    except (AttributeError, OSError, TypeError):
+        return None
+    found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return cast("Callable[[int, int, int, int], int]", found)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import numpy as np
 
 from raysgd._version import __version__
 from raysgd.core.engine.controller import ElasticController
+from raysgd.core.engine.transfers import receive_reports
 from raysgd.core.text.secrets import masked
 from raysgd.journal.journal import NO_LOSS, NO_NORM, STEPS, JournalWriter, Line, Steps
 from raysgd.journal.recorder import (
@@ -30,7 +31,6 @@ from raysgd.journal.recorder import (
 logger = logging.getLogger(__name__)
 
 _FETCH_EVERY_S = 1.0
-_MOST_WAIT_S = 1.0  # for all workers together, because the driver does nothing else meanwhile
 _PLAIN = (bool, int, str, type(None))
 _NOT_OPTIONS = {
     "training_operator_cls",
@@ -179,20 +179,21 @@ class JournalKeeper:
             is_done: True at the end of a training call, when reports are always fetched.
         """
         if is_done or time.monotonic() > self._fetched_at + _FETCH_EVERY_S:
-            self.fetch()
+            self.fetch(are_last=is_done)
 
-    def fetch(self) -> None:
-        """Fetch all reports that the driver does not have yet, and write them to the journal."""
+    def fetch(self, *, are_last: bool = True) -> None:
+        """Fetch all reports that the driver does not have yet, and write them to the journal.
+
+        Args:
+            are_last: True if the workers have ended or left the training call.
+        """
         if self._is_off:
             return
         group, received = self._controller.ensure_group(), dict(self._received)
         asked = [group.fetch(rank, reports_after, received) for rank in range(len(group))]
-        found, until = list[tuple[str, int, list[Report]]](), time.monotonic() + _MOST_WAIT_S
-        for each in asked:
-            try:
-                found.append(each.result(max(0.0, until - time.monotonic())))
-            except Exception as error:  # only log the error, because these reports are asked for again in a second
-                logger.debug("no news of the steps: %s", error)
+        found, failure = receive_reports(asked, are_last=are_last)
+        if failure is not None:  # only log the error, because a later request brings these reports, too
+            logger.debug("no news of the steps: %s", failure)
         self._fetched_at = time.monotonic()
         try:
             self._write(found)

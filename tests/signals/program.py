@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import TorchTrainer, TrainingOperator
+from raysgd import Recovery, TorchTrainer, TrainingOperator
 from raysgd.callbacks import Callback, Checkpointing, CSVLogger, Run
 from raysgd.core.numbers.results import CallProgress
 from raysgd.operators import GANOperator
@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--step-s", type=float, default=0.05)
     parser.add_argument("--every-n-steps", type=int, default=None)
+    parser.add_argument("--snapshot-every-n-steps", type=int, default=None)
     asked = parser.parse_args()
     folder = asked.folder
     own = {} if "RAY_ADDRESS" in os.environ else {"address": "local", "num_cpus": 4, "include_dashboard": False}
@@ -148,6 +149,7 @@ def main() -> None:
         scheduler_step_freq="batch" if asked.kind in ("plain", "accumulate") else "epoch",
         config={"step_s": asked.step_s, "kind": "shuffled"},
         num_cpus_per_worker=0.5,
+        recovery=Recovery(snapshot_every_n_steps=asked.snapshot_every_n_steps),
     ) as trainer:
         saving = Checkpointing(folder / "files", every_n_steps=asked.every_n_steps)
         callbacks = [Tells(folder, STEPS[asked.kind]), saving, CSVLogger(folder / "metrics.csv")]

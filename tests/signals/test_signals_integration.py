@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.signals import __main__ as signals
-from tests.signals.__main__ import ROOT, Sums, difference, disturbed, in_peace, result_in, tolerance_of
+from tests.signals.__main__ import ROOT, Program, Sums, difference, disturbed, in_peace, result_in, tolerance_of
 
 ARGUMENTS = ["--epochs", "4", "--workers", "2"]
 
@@ -33,6 +36,33 @@ def test_a_program_under_timeout_is_done_some_day_and_is_the_one_that_ran_in_pea
         seconds += 4.0  # on a busy machine the start alone may take as long
     assert 124 in statuses, "it was ended at least once"
     assert difference(result_in(tmp_path / "left"), wanted, 0.0) is None
+
+
+@pytest.mark.integration
+@pytest.mark.program
+def test_the_newest_snapshot_is_saved_where_ray_is_gone_and_no_worker_answers(tmp_path: Path) -> None:
+    """Ray itself would kill the program after a minute without its head node."""
+    arguments = ["--epochs", "2", "--step-s", "0.1", "--snapshot-every-n-steps", "4"]
+    program = Program(tmp_path, arguments)
+    family: list[psutil.Process] = []
+    try:
+        assert program.await_begin()
+        while max(program.told("step"), default=0) < 12:
+            assert program.process.poll() is None, (tmp_path / "log").read_text()[-2000:]
+            time.sleep(0.05)
+        family = psutil.Process(program.process.pid).children(recursive=True)
+        for each in family:
+            if "RaySGDWorker" in " ".join(each.cmdline()):
+                each.suspend()
+            elif each.name() in ("gcs_server", "raylet"):
+                each.kill()
+        program.process.send_signal(signal.SIGTERM)
+        assert program.process.wait(150.0) == 128 + signal.SIGTERM, (tmp_path / "log").read_text()[-2000:]
+    finally:
+        program.close(family)
+    assert program.told("end") == ["Preempted"]
+    [step] = program.told("saved")
+    assert step >= 4
 
 
 @pytest.mark.integration

@@ -35,13 +35,14 @@ class Node:
 
 @dataclass
 class Cluster:
-    """All nodes, what is reserved on them, and the processes there."""
+    """All nodes, what is reserved on them, and the processes there; whether Ray itself is gone."""
 
     kernel: Kernel
     nodes: dict[str, Node]
     make_process: Callable[[int, str, bool], Process]
     reservations: list[SimReservation] = field(default_factory=list)
     processes: list[Process] = field(default_factory=list)
+    is_head_gone: bool = False
 
     def num_free(self, node: Node) -> int:
         if not node.is_alive:
@@ -223,6 +224,9 @@ class SimPlatform:
         return self._cluster.node_of_driver
 
     def ensure_running(self) -> None: ...
+
+    def is_head_gone(self) -> bool:
+        return self._cluster.is_head_gone
 
     def living_nodes(self) -> frozenset[str]:
         return frozenset(node.name for node in self._cluster.nodes.values() if node.is_alive)

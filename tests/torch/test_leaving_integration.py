@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ from raysgd import Recovery, testing
 from raysgd.callbacks import Callback, Checkpointing, CSVLogger, Run
 from raysgd.core.history.history import History
 from raysgd.core.numbers.results import CallProgress
+from raysgd.journal.journal import Journal
 from raysgd.torch import TorchTrainer
+from raysgd.trainer.driver.fit_steps import StepReports
 from tests.torch.ledger import Ledger, uses
 from tests.torch.operators_for_tests import LinearOperator, OwnEpochOperator
 from tests.torch.streamed import StreamOperator
@@ -123,6 +127,43 @@ def test_saves_inside_epochs_survive_a_lost_worker_and_change_nothing(whole: His
     assert names == [
         f"epoch_{step // 16:04d}_step_{step % 16:06d}.ckpt" for step in range(5, 16 * NUM_EPOCHS, 5) if step % 16
     ]
+
+
+class Steps(Callback):
+    """Notes at which steps it is told of means, and how far the run was left."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.left_at = 0
+
+    def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
+        self.steps.append(step)
+
+    def on_leave(self, run: Run) -> None:
+        self.left_at = run.step
+
+
+def test_the_last_step_is_in_the_records_of_a_run_that_is_left_where_a_worker_answers_late(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch, steps = StepReports.fetch, Steps()
+
+    def fetch_late(reports: StepReports) -> None:
+        """Let the machine of a worker stop for a while, as soon as the step is over."""
+        pid = trainer.worker_group.infos[1].pid
+        os.kill(pid, signal.SIGSTOP)
+        timer = threading.Timer(2.5, os.kill, (pid, signal.SIGCONT))
+        timer.start()
+        fetch(reports)
+        timer.join()
+
+    monkeypatch.setattr(StepReports, "fetch", fetch_late)
+    with make(2) as trainer, pytest.raises(raysgd.Preempted):
+        trainer.fit(1, callbacks=[Told(1, 5), steps], folder=tmp_path, log_every_n_steps=1)
+    assert 5 <= steps.left_at < 16
+    assert steps.steps == list(range(1, steps.left_at + 1))
+    assert Journal(tmp_path).numbers() == steps.steps
+    assert set(Journal(tmp_path).steps["weight"]) == {12.0}, "both workers have told of each step"
 
 
 class SlowValidation(Ledger):

@@ -483,6 +483,11 @@ class WorkerGroup:
         """Return the current outcome of a remote call started by `submit_beside`, without waiting for the call."""
         return self._platform.outcome(rank, call)
 
+    @property
+    def is_cut_off(self) -> bool:
+        """True if all ranks run outside the driver and Ray was stopped, so that it no longer reports lost workers."""
+        return self.local_replica is None and self._platform.is_head_gone()
+
     def store(self, value: Any) -> SharedValue:
         """Store one copy of a value in Ray's object store, from which the ranks of any group can read it.
 

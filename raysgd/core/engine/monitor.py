@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.lifecycle import Lifecycle
-from raysgd.core.engine.liveness import LivenessCheck
+from raysgd.core.engine.liveness import LivenessCheck, quiet_s
 from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import Heartbeat
 from raysgd.core.text.log_lines import Once, named
+from raysgd.exceptions import WorkersLostError
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,8 @@ class Monitor:
         self._margin, self._is_holding = _MIN_MARGIN, False
         self.reason = "the trainer's process, which has died, had stopped it for that" if can_hold else ROOM
         self._before: dict[int, Heartbeat] = {}
+        self._cut_off_at: float | None = None  # time at which the driver noticed that Ray was stopped
+        self._heard_at = now  # time of the last answer of any rank
         if of_call:
             self._lifecycle.let_step_in()
 
@@ -105,14 +108,20 @@ class Monitor:
         if not self.is_on:
             return
         self._listen()
-        if self._leaves is not None and self._leaves():
+        is_cut_off = self._lifecycle.is_ending and self._is_cut_off()
+        is_left = self._leaves is not None and self._leaves()
+        # A proposal waits for answers, so where Ray was stopped, first find out whether a worker still responds.
+        if is_left and (self._cut_off_at is None or self._heard_at > self._cut_off_at):
             self.hold_to_leave()
+        if is_left or is_cut_off:
             self._liveness.rest()
             return  # send no requests to workers: Ray may be shutting down, and a request could then take a minute
         now = self._lifecycle.now()
         if now >= self._next_round:
             self._next_round = now + self._next_round_s()
             self._ask()
+            if self._lifecycle.group is not None:
+                self._lifecycle.group.standby.look_after()
             if self._can_hold:
                 self._hold_where_due()
             if self._is_of_call:
@@ -166,7 +175,6 @@ class Monitor:
         in_driver = None if group.local_replica is None else replica.heartbeat(group.local_replica)
         if in_driver is not None:
             self._note(0, in_driver)
-        group.standby.look_after()
 
     def _listen(self) -> None:
         infos = self._lifecycle.group.infos if self._lifecycle.group is not None else None
@@ -175,6 +183,8 @@ class Monitor:
             self._expect_no_answers()
         answers, silent = self._liveness.poll()
         for rank, found in answers:
+            if found.ok:
+                self._heard_at = self._lifecycle.now()
             if found.ok and found.value is not None:
                 self._note(rank, found.value)
         if silent:
@@ -182,6 +192,28 @@ class Monitor:
         if answers and not self._is_of_restore:
             self._look_for_snapshot()
             self._free_parted()
+
+    def _is_cut_off(self) -> bool:
+        """Return True if Ray was stopped. If no worker responds either, end the call.
+
+        Called after a signal that ends the program. If all processes of the program got the signal, Ray was stopped,
+        too. It then reports no lost worker, and kills the driver after a minute without its head node. Before that, the
+        driver must save the newest snapshot.
+
+        Raises:
+            WorkersLostError: No worker has responded for a while.
+        """
+        lifecycle, group, now = self._lifecycle, self._lifecycle.group, self._lifecycle.now()
+        if group is None or not group.is_cut_off:
+            return False
+        if self._cut_off_at is None:
+            self._cut_off_at = now
+        self._ask()
+        silent_s = now - max(self._cut_off_at, self._heard_at)
+        if silent_s > quiet_s(lifecycle.spec.heartbeat_s):
+            lifecycle.gives_state_up = True  # no worker would answer a request for its state, either
+            raise WorkersLostError(f"Ray was stopped, and no worker has responded for {silent_s:.0f} s.")
+        return True
 
     def _free_parted(self) -> None:
         """Interrupt the ranks if they ran different steps, because they would wait for each other forever.
@@ -326,18 +358,23 @@ class Monitor:
         """
         self.reason = reason
         margin = max(self._margin, math.ceil(self._steps_per_s * _HOLD_AHEAD_S))
+        if len(group) == 1 and self._margin == _MIN_MARGIN:
+            margin = 1  # there is no other rank to agree with, so stop after the current step
         self._num_holds += 1
         number = self._num_holds
-        first = group.ask_beside("beside", replica.propose_hold, number, margin, None, ranks=[0])
-        at = first.get(0)
-        answers = {0: at}
+        answers = group.ask_beside("beside", replica.propose_hold, number, margin, None, ranks=[0])
+        at = answers.get(0)
         if at is not None:
             others = range(1, len(group))
             answers |= group.ask_beside("beside", replica.propose_hold, number, margin, at, ranks=others)
-        is_agreed = len(answers) == len(group) and all(answer == at for answer in answers.values()) and at is not None
-        group.ask_beside("beside", replica.settle_hold, number, is_agreed)
+        is_refused = any(answer is None or answer != at for answer in answers.values())
+        is_agreed = len(answers) == len(group) and not is_refused
+        settled = group.ask_beside("beside", replica.settle_hold, number, is_agreed)
+        if answers or settled:
+            self._heard_at = self._lifecycle.now()
         self._is_holding = is_agreed
-        self._margin = _MIN_MARGIN if is_agreed else self._margin * 2
+        # Only a rank that was past the step needs a later one. A rank that did not answer will be asked again.
+        self._margin = _MIN_MARGIN if is_agreed else self._margin * (2 if is_refused else 1)
 
     def settle_last_hold(self) -> None:
         """Complete a proposal to stop that the trainer's previous process may have left open when it died.

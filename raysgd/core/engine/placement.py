@@ -163,6 +163,16 @@ def session() -> Any:
     return context.worker.node.session_name, context.get_job_id()
 
 
+def is_head_gone() -> bool:
+    """Return True if the head node of this process's cluster refuses connections, so that Ray has stopped."""
+    return _is_gone(_head_address())
+
+
+def _head_address() -> str:
+    """Return the address of the head node of this process's cluster, or "" if it is unknown."""
+    return str(getattr(_ray().get_runtime_context(), "gcs_address", ""))
+
+
 def _is_gone(address: str) -> bool:
     """Return True if the cluster's head node at this address refuses connections.
 
@@ -531,8 +541,7 @@ class Reservation:
                 ray.kill(self._guard)
             self._await_removal(group, timeout_s)
 
-        head = str(getattr(ray.get_runtime_context(), "gcs_address", ""))
-        removal: Future[None] = Future()
+        head, removal = _head_address(), Future[None]()
         threading.Thread(target=run_into, args=(removal, remove), name="raysgd-release", daemon=True).start()
         while not wait([removal], _SLICE_S).done:
             if _is_gone(head):

@@ -43,6 +43,8 @@ class Platform:
     """Stores one copy of a value that all workers can read."""
     living_nodes = staticmethod(placement.living_nodes)
     """Returns the IDs of the nodes that Ray reports as alive."""
+    is_head_gone = staticmethod(placement.is_head_gone)
+    """Returns True if the cluster's head node refuses connections."""
     now = staticmethod(time.monotonic)
     """Returns seconds of a monotonic clock."""
     sleep = staticmethod(time.sleep)

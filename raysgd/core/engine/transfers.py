@@ -17,6 +17,11 @@ from raysgd.core.engine.shared.call import run_into
 from raysgd.core.engine.worker import LocalCall, node_here
 from raysgd.exceptions import WorkersLostError
 
+# Seconds to wait for the workers' reports about their steps. While a call runs, a later request brings missing reports.
+_REPORTS_S = 1.0
+# After the call, no other request follows. The workers are idle then, but their machine may be busy.
+_LAST_REPORTS_S = 10.0
+
 
 @dataclass(frozen=True)
 class Transfer:
@@ -76,6 +81,23 @@ def transfer(call: Any) -> Transfer:
             raise TimeoutError("the result is still in transit") from error
 
     return Transfer(result, call)
+
+
+def receive_reports(transfers: Sequence[Transfer], *, are_last: bool) -> tuple[list[Any], Exception | None]:
+    """Wait for the workers' reports about their steps. Return those that arrive in time, and the first error.
+
+    Args:
+        transfers: The reports in transit.
+        are_last: True if the workers have ended or left the call, so that the reports are not requested again.
+    """
+    reports, failure = list[Any](), None
+    until = time.monotonic() + (_LAST_REPORTS_S if are_last else _REPORTS_S)
+    for each in transfers:
+        try:
+            reports.append(each.result(max(0.0, until - time.monotonic())))
+        except Exception as error:  # the report is late, or its worker was lost
+            failure = failure or error
+    return reports, failure
 
 
 def in_thread(store_value: Callable[[], SharedValue]) -> Transfer:

@@ -24,6 +24,7 @@ from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.types import Heartbeat, World
 from raysgd.core.engine.snapshots import NewestSnapshot
 from raysgd.core.engine.status import TrainerStatus
+from raysgd.core.engine.transfers import receive_reports
 from raysgd.core.history import readable
 from raysgd.core.history.accounts import Accounts
 from raysgd.core.history.gauges import Gauges
@@ -39,9 +40,6 @@ from raysgd.trainer.messages.joint_work import difference
 from raysgd.trainer.messages.weight_sums import ComparisonPace
 
 logger = logging.getLogger(__name__)
-
-# Seconds to wait for the workers' step metrics during a save. The workers are idle then, but the machine may be busy.
-_OPEN_STEPS_S = 10.0
 
 Validation = Callable[[Callable[[], None]], list[EpochAnswer]]
 """Function that runs a validation and returns the workers' answers.
@@ -204,23 +202,23 @@ class StepMetricsReader:
         """
         group = self._controller.ensure_group()
         asked = [group.fetch(rank, open_steps) for rank in range(len(group))]
-        try:
-            return tuple(each.result(_OPEN_STEPS_S) for each in asked)
-        except Exception as error:
-            logger.warning(
-                "the checkpoint lacks the metrics of the steps since the last log line, so the next one after a resume "
-                "covers fewer steps: %s",
-                error,
-            )
-            return ()
+        found, failure = receive_reports(asked, are_last=True)
+        if failure is None:
+            return tuple(found)
+        logger.warning(
+            "the checkpoint lacks the metrics of the steps since the last log line, so the next one after a resume "
+            "covers fewer steps: %s",
+            failure,
+        )
+        return ()
 
     def _ask(self, is_done: bool) -> None:
         group = self._controller.ensure_group()
         asked = [group.fetch(rank, summaries_of_steps, self._last_step) for rank in range(len(group))]
-        try:
-            told: list[Mapping[int, MetricSummary]] = [each.result(1.0) for each in asked]
-        except Exception as error:  # only log the error, because these metrics are asked for again in a second
-            logger.debug("no news of the steps: %s", error)
+        told: list[Mapping[int, MetricSummary]]
+        told, failure = receive_reports(asked, are_last=is_done)
+        if failure is not None:  # only log the error, because a later request brings these metrics, too
+            logger.debug("no news of the steps: %s", failure)
             told = [{}]
         self._asked_at = time.monotonic()
         until = (max if is_done else min)(max(each, default=0) for each in told)

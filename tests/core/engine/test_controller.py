@@ -672,6 +672,50 @@ class TestACallThatIsLeft:
         assert num_ranks == 3 - len(lost)
         assert trainer.num_started == 3, "no one is replaced"
 
+    def test_with_one_worker_ends_after_the_step_that_runs(self) -> None:
+        trainer = Trainer(num_workers=1, nodes=(1,)).started()
+        asked_at: list[int] = []
+
+        def leaves() -> bool:
+            step = trainer.seen["step", 0]
+            asked_at.extend([step] if step >= 12 and not asked_at else [])
+            return step >= 12
+
+        captures = trainer.controller.run(replace(trainer.walking(60), leaves=leaves))
+        assert captures[0].progress.steps == asked_at[0]
+
+    @pytest.mark.parametrize("is_validation", [False, True])
+    def test_is_given_up_soon_where_ray_is_gone_and_no_worker_answers(self, is_validation: bool) -> None:
+        trainer = Trainer(heartbeat_s=30.0).started()
+        trainer.walk(10)
+        trainer.controller.is_ending = trainer.cluster.is_head_gone = True
+        freezes = befalls(Process.freeze, 0, 1, 2, nth=[12])
+        began = trainer.kernel.now
+        with pytest.raises(WorkersLostError, match=r"Ray was stopped, and no worker has responded for \d+ s"):
+            self.leave(trainer, freezes) if not is_validation else trainer.walk(60, freezes)
+        assert trainer.kernel.now - began < 25.0, "of the simulator's clock: before a worker counts as hung"
+        landed = trainer.controller.snapshots.landed
+        assert landed is not None
+        assert landed.shared_state.steps == 10
+
+    def test_stops_at_a_step_where_ray_is_gone_and_the_workers_answer(self) -> None:
+        trainer = Trainer(heartbeat_s=30.0).started()
+        trainer.controller.is_ending = trainer.cluster.is_head_gone = True
+        num_ranks, step = self.leave(trainer)
+        assert num_ranks == 3
+        assert 12 <= step < 20
+
+    def test_waits_for_a_slow_worker_as_ever_where_ray_is_there(self) -> None:
+        trainer = Trainer(heartbeat_s=30.0).started()
+        trainer.controller.is_ending = True
+
+        def stall(process: Process) -> None:
+            process.freeze()
+            trainer.kernel.after(20.0, process.thaw)
+
+        num_ranks, _ = self.leave(trainer, befalls(stall, 0, 1, 2, nth=[12]))
+        assert num_ranks == 3
+
     def test_looks_for_room_no_longer_where_the_program_ends_meanwhile(self) -> None:
         trainer = Trainer(min_workers=2, **RESTARTS).started()
         trainer.kernel.after(2.0, lambda: setattr(trainer.controller, "is_ending", True))

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 
@@ -11,10 +12,12 @@ from raysgd.core.engine.transfers import (
     LostPartError,
     SharedValue,
     StoredPart,
+    receive_reports,
     together,
     transfer,
 )
 from raysgd.core.engine.worker import LocalCall, node_here
+from raysgd.exceptions import WorkersLostError
 
 
 class Slow:
@@ -31,6 +34,28 @@ class Slow:
         if self.value is None:
             raise TimeoutError("still on its way")
         return self.value
+
+
+@pytest.mark.parametrize(("are_last", "wanted_s"), [(False, 1.0), (True, 10.0)])
+def test_reports_are_waited_for_longer_where_no_one_asks_again_and_all_together_no_longer_than_one(
+    are_last: bool, wanted_s: float
+) -> None:
+    late, lost, there = Slow(), Slow(), Slow()
+    there.value = "a report"
+    lost.result = raising(WorkersLostError("gone"))  # type: ignore[method-assign]
+    reports, failure = receive_reports([cast("Any", each) for each in (late, lost, there)], are_last=are_last)
+    assert reports == ["a report"]
+    assert isinstance(failure, TimeoutError), "the first one"
+    [waited_s] = [each for each in late.waits if each is not None]
+    assert waited_s == pytest.approx(wanted_s, abs=0.5)
+    assert receive_reports([cast("Any", there)], are_last=are_last) == (["a report"], None)
+
+
+def raising(error: Exception) -> Callable[[float | None], Any]:
+    def result(timeout_s: float | None) -> Any:
+        raise error
+
+    return result
 
 
 def in_driver(value: Any) -> Any:
