@@ -182,10 +182,13 @@ class JournalKeeper:
             self.fetch()
 
     def fetch(self) -> None:
-        """Fetch all reports that the driver does not have yet, and write them to the journal."""
-        if self._is_off:
+        """Fetch all reports that the driver does not have yet, and write them to the journal.
+
+        Do nothing if no workers run.
+        """
+        group, received = self._controller.group, dict(self._received)
+        if self._is_off or group is None:
             return
-        group, received = self._controller.ensure_group(), dict(self._received)
         asked = [group.fetch(rank, reports_after, received) for rank in range(len(group))]
         found, until = list[tuple[str, int, list[Report]]](), time.monotonic() + _MOST_WAIT_S
         for each in asked:

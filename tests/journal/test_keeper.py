@@ -30,7 +30,8 @@ class Group:
     def __init__(self, size: int, clock: Clock) -> None:
         self.size, self.clock = size, clock
 
-    def ensure_group(self) -> Group:
+    @property
+    def group(self) -> Group:
         return self
 
     def __len__(self) -> int:
