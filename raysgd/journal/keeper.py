@@ -184,12 +184,14 @@ class JournalKeeper:
     def fetch(self, *, are_last: bool = True) -> None:
         """Fetch all reports that the driver does not have yet, and write them to the journal.
 
+        Do nothing if no workers run.
+
         Args:
             are_last: True if the workers have ended or left the training call.
         """
-        if self._is_off:
+        group, received = self._controller.group, dict(self._received)
+        if self._is_off or group is None:
             return
-        group, received = self._controller.ensure_group(), dict(self._received)
         asked = [group.fetch(rank, reports_after, received) for rank in range(len(group))]
         found, failure = receive_reports(asked, are_last=are_last)
         if failure is not None:  # only log the error, because a later request brings these reports, too

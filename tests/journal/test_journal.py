@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.callbacks import Callback, Checkpointing, CSVLogger, GradientNorms, HTMLReport, Run
+from raysgd.exceptions import WorkerError
 from raysgd.journal.journal import NO_LOSS, NO_NORM, STEPS, STEPS_FILE, Journal, JournalWriter, StepRecord
 from raysgd.torch import TorchTrainer, TrainingOperator
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
@@ -161,6 +162,22 @@ print([name for name in sys.modules if name.startswith(("raysgd.journal", "raysg
 def test_a_run_without_a_folder_enters_no_file_of_it() -> None:
     done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+class Fails(LinearOperator):
+    """Fails in the eighth batch."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        if self.global_step == 7:
+            raise self.config["error"]("a bad row")
+        return super().train_batch(batch, batch_info)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_the_steps_before_an_error_are_kept(make_local: Make, tmp_path: Path, error: type[BaseException]) -> None:
+    with pytest.raises((WorkerError, KeyboardInterrupt)):
+        make_local(Fails, config={"error": error}).fit(3, folder=tmp_path)
+    assert Journal(tmp_path).numbers() == list(range(1, 8))
 
 
 def test_a_journal_that_cannot_be_written_ends_no_run(

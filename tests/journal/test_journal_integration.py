@@ -16,6 +16,7 @@ import ray.cloudpickle
 
 from raysgd import Recovery
 from raysgd.callbacks import Callback, Checkpointing, Run
+from raysgd.exceptions import WorkerError
 from raysgd.journal.journal import Journal
 from raysgd.testing import kill_worker
 from raysgd.torch import TorchTrainer
@@ -104,3 +105,20 @@ def test_a_run_that_resumes_inside_an_epoch_on_fewer_workers_has_the_same_journa
     assert resumed.numbers() == calm.numbers() == list(range(1, 25))
     assert resumed.steps["loss"] == pytest.approx(calm.steps["loss"], rel=1e-5)
     assert np.array_equal(resumed.steps["weight"], calm.steps["weight"])
+
+
+class Fails(LinearOperator):
+    """Fails in the third batch of the second epoch, on all ranks, so that the workers are kept."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        if self.global_step == 10:
+            raise RuntimeError("a bad row")
+        return super().train_batch(batch, batch_info)
+
+
+def test_the_steps_before_an_error_are_kept(ray_cluster: None, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match="a bad row"):
+        journal_of(tmp_path, training_operator_cls=Fails, num_workers=2, split_batches=True)
+    journal = Journal(tmp_path)
+    assert journal.numbers() == list(range(1, 11))
+    assert {journal.check_step(step).weight for step in journal.numbers()} == {12.0}

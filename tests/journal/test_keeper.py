@@ -30,7 +30,8 @@ class Group:
     def __init__(self, size: int, clock: Clock) -> None:
         self.size, self.clock = size, clock
 
-    def ensure_group(self) -> Group:
+    @property
+    def group(self) -> Group:
         return self
 
     def __len__(self) -> int:
@@ -51,7 +52,8 @@ class Group:
 
 def test_the_driver_waits_for_all_silent_workers_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("raysgd.journal.keeper.time", clock)
+    for module in ("raysgd.journal.keeper", "raysgd.core.engine.transfers"):
+        monkeypatch.setattr(f"{module}.time", clock)
     keeper = JournalKeeper(lambda: tmp_path, cast("Any", Group(64, clock)), lambda: {"raysgd": "1"})
     keeper(is_done=False)
     assert clock.now == pytest.approx(101.0)

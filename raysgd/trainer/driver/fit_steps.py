@@ -111,6 +111,8 @@ class StepReports:
             return
 
         def take_out() -> None:
+            if self._journal is not None:
+                self._journal.fetch()  # the steps before an error are those that users ask about
             try:
                 use(())
             except RaySGDError as error:  # only log this error, so that it does not hide the error that ended the run
