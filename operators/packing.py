@@ -50,7 +50,7 @@ def pack(samples: Any, num_tokens: int) -> Any:
 
     Returns:
         Packs with `input_ids`, `labels` and `position_ids`, in a list, or for a stream in a stream. Return
-        `collate_packs` from `build_collator` to batch them, or pass it to the stream as `batch(collate=collate_packs)`.
+        `collate_packs` from `build_collator` to batch them.
 
     Raises:
         ValueError: A text is empty or longer than a pack, or its numbers of labels and tokens differ. For a stream,
@@ -70,7 +70,7 @@ def pack(samples: Any, num_tokens: int) -> Any:
     if not isinstance(num_tokens, int) or num_tokens < 1:
         raise ValueError(f"`num_tokens={num_tokens!r}`: need an integer of at least 1.")
     if isinstance(samples, Stream):
-        return _PackedStream(samples, num_tokens).map(_checked_pack)
+        return _PackedStream(samples, num_tokens).map(checked_pack)
     texts = [_checked(number, sample, num_tokens) for number, sample in enumerate(samples)]
     packs = _OpenPacks(num_tokens)
     for text in sorted(texts, key=lambda text: len(text[0]), reverse=True):  # texts of equal length stay in order
@@ -192,7 +192,7 @@ def _of_texts(stream: Stream) -> Pipeline:
     for name, is_called, call in (
         ("shuffle", texts.buffer > 1, "shuffle(buffer)"),
         ("take", texts.limit is not None, "take(num_rows)"),
-        ("batch", texts.batch_size is not None, "batch(size, collate=collate_packs)"),
+        ("batch", texts.batch_size is not None, "batch(size)"),
     ):
         if is_called:
             raise ValueError(
@@ -207,7 +207,7 @@ def _of_texts(stream: Stream) -> Pipeline:
     return texts
 
 
-def _checked_pack(row: Any) -> Any:
+def checked_pack(row: Any) -> Any:
     """Return a row of a packed stream, or raise the error that the row is. A stream can skip rows that raise errors."""
     if isinstance(row, Exception):
         raise row
@@ -255,11 +255,19 @@ def collate_packs(packs: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]
 
     Padding tokens have no labels, and their position ids keep the texts from attending to them.
 
+    Raises:
+        ValueError: A sample is not a pack.
+
     Examples:
         >>> batch = collate_packs(pack([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], num_tokens=3))
         >>> batch["input_ids"].tolist(), batch["labels"].tolist()
         ([[5, 6, 7], [8, 9, 0]], [[-100, 6, 7], [-100, 9, -100]])
     """
+    if not all("position_ids" in each for each in packs):
+        raise ValueError(
+            "`collate_packs` got a sample without `position_ids`: it collates packs. Call `pack(samples, num_tokens)` "
+            "first, also for `predict`, `test` and `validate(dataset=...)`."
+        )
     longest = max(len(each["input_ids"]) for each in packs)
     padding = {"input_ids": 0, "labels": IGNORED, "position_ids": 0}
     return {

@@ -66,6 +66,13 @@ def test_what_cannot_be_packed_is_refused(samples: Any, num_tokens: int, finding
         pack(samples, num_tokens)
 
 
+def test_texts_are_packed_before_they_are_collated() -> None:
+    with pytest.raises(
+        ValueError, match=r"`collate_packs` got a sample without `position_ids`.*`pack\(samples, num_tok"
+    ):
+        collate_packs([*pack([{"input_ids": [1, 2]}], 4), {"input_ids": [1, 2]}])
+
+
 # ------------------------------------------------------------------------------------------------------------- streams
 
 
@@ -184,7 +191,7 @@ def test_texts_that_cannot_be_packed_can_be_left_out(world_size: int) -> None:
     [
         (lambda texts: texts.shuffle(9), r"`pack` after `shuffle`.* `pack\(stream, num_tokens\)\.shuffle\(buffer\)`"),
         (lambda texts: texts.take(9), r"`pack` after `take`.* `pack\(stream, num_tokens\)\.take\(num_rows\)`"),
-        (lambda texts: texts.batch(9), r"`pack` after `batch`.* `pack\(stream, num_tokens\)\.batch\(size, collate="),
+        (lambda texts: texts.batch(9), r"`pack` after `batch`.* `pack\(stream, num_tokens\)\.batch\(size\)"),
         (lambda texts: texts.map(print, seeded=True), r"seeded=True.*same in each epoch.*\.map\(function, seeded=True"),
     ],
 )
