@@ -139,8 +139,8 @@ class HuggingFaceOperator(SupervisedOperator):
         """Return None, because the model computes the loss. Override `forward` to use another loss."""
         return None
 
-    def _collator(self, config: dict[str, Any]) -> Callable[[list[Any]], Any]:
-        return partial(_collated, self.build_collator(config) or default_collate)
+    def _collator(self, own: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any]:
+        return partial(_collated, own or default_collate)
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
         """Create the learning-rate schedule named by `config["scheduler"]`. Return None if the key is missing."""
@@ -322,7 +322,10 @@ class HuggingFaceOperator(SupervisedOperator):
         """Return the trainable parameters in two groups, with and without weight decay."""
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         if not trained:
-            raise ValueError("The model that `build_model` returned has no parameter with `requires_grad`.")
+            raise ValueError(
+                "The model that `build_model` returned has no parameter with `requires_grad`. To train a saved adapter "
+                "further, load it with `PeftModel.from_pretrained(base, folder, is_trainable=True)`."
+            )
         decaying = [each for name, each in trained.items() if each.ndim > 1 and "bias" not in name]
         others = [each for name, each in trained.items() if each.ndim <= 1 or "bias" in name]
         return [{"params": decaying}, {"params": others, "weight_decay": 0.0}]

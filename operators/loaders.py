@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from raysgd.streams.stream import Stream
+from raysgd.streams.stream import Pipeline, Stream
 
 _ALLOWED = (
     "return `(train, validation)`, each a dataset, a `DataLoader` or a stream, with None for `validation` if there is "
@@ -20,16 +21,20 @@ _ALLOWED = (
 Collator = Callable[[list[Any]], Any]
 
 
-def make_loaders(data: Any, batch_size: int, collator: Collator | None = None) -> tuple[Any, Any]:
+def make_loaders(
+    data: Any, batch_size: int, collator: Collator | None = None, stream_collator: Collator | None = None
+) -> tuple[Any, Any]:
     """Return the training and the validation loader. Each is None if its data is None.
 
-    Datasets are wrapped in a `DataLoader`, which shuffles training data unless the dataset is iterable-style. Loaders,
-    streams and other iterables are returned unchanged. This function does not shard the samples; `register_data` does.
+    Datasets are wrapped in a `DataLoader`, which shuffles training data unless the dataset is iterable-style. Streams
+    without a `collate` function get `stream_collator`. Loaders and other iterables are returned unchanged. This
+    function does not shard the samples; `register_data` does.
 
     Args:
         data: `(train, validation)`, or only the training data.
         batch_size: Samples per batch and worker.
-        collator: Function that collates samples into a batch. Default: PyTorch's `default_collate`.
+        collator: Function that collates samples of a dataset into a batch. Default: PyTorch's `default_collate`.
+        stream_collator: The same for rows of a stream. Default: the stream's own function.
 
     Raises:
         TypeError: `data` has another type or length.
@@ -41,7 +46,8 @@ def make_loaders(data: Any, batch_size: int, collator: Collator | None = None) -
     """
     train, validation = _pair(data)
     options = {"batch_size": batch_size, "collate_fn": collator}
-    return _loader(train, options, shuffle=True), _loader(validation, options, shuffle=False)
+    loaders = _loader(train, options, shuffle=True), _loader(validation, options, shuffle=False)
+    return _collating(loaders[0], stream_collator), _collating(loaders[1], stream_collator)
 
 
 def _pair(data: Any) -> tuple[Any, Any]:
@@ -63,6 +69,12 @@ def _loader(data: Any, options: dict[str, Any], *, shuffle: bool) -> Any:
     if data is None or isinstance(data, DataLoader) or not _is_indexed(data):
         return data
     return DataLoader(data, shuffle=shuffle, **options)
+
+
+def _collating(data: Any, collator: Collator | None) -> Any:
+    """Return data with a collate function, if the data is a stream that forms batches and has no such function."""
+    lacks_one = isinstance(data, Pipeline) and data.batch_size is not None and data.collate is None
+    return replace(data, collate=collator) if lacks_one and collator is not None else data
 
 
 def _is_data(value: Any) -> bool:

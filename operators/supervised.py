@@ -59,7 +59,8 @@ class SupervisedOperator(TrainingOperator):
     def build_collator(self, config: dict[str, Any]) -> Callable[[list[Any]], Any] | None:
         """Return a function that collates samples into a batch, or None for PyTorch's `default_collate`.
 
-        If `build_data` returns loaders instead of datasets, they do not use this function.
+        The function is used for datasets, and for streams whose `batch` got no `collate`. If `build_data` returns
+        loaders, they do not use the function.
         """
         return None
 
@@ -95,12 +96,18 @@ class SupervisedOperator(TrainingOperator):
         seed, batch_size = options.seed(config), options.batch_size(config)
         with seeded(seed, self.world_rank):
             self._register_parts(config)
-            loaders = make_loaders(self.build_data(config), batch_size, self._collator(config))
+            data, collator = self.build_data(config), self.build_collator(config)
+            of_streams = None if collator is None else self._collator(collator)
+            loaders = make_loaders(data, batch_size, self._collator(collator), of_streams)
             self.register_data(train_loader=loaders[0], validation_loader=loaders[1])
 
-    def _collator(self, config: dict[str, Any]) -> Callable[[list[Any]], Any] | None:
-        """Return the `collate_fn` for the loaders that `setup` creates."""
-        return self.build_collator(config)
+    def _collator(self, own: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any] | None:
+        """Return the `collate_fn` for the loaders that `setup` creates.
+
+        Args:
+            own: What `build_collator` returned.
+        """
+        return own
 
     def _prepare_model(self, model: torch.nn.Module) -> None:
         """Modify the model before its optimizer is created."""

@@ -20,8 +20,10 @@ import raysgd
 from raysgd.cli.doctor import OLDEST
 
 ROOT = Path(__file__).resolve().parent.parent
-NAMES = "comet data hf horovod lightning metrics migrate mlflow plot progress storage tensorboard tf torch tune wandb"
-IN_ALL = set(NAMES.split())
+IN_ALL = {
+    *("comet", "data", "datasets", "hf", "horovod", "lightning", "metrics", "migrate", "mlflow", "plot", "progress"),
+    *("storage", "tensorboard", "tf", "torch", "tune", "wandb"),
+}
 USER_EXTRAS = IN_ALL | {"vision"}
 
 

@@ -111,7 +111,7 @@ def test_the_python_of_a_page_runs_with_workers(
     [
         ("docs/migration.md", 1),
         ("docs/lightning.md", 3),
-        ("docs/huggingface.md", 2),
+        ("docs/huggingface.md", 4),
         ("docs/recipes/images.md", 2),
         ("docs/recipes/training-arguments.md", 1),
     ],

@@ -12,6 +12,7 @@ import ray.cloudpickle
 import torch
 
 from raysgd import TorchTrainer
+from raysgd.data import IterableStream
 from raysgd.operators import HuggingFaceOperator, collate_packs, pack
 from raysgd.testing import kill_worker
 
@@ -41,6 +42,9 @@ def operator_cls(lab: Any) -> Any:
 
         def build_data(self, config: dict[str, Any]) -> Any:
             samples = [text for text in lab.samples("none") if len(text["input_ids"]) > 2]
+            if config["packed"] == "in a stream":
+                packed = pack(IterableStream(samples), 16).shuffle(128)
+                return packed.batch(config["batch_size"], collate=collate_packs), None
             packs = pack(samples, 16) if config["packed"] else [each for text in samples for each in pack([text], 16)]
             size = config["batch_size"]
             return torch.utils.data.DataLoader(packs, size, shuffle=True, collate_fn=collate_packs), None  # type: ignore[arg-type, var-annotated]
@@ -54,7 +58,7 @@ def operator_cls(lab: Any) -> Any:
     return InDouble
 
 
-def train(operator_cls: Any, packed: bool, accumulated: int, place: str = "", **options: Any) -> Any:
+def train(operator_cls: Any, packed: bool | str, accumulated: int, place: str = "", **options: Any) -> Any:
     config = {"packed": packed, "batch_size": 6 // accumulated, "lr": 0.1, "optimizer": "sgd", "seed": 3}
     options = {"split_batches": True, "accumulate_grad_batches": accumulated, "seed": 3, **options}
     with TorchTrainer(training_operator_cls=operator_cls, config=config, **options) as trainer:
@@ -78,11 +82,17 @@ def check(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize(
     ("packed", "accumulated"),
-    [(True, 2), pytest.param(False, 1, marks=pytest.mark.soak), pytest.param(True, 1, marks=pytest.mark.soak)],
+    [
+        (True, 2),
+        ("in a stream", 1),
+        pytest.param(False, 1, marks=pytest.mark.soak),
+        pytest.param(True, 1, marks=pytest.mark.soak),
+        pytest.param("in a stream", 2, marks=pytest.mark.soak),
+    ],
 )
 @pytest.mark.parametrize("num_workers", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_n_workers_train_the_adapter_of_one(
-    operator_cls: Any, ray_cluster: None, num_workers: int, packed: bool, accumulated: int
+    operator_cls: Any, ray_cluster: None, num_workers: int, packed: bool | str, accumulated: int
 ) -> None:
     alone = train(operator_cls, packed, accumulated, use_local=True)
     place = "step:3" if num_workers == 2 else ""
@@ -92,9 +102,12 @@ def test_n_workers_train_the_adapter_of_one(
 @pytest.mark.soak
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("num_workers", [2, 3])
-def test_kills_change_nothing(operator_cls: Any, ray_cluster: None, num_workers: int, place: str) -> None:
-    alone = train(operator_cls, True, 2, use_local=True)
-    check(train(operator_cls, True, 2, place, num_workers=num_workers, num_cpus_per_worker=0.5), alone)
+@pytest.mark.parametrize("packed", [True, "in a stream"])
+def test_kills_change_nothing(
+    operator_cls: Any, ray_cluster: None, num_workers: int, place: str, packed: bool | str
+) -> None:
+    alone = train(operator_cls, packed, 2, use_local=True)
+    check(train(operator_cls, packed, 2, place, num_workers=num_workers, num_cpus_per_worker=0.5), alone)
 
 
 def test_a_divided_base_may_be_in_bf16_beside_its_adapter(lab: Any, ray_cluster: None, tmp_path: Path) -> None:

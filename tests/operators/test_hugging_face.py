@@ -209,7 +209,7 @@ class TestRefused:
             def build_model(self, config: dict[str, Any]) -> Any:
                 return super().build_model(config).requires_grad_(False)
 
-        with pytest.raises(ValueError, match="no parameter with `requires_grad`"):
+        with pytest.raises(ValueError, match=r"no parameter with `requires_grad`.*is_trainable=True"):
             local(Frozen)
 
 

@@ -54,6 +54,13 @@ def test_a_stream_stays_what_it_is() -> None:
     assert make_loaders((stream, None), batch_size=4) == (stream, None)
 
 
+def test_a_stream_gets_a_collator_where_it_has_none() -> None:
+    bare, own = IterableStream(range(6)).batch(2), IterableStream(range(6)).batch(2, collate=sum)
+    train, validation = make_loaders((bare, own), 4, stream_collator=list)
+    assert (train.collate, validation.collate, bare.collate) == (list, sum, None)
+    assert train.batch_size == 2
+
+
 @pytest.mark.parametrize(
     ("data", "said"),
     [

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassF1Score
 
 from raysgd import TorchTrainer
+from raysgd.data import IterableStream
 from raysgd.operators import ClassificationOperator, RegressionOperator, SegmentationOperator
 from raysgd.operators.supervised import SupervisedOperator
 
@@ -206,6 +207,25 @@ class TestParts:
                 )
 
         with trainer_of(Numbers, lr=1e-9) as plain, trainer_of(Collated, lr=1e-9) as shifted:
+            assert shifted.train()["train_loss"] > plain.train()["train_loss"] + 100
+
+    def test_a_collator_makes_the_batches_of_streams_too(self) -> None:
+        class Streamed(Numbers):
+            def build_data(self, config: dict[str, Any]) -> Any:
+                return IterableStream(list(zip(X, NUMBERS, strict=True))).batch(10)
+
+        class Collated(Streamed):
+            def build_collator(self, config: dict[str, Any]) -> Any:
+                return lambda samples: (
+                    torch.stack([features for features, _ in samples]),
+                    torch.stack([target + 1 for _, target in samples]),
+                )
+
+        options: dict[str, Any] = {"config": {**CONFIG, "lr": 1e-9}, "split_batches": True, "use_local": True}
+        with (
+            TorchTrainer(training_operator_cls=Streamed, **options) as plain,
+            TorchTrainer(training_operator_cls=Collated, **options) as shifted,
+        ):
             assert shifted.train()["train_loss"] > plain.train()["train_loss"] + 100
 
     def test_metrics_can_be_others(self) -> None:

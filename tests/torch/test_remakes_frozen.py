@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,8 +16,9 @@ from safetensors.torch import load_file
 from raysgd.callbacks import EMA, SWA, Checkpointing
 from raysgd.torch import TorchTrainer
 from raysgd.torch.parallel.fsdp import FSDP
-from tests.torch.operators_for_tests import equal
-from tests.torch.remade_operators import Adapted, Plain
+from raysgd.train.torch import TorchCheckpoint, TorchPredictor
+from tests.torch.operators_for_tests import NUM_FEATURES, equal
+from tests.torch.remade_operators import Adapted, Adapter, Plain
 
 Make = Callable[..., TorchTrainer]
 
@@ -223,6 +225,41 @@ def test_a_file_of_weights_has_what_is_trained_or_all(make_local: Make, tmp_path
         make_local(Adapted, config={"base": 1}).load(tmp_path / "some.safetensors")
 
 
+def test_a_predictor_asks_for_the_frozen_parameters(make_local: Make, tmp_path: Path) -> None:
+    trainer = make_local(Adapted)
+    trainer.train()
+    trainer.save(tmp_path / "some.pt")
+    trainer.save(tmp_path / "all.pt", frozen=True)
+    some, whole = (torch.load(tmp_path / name)["models"][0] for name in ("some.pt", "all.pt"))
+    finding = r"omits parameters of `model` \(`Adapter`\): `base.0.weight` and 3 more.*save\(path, frozen=True\)`"
+    with pytest.raises(ValueError, match=finding):
+        TorchPredictor.from_checkpoint(TorchCheckpoint.from_state_dict(some), Adapter(0, 64))
+    by_hand = Adapter(0, 64)
+    by_hand.load_state_dict(some, strict=False)
+    inputs = np.ones((5, NUM_FEATURES), dtype=np.float32)
+    expected = TorchPredictor(trainer.get_model(to_cpu=True)).predict(inputs)
+    for predictor in (
+        TorchPredictor.from_checkpoint(TorchCheckpoint.from_state_dict(whole), Adapter(1, 64)),
+        TorchPredictor.from_checkpoint(TorchCheckpoint.from_model(trainer.get_model(to_cpu=True))),
+        TorchPredictor(by_hand),
+    ):
+        assert np.array_equal(predictor.predict(inputs), expected)
+
+
+@pytest.mark.parametrize("change", ["another name", "another shape", "no buffer"])
+def test_a_state_of_another_model_keeps_the_error_of_pytorch(change: str) -> None:
+    state = dict(Adapter(0, 64).state_dict())
+    del state["base.0.weight"]
+    if change == "another name":
+        state["other"] = torch.ones(1)
+    elif change == "another shape":
+        state["base.0.weight"] = torch.ones(1)
+    else:
+        del state["norm.running_mean"]
+    with pytest.raises(RuntimeError, match="in loading state_dict for Adapter"):
+        TorchPredictor.from_checkpoint(TorchCheckpoint.from_state_dict(state), Adapter(0, 64))
+
+
 @pytest.mark.parametrize("callback", [EMA(0.5), SWA()])
 def test_averages_leave_out_what_is_made_again(make_local: Make, callback: Any) -> None:
     trainer, plain = make_local(Adapted), make_local(Plain)
@@ -345,12 +382,14 @@ def test_every_mistake_is_an_error_that_names_the_parameter(make_local: Make, tm
 def test_a_run_resumes_from_the_adapter_alone(make_local: Make, tmp_path: Path) -> None:
     def run(num_epochs: int, operator_cls: type[Adapted] = Adapted, **config: Any) -> TorchTrainer:
         trainer = make_local(operator_cls, config=config)
-        trainer.fit(num_epochs, folder=tmp_path / "run", resume_from="auto", callbacks=[Checkpointing()])
+        saving = Checkpointing(metric="val_loss")
+        trainer.fit(num_epochs, folder=tmp_path / "run", resume_from="auto", callbacks=[saving])
         return trainer
 
     run(2)
-    [file] = (tmp_path / "run").rglob("*.ckpt")
-    assert list(torch.load(file)["models"][0]) == KEPT
+    files = [*(tmp_path / "run").rglob("*.ckpt")]
+    assert files
+    assert all(list(torch.load(each)["models"][0]) == KEPT for each in files)
     resumed = run(4)
     alone = make_local(Plain)
     alone.fit(4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,9 @@ class TorchCheckpoint(Checkpoint):
             model: The model to load the state dict into. Ignored if the checkpoint contains a whole model.
 
         Raises:
-            RuntimeError: The checkpoint has no model.
-            ValueError: The checkpoint contains only a state dict, and `model` was not passed.
+            RuntimeError: The checkpoint has no model, or its state dict is that of another model.
+            ValueError: The checkpoint contains only a state dict, and `model` was not passed. Or the state dict omits
+                parameters of `model`, as saved states of a trainer with `remakes_frozen = True` do.
         """
         saved = self._saved()
         if isinstance(saved, torch.nn.Module):
@@ -84,7 +85,12 @@ class TorchCheckpoint(Checkpoint):
             raise ValueError("`model=None`: the checkpoint holds the state of a model. Pass a model to load it into.")
         state = dict(saved)
         consume_prefix_in_state_dict_if_present(state, _WRAPPER_PREFIX)
-        model.load_state_dict(state)
+        try:
+            model.load_state_dict(state)
+        except RuntimeError as error:
+            if missing := _missing_parameters(model, state):
+                raise ValueError(_of_missing(model, missing)) from error
+            raise
         return model
 
     def _saved(self) -> Any:
@@ -104,6 +110,25 @@ class TorchCheckpoint(Checkpoint):
                 "its state. For the weights of a Keras model use `TensorflowCheckpoint` and `TensorflowPredictor`."
             )
         return saved
+
+
+def _missing_parameters(model: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
+    """Return the parameters that a state dict omits, or an empty list if it differs from the model in other ways."""
+    names = model.state_dict().keys()
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    missing = [name for name in names if name not in state]
+    return missing if state.keys() <= names and parameters.issuperset(missing) else []
+
+
+def _of_missing(model: torch.nn.Module, missing: Sequence[str]) -> str:
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return (
+        f"The state in the checkpoint omits parameters of `model` (`{type(model).__name__}`): `{missing[0]}`{more}. A "
+        "trainer with `remakes_frozen = True` omits frozen parameters when it saves. Create the checkpoint with "
+        "`TorchCheckpoint.from_model(trainer.get_model(to_cpu=True))`, or from a file that `trainer.save(path, "
+        "frozen=True)` wrote. If `model` already has the right values for them, call `model.load_state_dict(state, "
+        "strict=False)`, and pass `model` to `TorchPredictor`."
+    )
 
 
 class TorchPredictor(TensorPredictor):
@@ -146,7 +171,8 @@ class TorchPredictor(TensorPredictor):
 
         Raises:
             RuntimeError: The checkpoint has no model, or a model of another framework.
-            ValueError: The checkpoint contains only a state dict, and `model` was not passed.
+            ValueError: The checkpoint contains only a state dict, and `model` was not passed. Or the state dict omits
+                parameters of `model`, such as a frozen base.
         """
         saved = TorchCheckpoint.from_checkpoint(checkpoint)
         return cls(saved.get_model(model), saved.get_preprocessor(), use_gpu)
