@@ -116,7 +116,7 @@ class ProgressBar(Callback):
                 self._bar.line(self._line_of_call(progress, time.monotonic() - began[0]))
                 began.clear()
 
-        with trainer._listeners.listening(show):
+        with trainer._life.listeners.listening(show):
             try:
                 yield self
             finally:

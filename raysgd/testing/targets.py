@@ -42,9 +42,9 @@ def controller_of(trainer: Any) -> Any:
     Raises:
         TypeError: `trainer` is not a trainer.
     """
-    if not hasattr(trainer, "_controller"):
+    if not hasattr(trainer, "_life"):
         raise TypeError(f"`trainer={trainer!r}`: need a `TorchTrainer` or a `TFTrainer` that is running.")
-    return trainer._controller
+    return trainer._life.controller
 
 
 def group_of(trainer: Any) -> WorkerGroup:

@@ -188,7 +188,7 @@ class Population:
 
     def _interrupt(self) -> None:
         for member in self.members:
-            member.trainer._interrupt()
+            member.trainer._life.interrupt()
 
     def evolve(self) -> list[Exploit]:
         """Let each of the worst members copy one of the best members, chosen at random, and change the copied config.

@@ -456,10 +456,11 @@ class CallRecorder:
 
 
 def recorded(kind: Kind) -> Callable[[Method], Method]:
-    """Return a decorator for a trainer's method. Each successful call of the method is added to the trainer's history.
+    """Return a decorator for a method that runs a trainer's call. Each successful call is added to the history.
 
-    `fit` passes `of_fit=True` to the decorated method. For a validation inside an epoch, `fit` also passes `inside`,
-    the epoch and step.
+    The object with the method has the attributes `recorder`, a `CallRecorder`, and `num_workers`. `fit` passes
+    `of_fit=True` to the decorated method. For a validation inside an epoch, `fit` also passes `inside`, the epoch and
+    step.
 
     Args:
         kind: The kind of calls: "train", "validation" or "test".
@@ -468,13 +469,13 @@ def recorded(kind: Kind) -> Callable[[Method], Method]:
     def decorate(method: Method) -> Method:
         @wraps(method)
         def call(
-            trainer: Any, /, *args: Any, of_fit: bool = False, inside: tuple[int, int] | None = None, **kwargs: Any
+            calls: Any, /, *args: Any, of_fit: bool = False, inside: tuple[int, int] | None = None, **kwargs: Any
         ) -> Any:
             began_at, began = time.time(), time.perf_counter()
-            result = method(trainer, *args, **kwargs)
-            recorder: CallRecorder = trainer._recorder
+            result = method(calls, *args, **kwargs)
+            recorder: CallRecorder = calls.recorder
             seconds = time.perf_counter() - began
-            recorder.record(kind, result, began_at, seconds, trainer._controller.num_workers, of_fit, inside)
+            recorder.record(kind, result, began_at, seconds, calls.num_workers, of_fit, inside)
             return result
 
         return cast("Method", call)
