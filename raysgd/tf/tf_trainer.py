@@ -43,7 +43,7 @@ from raysgd.trainer.configuration.settings import GroupSettings
 from raysgd.trainer.driver.life import Framework
 from raysgd.trainer.driver.saving import Content, load_into_all, load_snapshot_into_all
 from raysgd.trainer.driver.trainer import ClassTrainer
-from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, merged
+from raysgd.trainer.messages.epochs import EpochAnswer, EpochOptions, merged
 from raysgd.trainer.messages.prediction_data import BatchRequest, Found
 from raysgd.trainer.messages.weight_sums import check_equal
 from raysgd.trainer.worker.operator import OperatorT
@@ -231,7 +231,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
     def _to_predict(self, data: Any, asked: BatchRequest) -> Found:
         return call_data.source_to_predict(data, asked)
 
-    def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
+    def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], options: EpochOptions) -> None:
         check_equal({rank: answer.weight_sums for rank, answer in enumerate(answers)}, _REASONS)
 
     def _merged(self, answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:

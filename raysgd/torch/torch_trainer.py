@@ -48,7 +48,7 @@ from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.configuration.settings import GroupSettings
 from raysgd.trainer.driver.life import Framework
 from raysgd.trainer.driver.trainer import ClassTrainer, show_options
-from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
+from raysgd.trainer.messages.epochs import EpochAnswer, EpochOptions
 from raysgd.trainer.messages.prediction_data import BatchRequest, Found
 from raysgd.trainer.worker.operator import OperatorT
 from raysgd.trainer.worker.state.replica_state import RESUME, place_in
@@ -325,10 +325,10 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         with epoch_bar() as show, self._life.listeners.listening(show):
             yield
 
-    def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
+    def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], options: EpochOptions) -> None:
         if kind == "train" and self._life.facts.is_synchronous:
             epoch_checks.check_alike(answers)
-        epoch_checks.warn_of_nothing(kind, answers, asked.num_steps)
+        epoch_checks.warn_of_nothing(kind, answers, options.num_steps)
 
     def _after_evaluation(self) -> None:
         # Evaluation may have changed the states of the workers' random number generators. `save` must write the new

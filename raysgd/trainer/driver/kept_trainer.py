@@ -40,9 +40,11 @@ class KeptTrainer:
         from ray import cloudpickle
 
         life, calls, history = self._life, self._life.epoch_calls, self._life.recorder.history
-        places, accounts = calls.sharing.places_to_keep(), calls.accounts.kept()
+        positions, accounts = calls.sharing.positions_to_keep(), calls.accounts.kept()
         last_file = life.controller.snapshots.last_file
-        entries: dict[str, Any] = {"state": (self._keeper.num_calls, list(history.events), last_file, places, accounts)}
+        entries: dict[str, Any] = {
+            "state": (self._keeper.num_calls, list(history.events), last_file, positions, accounts)
+        }
         if history.extent.records > self._seen.records:
             entries[f"{_RECORDS}{self._seen.records}"] = history.part(self._seen, history.extent).records
             self._seen = history.extent
@@ -58,7 +60,7 @@ class KeptTrainer:
             kept: The stored entries by name, as `changes` returned them.
         """
         life, calls, recorder = self._life, self._life.epoch_calls, self._life.recorder
-        self._keeper.num_calls, events, last_file, places, accounts = pickle.loads(kept["state"])
+        self._keeper.num_calls, events, last_file, positions, accounts = pickle.loads(kept["state"])
         calls.accounts.take_over(accounts)
         recorder.told_s = partial(_told_since, calls.accounts, calls.accounts.in_calls())
         life.controller.snapshots.last_file = last_file
@@ -71,7 +73,7 @@ class KeptTrainer:
             self._settings = pickle.loads(kept["settings"])
             life.take_settings(self._settings)
             calls.sharing = life.new_sharing()
-        calls.sharing.take_over(places)
+        calls.sharing.take_over(positions)
         if "fit" in kept:
             progress: FitProgress = pickle.loads(kept["fit"])
             life.fit_progress = progress

@@ -29,7 +29,7 @@ from raysgd.trainer.driver.calls import EpochCalls, ProgressListeners
 from raysgd.trainer.driver.changes import naming_config_entries
 from raysgd.trainer.driver.make_controller import make_controller
 from raysgd.trainer.driver.saving import FileSaves
-from raysgd.trainer.driver.shared_data import DataSharing, place_share
+from raysgd.trainer.driver.shared_data import DataSharing, store_share
 from raysgd.trainer.driver.trainer_port import FitProgress, NoteProgress
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class TrainerLife:
         settings: The current settings. Change them with `take_settings`.
         framework: As passed.
         replicas: Creates the replica of each worker, the object that holds the worker's operator.
-        place: Function `(rank, value)` that puts a value into Ray's object store, unless the rank runs in the driver.
+        store: Function `(rank, value)` that puts a value into Ray's object store, unless the rank runs in the driver.
         controller: Starts, replaces and ends the workers, and runs calls on them.
         listeners: Functions that receive the progress of calls.
         recorder: Adds each call to the trainer's history.
@@ -103,7 +103,7 @@ class TrainerLife:
         self.framework = framework
         self.replicas = ReplicaMaker(framework.runner_cls)
         self.replicas.settings = framework.to_send(settings)
-        self.place = partial(place_share, group_settings.use_local)
+        self.store = partial(store_share, group_settings.use_local)
         self.controller = make_controller(
             group_settings,
             self.replicas,
@@ -227,7 +227,7 @@ class TrainerLife:
         """Return a new object that divides datasets over the workers according to the current settings."""
         settings = self.replicas.settings
         of_worker = settings.batch_options.config_for
-        return DataSharing(settings.config, self.place, self.framework.call_data_of, of_worker)
+        return DataSharing(settings.config, self.store, self.framework.call_data_of, of_worker)
 
     @property
     def global_batch_in_words(self) -> str:

@@ -182,11 +182,11 @@ class RunCheckpoints:
 
     def find(self, run: Run) -> str | None:
         """Return the newest checkpoint that the callbacks, or a detached trainer, have saved. None if there is none."""
-        found = [each.newest_checkpoint(run) for each in run.callbacks]
-        places, left = [str(each) for each in found if each is not None], self.trainer.left_file
+        newest = [each.newest_checkpoint(run) for each in run.callbacks]
+        locations, left = [str(location) for location in newest if location is not None], self.trainer.left_file
         if left is not None and place_of(left)[0] >= 0:
-            places.append(left)  # last, so that `max` prefers an equally new file that also has the callbacks' states
-        return max(places, key=place_of, default=None)
+            locations.append(left)  # last, so that `max` prefers an equally new file with the callbacks' states
+        return max(locations, key=place_of, default=None)
 
     def load(self, location: str) -> Sidecar | None:
         """Load a checkpoint into the workers, and return the content of its sidecar, or None if it has no sidecar."""

@@ -43,7 +43,7 @@ from raysgd.core.text.cards import card
 from raysgd.storage.background_writer import SubmittedWrite
 from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.configuration.settings import GroupSettings, ReplicaSettings
-from raysgd.trainer.driver.calls import asked
+from raysgd.trainer.driver.calls import epoch_options
 from raysgd.trainer.driver.changes import ReadOnlyConfig
 from raysgd.trainer.driver.fit_loop import FitOptions, FitRun
 from raysgd.trainer.driver.kept_trainer import KeptTrainer
@@ -54,7 +54,7 @@ from raysgd.trainer.driver.trainer_calls import TrainerCalls
 from raysgd.trainer.driver.trainer_port import NoteProgress, TrainerPort
 from raysgd.trainer.messages import replica_calls
 from raysgd.trainer.messages.begun import BegunEpoch
-from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, merged
+from raysgd.trainer.messages.epochs import EpochAnswer, EpochOptions, merged
 from raysgd.trainer.messages.prediction_data import BatchRequest, PredictionSource
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return False
 
     @abstractmethod
-    def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
+    def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], options: EpochOptions) -> None:
         """Raise an error if the workers' answers contradict each other.
 
         After a training call, this check runs before the call counts as completed.
@@ -153,7 +153,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         Args:
             kind: The type of call.
             answers: The answers by rank.
-            asked: The request that the workers have answered.
+            options: What the call asked of the workers.
         """
 
     def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> bool:
@@ -281,11 +281,11 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         """
         self._refuse_inside_fit("train")
         checks.check_max_retries(max_retries)
-        request = asked(num_steps, profile, reduce_results, info)
+        options = epoch_options(num_steps, profile, reduce_results, info)
         if dataset is not None:
             self._check_dataset(dataset, training=True)
         checks.refuse_text(blocking=blocking)
-        return self._calls.start_train(request, max_retries, dataset, reduce_results, blocking)
+        return self._calls.start_train(options, max_retries, dataset, reduce_results, blocking)
 
     def _refuse_inside_fit(self, method: str) -> None:
         epochs = self._running_fit()
@@ -355,11 +355,11 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             ValueError: With `blocking=False`: the operator's `validate` trains, and its changes would be lost.
             WorkerError, WorkersLostError: As in `train`.
         """
-        request = asked(num_steps, profile, reduce_results, info)
+        options = epoch_options(num_steps, profile, reduce_results, info)
         if dataset is not None:
             self._check_dataset(dataset, training=False)
         checks.refuse_text(blocking=blocking)
-        return self._calls.start_validation(request, dataset, reduce_results, blocking)
+        return self._calls.start_validation(options, dataset, reduce_results, blocking)
 
     def _after_evaluation(self) -> None:
         """Called after an evaluation, in which the operators may have changed state of their own."""
@@ -553,7 +553,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     def test(self, dataset: Any) -> Metrics:
         """Evaluate on `dataset`, as `validate(dataset=...)` does. The names of the metrics start with `test_`."""
         self._check_dataset(dataset, training=False)
-        return self._calls.test(asked(None), dataset)
+        return self._calls.test(epoch_options(None), dataset)
 
     @property
     def history(self) -> History:

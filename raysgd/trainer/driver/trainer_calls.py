@@ -23,7 +23,7 @@ from raysgd.trainer.driver.calls import Validation
 from raysgd.trainer.driver.life import TrainerLife
 from raysgd.trainer.driver.predicting import PredictionRounds
 from raysgd.trainer.messages.begun import BegunEpoch
-from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
+from raysgd.trainer.messages.epochs import EpochAnswer, EpochOptions
 from raysgd.trainer.messages.prediction_data import PredictionSource
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class CheckAnswers(Protocol):
     """Function that raises an error if the workers' answers to a call contradict each other."""
 
-    def __call__(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None: ...
+    def __call__(self, kind: Kind, answers: Sequence[EpochAnswer], options: EpochOptions) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -71,16 +71,16 @@ class TrainerCalls:
         return self.life.controller.num_workers
 
     def start_train(
-        self, request: EpochRequest, max_retries: int, dataset: Any, reduce_results: bool, blocking: bool
+        self, options: EpochOptions, max_retries: int, dataset: Any, reduce_results: bool, blocking: bool
     ) -> Any:
         """Train, and return the result, or a handle to the call if `blocking` is False."""
-        work = partial(self.train, request, max_retries, dataset, reduce_results)
+        work = partial(self.train, options, max_retries, dataset, reduce_results)
         return work() if blocking else self.life.background.begin(work)
 
     @recorded("train")
     def train(
         self,
-        request: EpochRequest,
+        options: EpochOptions,
         max_retries: int = 3,
         dataset: Any = None,
         reduce_results: bool = True,
@@ -90,7 +90,7 @@ class TrainerCalls:
         """Train for one epoch or some of its steps.
 
         Args:
-            request: What the call asks of all workers.
+            options: What the call asks of all workers.
             max_retries: How many times to retry the call after a failure.
             dataset: Data to train on instead of the registered data, or None.
             reduce_results: Whether to merge the metrics of the workers.
@@ -100,10 +100,10 @@ class TrainerCalls:
         Raises:
             EpochLeft: The call stopped because `leaves` returned True.
         """
-        check = partial(self.check_answers, "train", asked=request)
+        check = partial(self.check_answers, "train", options=options)
         can_resume = dataset is None or self.can_continue_on(dataset)
         with self.shown():
-            answers = self.life.epoch_calls.train(request, max_retries, dataset, can_resume, check, begun, leaves)
+            answers = self.life.epoch_calls.train(options, max_retries, dataset, can_resume, check, begun, leaves)
         self.recorder.trained = answers[0].epoch_idx + 1
         result = self.merge(answers, reduce_results)
         self._warn_of_nan(result)
@@ -118,13 +118,13 @@ class TrainerCalls:
                 "`%s` is NaN: lower the learning rate, clip gradients, or look for NaN in the data", names[0]
             )
 
-    def start_validation(self, request: EpochRequest, dataset: Any, reduce_results: bool, blocking: bool) -> Any:
+    def start_validation(self, options: EpochOptions, dataset: Any, reduce_results: bool, blocking: bool) -> Any:
         """Validate, and return the result, or a handle to the call if `blocking` is False.
 
         Raises:
             NoDataError: `blocking` is False, and there is no validation data.
         """
-        work = partial(self.validate, request, dataset, reduce_results)
+        work = partial(self.validate, options, dataset, reduce_results)
         if blocking:
             return work()
         if dataset is None and not self.life.facts.has_validation:
@@ -134,23 +134,23 @@ class TrainerCalls:
             )
         if not self.validates_beside:
             return self.life.background.begin(work)
-        return self.begin_validation(request, dataset, reduce_results)
+        return self.begin_validation(options, dataset, reduce_results)
 
     @recorded("validation")
-    def validate(self, request: EpochRequest, dataset: Any, reduce_results: bool = True) -> Any:
+    def validate(self, options: EpochOptions, dataset: Any, reduce_results: bool = True) -> Any:
         """Evaluate on the validation data, or on `dataset` if it is not None."""
-        return self._evaluated(request, dataset, reduce_results)
+        return self._evaluated(options, dataset, reduce_results)
 
     @recorded("test")
-    def test(self, request: EpochRequest, dataset: Any) -> Metrics:
+    def test(self, options: EpochOptions, dataset: Any) -> Metrics:
         """Evaluate on `dataset`. The names of the metrics start with `test_`."""
-        return as_test(self._evaluated(request, dataset))
+        return as_test(self._evaluated(options, dataset))
 
-    def _evaluated(self, request: EpochRequest, dataset: Any, reduce_results: bool = True) -> Any:
-        answers = self.life.epoch_calls.validate(request, dataset)
-        if not request.is_inside:
+    def _evaluated(self, options: EpochOptions, dataset: Any, reduce_results: bool = True) -> Any:
+        answers = self.life.epoch_calls.validate(options, dataset)
+        if not options.is_inside:
             self.after_evaluation()
-        self.check_answers("validation", answers, request)
+        self.check_answers("validation", answers, options)
         return self.merge(answers, reduce_results)
 
     @property
@@ -174,7 +174,7 @@ class TrainerCalls:
 
     def begin_validation(
         self,
-        request: EpochRequest,
+        options: EpochOptions,
         dataset: Any,
         reduce_results: bool,
         note: Callable[[RecordBeside, Any, float, float], object] | None = None,
@@ -182,7 +182,7 @@ class TrainerCalls:
         """Start validating the current training state on a spare worker, while training continues.
 
         Args:
-            request: The request to send to the spare worker.
+            options: What the call asks of the spare worker.
             dataset: Data to validate on instead of the registered data, or None.
             reduce_results: Whether to merge the metrics of the workers.
             note: For `fit`: function that receives the result, in a background thread. Its first argument is the
@@ -193,14 +193,14 @@ class TrainerCalls:
 
         def take_state() -> tuple[Validation, RecordBeside]:
             newest, sharing = life.newest_snapshot(), life.new_sharing()
-            validate = life.epoch_calls.begin_on_spare(request, dataset, life.replicas.settings, sharing, newest)
+            validate = life.epoch_calls.begin_on_spare(options, dataset, life.replicas.settings, sharing, newest)
             return validate, self.recorder.begin_beside(of_fit=note is not None)
 
         def evaluate(taken: tuple[Validation, RecordBeside], on_wait: Callable[[], None]) -> Any:
             validate, add = taken
             began_at, began = time.time(), time.perf_counter()
             answers = validate(on_wait)
-            self.check_answers("validation", answers, request)
+            self.check_answers("validation", answers, options)
             result = self.merge(answers, reduce_results)
             call = result, began_at, time.perf_counter() - began
             add(*call) if note is None else note(add, *call)
@@ -231,6 +231,6 @@ class TrainerCalls:
         life = self.life
         predict = life.framework.runner_cls.predict
         rounds = PredictionRounds(
-            life.controller, predict, source, info, has_target, max_retries, life.place, life.listeners
+            life.controller, predict, source, info, has_target, max_retries, life.store, life.listeners
         )
         return container.stream(rounds.outputs()) if streaming else container.collect(rounds.outputs())
