@@ -86,8 +86,8 @@ class GlooConnections:
 
     def cut(self) -> None:
         """Shut down all of this rank's gloo sockets, including those of a group that is still forming."""
-        found = self.found
-        for connection in self._find() if found is None else found:
+        known = self.found
+        for connection in self._find() if known is None else known:
             connection.shut()
 
     @property
@@ -171,7 +171,7 @@ class OpenSocket:
 
 def open_sockets() -> dict[int, int]:
     """Return the inode of each socket that this process has open, by file descriptor."""
-    found = {}
+    inodes = {}
     try:
         names = os.listdir(_FOLDER)
     except OSError:
@@ -183,8 +183,8 @@ def open_sockets() -> dict[int, int]:
         except OSError:
             continue
         if stat.S_ISSOCK(status.st_mode):
-            found[number] = status.st_ino
-    return found
+            inodes[number] = status.st_ino
+    return inodes
 
 
 def opened_since(before: dict[int, int]) -> tuple[list[OpenSocket], list[str]]:

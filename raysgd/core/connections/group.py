@@ -161,14 +161,14 @@ class Group:
         In each round, a rank sends all arrays that it has so far to another rank. The distance between the two ranks
         doubles with each round.
         """
-        found = np.empty((self.size, *own.shape), own.dtype)  # in rank order, starting with this rank
-        found[0] = own
+        parts = np.empty((self.size, *own.shape), own.dtype)  # in rank order, starting with this rank
+        parts[0] = own
         for distance in doubled(self.size):
             count = min(distance, self.size - distance)
             before, after = (self.rank - distance) % self.size, (self.rank + distance) % self.size
-            outgoing, incoming = (as_bytes(_flat(part)) for part in (found[:count], found[distance : distance + count]))
+            outgoing, incoming = (as_bytes(_flat(part)) for part in (parts[:count], parts[distance : distance + count]))
             self._mesh.swap({before: outgoing}, {after: incoming}, _kind(_ALL, own))
-        return [found[(rank - self.rank) % self.size] for rank in range(self.size)]
+        return [parts[(rank - self.rank) % self.size] for rank in range(self.size)]
 
     def gather_rows(self, rows: Array, counts: Sequence[int]) -> Array:
         """Concatenate the rows of all ranks into one array, in rank order.
