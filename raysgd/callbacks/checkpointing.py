@@ -140,14 +140,14 @@ class Checkpointing(WritesFiles):
     @property
     def best(self) -> str | None:
         """Path or URI of the best checkpoint by `metric`, or None if no checkpoint has a value for the metric."""
-        found = self._best()
-        return self._location(found.content) if found is not None else None
+        best = self._best()
+        return self._location(best.content) if best is not None else None
 
     @property
     def best_score(self) -> float | None:
         """Value of `metric` for the best checkpoint, or None if no checkpoint has a value for the metric."""
-        found = self._best()
-        return found.score if found is not None else None
+        best = self._best()
+        return best.score if best is not None else None
 
     def left_behind(self, run: Run) -> str | None:
         return None if self.newest is None else f"newest checkpoint: {self.newest}"
@@ -160,8 +160,8 @@ class Checkpointing(WritesFiles):
         """
         self._folder = self._folder_of(run)
         present = set(self._folder.names())
-        found = [each for each in self._indexed() if each.content in present]
-        return self._location(found[-1].content) if found else None
+        present_entries = [each for each in self._indexed() if each.content in present]
+        return self._location(present_entries[-1].content) if present_entries else None
 
     # ------------------------------------------------------------------------------------------------ the run
 
@@ -367,8 +367,8 @@ class Checkpointing(WritesFiles):
 
         Checkpoints whose validation is still running are kept, because they may turn out to be the best.
         """
-        told = (run._last_told or 0) if run.validates_beside and self.keep_best else math.inf
-        waiting = [each.number for each in saved if each.score is None and _epoch_ended_by(each) > told]
+        last_told = (run._last_told or 0) if run.validates_beside and self.keep_best else math.inf
+        waiting = [each.number for each in saved if each.score is None and _epoch_ended_by(each) > last_told]
         return self._rule.divide(saved, waiting)
 
     @property
@@ -433,15 +433,15 @@ class Checkpointing(WritesFiles):
         assert self._folder is not None
         present = set(self._folder.names())
         self._saved = [each for each in self._saved if each.content in present]
-        found = [] if self._saved else self._indexed()
-        if found:
+        indexed = [] if self._saved else self._indexed()
+        if indexed:
             logger.warning(
                 "Checkpointing: %s has %d checkpoints of another run, which this one may replace; to continue that "
                 'run, pass `resume_from="auto"`',
                 self._folder,
-                len(found),
+                len(indexed),
             )
-        self._write_index(self._saved or found)  # raises an error if the folder is not writable
+        self._write_index(self._saved or indexed)  # raises an error if the folder is not writable
 
 
 def _count_or_none(name: str, value: Any, hint: str) -> int | None:
