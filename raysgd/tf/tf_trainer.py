@@ -353,9 +353,9 @@ class TFTrainer(ClassTrainer[OperatorT]):
     restore = load
 
     def _load_former(self, checkpoint: str | PathLike[str], state: dict[str, Any], optimizer: list[Any]) -> None:
-        found = self._life.on_all(TFRunner.former_optimizer, optimizer, rank=0)[0]
-        self._load({**self.state_dict(), **state, **({} if found is None else {"optimizers": [found]})}, ())
-        if found is None:
+        slots = self._life.on_all(TFRunner.former_optimizer, optimizer, rank=0)[0]
+        self._load({**self.state_dict(), **state, **({} if slots is None else {"optimizers": [slots]})}, ())
+        if slots is None:
             logger.warning(
                 "`%s` is a file of the old library and does not match this trainer's optimizer: the weights and the "
                 "epoch were loaded, but the optimizer is unchanged",

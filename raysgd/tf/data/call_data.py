@@ -162,9 +162,9 @@ def source_to_predict(data: Any, asked: BatchRequest) -> Found:
     """
     if isinstance(data, Arrays):
         data = replace(data, data=plain(data.data))
-    found = prediction_data.source_of(plain(data), asked)
-    if found is not None:
-        return found
+    source = prediction_data.source_of(plain(data), asked)
+    if source is not None:
+        return source
     if isinstance(data, Stream):
         batches = BatchesInOrder(data, asked.size, ArrayCollate())  # plain arrays, without TensorFlow in the driver
         return source_of_batches(batches, batches.num_batches), ArrayContainer()
