@@ -477,7 +477,7 @@ class RunCallbacks(Dispatcher):
         """
         hooks = ["on_trial_error" if error is not None else "on_trial_complete", "on_experiment_end"]
         shown: dict[str, Any] = {"iteration": self._iteration, "trials": [self._trial], "trial": self._trial}
-        with OnFailure(told=self._own.end_run):
+        with OnFailure(with_error=self._own.end_run):
             self.finish(hooks, has_failed=error is not None, **shown)
         self._own.end_run(error)
 

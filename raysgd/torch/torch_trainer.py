@@ -18,7 +18,7 @@ import torch
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.compat.names import former_names
 from raysgd.core import arguments as checks
-from raysgd.core.arrays.data_kinds import is_whole
+from raysgd.core.arrays.data_kinds import goes_to_all
 from raysgd.core.connections.horovod import HorovodConnection
 from raysgd.core.connections.torch import TorchConnection
 from raysgd.core.engine.shared.connection import Connection
@@ -318,7 +318,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         arguments.check_dataset(dataset, name, steps_apart=steps_apart, global_option=global_option)
 
     def _goes_on_with(self, dataset: Any) -> bool:
-        return is_whole(call_data.kind_of(dataset))
+        return goes_to_all(call_data.kind_of(dataset))
 
     @contextmanager
     def _shown(self) -> Iterator[None]:

@@ -285,14 +285,14 @@ class FunctionRun:
         hooks.on_training_start()
         self._checkpoints.begin_attempt()
         self._num_changes = hooks.num_changes
-        is_whole = self._data is None or self._data.is_whole
-        spec = replace(self._spec, is_muted=self._is_muted, has_parts=not is_whole)
+        goes_to_all = self._data is None or self._data.goes_to_all
+        spec = replace(self._spec, is_muted=self._is_muted, has_parts=not goes_to_all)
         checkpoint = self._checkpoints.restart_point
         shared: Any = None
         if checkpoint is not None:
             [shared, *_] = hooks.group.share(lend(checkpoint))
         parts = [None] if self._data is None else self._data(len(worlds), hooks.workers.workers)
-        if is_whole:
+        if goes_to_all:
             start = spec, shared, parts[0]
             # Standby workers start the function with the same arguments. Sharded data would leave no shard for them.
             hooks.replicas.start = start

@@ -536,7 +536,7 @@ class TrainerCallbacks:
 
     def _finish(self, calls: FunctionCalls, failure: BaseException | None) -> None:
         has_failed = failure is not None
-        with OnFailure(told=calls.end_run):
+        with OnFailure(with_error=calls.end_run):
             self._of_trainer.finish(["finish_training"], error=has_failed, has_failed=has_failed)
         calls.end_run(failure)
 

@@ -578,7 +578,7 @@ class GroupRepair:
                 lifecycle.end_call(type(error).__name__)
 
         try:
-            with OnFailure(told=end_unless_unformed):
+            with OnFailure(with_error=end_unless_unformed):
                 formed = self._try_to_make(change)
         except CannotForm as failed:
             lost = gone(failed.staying)
@@ -809,7 +809,7 @@ class GroupRepair:
                 why = "no other group could be started" if is_failure else type(error).__name__
                 lifecycle.record("lost" if is_failure else "ended", old_size, began, f"{cause}; {why}")
 
-        with OnFailure(told=end):
+        with OnFailure(with_error=end):
             self.fetch_only_state(after)
             self._snapshots.poll(timeout_s=_AWAITED_S if self._snapshots.is_awaited else SETTLE_S)
             self._snapshots.drop_incoming()

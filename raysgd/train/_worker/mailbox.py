@@ -235,7 +235,7 @@ class PendingCheckpoints:
             self._open.add(self._num)
             return self._num
 
-    def settle(self, token: int, make_copy: Callable[[Any], Any]) -> None:
+    def copy_if_fetched(self, token: int, make_copy: Callable[[Any], Any]) -> None:
         """Block the function until the driver requests or refuses an announced checkpoint. If requested, copy it.
 
         Args:
@@ -254,9 +254,9 @@ class PendingCheckpoints:
             self._changed.notify_all()
 
     def refuse(self, token: int) -> None:
-        """Release a function that waits in `settle`, because the driver will not fetch its announced checkpoint.
+        """Release a function that waits in `copy_if_fetched`, because the driver will not fetch its checkpoint.
 
-        Called in another thread than `settle`.
+        Called in another thread than `copy_if_fetched`.
         """
         with self._changed:
             self._open.discard(token)
@@ -281,7 +281,7 @@ class PendingCheckpoints:
             return self._copies.pop(token)
 
     def clear(self) -> None:
-        """Discard all copies, and release functions that wait in `settle`. The driver will fetch no copy."""
+        """Discard all copies, and release functions that wait in `copy_if_fetched`. The driver will fetch no copy."""
         with self._changed:
             self._copies.clear()
             self._open.clear()

@@ -131,7 +131,7 @@ class DatasetShards(DividedData):
         self._has_warned = False
 
     @property
-    def is_whole(self) -> bool:
+    def goes_to_all(self) -> bool:
         config = self._config
         if not isinstance(config, DataConfig) or type(config).configure is not DataConfig.configure:
             return False
