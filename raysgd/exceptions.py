@@ -29,13 +29,13 @@ class OnFailure:
 
     Args:
         undo: Cleanup function that is called without arguments.
-        told: Cleanup function that is called with the exception, after `undo`.
+        with_error: Cleanup function that is called with the exception, after `undo`.
     """
 
     def __init__(
-        self, undo: Callable[[], Any] | None = None, *, told: Callable[[BaseException], Any] | None = None
+        self, undo: Callable[[], Any] | None = None, *, with_error: Callable[[BaseException], Any] | None = None
     ) -> None:
-        self._undo, self._told = undo, told
+        self._undo, self._with_error = undo, with_error
 
     def __enter__(self) -> None:
         pass
@@ -43,8 +43,8 @@ class OnFailure:
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
         if kind is not None and self._undo is not None:
             self._undo()
-        if kind is not None and self._told is not None:
-            self._told(error)
+        if kind is not None and self._with_error is not None:
+            self._with_error(error)
 
 
 @contextmanager

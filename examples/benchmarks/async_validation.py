@@ -113,7 +113,7 @@ def stalls(state: str, num_rounds: int) -> dict[str, list[float]]:
             time.sleep(0.5)  # wait until the data that these steps have sent has arrived
             began = time.perf_counter()
             handle = trainer.validate(blocking=False)
-            with trainer._controller.turns.take_turn():
+            with trainer._life.controller.turns.take_turn():
                 found["stall_s"].append(time.perf_counter() - began)
             step()
             found["slower_step_s"].append(time.perf_counter() - began - alone_s)

@@ -129,10 +129,10 @@ class FolderContent:
     def metadata(self) -> dict[str, Any]:
         if not self.folder.has(METADATA_FILE):
             return {}
-        found = json.loads(self.folder.read(METADATA_FILE))
-        if not isinstance(found, dict):
-            raise CheckpointCorruptedError(f"{self.folder}: `{METADATA_FILE}` holds no dict, but {found!r:.200}.")
-        return found
+        metadata = json.loads(self.folder.read(METADATA_FILE))
+        if not isinstance(metadata, dict):
+            raise CheckpointCorruptedError(f"{self.folder}: `{METADATA_FILE}` holds no dict, but {metadata!r:.200}.")
+        return metadata
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
         self.folder.write(METADATA_FILE, json.dumps(dict(metadata)).encode())

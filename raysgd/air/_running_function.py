@@ -201,5 +201,5 @@ def checkpoint_of(tune: Any) -> Checkpoint | None:
     """Return the checkpoint from which this process's Ray Tune trial continues."""
     from raysgd.air.checkpoint import Checkpoint  # imported here because it loads the storage modules
 
-    found = tune.get_checkpoint()
-    return Checkpoint(found.path, found.filesystem) if found is not None else None
+    checkpoint = tune.get_checkpoint()
+    return Checkpoint(checkpoint.path, checkpoint.filesystem) if checkpoint is not None else None

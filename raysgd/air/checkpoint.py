@@ -76,11 +76,11 @@ class Checkpoint:
         uri: str | None = None,
         obj_ref: ray.ObjectRef[Any] | None = None,
     ) -> None:
-        given = {"path": path, "local_path": local_path, "data_dict": data_dict, "uri": uri, "obj_ref": obj_ref}
-        named = [name for name, value in given.items() if value is not None]
+        sources = {"path": path, "local_path": local_path, "data_dict": data_dict, "uri": uri, "obj_ref": obj_ref}
+        named = [name for name, value in sources.items() if value is not None]
         if len(named) != 1:
             raise ValueError(
-                f"A checkpoint needs exactly one of {', '.join(f'`{name}`' for name in given)}; given: "
+                f"A checkpoint needs exactly one of {', '.join(f'`{name}`' for name in sources)}; given: "
                 f"{', '.join(named) or 'none of them'}."
             )
         self._content: Content

@@ -49,8 +49,8 @@ def _shown(config: Any) -> str:
     API keys and passwords are masked.
     """
     default = type(config)()
-    given = {each.name: getattr(config, each.name) for each in fields(config)}
-    shown = [f"{name}={masked(value)!r}" for name, value in given.items() if value != getattr(default, name)]
+    values = {each.name: getattr(config, each.name) for each in fields(config)}
+    shown = [f"{name}={masked(value)!r}" for name, value in values.items() if value != getattr(default, name)]
     return masked(f"{type(config).__name__}({', '.join(shown)})")
 
 
@@ -554,8 +554,8 @@ class DatasetConfig:
 
     def updated(self, other: DatasetConfig) -> DatasetConfig:
         """Return a copy of this config in which the values of `other` that are not None replace this config's."""
-        given = {each.name: getattr(other, each.name) for each in fields(DatasetConfig)}
-        return replace(self, **{name: value for name, value in given.items() if value is not None})
+        values = {each.name: getattr(other, each.name) for each in fields(DatasetConfig)}
+        return replace(self, **{name: value for name, value in values.items() if value is not None})
 
     @staticmethod
     def merge(a: Mapping[str, DatasetConfig], b: Mapping[str, DatasetConfig] | None) -> dict[str, DatasetConfig]:

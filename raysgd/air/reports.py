@@ -92,8 +92,8 @@ class UploadOptions:
     @property
     def deletes(self) -> bool:
         """True if the checkpoint's local folder is deleted after it is stored."""
-        given = self.delete_local_checkpoint_after_upload
-        return self.is_async if given is None else given
+        chosen = self.delete_local_checkpoint_after_upload
+        return self.is_async if chosen is None else chosen
 
 
 _DONE = (CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC)

@@ -86,15 +86,15 @@ def _arguments_of(
     *args: Any, checkpoint: Any = None, **kwargs: Any
 ) -> tuple[dict[str, Any], Any, UploadOptions | None]:
     options = {each.name: kwargs.pop(each.name) for each in fields(UploadOptions) if each.name in kwargs}
-    given = [*args, kwargs.pop("metrics")] if "metrics" in kwargs else args
-    if len(given) != 1 or not isinstance(given[0], dict) or kwargs:
+    reports = [*args, kwargs.pop("metrics")] if "metrics" in kwargs else args
+    if len(reports) != 1 or not isinstance(reports[0], dict) or kwargs:
         beside = sorted(kwargs if checkpoint is None else [*kwargs, "checkpoint"])
         raise TypeError(
             "`report` accepts either keywords, `report(loss=0.1)`, or one dict and optionally a checkpoint, "
             "`report({'loss': 0.1}, checkpoint=...)`; it was given "
-            f"{', '.join(f'{each!r:.200}' for each in given) or 'no dict'} and the keywords {beside}."
+            f"{', '.join(f'{each!r:.200}' for each in reports) or 'no dict'} and the keywords {beside}."
         )
-    return given[0], checkpoint, UploadOptions(**options) if options else None
+    return reports[0], checkpoint, UploadOptions(**options) if options else None
 
 
 def get_checkpoint() -> Checkpoint | None:
@@ -214,7 +214,7 @@ def _of_trial(function: str, read: Callable[[TrialFacts], T]) -> T | None:
         read: Function that returns the fact from the `TrialFacts` of a `fit` run.
     """
     if (tune := tune_here()) is not None:
-        found: T = getattr(tune.get_context(), function)()
-        return found
+        value: T = getattr(tune.get_context(), function)()
+        return value
     session = session_or_warning(function, stacklevel=4)
     return read(session.facts) if session is not None and session.facts is not None else None

@@ -46,8 +46,8 @@ def checkpoint_index(name: str) -> int | None:
     >>> checkpoint_index("checkpoint_000003"), checkpoint_index("rank_0")
     (3, None)
     """
-    found = _CHECKPOINT.fullmatch(name)
-    return int(found[1]) if found else None
+    match = _CHECKPOINT.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 class TrialFolder:
@@ -139,8 +139,8 @@ class TrialFolder:
 
 def checkpoints_in(names: Iterable[str]) -> list[str]:
     """Return the names of checkpoint folders among the given names, oldest first."""
-    found = {name: checkpoint_index(name) for name in names}
-    return [name for _, name in sorted((index, name) for name, index in found.items() if index is not None)]
+    indices = {name: checkpoint_index(name) for name in names}
+    return [name for _, name in sorted((index, name) for name, index in indices.items() if index is not None)]
 
 
 def new_trial_folder(run_config: Any, trainer_name: str) -> TrialFolder:

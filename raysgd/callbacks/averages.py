@@ -56,11 +56,11 @@ class AveragedWeights(WorkerCallback):
         Raises:
             RuntimeError: No weights have been averaged yet.
         """
-        found = trainer.get_model(to_cpu=True)
-        models = found if isinstance(found, list) else [found]
+        live = trainer.get_model(to_cpu=True)
+        models = live if isinstance(live, list) else [live]
         for model, weights in zip(models, self._weights(trainer), strict=True):
             _put(model, weights)
-        return found
+        return live
 
     @contextmanager
     def swap(self, trainer: Any) -> Iterator[None]:
@@ -84,8 +84,8 @@ class AveragedWeights(WorkerCallback):
             trainer.apply_all_operators(partial(_load_weights, weights=own))
 
     def _weights(self, trainer: Any) -> Weights:
-        found = trainer.apply_all_operators(partial(_state_of, key=self.state_key()))
-        state = next((each for each in found if each is not None), None)
+        states = trainer.apply_all_operators(partial(_state_of, key=self.state_key()))
+        state = next((each for each in states if each is not None), None)
         if state is None or not state["weights"]:
             raise RuntimeError(
                 f"`{self.state_key()}` has averaged nothing yet: pass it to `trainer.fit(callbacks=[...])` first."
@@ -208,10 +208,10 @@ def _tensors_of(model: Any) -> dict[str, Any]:
 
 def _tensors_in(operator: Any) -> list[dict[str, Any]]:
     """Return the parameters and buffers of each model, without those that `remakes_frozen` keeps out of checkpoints."""
-    found, left_out = [_tensors_of(model) for model in models_of(operator)], left_out_of(operator)
+    by_model, left_out = [_tensors_of(model) for model in models_of(operator)], left_out_of(operator)
     if not left_out:
-        return found
-    return [{name: each for name, each in tensors.items() if id(each) not in left_out} for tensors in found]
+        return by_model
+    return [{name: each for name, each in tensors.items() if id(each) not in left_out} for tensors in by_model]
 
 
 def _parameters_of(optimizer: Any) -> Iterator[Any]:
@@ -279,8 +279,8 @@ def _put(model: Any, weights: Mapping[str, Any]) -> None:
 
 
 def _state_of(operator: Any, key: str) -> dict[str, Any] | None:
-    found: dict[str, Any] | None = state_of(operator, key) if rank_of(operator) == 0 else None
-    return found
+    state: dict[str, Any] | None = state_of(operator, key) if rank_of(operator) == 0 else None
+    return state
 
 
 def _own_weights(operator: Any) -> Weights | None:

@@ -60,9 +60,9 @@ def checked(callbacks: Any) -> tuple[list[Callback], list[WorkerCallback]]:
         TypeError: `callbacks` is not a list, or contains an object that is not a callback.
         ValueError: A callback is in the list twice.
     """
-    given = as_list(callbacks)
-    for number, each in enumerate(given):
-        if any(each is other for other in given[:number]):
+    listed = as_list(callbacks)
+    for number, each in enumerate(listed):
+        if any(each is other for other in listed[:number]):
             raise ValueError(f"`callbacks` has {each!r} twice, which would be called twice: pass each object once.")
         if not isinstance(each, Callback | WorkerCallback):
             is_class = isinstance(each, type) and issubclass(each, Callback | WorkerCallback)
@@ -71,8 +71,8 @@ def checked(callbacks: Any) -> tuple[list[Callback], list[WorkerCallback]]:
                 f"`callbacks` has {each!r}: need objects of subclasses of `raysgd.callbacks.Callback` or "
                 f"`WorkerCallback`.{instead}"
             )
-    own = sorted((each for each in given if isinstance(each, Callback)), key=lambda each: each.runs_last)
-    return own, [each for each in given if isinstance(each, WorkerCallback)]
+    own = sorted((each for each in listed if isinstance(each, Callback)), key=lambda each: each.runs_last)
+    return own, [each for each in listed if isinstance(each, WorkerCallback)]
 
 
 def as_list(callbacks: Any) -> list[Any]:
@@ -92,14 +92,14 @@ def own_among(callbacks: Iterable[Any]) -> list[Callback]:
     Raises:
         TypeError: The list contains a worker callback.
     """
-    given = list(callbacks)
-    for each in given:
+    listed = list(callbacks)
+    for each in listed:
         if isinstance(each, WorkerCallback):
             raise TypeError(
                 f"`{type(each).__name__}` runs in the workers, around each step, and a training function takes its "
                 "steps itself: leave it out, or use `TorchTrainer.fit`."
             )
-    return [each for each in given if isinstance(each, Callback)]
+    return [each for each in listed if isinstance(each, Callback)]
 
 
 class Dispatcher:
@@ -293,11 +293,11 @@ class CallbackCalls(Dispatcher):
         """
         left = [dict(entry) for entry in states]
         for callback in self.callbacks:
-            found = next((entry for entry in left if entry.get("name") == type(callback).__name__), None)
-            if found is not None:
-                left.remove(found)
-                if found.get("state") is not None:
-                    self.call(callback, "load_state_dict", found["state"])
+            saved = next((entry for entry in left if entry.get("name") == type(callback).__name__), None)
+            if saved is not None:
+                left.remove(saved)
+                if saved.get("state") is not None:
+                    self.call(callback, "load_state_dict", saved["state"])
 
 
 def overrides(callback: Callback, method: str) -> bool:
@@ -389,10 +389,10 @@ class RunCallbacks(Dispatcher):
     """
 
     def __init__(self, callbacks: Sequence[Any] | None, trial: FitTrialView) -> None:
-        given = list(callbacks or ())
+        listed = list(callbacks or ())
         config = trial.config.get("train_loop_config", trial.config)
-        self._own = FunctionCalls(own_among(given), trial.trainable_name, config, trial.local_path)
-        super().__init__(of_tune_among(given), _ADVICE_IN_RUN)
+        self._own = FunctionCalls(own_among(listed), trial.trainable_name, config, trial.local_path)
+        super().__init__(of_tune_among(listed), _ADVICE_IN_RUN)
         self._events: Callable[[], Sequence[GroupEvent]] = tuple
         self._trial = trial
         self._iteration = 0
@@ -477,7 +477,7 @@ class RunCallbacks(Dispatcher):
         """
         hooks = ["on_trial_error" if error is not None else "on_trial_complete", "on_experiment_end"]
         shown: dict[str, Any] = {"iteration": self._iteration, "trials": [self._trial], "trial": self._trial}
-        with OnFailure(told=self._own.end_run):
+        with OnFailure(with_error=self._own.end_run):
             self.finish(hooks, has_failed=error is not None, **shown)
         self._own.end_run(error)
 
@@ -487,9 +487,9 @@ class RunCallbacks(Dispatcher):
         The key of a Ray Tune callback's state is the callback's position in the list. The states of all raysgd
         callbacks are under the number after the last position.
         """
-        found = {index: self.call(each, "get_state") for index, each in enumerate(self.callbacks)}
+        states = {index: self.call(each, "get_state") for index, each in enumerate(self.callbacks)}
         own = [each for each in self._own.states() if each["state"] is not None]
-        return {index: state for index, state in {**found, len(found): own}.items() if state}
+        return {index: state for index, state in {**states, len(states): own}.items() if state}
 
     def restore_states(self, states: Mapping[int, Any]) -> None:
         """Load the states that `states` returned in an earlier run."""
@@ -518,10 +518,10 @@ def of_tune_among(callbacks: Iterable[Any]) -> list[Any]:
     Raises:
         TypeError: An object is neither a raysgd callback nor has a method that Ray Tune calls.
     """
-    found = [each for each in callbacks if not isinstance(each, Callback)]
-    for each in found:
+    of_tune = [each for each in callbacks if not isinstance(each, Callback)]
+    for each in of_tune:
         _check_of_tune(each)
-    return found
+    return of_tune
 
 
 def _check_of_tune(callback: Any) -> None:

@@ -140,14 +140,14 @@ class Checkpointing(WritesFiles):
     @property
     def best(self) -> str | None:
         """Path or URI of the best checkpoint by `metric`, or None if no checkpoint has a value for the metric."""
-        found = self._best()
-        return self._location(found.content) if found is not None else None
+        best = self._best()
+        return self._location(best.content) if best is not None else None
 
     @property
     def best_score(self) -> float | None:
         """Value of `metric` for the best checkpoint, or None if no checkpoint has a value for the metric."""
-        found = self._best()
-        return found.score if found is not None else None
+        best = self._best()
+        return best.score if best is not None else None
 
     def left_behind(self, run: Run) -> str | None:
         return None if self.newest is None else f"newest checkpoint: {self.newest}"
@@ -160,8 +160,8 @@ class Checkpointing(WritesFiles):
         """
         self._folder = self._folder_of(run)
         present = set(self._folder.names())
-        found = [each for each in self._indexed() if each.content in present]
-        return self._location(found[-1].content) if found else None
+        present_entries = [each for each in self._indexed() if each.content in present]
+        return self._location(present_entries[-1].content) if present_entries else None
 
     # ------------------------------------------------------------------------------------------------ the run
 
@@ -197,7 +197,7 @@ class Checkpointing(WritesFiles):
 
     def on_epoch_trained(self, run: Run) -> None:
         """If validation runs concurrently with training, save the epoch now. Its result arrives only an epoch later."""
-        self._settle(run, waits=False)
+        self._finish_write(run, waits=False)
         if run.validates_beside:
             self._save_if_due(run, None)
 
@@ -225,7 +225,7 @@ class Checkpointing(WritesFiles):
 
     def _rate(self, run: Run, score: float | None) -> None:
         """Store the value of the metric for the file of an epoch, and delete files that need not be kept anymore."""
-        self._settle(run)
+        self._finish_write(run)
         before, epoch = self._saved, (run.epoch, 0)
         rated = [replace(each, score=score) if each.number == epoch else each for each in before]
         if self._unsaved is not None and self._unsaved.number == epoch:
@@ -249,14 +249,14 @@ class Checkpointing(WritesFiles):
         if is_due or self._pauses_now():
             self._save_here(run, blocking=self.blocking)
         else:
-            self._settle(run, waits=False)
+            self._finish_write(run, waits=False)
 
     def on_leave(self, run: Run) -> None:
         """Save the training state with which the run stops, unless this state has been saved already."""
         self._save_here(run)
 
     def _save_here(self, run: Run, *, blocking: bool = True) -> None:
-        self._settle(run)
+        self._finish_write(run)
         number = run.epoch, run.step
         if self._saved and self._saved[-1].number == number:
             return
@@ -268,7 +268,7 @@ class Checkpointing(WritesFiles):
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Save the last epoch, write how the run ended to the index file, and load the best checkpoint if requested."""
         self._end = _end_in_words(run, error)
-        self._settle(run)
+        self._finish_write(run)
         if error is None and self._unsaved is not None:
             self._save(run, self._unsaved)
         else:
@@ -278,7 +278,7 @@ class Checkpointing(WritesFiles):
             run.trainer.load(best)  # type: ignore[union-attr]
 
     def _save(self, run: Run, new: Saved, *, blocking: bool = True) -> None:
-        self._settle(run)
+        self._finish_write(run)
         before = self._saved
         others = [each for each in before if each.number != new.number]
         # `run.save` also stores this list, as this callback's state, in the file beside the checkpoint. If the file is
@@ -305,7 +305,7 @@ class Checkpointing(WritesFiles):
         for each in dropped:
             self._delete(each)
 
-    def _settle(self, run: Run, *, waits: bool = True) -> None:
+    def _finish_write(self, run: Run, *, waits: bool = True) -> None:
         """If a checkpoint is being written in the background, wait for it, and delete the files that it replaces.
 
         If the checkpoint could not be written, log a warning, or end the run after too many failures. If `waits` is
@@ -367,8 +367,8 @@ class Checkpointing(WritesFiles):
 
         Checkpoints whose validation is still running are kept, because they may turn out to be the best.
         """
-        told = (run._last_told or 0) if run.validates_beside and self.keep_best else math.inf
-        waiting = [each.number for each in saved if each.score is None and _epoch_ended_by(each) > told]
+        last_told = (run._last_told or 0) if run.validates_beside and self.keep_best else math.inf
+        waiting = [each.number for each in saved if each.score is None and _epoch_ended_by(each) > last_told]
         return self._rule.divide(saved, waiting)
 
     @property
@@ -433,15 +433,15 @@ class Checkpointing(WritesFiles):
         assert self._folder is not None
         present = set(self._folder.names())
         self._saved = [each for each in self._saved if each.content in present]
-        found = [] if self._saved else self._indexed()
-        if found:
+        indexed = [] if self._saved else self._indexed()
+        if indexed:
             logger.warning(
                 "Checkpointing: %s has %d checkpoints of another run, which this one may replace; to continue that "
                 'run, pass `resume_from="auto"`',
                 self._folder,
-                len(found),
+                len(indexed),
             )
-        self._write_index(self._saved or found)  # raises an error if the folder is not writable
+        self._write_index(self._saved or indexed)  # raises an error if the folder is not writable
 
 
 def _count_or_none(name: str, value: Any, hint: str) -> int | None:

@@ -119,8 +119,8 @@ def _chosen_mode(owner: str, metric: str, mode: Any) -> str:
     """
     if mode not in (AUTO, MIN, MAX):
         raise ValueError(f'`{owner}(mode={mode!r})`: allowed are "{AUTO}", "{MIN}" and "{MAX}".')
-    found = mode_of(metric) if mode == AUTO else mode
-    if found is None:
+    known = mode_of(metric) if mode == AUTO else mode
+    if known is None:
         logger.warning(
             "`%s(metric=%r)`: the name does not say which values are best, so low ones are. Pass `mode=%r` if high "
             "ones are, or `mode=%r` to silence this",
@@ -129,7 +129,7 @@ def _chosen_mode(owner: str, metric: str, mode: Any) -> str:
             MAX,
             MIN,
         )
-    return str(found or MIN)
+    return str(known or MIN)
 
 
 class EarlyStopping(Callback):

@@ -235,8 +235,8 @@ class WandbLogger(_ServiceLogger):
     ) -> None:
         if mode not in _MODES_OF_WANDB:
             raise ValueError(f'`mode={mode!r}`: allowed are "online", "offline", "disabled" and "shared", or None.')
-        given = {"project": project, "mode": mode}
-        options |= {key: value for key, value in given.items() if value is not None}
+        named = {"project": project, "mode": mode}
+        options |= {key: value for key, value in named.items() if value is not None}
         super().__init__(WandbRun(name, "`WandbLogger`", **options))
 
     # Do not log the metrics of steps: a wandb run has a single step counter, which this logger uses for epochs.

@@ -116,7 +116,7 @@ class ProgressBar(Callback):
                 self._bar.line(self._line_of_call(progress, time.monotonic() - began[0]))
                 began.clear()
 
-        with trainer._listeners.listening(show):
+        with trainer._life.listeners.listening(show):
             try:
                 yield self
             finally:
@@ -165,17 +165,17 @@ class ProgressBar(Callback):
 
         These are the time, the throughput, and the number of workers if it has changed.
         """
-        told = {}
+        texts = {}
         if readable.is_real(result.get("seconds")):
-            told["time"] = readable.seconds(result["seconds"])
+            texts["time"] = readable.seconds(result["seconds"])
         speed = readable.samples_per_s(result)
         if speed is not None:
-            told[_RATE] = readable.rate(speed)
+            texts[_RATE] = readable.rate(speed)
         num_workers = result.get("num_workers")
         if num_workers is not None and self._num_workers not in (None, num_workers):
-            told["workers"] = readable.counted(num_workers, "worker")
+            texts["workers"] = readable.counted(num_workers, "worker")
         self._num_workers = num_workers
-        return told
+        return texts
 
 
 def _as_text(metrics: Mapping[str, Any]) -> dict[str, str]:
@@ -225,28 +225,28 @@ class LineBar:
         """
         if time.monotonic() - self._last_line >= _QUIET_S:
             of = f"/{total}" if total is not None else ""
-            told = "  ".join(f"{name} {value}" for name, value in values.items())
-            self.line(f"{title} {done}{of} batches  {told}".rstrip())
+            texts = "  ".join(f"{name} {value}" for name, value in values.items())
+            self.line(f"{title} {done}{of} batches  {texts}".rstrip())
 
     def clear(self) -> None:
         """Remove the bar. This class has no bar, so this method does nothing unless a subclass overrides it."""
 
-    def row(self, label: str, metrics: Mapping[str, Any], told: Mapping[str, str], most: int | None) -> None:
+    def row(self, label: str, metrics: Mapping[str, Any], texts: Mapping[str, str], most: int | None) -> None:
         """Write a line of results, which stays visible.
 
         Args:
             label: Label of the line, such as "epoch 3/10".
             metrics: Metrics to show. If there are more than `most`, or if they do not fit in the terminal, only the
                 most informative metrics are shown.
-            told: Other values to show, as text. On a narrow terminal, the throughput is left out first.
+            texts: Other values to show, as text. On a narrow terminal, the throughput is left out first.
             most: Maximum number of metrics to show, or None for all.
         """
         width = cards.width() if is_terminal(self._stream) else math.inf
-        without_rate = {name: value for name, value in told.items() if name != _RATE}
-        text = self._in_columns(label, {**_as_text(metrics), **told}) if most is None else ""
+        without_rate = {name: value for name, value in texts.items() if name != _RATE}
+        text = self._in_columns(label, {**_as_text(metrics), **texts}) if most is None else ""
         for number in range(most or 0, 0, -1):
             shown = _as_text({name: metrics[name] for name in readable.most_telling(metrics, number)})
-            text = self._in_columns(label, {**shown, **told})
+            text = self._in_columns(label, {**shown, **texts})
             if len(text) > width:
                 text = self._in_columns(label, {**shown, **without_rate})
             if len(text) <= width:
@@ -385,5 +385,5 @@ def lines_above(stream: Any) -> Iterator[None]:
 
 def _handlers_of(stream: Any) -> list[logging.StreamHandler[Any]]:
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
-    found = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
-    return [each for each in dict.fromkeys(found) if type(each) is logging.StreamHandler and each.stream is stream]
+    handlers = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
+    return [each for each in dict.fromkeys(handlers) if type(each) is logging.StreamHandler and each.stream is stream]

@@ -236,13 +236,15 @@ def _header(facts: Mapping[str, Any], history: History) -> str:
     moment = _moment(facts["started_at"])
     before = [record.epoch for record in history.records if record.began_at < facts["started_at"]]
     resumed = [f"continued after epoch {max(before)} at {moment}", f"{took} since then"] if before else []
-    told = [f"epoch {facts['epoch']}{of}", *(resumed or [took, f"started {moment}"])]
+    parts = [f"epoch {facts['epoch']}{of}", *(resumed or [took, f"started {moment}"])]
     if sizes := sorted({record.num_workers for record in history.records}):
-        told.append(readable.counted(sizes[-1], "worker") if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} workers")
-    told += readable.failures(history.events)
+        parts.append(readable.counted(sizes[-1], "worker") if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} workers")
+    parts += readable.failures(history.events)
     state, reason = safe(facts["state"]), f'<p class="reason">{safe(facts["reason"])}</p>' if facts["reason"] else ""
     name = safe(facts["name"])
-    return f'<header><h1>{name}</h1><span class="state {state}">{state}</span><p>{", ".join(told)}</p>{reason}</header>'
+    return (
+        f'<header><h1>{name}</h1><span class="state {state}">{state}</span><p>{", ".join(parts)}</p>{reason}</header>'
+    )
 
 
 def _events(history: History) -> str:
@@ -270,9 +272,9 @@ def _where_time_went(ledger: Mapping[str, float]) -> str:
         for words, took in parts
     )
     outside = {time_spent.BINS[name]: ledger[name] for name in time_spent.OUTSIDE if name in ledger}
-    told = ", ".join(f"{words} {readable.seconds(took)}" for words, took in outside.items())
+    times = ", ".join(f"{words} {readable.seconds(took)}" for words, took in outside.items())
     note = f"Time of all workers together. Goodput {goodput:.1%}: the share of it that was not lost to failures."
-    note += f" Outside of training calls: {told}." if told else ""
+    note += f" Outside of training calls: {times}." if times else ""
     return f'<div class="card table"><table class="keys">{rows}</table></div>{_note(note)}'
 
 
@@ -283,8 +285,8 @@ def _results(history: History) -> str:
     others = ["epoch", *(name for name in readable.names_in(rows) if name not in {*metrics, "epoch"})]
     cells = [[readable.number(row.get(name, ""))[:80] for name in others] for row in rows]
     rest = _folded("Counts and other values", _table(others, cells))
-    told = f"The last {_MOST_ROWS} of {len(history)} rows. The source of this page has {_MOST_POINTS} of them at most."
-    note = _note(told) if len(history) > len(rows) else ""
+    limit = f"The last {_MOST_ROWS} of {len(history)} rows. The source of this page has {_MOST_POINTS} of them at most."
+    note = _note(limit) if len(history) > len(rows) else ""
     return _table(*readable.table_of(rows, metrics, _MOST_ROWS)) + note + rest
 
 

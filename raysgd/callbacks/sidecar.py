@@ -120,10 +120,10 @@ class Sidecars:
             ValueError: The sidecar file is damaged, or a file with a part of the history is missing.
             StorageError: The storage is unreachable.
         """
-        found = _read(checkpoint)
-        if found is None:
+        saved = _read(checkpoint)
+        if saved is None:
             return None
-        sidecar, names = found
+        sidecar, names = saved
         parts, history = [_part(checkpoint, name) for name in names], sidecar.history
         rest = history.extent
         for part in reversed(parts):
@@ -138,10 +138,10 @@ def place_of(checkpoint: str) -> tuple[int, int]:
 
     Return (-1, 0) if the checkpoint has no sidecar file.
     """
-    found = _read(checkpoint)
-    if found is None:
+    saved = _read(checkpoint)
+    if saved is None:
         return -1, 0
-    return found[0].epoch, 0 if found[0].begun is None else int(found[0].begun["num_steps"])
+    return saved[0].epoch, 0 if saved[0].begun is None else int(saved[0].begun["num_steps"])
 
 
 def location(checkpoint: str) -> str:

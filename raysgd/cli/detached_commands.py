@@ -45,8 +45,8 @@ def list_trainers() -> None:
     """List the detached trainers."""
     from raysgd.detached import cluster
 
-    found = cluster.detached_trainers()
-    click.echo("\n".join(map(str, found)) if found else "There are no detached trainers.")
+    trainers = cluster.detached_trainers()
+    click.echo("\n".join(map(str, trainers)) if trainers else "There are no detached trainers.")
 
 
 @click.command()

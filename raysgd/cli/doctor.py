@@ -96,13 +96,13 @@ def examine(address: str | None = None, *, self_test: bool = True) -> Iterator[C
 
 def installed_versions() -> dict[str, str]:
     """Return the versions of those packages in `OLDEST` that are installed."""
-    found = {}
+    versions = {}
     for package in OLDEST:
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def check_python(version: tuple[int, int]) -> CheckResult:

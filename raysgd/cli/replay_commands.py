@@ -68,13 +68,13 @@ def replay(run_folder: str, step: int, program: str, workers: int, debug: bool, 
     """
     from raysgd.replay import replaying
 
-    found = replaying.replay(run_folder, step, program=program, config=config, debug=debug)
-    click.echo(str(found))
+    replayed = replaying.replay(run_folder, step, program=program, config=config, debug=debug)
+    click.echo(str(replayed))
     if save is not None:
         import torch
 
-        torch.save(dict(found.state), save)
-    if not found.is_same:
+        torch.save(dict(replayed.state), save)
+    if not replayed.is_same:
         sys.exit(1)
 
 

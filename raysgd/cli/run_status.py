@@ -71,15 +71,15 @@ def read_status(path: str, now: float | None = None) -> str:
     if not folder.exists():
         is_file = folder.is_local and folder.local_path.exists()
         raise ValueError(f"`{path}` {'is a file, not a folder' if is_file else 'does not exist'}. {EXPECTED}.")
-    found = _found(folder, time.time() if now is None else now)
-    if found is None:
+    status = _status_of(folder, time.time() if now is None else now)
+    if status is None:
         names = folder.names()
         content = f"has {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else "is empty"
         raise ValueError(f"`{path}` is not the folder of a run: it {printable(content)}. {EXPECTED}.")
-    return found
+    return status
 
 
-def _found(folder: Folder, now: float) -> str | None:
+def _status_of(folder: Folder, now: float) -> str | None:
     names = set(folder.names())
     if "run.json" in names:
         return _experiment(folder, names, now)
@@ -150,8 +150,8 @@ def _function_run(folder: Folder, num_runs: int, now: float) -> str:
     reports = [entry[0] for entry in entries if isinstance(entry, list) and entry and isinstance(entry[0], dict)]
     last = reports[-1] if reports else {}
     checkpoints = sorted(name for name in (folder / "checkpoints").names() if name.startswith(_CHECKPOINT))
-    told = _counted(reports, now) if folder.has("results.json") else "not written: add a `JsonLoggerCallback`"
-    facts = [("reports", told), *_metrics(last), ("checkpoints", _listed(checkpoints)), ("runs", str(num_runs))]
+    count = _counted(reports, now) if folder.has("results.json") else "not written: add a `JsonLoggerCallback`"
+    facts = [("reports", count), *_metrics(last), ("checkpoints", _listed(checkpoints)), ("runs", str(num_runs))]
     return _shown(folder, "Trainer.run()", _running("last report", _written_at(last), now), facts)
 
 
@@ -161,14 +161,14 @@ def _class_run(folder: Folder, names: set[str], now: float) -> str | None:
     Return None if the folder has no files of such a run. The status is read from files that callbacks have written, and
     from the newest checkpoint's sidecar file: a JSON file beside the checkpoint with the history of the run.
     """
-    found, index = dict[str, str](), None
+    sidecars, index = dict[str, str](), None
     for place in (folder, folder / "checkpoints"):
         beside = [name.removesuffix(ENDING) for name in place.names() if name.endswith(ENDING)]
-        found.update({name: (place / name).uri for name in beside})
+        sidecars.update({name: (place / name).uri for name in beside})
         index = index or report_in(_text(place, INDEX_FILE))
-    if not found and index is None and "metrics.jsonl" not in names:
+    if not sidecars and index is None and "metrics.jsonl" not in names:
         return None
-    newest = _newest(list(found.values()))
+    newest = _newest(list(sidecars.values()))
     history = History() if newest is None else newest.history
     written = map(report_in, _text(folder, "metrics.jsonl").split("\n"))
     rows = [row for row in written if row is not None] or [*history]
@@ -176,7 +176,7 @@ def _class_run(folder: Folder, names: set[str], now: float) -> str | None:
     facts = [
         ("epochs", str(int(_number(last.get("epoch"))) or len(rows))),
         *_metrics(last),
-        ("checkpoints", _listed(sorted(found))),
+        ("checkpoints", _listed(sorted(sidecars))),
         *[("event", f"{event.kind}: {event.cause}") for event in history.events],
     ]
     end = None if index is None else index.get(END)
@@ -242,8 +242,8 @@ def _counted(reports: Sequence[Mapping[str, Any]], now: float) -> str:
     if not reports:
         return "none yet"
     at = _written_at(reports[-1])
-    told = f"the last report is {_ago(at, now)}" if at > 0 else "no report says when it was written"
-    return f"{len(reports)}, {told}"
+    age = f"the last report is {_ago(at, now)}" if at > 0 else "no report says when it was written"
+    return f"{len(reports)}, {age}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -108,8 +108,8 @@ def _is_rays(name: str) -> bool:
     parent, _, _ = name.rpartition(".")
     if not parent:
         return True
-    found = sys.modules.get(parent) or importlib.import_module(parent)
-    places = [Path(folder) / name.rpartition(".")[2] for folder in getattr(found, "__path__", ())]
+    package = sys.modules.get(parent) or importlib.import_module(parent)
+    places = [Path(folder) / name.rpartition(".")[2] for folder in getattr(package, "__path__", ())]
     return any((place / "__init__.py").exists() or place.with_suffix(".py").exists() for place in places)
 
 

@@ -174,11 +174,11 @@ def check_operator_class(operator_cls: Any, base: type[Any], shown: str) -> None
     """
     if not (isinstance(operator_cls, type) and issubclass(operator_cls, base)):
         is_object = isinstance(operator_cls, base)
-        found = f"an instance of `{type(operator_cls).__name__}`" if is_object else repr(operator_cls)
+        what = f"an instance of `{type(operator_cls).__name__}`" if is_object else repr(operator_cls)
         kind = operator_cls if isinstance(operator_cls, type) else type(operator_cls)
         ways = [_MADE_FROM[each].format(name=kind.__name__) for each in _bases_of(kind) if each in _MADE_FROM]
         way = f" {ways[0]}" if ways else ""
-        raise TypeError(f"`training_operator_cls` is {found}: need a subclass of `{shown}`, the class itself.{way}")
+        raise TypeError(f"`training_operator_cls` is {what}: need a subclass of `{shown}`, the class itself.{way}")
     name = operator_cls.__name__
     try:
         inspect.signature(operator_cls).bind(config={}, context=None)
@@ -284,13 +284,13 @@ def check_creator(name: str, creator: Any, *parameters: str) -> None:
     line = f"Write `def {name}({taken}):`, and create the object in this function"
     if is_object:
         is_plain = isinstance(creator, int | float | str | bytes | None)
-        found = f"`{name}={creator!r}`" if is_plain else f"`{name}` is an object of `{kind.__name__}`"
-        raise ValueError(f"{found}: need a function of `{taken}`, because each worker makes its own. {line}.")
+        what = f"`{name}={creator!r}`" if is_plain else f"`{name}` is an object of `{kind.__name__}`"
+        raise ValueError(f"{what}: need a function of `{taken}`, because each worker makes its own. {line}.")
     is_optimizer = is_class and kind.__module__.startswith("torch.optim")
     if is_optimizer or not takes(creator, *parameters):
-        found = f"the class `{kind.__name__}`" if is_class else f"`{getattr(creator, '__name__', creator)}`"
+        what = f"the class `{kind.__name__}`" if is_class else f"`{getattr(creator, '__name__', creator)}`"
         raise ValueError(
-            f"`{name}` is {found}, which does not accept the arguments that workers pass: `{taken}`. {line}"
+            f"`{name}` is {what}, which does not accept the arguments that workers pass: `{taken}`. {line}"
             f"{f': `return {kind.__name__}(...)`' if is_class else ''}."
         )
 
@@ -418,12 +418,12 @@ def warn_of_obstacle(obstacle: str | None, **options: Any) -> None:
         obstacle: Why the epoch cannot be resumed in the middle. None if it can be resumed.
         **options: The values of these options, by name. None for an option that the user did not set.
     """
-    given = ", ".join(f"`{name}={value!r}`" for name, value in options.items() if value is not None)
-    if obstacle is not None and given:
+    named = ", ".join(f"`{name}={value!r}`" for name, value in options.items() if value is not None)
+    if obstacle is not None and named:
         logger.warning(
             "%s: no effect inside an epoch, because %s. After a failure, the call restarts from its beginning, and "
             "the group grows only with the next call. Shorter calls (`num_steps`) lose less progress",
-            given,
+            named,
             obstacle,
         )
 

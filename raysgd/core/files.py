@@ -121,11 +121,11 @@ def _home_of_processes() -> str:
 
 def _is_of_dead_process(name: str) -> bool:
     """Return True if the name of a temporary file shows that its process ran on this machine and has ended."""
-    found = _OF_PROCESS.fullmatch(name)
-    if found is None or found[1] != _home_of_processes():
+    match = _OF_PROCESS.fullmatch(name)
+    if match is None or match[1] != _home_of_processes():
         return False
     try:
-        os.kill(int(found[2]), 0)
+        os.kill(int(match[2]), 0)
     except ProcessLookupError:
         return True
     except OSError:  # the process is alive, but belongs to another user

@@ -351,12 +351,12 @@ def find_name(path: str) -> Any:
     """
     module, _, names = path.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
     except ImportError:
         return None
     for name in names.split("."):
-        found = getattr(found, name, None)
-    return found
+        value = getattr(value, name, None)
+    return value
 
 
 def require_names(owner: Any, *names: str) -> None:
@@ -394,7 +394,7 @@ def missing_names(row: PrivateNames) -> list[str]:
     for each in filter(None, row.owner.partition(":")[2].split(".")):
         owner = getattr(owner, each, None)
     has = [hasattr(owner, name) or re.search(rf"\b{name}\b", text) for name in row.names]
-    return [] if spec is None else [name for name, found in zip(row.names, has, strict=True) if not found]
+    return [] if spec is None else [name for name, is_there in zip(row.names, has, strict=True) if not is_there]
 
 
 def _source(folders: Iterable[str], parts: Sequence[str]) -> str:

@@ -180,19 +180,19 @@ class CallLog:
         with self._lock:
             return any(call.program not in (None, program) for call in self._calls.values())
 
-    def take_over(self, program: str, given: Collection[str] = ()) -> LoggedCall | None:
+    def take_over(self, program: str, assigned: Collection[str] = ()) -> LoggedCall | None:
         """Find the oldest call whose program has ended, assign it to another program, and return it.
 
         Args:
             program: ID of the program that gets the call.
-            given: IDs of calls that this program has been assigned already, and is not assigned again.
+            assigned: IDs of calls that this program has been assigned already, and is not assigned again.
 
         Returns:
             The call, or None if there is no such call.
         """
         with self._lock:
             for call in self._calls.values():
-                if call.was_left and call.program in (None, program) and call.token not in given:
+                if call.was_left and call.program in (None, program) and call.token not in assigned:
                     call.program = program
                     return call
         return None
@@ -244,9 +244,9 @@ class Journal:
         with self._lock:
             if not self._path.exists():
                 return {}
-            found, end = self._found()
+            entries, end = self._read()
             os.truncate(self._path, end)
-            return found
+            return entries
 
     def discard(self) -> None:
         """Delete the file. After this, `put` does nothing."""
@@ -259,19 +259,19 @@ class Journal:
         with open(os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as file:
             file.write(record)
 
-    def _found(self) -> tuple[dict[str, bytes], int]:
+    def _read(self) -> tuple[dict[str, bytes], int]:
         """Return the latest value of each entry, and the position in the file after the last complete record."""
-        found: dict[str, bytes | None] = {}
+        entries: dict[str, bytes | None] = {}
         end = 0
         with self._path.open("rb") as file, suppress(EOFError, pickle.UnpicklingError):
             while True:
-                found |= pickle.load(file)
+                entries |= pickle.load(file)
                 end = file.tell()
-        return {name: value for name, value in found.items() if value is not None}, end
+        return {name: value for name, value in entries.items() if value is not None}, end
 
     def _write_again(self) -> None:
         """Replace the file with a new file that has only the latest value of each entry."""
-        found, _ = self._found()
+        entries, _ = self._read()
         with replacing(str(self._path)) as new:
-            pickle.dump(found, new)
+            pickle.dump(entries, new)
         self._waste = 0

@@ -104,8 +104,8 @@ def _make_room(settings: Detached) -> None:
     """Check that no detached trainer has the requested name. With `replace=True`, end the trainer that has it."""
     if not settings.replace:
         _check_free(settings.name)
-    elif (found := find(settings.name)) is not None:
-        _stop(settings.name, found)
+    elif (running := find(settings.name)) is not None:
+        _stop(settings.name, running)
 
 
 def _check_free(name: str) -> None:
@@ -189,10 +189,10 @@ def _status(name: str, reference: Any) -> DetachedStatus:
     import ray
 
     try:
-        found = ray.get(reference, timeout=0.1)
+        facts = ray.get(reference, timeout=0.1)
     except ray.exceptions.RayError:
         return DetachedStatus(name, _NOT_ANSWERING)
-    return DetachedStatus(name, found["trainer"], found["running"], tuple(found["programs"]), found["ends_in_s"])
+    return DetachedStatus(name, facts["trainer"], facts["running"], tuple(facts["programs"]), facts["ends_in_s"])
 
 
 def stop(name: str, *, force: bool = False) -> str:
@@ -261,8 +261,8 @@ def _stop(name: str, actor: Any, force: bool = False) -> None:
 def _names() -> list[str]:
     import ray
 
-    found = ray.util.list_named_actors(all_namespaces=True)
-    names = [each["name"] for each in found if each["namespace"] == NAMESPACE]
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    names = [each["name"] for each in actors if each["namespace"] == NAMESPACE]
     return sorted(name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX))
 
 

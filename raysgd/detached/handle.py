@@ -88,10 +88,10 @@ class DetachedTrainer:
         The call may still be running. Call `result` of the returned object to get the call's result. Each such call is
         returned only once to this program.
         """
-        found = self._ask("pending", self._program, self._given)
-        if found is None:
+        pending = self._ask("pending", self._program, self._given)
+        if pending is None:
             return None
-        token, method = found
+        token, method = pending
         self._given.append(token)
         return DetachedCall(self, token, method)
 
@@ -200,8 +200,8 @@ class DetachedTrainer:
 
     @hides_library_frames
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        given = {key: self._as_sent(key, data) for key, data in kwargs.items() if key in _DATA and data is not None}
-        kwargs = {**kwargs, **given}
+        packed = {key: self._as_sent(key, data) for key, data in kwargs.items() if key in _DATA and data is not None}
+        kwargs = {**kwargs, **packed}
         # With `blocking=False`, this program continues at once. The call still blocks the trainer's process.
         if name in MAY_GO_ON and not kwargs.get("blocking", True):
             asked = self._request("call", name, packed_arguments(name, args, {**kwargs, "blocking": True}))
@@ -230,8 +230,8 @@ class DetachedTrainer:
 
     def _drawn(self, token: str) -> Iterator[Any]:
         try:
-            while found := self._run("draw", token, b""):
-                yield found[0]
+            while values := self._run("draw", token, b""):
+                yield values[0]
         finally:
             if not self._is_ended and session() == self._session:
                 self._run("close", token, b"")

@@ -382,7 +382,7 @@ class TrainerProcess:
         self._log.interrupt(token)
         await self.answer(token)
 
-    async def pending(self, program: str, given: Collection[str]) -> tuple[str, str] | None:
+    async def pending(self, program: str, assigned: Collection[str]) -> tuple[str, str] | None:
         """Find a call whose program has ended, and assign it to another program, which can then request its answer.
 
         Ray reports the end of a program only after about 2 s. If other programs have calls, this method therefore waits
@@ -391,25 +391,25 @@ class TrainerProcess:
 
         Args:
             program: ID of the program to assign the call to.
-            given: IDs of calls that this program has got already.
+            assigned: IDs of calls that this program has got already.
 
         Returns:
             The ID of the call and the name of the trainer's method, or None if there is no such call.
         """
-        call = await self._left_call(program, given)
+        call = await self._left_call(program, assigned)
         if call is not None and call.asked is not None and call.asked.kind == "start":
             await asyncio.shield(asyncio.wrap_future(call.answer))
             if self._trainer is not None:
                 await self.confirm(call.token)
-                call = await self._left_call(program, given)
+                call = await self._left_call(program, assigned)
         if call is None:
             return None
         self._write(lambda: {f"{_TAKEN}{call.token}": program.encode()})
         return call.token, call.method
 
-    async def _left_call(self, program: str, given: Collection[str]) -> LoggedCall | None:
+    async def _left_call(self, program: str, assigned: Collection[str]) -> LoggedCall | None:
         deadline = time.monotonic() + _DEATH_S
-        while (call := self._log.take_over(program, given)) is None and self._log.has_others(program):
+        while (call := self._log.take_over(program, assigned)) is None and self._log.has_others(program):
             if time.monotonic() >= deadline:
                 return None
             await asyncio.sleep(_LOOK_S)
@@ -507,11 +507,11 @@ class TrainerProcess:
 
     def _look(self, name: str, is_method: bool, arguments: bytes) -> Any:
         self._is_made.wait()
-        found = getattr(self._trainer, name)
+        attribute = getattr(self._trainer, name)
         if not is_method:
-            return found
+            return attribute
         args, kwargs = unpacked_arguments(arguments)
-        return found(*args, **kwargs)
+        return attribute(*args, **kwargs)
 
     async def help_on(self, name: str) -> str | None:
         """Return the help text of a trainer's method, "" if `name` is an attribute, or None if there is neither."""

@@ -127,9 +127,9 @@ def storage_error(doing: str, error: BaseException, advice: str) -> StorageError
         advice: What the user can do. Ignored if the disk or the quota is full, because there is special advice for
             that.
     """
-    told = StorageError(f"could not {doing}: {in_short(error)}. {_ADVICE.get(_number(error), advice)}")
-    told.errno = _number(error)
-    return told
+    storage_error = StorageError(f"could not {doing}: {in_short(error)}. {_ADVICE.get(_number(error), advice)}")
+    storage_error.errno = _number(error)
+    return storage_error
 
 
 def cause_of(error: BaseException) -> BaseException | None:

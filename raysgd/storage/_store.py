@@ -158,15 +158,15 @@ class StoreFolder(Folder):
         Returns:
             The checksums by file path. A file that was uploaded several times has several checksums.
         """
-        found: dict[str, set[str]] = {}
+        checksums: dict[str, set[str]] = {}
         for path, content in _transfers.on_threads(self.read, lists).items():
             try:
                 listed = _listed_in(content)
             except ValueError as error:
                 raise storage_error(f"read `{self / path}`", error, "Delete it, if you trust the rest.") from error
             for name, checksum in listed.items():
-                found.setdefault(_joined(path.rpartition("/")[0], name), set()).add(checksum)
-        return found
+                checksums.setdefault(_joined(path.rpartition("/")[0], name), set()).add(checksum)
+        return checksums
 
     # ------------------------------------------------------------------------------------------------ files
 
@@ -295,16 +295,16 @@ class StoreFolder(Folder):
             FileNotFoundError: The folder does not exist.
             StorageError: The store lists a path that is not inside the folder.
         """
-        found = dict(self._listed(recursive=True))
-        outside = [name for name in found if not lies_inside(name)]
+        listing = dict(self._listed(recursive=True))
+        outside = [name for name in listing if not lies_inside(name)]
         if outside:
             raise StorageError(
                 f"could not read `{self}`: the store lists the entry {outside[0]!r}, which cannot be inside a folder. "
                 "Remove this entry from the store, if you trust the rest."
             )
-        if not found and not self.exists():
+        if not listing and not self.exists():
             raise self._missing()
-        return found
+        return listing
 
     def _children(self) -> dict[str, bool]:
         """List the files and folders directly in this folder.
@@ -324,8 +324,8 @@ class StoreFolder(Folder):
         chosen = _fs().FileSelector(path, recursive=recursive, allow_not_found=True)
         infos = self._ask(f"list `{self}`", partial(self.filesystem.get_file_info, chosen))
         top = path.strip("/")
-        found = [(info.path.removeprefix("/").removesuffix("/"), info.is_file) for info in infos]
-        return [(_from(top, path), is_file) for path, is_file in found if path != top]
+        paths = [(info.path.removeprefix("/").removesuffix("/"), info.is_file) for info in infos]
+        return [(_from(top, path), is_file) for path, is_file in paths if path != top]
 
     def _missing(self) -> FileNotFoundError:
         """Return the error to raise if this file or folder does not exist."""
@@ -375,12 +375,12 @@ def _listed_in(content: bytes) -> dict[str, str]:
         ValueError: `content` is not a list of checksums.
     """
     try:
-        found = json.loads(content)
+        checksums = json.loads(content)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or not all(isinstance(checksum, str) for checksum in found.values()):
+        checksums = None
+    if not isinstance(checksums, dict) or not all(isinstance(checksum, str) for checksum in checksums.values()):
         raise ValueError("it is not a list of checksums")
-    return found
+    return checksums
 
 
 def _tree_of(source: Path, doing: str) -> tuple[list[str], list[str]]:

@@ -33,11 +33,11 @@ def checked_text(name: str, location: Any) -> str:
         ValueError: `location` is empty, or contains a null character.
     """
     text = _files.checked_text(name, location, "a path or a URI")
-    found = _files.SCHEME.match(text)
-    if found is None or found["second"]:
+    match = _files.SCHEME.match(text)
+    if match is None or match["second"]:
         return text
-    slashes = "//" if found["scheme"] in LOCAL_SCHEMES else "/"
-    return text[: found.end()] + slashes + text[found.end() :]
+    slashes = "//" if match["scheme"] in LOCAL_SCHEMES else "/"
+    return text[: match.end()] + slashes + text[match.end() :]
 
 
 def scheme_of(text: str) -> str | None:
@@ -46,8 +46,8 @@ def scheme_of(text: str) -> str | None:
     >>> scheme_of("s3://bucket/x"), scheme_of("/mnt/x")
     ('s3', None)
     """
-    found = _files.SCHEME.match(text)
-    return found["scheme"].lower() if found is not None else None
+    match = _files.SCHEME.match(text)
+    return match["scheme"].lower() if match is not None else None
 
 
 def is_local(text: str) -> bool:
@@ -82,8 +82,8 @@ def divided(uri: str) -> tuple[str, str, str]:
     >>> divided("s3://bucket/a/b?region=eu-north-1")
     ('s3://bucket', 'a/b', '?region=eu-north-1')
     """
-    found = _QUERY.search(uri)
-    query = found[0] if found is not None else ""
+    match = _QUERY.search(uri)
+    query = match[0] if match is not None else ""
     scheme, _, rest = uri.removesuffix(query).partition("://")
     user = user_of(uri)
     authority, _, path = rest.removeprefix(user).partition("/")

@@ -111,9 +111,9 @@ def state_is_kept() -> Iterator[None]:
     try:
         yield
     except StorageError as error:
-        told = StorageError(f"{error} The trainer still has its state: you can save it again, also to another place.")
-        told.errno = error.errno
-        raise told from error
+        raised = StorageError(f"{error} The trainer still has its state: you can save it again, also to another place.")
+        raised.errno = error.errno
+        raise raised from error
 
 
 def _path_of(text: str) -> str:

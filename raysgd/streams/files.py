@@ -109,8 +109,8 @@ class FileStream(Stream):
     def versions(self) -> list[str]:
         """The version of each file, as `StreamFile.version` returns it. At most 64 evenly spaced files are hashed."""
         chosen = {file.shard for file in self.files[:: -(-len(self.files) // _NUM_DIGESTS)]}
-        found = on_threads(lambda name: self._by_shard[name].version(name in chosen), self._by_shard)
-        return [found[file.shard] for file in self.files]
+        versions = on_threads(lambda name: self._by_shard[name].version(name in chosen), self._by_shard)
+        return [versions[file.shard] for file in self.files]
 
     def shards(self) -> Sequence[Shard]:
         return [Shard(file.shard, None, version) for file, version in zip(self.files, self.versions, strict=True)]

@@ -133,14 +133,14 @@ class OpenShards:
         If there is none, open the shard again.
         """
         readings = self._readings.setdefault(part.shard, [])
-        found = next((each for each in reversed(readings) if each.has(part.first, at)), None)
-        if found is None:
-            found = self._new(part, at)
+        reading = next((each for each in reversed(readings) if each.has(part.first, at)), None)
+        if reading is None:
+            reading = self._new(part, at)
             del readings[: 1 - _MOST_READINGS]
         else:
-            readings.remove(found)
-        readings.append(found)
-        return found
+            readings.remove(reading)
+        readings.append(reading)
+        return reading
 
     def _new(self, part: LanePart, at: int) -> _Reading:
         ends = [parts[-1] for parts in map(self._lanes.all_parts.__getitem__, self._expected)]
@@ -307,17 +307,17 @@ class LaneReader:
             num_wanted: Number of rows to read if the stream is not shuffled.
         """
         num_rows = num_wanted if self._block == 1 else self._block
-        found, begin = list(islice(self._counted, num_rows)), self._next_block
-        part, after = (found[-1][0], found[-1][1] + 1) if len(found) == num_rows else (len(self._parts), 0)
+        rows, begin = list(islice(self._counted, num_rows)), self._next_block
+        part, after = (rows[-1][0], rows[-1][1] + 1) if len(rows) == num_rows else (len(self._parts), 0)
         self._next_block = LanePosition(part, after, left_out=self._left_out)
-        if not found:
+        if not rows:
             return False
-        self._blocks.append((begin, len(found)))
+        self._blocks.append((begin, len(rows)))
         if self._block > 1:
-            first_part, first_row, _ = found[0]
+            first_part, first_row, _ = rows[0]
             where = f"{self._steps.seed}/{self.names[first_part]}/{first_row}"
-            random.Random(digest(where)).shuffle(found)
-        self._waiting.extend(found)
+            random.Random(digest(where)).shuffle(rows)
+        self._waiting.extend(rows)
         return True
 
     def _from(self, position: LanePosition) -> Iterator[LaneRow]:

@@ -256,9 +256,9 @@ def slices(counts: Sequence[int], start: int, stop: int) -> list[LaneSlice]:
     >>> slices([2, 0, 3, 1], start=1, stop=4)
     [LaneSlice(lane=0, start=1, stop=2), LaneSlice(lane=2, start=0, stop=2)]
     """
-    found: list[LaneSlice] = []
+    slices: list[LaneSlice] = []
     for lane, count in enumerate(counts):
         if max(0, start) < min(count, stop):
-            found.append(LaneSlice(lane, max(0, start), min(count, stop)))
+            slices.append(LaneSlice(lane, max(0, start), min(count, stop)))
         start, stop = start - count, stop - count
-    return found
+    return slices

@@ -239,8 +239,8 @@ class LoaderProcesses:
         return MadeBatches(batches, [each for part in made for each in part.found])
 
     def _joined(self, parts: Sequence[Any]) -> Any:
-        found = [part for part in parts if part is not None]
-        return self._join(found) if found else None
+        present = [part for part in parts if part is not None]
+        return self._join(present) if present else None
 
     def end_loading(self) -> None:
         for process in self._processes:

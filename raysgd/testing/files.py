@@ -55,7 +55,7 @@ def fail_save(trainer: Any, error: OSError | None = None, after_bytes: int = 0) 
     try:
         yield
     finally:
-        thread = trainer._writer._thread
+        thread = trainer._life.writer._thread
         if thread is not None:
             thread.join()
         del trainer.save

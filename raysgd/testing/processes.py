@@ -132,11 +132,11 @@ def _check_moment(at: str, allow_setup: bool) -> int | None:
     names = [name for name in (*IN_WORKERS, *IN_DRIVER) if allow_setup or name != "setup"]
     if at == "now" or at in names:
         return None
-    found = _STEP.fullmatch(at) if isinstance(at, str) else None
-    if found is None:
+    match = _STEP.fullmatch(at) if isinstance(at, str) else None
+    if match is None:
         words = ", ".join(f'"{name}"' for name in names)
         raise ValueError(f'`at={at!r}`: allowed are "now", "step:N" with a number N of 0 or more, {words}.')
-    return int(found[1])
+    return int(match[1])
 
 
 def _signal_now(trainer: Any, ranks: Sequence[int], number: int) -> None:

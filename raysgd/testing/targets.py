@@ -25,12 +25,12 @@ def check_ranks(trainer: Any, rank: int | Sequence[int], may_be_driver: bool) ->
     ranks: list[Any] = list(rank) if isinstance(rank, list | tuple | range | set | frozenset) else [rank]
     if not ranks:
         raise ValueError(f"`rank={rank!r}`: name at least one rank.")
-    for found in ranks:
-        if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < len(group):
+    for each in ranks:
+        if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < len(group):
             raise ValueError(f"`rank={rank!r}`: the trainer has the ranks 0 to {len(group) - 1} at this moment.")
-        if not may_be_driver and found not in group.remote_ranks:
+        if not may_be_driver and each not in group.remote_ranks:
             raise ValueError(
-                f"`rank={rank!r}`: rank {found} is this process (`use_local=True`), so killing it would end your test. "
+                f"`rank={rank!r}`: rank {each} is this process (`use_local=True`), so killing it would end your test. "
                 f"Use one of {group.remote_ranks or 'the ranks of a trainer with remote workers'}."
             )
     return sorted(set(ranks))
@@ -42,9 +42,9 @@ def controller_of(trainer: Any) -> Any:
     Raises:
         TypeError: `trainer` is not a trainer.
     """
-    if not hasattr(trainer, "_controller"):
+    if not hasattr(trainer, "_life"):
         raise TypeError(f"`trainer={trainer!r}`: need a `TorchTrainer` or a `TFTrainer` that is running.")
-    return trainer._controller
+    return trainer._life.controller
 
 
 def group_of(trainer: Any) -> WorkerGroup:

@@ -62,9 +62,9 @@ class CreatorOperator(TrainingOperator):
     def _create_data(self, config: dict[str, Any]) -> tuple[Any, Any]:
         created = self._data_creator(config)
         if not isinstance(created, list | tuple) or len(created) != 2:
-            found = f"{len(created)} objects" if isinstance(created, list | tuple) else f"a `{type(created).__name__}`"
+            what = f"{len(created)} objects" if isinstance(created, list | tuple) else f"a `{type(created).__name__}`"
             raise ValueError(
-                f"`data_creator` returned {found}: return two datasets, one to train on and one to test on, which may "
+                f"`data_creator` returned {what}: return two datasets, one to train on and one to test on, which may "
                 "be None."
             )
         if created[0] is None:
@@ -146,7 +146,7 @@ class CreatorOperator(TrainingOperator):
                 model.optimizer.finalize_variable_values(model.trainable_weights)
             for callback in options["callbacks"]:
                 callback.on_train_end(dict(stream.place.logs))
-        stream.settle()
+        stream.note_end_of_fit()
 
     def _fit_epochs(self, options: dict[str, Any], end: int, rates: learning_rates.Rates, is_last: bool) -> None:
         stream, model, steps = self._raysgd.fit, self.model, options.get("steps_per_epoch")
@@ -164,8 +164,8 @@ class CreatorOperator(TrainingOperator):
         own, num_epochs = options["callbacks"], options.get("epochs", 1)
         listed = [merge, *own, *self._stoppers(own), track]
         is_at_end = length is not None and place.num_steps >= length  # the epoch was interrupted after its last step
-        told = {"verbose": 0 if is_at_end else options["verbose"], "epochs": num_epochs, "steps": length}
-        callbacks = callbacks_of_part(model, listed, place.num_steps, **told)
+        progress = {"verbose": 0 if is_at_end else options["verbose"], "epochs": num_epochs, "steps": length}
+        callbacks = callbacks_of_part(model, listed, place.num_steps, **progress)
         goes_on = stream.measures and place.num_steps > 0
         if stream.has_begun:
             self._begin_writers([each for each in own if id(each) not in self._begun], place.epoch if goes_on else None)
@@ -263,12 +263,12 @@ class CreatorOperator(TrainingOperator):
         [rate] = learning_rates.read([model.optimizer])
         keepers = self._keepers()
         bests = (math.nan if each.best is None else float(each.best) for each in keepers)
-        told = np.array([float(bool(model.stop_training)), rate or 0.0, *bests])
-        synchronizer.group.from_first(told)
-        model.stop_training = bool(told[0])
-        if rate is not None and rate != told[1]:
-            learning_rates.apply([told[1]], [model.optimizer])
-        for callback, best in zip(keepers, told[2:], strict=True):
+        shared = np.array([float(bool(model.stop_training)), rate or 0.0, *bests])
+        synchronizer.group.from_first(shared)
+        model.stop_training = bool(shared[0])
+        if rate is not None and rate != shared[1]:
+            learning_rates.apply([shared[1]], [model.optimizer])
+        for callback, best in zip(keepers, shared[2:], strict=True):
             if self.world_rank and not math.isnan(best):
                 callback.best = float(best)
 
@@ -337,8 +337,10 @@ class CreatorOperator(TrainingOperator):
 
     def _keepers(self) -> list[Any]:
         """Return the user's `ModelCheckpoint` callbacks. They are in every rank's config, but only rank 0 runs them."""
-        given = _listed(self.config.get(_FIT_CONFIG) or {})
-        return [each for each in given if "ModelCheckpoint" in registration.class_names(each) and hasattr(each, "best")]
+        listed = _listed(self.config.get(_FIT_CONFIG) or {})
+        return [
+            each for each in listed if "ModelCheckpoint" in registration.class_names(each) and hasattr(each, "best")
+        ]
 
     def _callbacks(self, options: dict[str, Any]) -> list[Any]:
         callbacks = _listed(options)
@@ -364,8 +366,8 @@ def make_operator(
 
 def _listed(options: Mapping[str, Any]) -> list[Any]:
     """Return the callbacks in the options of Keras's `fit` as a list, even if the user passed a single callback."""
-    given = options.get("callbacks") or []
-    return list(given) if isinstance(given, list | tuple) else [given]
+    callbacks = options.get("callbacks") or []
+    return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
 
 
 def _last(values: Any) -> Any:

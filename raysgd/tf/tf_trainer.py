@@ -19,10 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from raysgd.compat.names import former_names
 from raysgd.core import arguments as checks
-from raysgd.core.arrays.data_kinds import CallData
 from raysgd.core.connections.tensorflow import TensorFlowConnection, keras_of_driver
 from raysgd.core.engine.shared.call import Call
-from raysgd.core.engine.shared.connection import Connection
 from raysgd.core.engine.shared.tracebacks import hide_library_frames
 from raysgd.core.engine.snapshots import Snapshot
 from raysgd.core.history.history import Kind
@@ -42,9 +40,10 @@ from raysgd.trainer.configuration.batch_options import BatchOptions
 from raysgd.trainer.configuration.placement import Placement
 from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.configuration.settings import GroupSettings
+from raysgd.trainer.driver.life import Framework
 from raysgd.trainer.driver.saving import Content, load_into_all, load_snapshot_into_all
 from raysgd.trainer.driver.trainer import ClassTrainer
-from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, merged
+from raysgd.trainer.messages.epochs import EpochAnswer, EpochOptions, merged
 from raysgd.trainer.messages.prediction_data import BatchRequest, Found
 from raysgd.trainer.messages.weight_sums import check_equal
 from raysgd.trainer.worker.operator import OperatorT
@@ -122,9 +121,6 @@ class TFTrainer(ClassTrainer[OperatorT]):
 
     seed: int
     verbose: bool | int | str
-    _settings: TFSettings
-    _runner_cls = TFRunner
-    _divide_by_hand = "set the auto-shard policy in the dataset's options to OFF"
 
     def __init__(
         self,
@@ -193,43 +189,35 @@ class TFTrainer(ClassTrainer[OperatorT]):
             """Create a trainer or, with `detached`, start one that outlives this program and return its handle."""
             return super().__new__(cls) if detached is None else start(cls, detached, args, kwargs)
 
-    def _settings_to_send(self, settings: TFSettings) -> TFSettings:
-        """Return the settings to send to the workers, with the `validation_data` of `fit_config` serialized."""
-        tensorflow = sys.modules.get("tensorflow")
-        options = settings.config.get("fit_config") or {}
-        data = options.get("validation_data")
-        is_driver_only = self._group_settings.is_driver_only
-        if is_driver_only or tensorflow is None or not isinstance(data, tensorflow.data.Dataset):
-            return settings
-        packed = datasets.packed("config['fit_config']['validation_data']", data)
-        config = {**settings.config, "fit_config": {**options, "validation_data": packed}}
-        return replace(settings, config=config)
-
-    _keeps_survivors = True
-
-    @property
-    def _reservation_timeout_s(self) -> float:
-        return arguments.reservation_timeout_s()
-
-    def _make_connection(self) -> Connection:
-        return TensorFlowConnection(_variables_for_workers(), self.timeout_s, self.recovery.form_timeout_s)
+    def _framework(self, group: GroupSettings, settings: TFSettings) -> Framework:
+        travels = not group.is_driver_only
+        return Framework(
+            runner_cls=TFRunner,
+            connection=TensorFlowConnection(_variables_for_workers(), group.timeout_s, group.recovery.form_timeout_s),
+            reservation_timeout_s=arguments.reservation_timeout_s(),
+            keeps_survivors=True,
+            renews_survivors=False,
+            call_data_of=partial(call_data.call_data_of, seed=settings.seed, travels=travels),
+            to_send=_settings_to_send if travels else lambda settings: settings,
+            shard_advice="set the auto-shard policy in the dataset's options to OFF",
+        )
 
     def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
         call_data.check(dataset, name, with_fit=self._trains_with_fit, training=training)
         if training:
-            arguments.check_can_be_constant(dataset, self._settings)
+            arguments.check_can_be_constant(dataset, self._life.settings)
         if isinstance(dataset, Stream):
-            check_stream_of_call(dataset, name, self._settings.obstacle_of_streams)
+            check_stream_of_call(dataset, name, self._life.settings.obstacle_of_streams)
 
     def _check_fit(self, epochs: int) -> None:
         if self._trains_with_fit:
-            arguments.check_calls_of_fit(self._settings.config, epochs)
+            arguments.check_calls_of_fit(self._life.settings.config, epochs)
 
     def _reset_creators(self, model_creator: Any, data_creator: Any, config: Mapping[str, Any]) -> None:
         """Create the operators in all workers again, like `reset_config`, but with new creator functions and config."""
         operator_cls = arguments.resolve_operator(None, model_creator, data_creator)
         config = self._checked_config(config)
-        self._begin_again(replace(self._settings, training_operator_cls=operator_cls, config=config))
+        self._changes.begin_again(replace(self._life.settings, training_operator_cls=operator_cls, config=config))
         self.model_creator, self.data_creator = model_creator, data_creator
 
     def _check_reload(self, training_operator_cls: Any) -> None:
@@ -240,14 +228,10 @@ class TFTrainer(ClassTrainer[OperatorT]):
                 "Keras's `fit`. Pass `training_operator_cls`, or save the state and load it into a new trainer."
             )
 
-    @property
-    def _call_data_of(self) -> Callable[[Any, Mapping[str, Any]], CallData | None]:
-        return partial(call_data.call_data_of, seed=self.seed, travels=not self._group_settings.is_driver_only)
-
     def _to_predict(self, data: Any, asked: BatchRequest) -> Found:
         return call_data.source_to_predict(data, asked)
 
-    def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
+    def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], options: EpochOptions) -> None:
         check_equal({rank: answer.weight_sums for rank, answer in enumerate(answers)}, _REASONS)
 
     def _merged(self, answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
@@ -258,9 +242,9 @@ class TFTrainer(ClassTrainer[OperatorT]):
     @property
     def config(self) -> dict[str, Any]:
         """The operator's config. `BATCH_SIZE` is the actual number of samples per step, which may have been rounded."""
-        config = dict(self._settings.config)
+        config = dict(self._life.settings.config)
         if BATCH_SIZE in config and not self._trains_with_fit:
-            config[BATCH_SIZE] = self._settings.batch_options.global_size(config[BATCH_SIZE], self.max_replicas)
+            config[BATCH_SIZE] = self._life.settings.batch_options.global_size(config[BATCH_SIZE], self.max_replicas)
         return config
 
     def get_model(self, custom_objects: Mapping[str, Any] | None = None) -> Any:
@@ -275,11 +259,11 @@ class TFTrainer(ClassTrainer[OperatorT]):
         """
         state = self.state_dict()
         if self._trains_with_fit:
-            model = arguments.creator_of_model(self.training_operator_cls)(dict(self._settings.config))
+            model = arguments.creator_of_model(self.training_operator_cls)(dict(self._life.settings.config))
             self._load_into(model, state, 0)
             return model
         call = Call(TFRunner.architecture, rank=0)
-        configs = self._controller.run(call)[0]
+        configs = self._life.controller.run(call)[0]
         models = [serializing.model_from_json(config, custom_objects) for config in configs]
         for index, model in enumerate(models):
             self._load_into(model, state, index)
@@ -288,7 +272,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
     def _load_into(self, model: Any, state: Mapping[str, Any], index: int) -> None:
         weights, slots = state["models"][index], state["optimizers"]
         if not model.weights:
-            registration.build_model(model, self._controller.run(Call(TFRunner.input_spec, rank=0))[0])
+            registration.build_model(model, self._life.controller.run(Call(TFRunner.input_spec, rank=0))[0])
         model.set_weights(weights)
         registration.take_weights_in(model)
         optimizer = getattr(model, "optimizer", None)
@@ -299,7 +283,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state: the epoch, the operator's own state, and the models' and optimizers' arrays."""
-        state = self._snapshot().shared_state
+        state = self._life.snapshot().shared_state
         return {key: copy.deepcopy(value) for key, value in state.items() if key != RESUME}
 
     def _load_state(self, state: dict[str, Any]) -> None:
@@ -327,13 +311,13 @@ class TFTrainer(ClassTrainer[OperatorT]):
         arguments.refuse_keras_file(checkpoint)
         checks.refuse_text(blocking=blocking)
         if blocking:
-            self._saves.write(checkpoint, _content_of(self._snapshot()))
+            self._life.saves.write(checkpoint, _content_of(self._life.snapshot()))
         else:
-            self._saves.submit(checkpoint, self._newest_snapshot(), _checked_content_of, self)
+            self._life.saves.submit(checkpoint, self._life.newest_snapshot(), _checked_content_of, self)
         return checkpoint
 
     def _save_snapshot(self, checkpoint: str, snapshot: Snapshot) -> None:
-        self._saves.write(checkpoint, _content_of(snapshot))
+        self._life.saves.write(checkpoint, _content_of(snapshot))
 
     def _place_in(self, snapshot: Snapshot) -> tuple[int, int]:
         return place_in(snapshot.shared_state)
@@ -364,14 +348,14 @@ class TFTrainer(ClassTrainer[OperatorT]):
             self._load(state, tuple(rank_states))
         else:
             self._load_former(checkpoint, state, former)
-        self._saves.note_file(files.shown(checkpoint))
+        self._life.saves.note_file(files.shown(checkpoint))
 
     restore = load
 
     def _load_former(self, checkpoint: str | PathLike[str], state: dict[str, Any], optimizer: list[Any]) -> None:
-        found = self._on_all(TFRunner.former_optimizer, optimizer, rank=0)[0]
-        self._load({**self.state_dict(), **state, **({} if found is None else {"optimizers": [found]})}, ())
-        if found is None:
+        slots = self._life.on_all(TFRunner.former_optimizer, optimizer, rank=0)[0]
+        self._load({**self.state_dict(), **state, **({} if slots is None else {"optimizers": [slots]})}, ())
+        if slots is None:
             logger.warning(
                 "`%s` is a file of the old library and does not match this trainer's optimizer: the weights and the "
                 "epoch were loaded, but the optimizer is unchanged",
@@ -379,15 +363,15 @@ class TFTrainer(ClassTrainer[OperatorT]):
             )
 
     def _load_snapshot(self, snapshot: Snapshot) -> None:
-        check_parts(snapshot.shared_state, self._facts.counts)
-        load_snapshot_into_all(self._controller, TFRunner.restore, snapshot)
+        check_parts(snapshot.shared_state, self._life.facts.counts)
+        load_snapshot_into_all(self._life.controller, TFRunner.restore, snapshot)
 
     def _load(self, state: dict[str, Any], rank_states: tuple[Any, ...]) -> None:
-        check_parts(state, self._facts.counts)
+        check_parts(state, self._life.facts.counts)
         whole = {"operator": None, RESUME: {}, **state}
         # If the file was saved with the same number of workers, it has the state of every rank of this trainer.
         is_complete = len(rank_states) == self.num_workers
-        load_into_all(self._controller, TFRunner.restore, whole, rank_states, is_complete)
+        load_into_all(self._life.controller, TFRunner.restore, whole, rank_states, is_complete)
 
 
 def _content_of(snapshot: Snapshot) -> Content:
@@ -399,6 +383,18 @@ def _checked_content_of(snapshot: Snapshot) -> Content:
     state, write = _content_of(snapshot)
     checkpoint_file.check(state)
     return state, write
+
+
+def _settings_to_send(settings: TFSettings) -> TFSettings:
+    """Return the settings to send to the workers, with the `validation_data` of `fit_config` serialized."""
+    tensorflow = sys.modules.get("tensorflow")
+    options = settings.config.get("fit_config") or {}
+    data = options.get("validation_data")
+    if tensorflow is None or not isinstance(data, tensorflow.data.Dataset):
+        return settings
+    packed = datasets.packed("config['fit_config']['validation_data']", data)
+    config = {**settings.config, "fit_config": {**options, "validation_data": packed}}
+    return replace(settings, config=config)
 
 
 def _variables_for_workers() -> dict[str, str]:

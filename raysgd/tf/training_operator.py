@@ -270,9 +270,9 @@ class TrainingOperator(BaseOperator):
                 registration.require_compiled(model, "`register` without `optimizers`: the operator")
             parts.append(RegisteredParts([model.optimizer for model in parts[0].items], parts[0].container))
         else:
-            given = registration.optimizers_of(optimizers)
-            scaled = [registration.with_loss_scale(optimizer, parts[0].items) for optimizer in given.items]
-            parts.append(RegisteredParts(scaled, given.container))
+            registered = registration.optimizers_of(optimizers)
+            scaled = [registration.with_loss_scale(optimizer, parts[0].items) for optimizer in registered.items]
+            parts.append(RegisteredParts(scaled, registered.container))
         if loss is not None and not callable(loss):
             raise InvalidRegistrationError(
                 f"`register(loss={loss!r})`: pass a Keras loss, or a function of target and output."
@@ -314,23 +314,23 @@ class TrainingOperator(BaseOperator):
             raise ValueError(f'`sharding={sharding!r}`: allowed are "worker" and "global".')
         if self._raysgd.context.settings.batch_options.split_batches:
             sharding = "global"
-        given = {"train": train_dataset, "validation": validation_dataset}
+        by_name = {"train": train_dataset, "validation": validation_dataset}
         loaders: dict[str, RayLoader] = {}
         streams: dict[str, StreamData] = {}
-        for name, dataset in given.items():
+        for name, dataset in by_name.items():
             batches = ray_batches(dataset)
             if batches is not None:
                 loaders[name] = loader_of(batches, self.config, self._raysgd.context.world)
-                given[name] = dataset_over(loaders[name])
+                by_name[name] = dataset_over(loaders[name])
             elif isinstance(dataset, Stream):
                 reason = self._raysgd.context.settings.obstacle_of_streams
                 if reason is not None:
                     raise InvalidRegistrationError(f"`register_data({name}_dataset=...)` got {reason}")
                 streams[name] = data_of(dataset, name, self._raysgd.context.world)
-                given[name] = dataset_of(dataset)
+                by_name[name] = dataset_of(dataset)
             elif dataset is not None:
                 check_dataset(f"{name}_dataset", dataset)
-        self._raysgd.data = RegisteredData(given["train"], given["validation"], sharding, loaders, streams)
+        self._raysgd.data = RegisteredData(by_name["train"], by_name["validation"], sharding, loaders, streams)
 
     def weighted_loss(self, loss: Any, weight: Any) -> Any:
         """Scale a loss that is a mean over `weight` units, such as tokens, so that gradients are averaged by units.

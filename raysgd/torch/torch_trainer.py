@@ -18,7 +18,7 @@ import torch
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.compat.names import former_names
 from raysgd.core import arguments as checks
-from raysgd.core.arrays.data_kinds import CallData, is_whole
+from raysgd.core.arrays.data_kinds import goes_to_all
 from raysgd.core.connections.horovod import HorovodConnection
 from raysgd.core.connections.torch import TorchConnection
 from raysgd.core.engine.shared.connection import Connection
@@ -46,8 +46,9 @@ from raysgd.trainer.configuration.batch_options import BatchOptions
 from raysgd.trainer.configuration.placement import Placement
 from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.configuration.settings import GroupSettings
+from raysgd.trainer.driver.life import Framework
 from raysgd.trainer.driver.trainer import ClassTrainer, show_options
-from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
+from raysgd.trainer.messages.epochs import EpochAnswer, EpochOptions
 from raysgd.trainer.messages.prediction_data import BatchRequest, Found
 from raysgd.trainer.worker.operator import OperatorT
 from raysgd.trainer.worker.state.replica_state import RESUME, place_in
@@ -151,10 +152,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
     add_dist_sampler: bool
     scheduler_step_freq: str | None
     seed: int | None
-    _settings: TorchSettings
-    _runner_cls = TorchRunner
     _leaves_epochs = _runs_worker_callbacks = True
-    _divide_by_hand = "pass `add_dist_sampler=False`"
 
     def __init__(
         self,
@@ -286,63 +284,56 @@ class TorchTrainer(ClassTrainer[OperatorT]):
     @property
     def worker_callbacks(self) -> tuple[WorkerCallback, ...]:
         """The `WorkerCallback` objects that run in the workers during the current call to `fit`."""
-        return self._settings.worker_callbacks
+        return self._life.settings.worker_callbacks
 
     @property
     def wrap_ddp(self) -> bool:
         """True if the strategy is "ddp". Kept for older code; `strategy` is its replacement."""
         return self.strategy == "ddp"
 
-    def _make_connection(self) -> Connection:
-        if self.backend == "horovod":
-            return HorovodConnection(self.timeout_s, self.recovery.form_timeout_s)
-        may_grow = self._settings.may_grow
-        return TorchConnection(self.backend, self.timeout_s, self.recovery.form_timeout_s, joins_alone=may_grow)
-
-    @property
-    def _keeps_survivors(self) -> bool:
-        keeps_survivors: bool = self._settings.keeps_survivors
-        return keeps_survivors
-
-    @property
-    def _renews_survivors(self) -> bool:
-        return self.strategy == "fsdp"
-
-    @property
-    def _reservation_timeout_s(self) -> float:
-        return constants.SGD_PLACEMENT_GROUP_TIMEOUT_S
+    def _framework(self, group: GroupSettings, settings: TorchSettings) -> Framework:
+        timeout_s, form_timeout_s = group.timeout_s, group.recovery.form_timeout_s
+        if group.backend == "horovod":
+            connection: Connection = HorovodConnection(timeout_s, form_timeout_s)
+        else:
+            connection = TorchConnection(group.backend, timeout_s, form_timeout_s, joins_alone=settings.may_grow)
+        return Framework(
+            runner_cls=TorchRunner,
+            connection=connection,
+            reservation_timeout_s=constants.SGD_PLACEMENT_GROUP_TIMEOUT_S,
+            keeps_survivors=settings.keeps_survivors,
+            renews_survivors=settings.strategy == "fsdp",
+            call_data_of=call_data.call_data_of,
+            shard_advice="pass `add_dist_sampler=False`",
+        )
 
     def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
         if isinstance(dataset, Stream):
-            check_stream_of_call(dataset, name, self._settings.obstacle_of_streams)
+            check_stream_of_call(dataset, name, self._life.settings.obstacle_of_streams)
             return
-        steps_apart = training and self.num_workers > 1 and not self._facts.is_synchronous
-        options = self._settings.batch_options
+        steps_apart = training and self.num_workers > 1 and not self._life.facts.is_synchronous
+        options = self._life.settings.batch_options
         divides = training and (self.num_workers > 1 or options.deterministic or options.micro_batch_size is not None)
         global_option = options.global_option if divides else ""
         arguments.check_dataset(dataset, name, steps_apart=steps_apart, global_option=global_option)
 
     def _goes_on_with(self, dataset: Any) -> bool:
-        return is_whole(call_data.kind_of(dataset))
+        return goes_to_all(call_data.kind_of(dataset))
 
     @contextmanager
     def _shown(self) -> Iterator[None]:
-        with epoch_bar() as show, self._listeners.listening(show):
+        with epoch_bar() as show, self._life.listeners.listening(show):
             yield
 
-    def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
-        if kind == "train" and self._facts.is_synchronous:
+    def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], options: EpochOptions) -> None:
+        if kind == "train" and self._life.facts.is_synchronous:
             epoch_checks.check_alike(answers)
-        epoch_checks.warn_of_nothing(kind, answers, asked.num_steps)
+        epoch_checks.warn_of_nothing(kind, answers, options.num_steps)
 
     def _after_evaluation(self) -> None:
         # Evaluation may have changed the states of the workers' random number generators. `save` must write the new
         # states, which the newest snapshot lacks.
-        self._controller.snapshots.touch_ranks()
-
-    @property
-    def _call_data_of(self) -> Callable[[Any, Mapping[str, Any]], CallData | None]:
-        return call_data.call_data_of
+        self._life.controller.snapshots.touch_ranks()
 
     def _to_predict(self, data: Any, asked: BatchRequest) -> Found:
         return call_data.source_to_predict(data, asked)
@@ -353,12 +344,12 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         The dict contains the epoch, the state that the operator's `state_dict` returned, and the states of the models,
         the optimizers, the schedulers and the gradient scaler.
         """
-        state = divided_state.whole(self._snapshot().shared_state, copy=True)
+        state = divided_state.whole(self._life.snapshot().shared_state, copy=True)
         del state[RESUME]
         return dict(state)
 
     def _load_state(self, state: dict[str, Any]) -> None:
-        saving.load_state(self._controller, state)
+        saving.load_state(self._life.controller, state)
 
     def save(
         self,
@@ -403,21 +394,21 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         files.check_location("checkpoint", checkpoint)
         checks.refuse_text(blocking=blocking, weights_only=weights_only, whole=whole, frozen=frozen)
         saving.check_format(format)
-        if self._facts.is_sharded and format == "torch" and not (whole or files.is_uri(checkpoint)):
-            self._writer.wait()  # an earlier call with `blocking=False` may still be writing to the same path
-            saving.save_folder(self._controller, checkpoint, weights_only)
+        if self._life.facts.is_sharded and format == "torch" and not (whole or files.is_uri(checkpoint)):
+            self._life.writer.wait()  # an earlier call with `blocking=False` may still be writing to the same path
+            saving.save_folder(self._life.controller, checkpoint, weights_only)
             return checkpoint
         content = partial(saving.content_of, weights_only=weights_only, file_format=format)
         if frozen:
-            content = partial(content, frozen=self._on_all(TorchRunner.remade_tensors, rank=0)[0])
+            content = partial(content, frozen=self._life.on_all(TorchRunner.remade_tensors, rank=0)[0])
         if blocking:
-            self._saves.write(checkpoint, content(self._snapshot()))
+            self._life.saves.write(checkpoint, content(self._life.snapshot()))
         else:
-            self._saves.submit(checkpoint, self._newest_snapshot(), content, self)
+            self._life.saves.submit(checkpoint, self._life.newest_snapshot(), content, self)
         return checkpoint
 
     def _save_snapshot(self, checkpoint: str, snapshot: Snapshot) -> None:
-        self._saves.write(checkpoint, saving.content_of(snapshot, True, "torch"))
+        self._life.saves.write(checkpoint, saving.content_of(snapshot, True, "torch"))
 
     def _place_in(self, snapshot: Snapshot) -> tuple[int, int]:
         return place_in(divided_state.outline(snapshot.shared_state))
@@ -453,23 +444,24 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         files.check_location("checkpoint", checkpoint)
         checks.refuse_text(weights_only=weights_only)
         chosen = partial_loading.checked_parts(parts, strict)
-        return saving.load(checkpoint, weights_only, chosen, strict, self._controller, self._saves, self._snapshot)
+        life = self._life
+        return saving.load(checkpoint, weights_only, chosen, strict, life.controller, life.saves, life.snapshot)
 
     def _check_reload(self, training_operator_cls: Any) -> None:
         arguments.check_operator_class(training_operator_cls)
-        if self._facts.is_sharded or self.backend == "horovod":
+        if self._life.facts.is_sharded or self.backend == "horovod":
             what = '`backend="horovod"`' if self.backend == "horovod" else '`strategy="fsdp"`'
             raise ValueError(f"`reload` cannot work with {what}: save, and load into a new trainer with the new class.")
 
     def _load_snapshot(self, snapshot: Snapshot) -> None:
-        saving.load_snapshot(self._controller, snapshot)
+        saving.load_snapshot(self._life.controller, snapshot)
 
     def update_scheduler(self, metric: Any) -> None:
         """Step every registered scheduler with the value of `metric`, as `ReduceLROnPlateau` requires."""
         self._schedule(TorchRunner.update_schedulers, metric)
 
     def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> bool:
-        metrics = self._facts.plateau_metrics
+        metrics = self._life.facts.plateau_metrics
         values = schedulers.values_after_validation(metrics, trained, validated) if metrics else None
         if values:
             self._schedule(TorchRunner.step_plateaus, values)
@@ -477,7 +469,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
 
     def _schedule(self, function: Callable[..., Any], value: Any) -> None:
         """Call `function`, which steps schedulers, on all workers with the same `value`."""
-        self._on_all(function, value, changes_state=True, keeps_alike=True)
+        self._life.on_all(function, value, changes_state=True, keeps_alike=True)
 
     def get_model(self, to_cpu: bool = False) -> Any:
         """Return the trained model without wrappers, or a list of models if several are registered.
@@ -485,10 +477,10 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         With `use_local=True`, the result is the live model, unless you pass `to_cpu=True` or the model is sharded.
         Otherwise, it is a copy.
         """
-        is_local = self._controller.ensure_group().local_replica is not None
-        is_sharded = self._facts.is_sharded
+        is_local = self._life.controller.ensure_group().local_replica is not None
+        is_sharded = self._life.facts.is_sharded
         copied = to_cpu or not is_local or is_sharded
-        models = self._on_all(TorchRunner.models, copied, rank=None if is_sharded else 0)[0]
+        models = self._life.on_all(TorchRunner.models, copied, rank=None if is_sharded else 0)[0]
         if copied:
             models = [unpacked(model) for model in models]
         if self.use_gpu and torch.cuda.is_available() and not to_cpu:
@@ -497,7 +489,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
 
     def _checked_config(self, config: Mapping[str, Any] | None) -> dict[str, Any]:
         checked = super()._checked_config(config)
-        arguments.check_batch_size(replace(self._settings, config=checked), self.max_replicas)
+        arguments.check_batch_size(replace(self._life.settings, config=checked), self.max_replicas)
         return checked
 
     @classmethod

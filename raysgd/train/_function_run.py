@@ -285,14 +285,14 @@ class FunctionRun:
         hooks.on_training_start()
         self._checkpoints.begin_attempt()
         self._num_changes = hooks.num_changes
-        is_whole = self._data is None or self._data.is_whole
-        spec = replace(self._spec, is_muted=self._is_muted, has_parts=not is_whole)
+        goes_to_all = self._data is None or self._data.goes_to_all
+        spec = replace(self._spec, is_muted=self._is_muted, has_parts=not goes_to_all)
         checkpoint = self._checkpoints.restart_point
         shared: Any = None
         if checkpoint is not None:
             [shared, *_] = hooks.group.share(lend(checkpoint))
         parts = [None] if self._data is None else self._data(len(worlds), hooks.workers.workers)
-        if is_whole:
+        if goes_to_all:
             start = spec, shared, parts[0]
             # Standby workers start the function with the same arguments. Sharded data would leave no shard for them.
             hooks.replicas.start = start
@@ -398,10 +398,10 @@ class FunctionRun:
         """Return each rank's arguments for the remote call of `FunctionReplica.next_messages`."""
         starts, queues = self._starts(worlds), self._queues
         queues.follow(self._attempt, self._members)
-        index, told = self._checkpoints.next_index, dict[Any, tuple[Any, ...]]()
+        index, by_key = self._checkpoints.next_index, dict[Any, tuple[Any, ...]]()
         # Ranks with equal arguments get the same tuple, so that the engine pickles it only once.
         return [
-            told.setdefault(key, (index, *key[:2], *start))
+            by_key.setdefault(key, (index, *key[:2], *start))
             for rank, start in enumerate(starts)
             for key in [(queues.is_needed(rank), queues.num_taken(rank) if self._spec.is_elastic else 0, id(start))]
         ]
@@ -433,23 +433,23 @@ class FunctionRun:
                 named(sorted(left_out)),
                 min(left_out.values())[0],
             )
-        told = self._told_to_store(tokens, taken)
+        arguments = self._told_to_store(tokens, taken)
         if not tokens:
             return True
         on_wait = self._on_wait or _wait_on  # not `_watch`, which would end the program while folders are stored
-        return all(self._call(FunctionReplica.store, told, may_continue=False, on_wait=on_wait))
+        return all(self._call(FunctionReplica.store, arguments, may_continue=False, on_wait=on_wait))
 
     def _told_to_store(
         self, tokens: Mapping[int, int], taken: Mapping[int, Sequence[str]]
     ) -> Callable[[Sequence[World]], list[tuple[Any, ...]]]:
         attempt = self._attempt
 
-        def told(worlds: Sequence[World]) -> list[tuple[Any, ...]]:
+        def arguments(worlds: Sequence[World]) -> list[tuple[Any, ...]]:
             starts = self._starts(worlds)
             waiting = tokens if self._attempt == attempt else {}
             return [(waiting.get(rank), taken.get(rank, ()), *start) for rank, start in enumerate(starts)]
 
-        return told
+        return arguments
 
     def _receiver(self, checkpoint_ref: CheckpointRef, source: int) -> Callable[[], dict[str, Any]]:
         """Return a function that returns a checkpoint's content.
@@ -521,9 +521,9 @@ class MessageQueues:
         """Return the number of messages that the driver has received from this rank."""
         return self._nums_taken[rank]
 
-    def extend(self, found: Sequence[Sequence[Message]]) -> None:
+    def extend(self, by_rank: Sequence[Sequence[Message]]) -> None:
         """Append each rank's new messages to the rank's queue."""
-        for rank, messages in enumerate(found):
+        for rank, messages in enumerate(by_rank):
             self._queues[rank].extend(messages)
             self._nums_taken[rank] += len(messages)
 
@@ -579,28 +579,28 @@ def check_step(messages: Sequence[Message | None]) -> FunctionStep:
             f"{named(ranks)}, and still report or save on the others. Every worker has to call `report` and "
             "`save_checkpoint` equally often."
         )
-    found = {rank: message for rank, message in enumerate(messages) if isinstance(message, FunctionMessage)}
-    kinds = {message.kind for message in found.values()}
+    reports = {rank: message for rank, message in enumerate(messages) if isinstance(message, FunctionMessage)}
+    kinds = {message.kind for message in reports.values()}
     if len(kinds) > 1:
-        saving = [rank for rank, message in found.items() if message.kind is TrainingResultType.CHECKPOINT]
+        saving = [rank for rank, message in reports.items() if message.kind is TrainingResultType.CHECKPOINT]
         raise StepMismatchError(
             f"The functions are out of step: {named(saving)} called `save_checkpoint` where the others called "
             "`report`. Every worker must make the same calls in the same order."
         )
-    return _step_of(found, kinds.pop())
+    return _step_of(reports, kinds.pop())
 
 
-def _step_of(found: Mapping[int, FunctionMessage], kind: TrainingResultType) -> FunctionStep:
+def _step_of(reports: Mapping[int, FunctionMessage], kind: TrainingResultType) -> FunctionStep:
     """Combine the ranks' messages, which all have the same type, into a step.
 
     If several ranks want to send a checkpoint, the checkpoint of the lowest rank is used.
     """
-    refs = {rank: m.checkpoint_ref for rank, m in found.items() if m.checkpoint_ref is not None}
+    refs = {rank: m.checkpoint_ref for rank, m in reports.items() if m.checkpoint_ref is not None}
     stored = {rank: ref for rank, ref in refs.items() if ref.is_stored}
     sent = {rank: ref for rank, ref in refs.items() if not ref.is_stored}
     source = min(sent or stored, default=0)
     refused = tuple((rank, ref.token) for rank, ref in sent.items() if rank != source and ref.token is not None)
-    data = tuple(message.data for message in found.values())
+    data = tuple(message.data for message in reports.values())
     return FunctionStep(kind, data, refs.get(source), source, refused, stored)
 
 
@@ -610,8 +610,8 @@ def questions_in(messages: Sequence[Any]) -> Sequence[Question]:
     Raises:
         StepMismatchError: Only some functions asked a question, or they asked different questions.
     """
-    told = {rank: message for rank, message in enumerate(messages) if message is not None}
-    names = {rank: message.name if isinstance(message, Question) else None for rank, message in told.items()}
+    sent = {rank: message for rank, message in enumerate(messages) if message is not None}
+    names = {rank: message.name if isinstance(message, Question) else None for rank, message in sent.items()}
     if len(set(names.values())) > 1:
         said = ", ".join(f"rank {rank}: {name or type(messages[rank]).__name__}" for rank, name in names.items())
         raise StepMismatchError(

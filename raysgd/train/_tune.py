@@ -178,10 +178,10 @@ def trainable_of(trainer: BaseTrainer) -> type[Any]:
     # Do not send callbacks, reporters and stop conditions to the trials. Tune calls them in the driver, and they may
     # not be picklable.
     run_config = replace(trainer.run_config, callbacks=None, progress_reporter=None, stop=None)
-    given = {name: run_config if name == "run_config" else value for name, value in trainer._arguments.items()}
+    arguments = {name: run_config if name == "run_config" else value for name, value in trainer._arguments.items()}
 
     def make_trainer(config: dict[str, Any]) -> BaseTrainer:
-        made = trainer_cls(**merged_arguments(given, config))
+        made = trainer_cls(**merged_arguments(arguments, config))
         made.run_config = run_config
         return made
 
@@ -255,11 +255,11 @@ class FitTrial:
         if self._has_ended:
             return TrialStepResult(None, is_last=True)
         mailbox = self._mailbox = self._mailbox or self._begun()
-        found = mailbox.next_message()
-        if isinstance(found, FunctionEnded):
+        message = mailbox.next_message()
+        if isinstance(message, FunctionEnded):
             self._has_ended = True
             return TrialStepResult(None, is_last=True)
-        metrics, checkpoint = found
+        metrics, checkpoint = message
         self._newest = checkpoint or self._newest
         return TrialStepResult(metrics, has_checkpoint=checkpoint is not None and self._keeps_files)
 
@@ -323,10 +323,10 @@ class FitTrial:
             folder.remove_staging()
 
 
-def merged_arguments(given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def merged_arguments(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a trial's config into the arguments of a trainer. Dicts and scaling configs are merged entry by entry."""
     refuse_run_config(config)
-    return {**given, **{name: _merged(given.get(name), value) for name, value in config.items()}}
+    return {**arguments, **{name: _merged(arguments.get(name), value) for name, value in config.items()}}
 
 
 def refuse_run_config(config: Mapping[str, Any]) -> None:

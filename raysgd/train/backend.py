@@ -222,14 +222,14 @@ def backend_of(config: BackendConfig) -> Backend:
     Raises:
         TypeError: `backend_cls` does not provide a backend.
     """
-    found: Any = config.backend_cls
-    if not inspect.isclass(found) and callable(found):
-        found = found()
-    made: Any = found() if inspect.isclass(found) else found
+    backend_cls: Any = config.backend_cls
+    if not inspect.isclass(backend_cls) and callable(backend_cls):
+        backend_cls = backend_cls()
+    made: Any = backend_cls() if inspect.isclass(backend_cls) else backend_cls
     missing = [name for name in ("on_start", "on_shutdown", "encode_data", "decode_data") if not hasattr(made, name)]
     if missing:
         raise TypeError(
-            f"`{type(config).__name__}.backend_cls` gives {found!r}, which has no {', '.join(missing)}: need a "
+            f"`{type(config).__name__}.backend_cls` gives {backend_cls!r}, which has no {', '.join(missing)}: need a "
             "subclass of `raysgd.train.backend.Backend`."
         )
     backend: Backend = made

@@ -283,9 +283,9 @@ class BaseTrainer(ABC):
 
     def __repr__(self) -> str:
         """Return a constructor call with the arguments that were passed, shortened to one line."""
-        given = {name: _on_one_line(value) for name, value in self._arguments.items() if value is not None}
+        texts = {name: _on_one_line(value) for name, value in self._arguments.items() if value is not None}
         for size in range(MAX_REPR_LENGTH, 0, -5):
-            parts = [f"{name}={text if len(text) <= size else f'{text[:size]}...'}" for name, text in given.items()]
+            parts = [f"{name}={text if len(text) <= size else f'{text[:size]}...'}" for name, text in texts.items()]
             if len(text := f"{type(self).__name__}({', '.join(parts)})") < MAX_REPR_LENGTH:
                 return text
         return f"{type(self).__name__}(...)"

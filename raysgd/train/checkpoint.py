@@ -414,5 +414,5 @@ def load_checkpoint(checkpoint: Mapping[str, Any] | str | Path | None) -> dict[s
             file = opened.enter_context(open(path, "rb"))
         except (FileNotFoundError, NotADirectoryError):
             raise ValueError(f"`checkpoint={str(place)!r}`: there is no such file.") from None
-        found: dict[str, Any] = cloudpickle.load(file)
-    return found
+        content: dict[str, Any] = cloudpickle.load(file)
+    return content

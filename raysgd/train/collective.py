@@ -18,8 +18,8 @@ def broadcast_from_rank_zero(data: T) -> T:
     Raises:
         TypeError: The value cannot be pickled.
     """
-    found: T = helper_session().ask(BROADCAST, data)
-    return found
+    answer: T = helper_session().ask(BROADCAST, data)
+    return answer
 
 
 def barrier() -> None:

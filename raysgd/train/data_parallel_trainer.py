@@ -314,12 +314,12 @@ def _chosen(framework: str, **configs: BackendConfig | None) -> BackendConfig:
     Raises:
         ValueError: Two configs were passed, or a config of another framework.
     """
-    given = {name: config for name, config in configs.items() if config is not None}
-    if len(given) > 1:
-        names = " and ".join(f"`{name}`" for name in given)
+    passed = {name: config for name, config in configs.items() if config is not None}
+    if len(passed) > 1:
+        names = " and ".join(f"`{name}`" for name in passed)
         raise ValueError(f"{names} are two names of one option: pass `{framework}_config`.")
     default = resolve(framework)
-    for name, config in given.items():
+    for name, config in passed.items():
         chosen: BackendConfig = checked_config(name, config, type(default))
         return chosen
     return default

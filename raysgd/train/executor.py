@@ -278,8 +278,8 @@ class BackendExecutor:
         leaving_nodes = WeakMethod(self._leaving_nodes)  # with a strong reference, the executor would never be freed
 
         def leaving() -> frozenset[str]:
-            found = leaving_nodes()
-            return frozenset() if found is None else found()
+            find_leaving = leaving_nodes()
+            return frozenset() if find_leaving is None else find_leaving()
 
         return ElasticController(
             replace(spec, make_replica=self._hooks.replicas),

@@ -70,10 +70,10 @@ class Predictor(ABC):
         if self._preprocessor is not None:
             columns = columns_of(self._preprocessor.transform_batch(_as_frame(columns)))
         if type(self)._predict_numpy is not Predictor._predict_numpy:
-            found = self._predict_numpy(next(iter(columns.values())) if len(columns) == 1 else columns, **kwargs)
+            predictions = self._predict_numpy(next(iter(columns.values())) if len(columns) == 1 else columns, **kwargs)
         else:
-            found = self._predict_pandas(_as_frame(columns), **kwargs)
-        return _in_form_of(data, columns_of(found, PREDICTIONS))
+            predictions = self._predict_pandas(_as_frame(columns), **kwargs)
+        return _in_form_of(data, columns_of(predictions, PREDICTIONS))
 
     def _predict_pandas(self, data: Any, **kwargs: Any) -> Any:
         """Return the predictions for a data frame, as a data frame."""
@@ -128,10 +128,10 @@ class TensorPredictor(Predictor):
             inputs: Any = {name: self._tensor(column, types.get(name)) for name, column in data.items()}
         else:
             inputs = self._tensor(data, next(iter(dtype.values())) if isinstance(dtype, Mapping) else dtype)
-        found = self.call_model(inputs)
-        if hasattr(found, "columns"):
-            return found  # `call_model` returned a data frame
-        named = found if isinstance(found, Mapping) else {PREDICTIONS: found}
+        outputs = self.call_model(inputs)
+        if hasattr(outputs, "columns"):
+            return outputs  # `call_model` returned a data frame
+        named = outputs if isinstance(outputs, Mapping) else {PREDICTIONS: outputs}
         for output in named.values():
             if not hasattr(output, "__array__"):
                 raise ValueError(

@@ -111,9 +111,9 @@ class TensorflowPredictor(TensorPredictor):
             )
         self.use_gpu = use_gpu
         self._device = "GPU:0" if use_gpu else "CPU:0"
-        given = model if model is not None else model_definition
+        source = model if model is not None else model_definition
         with tf.device(self._device):
-            self._model: Any = given if hasattr(given, "set_weights") and not isinstance(given, type) else given()
+            self._model: Any = source if hasattr(source, "set_weights") and not isinstance(source, type) else source()
             if model_weights is not None:
                 self._model.set_weights(model_weights)
 
@@ -147,8 +147,8 @@ class TensorflowPredictor(TensorPredictor):
     def _tensor(self, values: Any, dtype: Any) -> Any:
         import tensorflow as tf
 
-        found = tf.convert_to_tensor(as_array(values))
-        return found if dtype is None else tf.cast(found, dtype)
+        tensor = tf.convert_to_tensor(as_array(values))
+        return tensor if dtype is None else tf.cast(tensor, dtype)
 
     def _array(self, tensor: Any) -> Any:
         return tensor.numpy()

@@ -133,9 +133,9 @@ class Trainer:
             check_logdir(logdir)
         if not is_integer(max_retries):
             raise TypeError(f"`max_retries={max_retries!r}`: need an integer; -1 for any number.")
-        given: Any = {} if resources_per_worker is None else resources_per_worker
-        needs = ScalingConfig(num_workers=num_workers, use_gpu=use_gpu, resources_per_worker=given)
-        num_cpus, num_gpus, most = given.get("CPU", 1), needs.num_gpus_per_worker, needs.worker_range[1]
+        resources: Any = {} if resources_per_worker is None else resources_per_worker
+        needs = ScalingConfig(num_workers=num_workers, use_gpu=use_gpu, resources_per_worker=resources)
+        num_cpus, num_gpus, most = resources.get("CPU", 1), needs.num_gpus_per_worker, needs.worker_range[1]
         placement = Placement(needs.additional_resources_per_worker, accelerator_type, placement_strategy, runtime_env)
         self._config = resolve(backend)
         self._use_gpu = use_gpu
@@ -155,7 +155,7 @@ class Trainer:
             self._config,
             num_workers,
             use_gpu,
-            dict(given),
+            dict(resources),
             accelerator_type=accelerator_type,
             placement_strategy=placement_strategy,
             runtime_env=runtime_env,
@@ -188,8 +188,8 @@ class Trainer:
         """
         check_hook(initialization_hook)
         self._executor.start(initialization_hook)
-        if not self._use_gpu and (found := num_gpus()):
-            logger.info("the cluster has %g GPUs, of which none is used: pass `use_gpu=True` to use them", found)
+        if not self._use_gpu and (num_free := num_gpus()):
+            logger.info("the cluster has %g GPUs, of which none is used: pass `use_gpu=True` to use them", num_free)
 
     def shutdown(self) -> None:
         """Stop the workers. You can start new workers with `start` later."""
@@ -245,17 +245,17 @@ class Trainer:
             Preempted: SIGTERM or SIGUSR1 arrived. The run ends at the function's next checkpoint, or 30 s after the
                 signal. The newest checkpoint is stored.
         """
-        told, leaving = TrainerCallbacks(callbacks), Leaving()
+        calls, leaving = TrainerCallbacks(callbacks), Leaving()
         plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
         self._executor.check_free()
         run_dir = self.create_run_dir()
         with self._executor.listening(leaving):
-            with told.around(run_dir, config):
+            with calls.around(run_dir, config):
                 iterator = TrainingIterator(self._executor.start_plan(plan, run_dir, leaving=leaving))
                 with OnFailure(self._executor.abort_training):
                     for results in iterator:
-                        newest = self.latest_checkpoint_path if told.are_told_of_checkpoints else None
-                        told.process(results, self.history.events, None if newest is None else str(newest))
+                        newest = self.latest_checkpoint_path if calls.are_told_of_checkpoints else None
+                        calls.process(results, self.history.events, None if newest is None else str(newest))
             if leaving.is_due():  # the functions have finished, but a signal has asked the program to end
                 leaving.end_program(self.checkpoint_manager.keep_newest())
         returned: list[T] = iterator.get_final_results() or []
@@ -369,10 +369,10 @@ class Trainer:
         Raises:
             ValueError: The file does not exist.
         """
-        found = load_checkpoint(checkpoint_file_path)
-        if found is None:
+        checkpoint = load_checkpoint(checkpoint_file_path)
+        if checkpoint is None:
             raise ValueError("`checkpoint_file_path=None`: need a path.")
-        return found
+        return checkpoint
 
 
 @hide_library_frames
@@ -420,9 +420,9 @@ class TrainingIterator:
             raise InactiveWorkerGroupError(
                 "The trainer was shut down, or began another run, after this iterator was created."
             )
-        found = call()
+        result = call()
         self._is_finished = False
-        return found
+        return result
 
 
 @hide_library_frames
@@ -473,11 +473,11 @@ class TrainerCallbacks:
     """
 
     def __init__(self, callbacks: Any) -> None:
-        given = as_list(callbacks)
-        self._own = own_among(given)
+        listed = as_list(callbacks)
+        self._own = own_among(listed)
         self._calls: FunctionCalls | None = None
         self._newest: str | None = None
-        self._of_trainer = Dispatcher((each for each in given if not isinstance(each, Callback)), advice=None)
+        self._of_trainer = Dispatcher((each for each in listed if not isinstance(each, Callback)), advice=None)
         for callback in self._of_trainer.callbacks:
             if isinstance(callback, type) or not hasattr(callback, "start_training"):
                 raise TypeError(
@@ -536,7 +536,7 @@ class TrainerCallbacks:
 
     def _finish(self, calls: FunctionCalls, failure: BaseException | None) -> None:
         has_failed = failure is not None
-        with OnFailure(told=calls.end_run):
+        with OnFailure(with_error=calls.end_run):
             self._of_trainer.finish(["finish_training"], error=has_failed, has_failed=has_failed)
         calls.end_run(failure)
 

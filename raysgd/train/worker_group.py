@@ -228,10 +228,10 @@ class WorkerGroup:
         bundles = getattr(self._placement_group, "bundle_specs", None)
         if bundles is None:
             return
-        room = sum(num_fitting(bundle, need) for bundle in bundles)
-        if room < num_workers:
+        most = sum(num_fitting(bundle, need) for bundle in bundles)
+        if most < num_workers:
             raise ValueError(
-                f"`placement_group` has resources for {room} workers of {need.bundle()}, and you requested "
+                f"`placement_group` has resources for {most} workers of {need.bundle()}, and you requested "
                 f"{num_workers}: its bundles are {list(bundles)}."
             )
 

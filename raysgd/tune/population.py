@@ -188,7 +188,7 @@ class Population:
 
     def _interrupt(self) -> None:
         for member in self.members:
-            member.trainer._interrupt()
+            member.trainer._life.interrupt()
 
     def evolve(self) -> list[Exploit]:
         """Let each of the worst members copy one of the best members, chosen at random, and change the copied config.
@@ -296,9 +296,9 @@ def _at_the_same_time(
             while wait(futures, _INTERRUPT_EVERY_S).not_done:
                 interrupt()
             raise
-    found = [future.exception() for future in futures]
-    errors = [error for error in found if error is not None]
-    return [None if error else future.result() for future, error in zip(futures, found, strict=True)], errors
+    raised = [future.exception() for future in futures]
+    errors = [error for error in raised if error is not None]
+    return [None if error else future.result() for future, error in zip(futures, raised, strict=True)], errors
 
 
 def _shutdown_all(trainers: Iterable[Any]) -> None:

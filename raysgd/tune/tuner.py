@@ -418,8 +418,8 @@ def for_tune(callbacks: Sequence[Any]) -> list[Any]:
         TypeError: An object is not a callback, or is a `WorkerCallback`, which needs to run in the workers.
         ValueError: Two raysgd callbacks write to the same file.
     """
-    own, given = own_among(callbacks), of_tune_among(callbacks)
-    return [*given, _tune_class()(own)] if own else given
+    own, of_tune = own_among(callbacks), of_tune_among(callbacks)
+    return [*of_tune, _tune_class()(own)] if own else of_tune
 
 
 @functools.cache

@@ -35,6 +35,7 @@ from raysgd.core.numbers.metric_names import name_in_test
 from raysgd.core.numbers.results import CallProgress
 from raysgd.exceptions import CallbackError, InvalidCountError, NotRegisteredError, WorkersLostError
 from raysgd.torch import TorchTrainer
+from raysgd.trainer.driver.trainer_calls import TrainerCalls
 from tests.torch.operators_for_tests import LinearOperator, dataset
 
 Make = Callable[..., TorchTrainer]
@@ -154,8 +155,8 @@ def test_an_epoch_whose_spare_was_lost_has_no_metrics_of_validation_and_the_run_
     make_local: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     trainer, saving = make_local(LinearOperator), Checkpointing(tmp_path, keep_last=None)
-    monkeypatch.setattr(TorchTrainer, "_validates_beside", True)
-    monkeypatch.setattr(trainer, "_begin_validation", lambda *args: LostValidation())
+    monkeypatch.setattr(TrainerCalls, "validates_beside", True)
+    monkeypatch.setattr(TrainerCalls, "begin_validation", lambda *args: LostValidation())
     history = trainer.fit(2, validate="async", callbacks=[EarlyStopping("val_loss"), saving])
     assert [row.get("val_loss") for row in history] == [None, None]
     for epoch in (1, 2):

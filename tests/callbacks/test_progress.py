@@ -263,7 +263,7 @@ def listeners() -> ProgressListeners:
 
 def test_each_call_by_hand_leaves_a_line(listeners: ProgressListeners) -> None:
     stream = Terminal()
-    with ProgressBar(stream=stream).around(SimpleNamespace(_listeners=listeners)):
+    with ProgressBar(stream=stream).around(SimpleNamespace(_life=SimpleNamespace(listeners=listeners))):
         listeners.tell(CallProgress(3, 9, 1, 4, 0.5, "train", {"train_loss": 0.5}))
         listeners.tell(CallProgress(9, 9, 1, 4, 0.5, "train", {"train_loss": 0.25}, is_done=True))
         listeners.tell(CallProgress(500, 1000, 0, None, None, "predict"))
@@ -278,7 +278,7 @@ def test_a_call_by_hand_that_raises_leaves_nothing(listeners: ProgressListeners)
     stream = Terminal()
 
     def fail() -> None:
-        with ProgressBar(stream=stream).around(SimpleNamespace(_listeners=listeners)):
+        with ProgressBar(stream=stream).around(SimpleNamespace(_life=SimpleNamespace(listeners=listeners))):
             listeners.tell(CallProgress(3, 9, 1, 4, 0.5))
             assert "3/9" in screen(stream.getvalue())[0]
             raise KeyError("user code")

@@ -87,7 +87,7 @@ def test_calls_of_a_program_that_is_gone_go_to_one_other_program() -> None:
     assert log.has_others("next")
     log.leave("gone")
     assert log.take_over("next") is call
-    assert log.take_over("next", given=["1"]) is None
+    assert log.take_over("next", assigned=["1"]) is None
     assert log.take_over("next") is call  # its answer to that question was lost
     assert log.take_over("another") is None
     log.leave("next")

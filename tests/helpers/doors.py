@@ -13,5 +13,5 @@ from raysgd.core.engine.controller import ElasticController
 
 def controller_of(trainer: Any) -> ElasticController:
     """What keeps the trainer's workers alive: its history, its snapshots, its group."""
-    controller: ElasticController = trainer._controller
+    controller: ElasticController = trainer._life.controller
     return controller

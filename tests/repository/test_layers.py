@@ -134,7 +134,8 @@ INSIDE = {
         "predicting trainer_port",
         "fit_results fit_steps",
         "fit_epoch saving",
-        "fit_loop",
+        "fit_loop life",
+        "kept_trainer live_changes trainer_calls",
         "trainer",
     ),
     "trainer.worker": (

@@ -371,7 +371,7 @@ def test_a_spare_of_a_single_worker_validates_the_weights_of_the_last_call_and_t
         assert {name: history[-1][name] for name in last} == pytest.approx(last, rel=1e-6, nan_ok=True)
         assert history[-1]["val_seconds"] > 0
 
-        [spare] = trainer._controller.group.standby._idle  # type: ignore[union-attr]
+        [spare] = trainer._life.controller.group.standby._idle  # type: ignore[union-attr]
         testing.kill_worker(trainer, 0)
         trainer.train()
         assert trainer.apply_all_workers(os.getpid) == [spare.info.pid]

@@ -79,7 +79,7 @@ def test_spares_validate_until_they_are_needed(ray_cluster: None, tmp_path: Path
 
         # it dies: another one takes its place, and the training notices nothing
         inline, handle = begin()
-        [spare] = trainer._controller.group.standby._idle  # type: ignore[union-attr]
+        [spare] = trainer._life.controller.group.standby._idle  # type: ignore[union-attr]
         os.kill(spare.info.pid, signal.SIGKILL)
         trainer.train()
         closed.unlink()
@@ -113,7 +113,7 @@ def test_spares_validate_until_they_are_needed(ray_cluster: None, tmp_path: Path
         testing.kill_worker(trainer, 1, at="step:1")
         trainer.train()
         assert trainer.apply_all_operators(of_config) == [(7.0, 8.0)] * 2
-        assert trainer._used_options() == ["spare_workers", "snapshot_every_n_steps"]
+        assert trainer._life.used_options() == ["spare_workers", "snapshot_every_n_steps"]
 
 
 def test_the_spare_of_a_single_worker_validates_and_takes_its_place_from_the_snapshot(
@@ -131,7 +131,7 @@ def test_the_spare_of_a_single_worker_validates_and_takes_its_place_from_the_sna
         begin.check(handle, inline)  # by now the spare is ready
         inline, handle = begin()
         before = trainer.apply_all_operators(weights)
-        [spare] = trainer._controller.group.standby._idle  # type: ignore[union-attr]
+        [spare] = trainer._life.controller.group.standby._idle  # type: ignore[union-attr]
         testing.kill_worker(trainer, 0)
         threading.Timer(1.0, closed.unlink).start()
         assert trainer.apply_all_operators(weights) == before

@@ -44,10 +44,10 @@ class _Reporting(_tensorflow.keras.callbacks.Callback):  # type: ignore[name-def
 
     def _hook(self, event: str) -> Function[..., None]:
         def hook(*args: Any, logs: Mapping[str, Any] | None = None) -> None:
-            given = logs if logs is not None else next((each for each in args if isinstance(each, Mapping)), {})
+            metrics = logs if logs is not None else next((each for each in args if isinstance(each, Mapping)), {})
             saves = self._saves(event) and get_world_rank() == 0
             checkpoint = TensorflowCheckpoint.from_model(self.model) if saves else None
-            report(_chosen(self._metrics, given), checkpoint=checkpoint)
+            report(_chosen(self._metrics, metrics), checkpoint=checkpoint)
 
         return hook
 

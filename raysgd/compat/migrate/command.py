@@ -34,17 +34,17 @@ def migrate(paths: Sequence[Path], write: bool, shows_diff: bool, ray_train: boo
     from raysgd.compat.migrate.files import files_of, migrate_file
 
     try:
-        found = [migrate_file(path, ray_train) for path in files_of(paths)]
+        files = [migrate_file(path, ray_train) for path in files_of(paths)]
     except FileNotFoundError as error:
         raise click.ClickException(str(error)) from None
     has_failed, num_left = False, 0
-    for file in found:
+    for file in files:
         _tell(file, shows_diff)
         is_left = write and file.has_changed and not _wrote(file)
         num_left += is_left
         has_failed |= file.has_failed or is_left
-    click.echo(_summary(found, write, num_left), err=True)
-    if not ray_train and any(name in file.text for file in found for name in (b"ray.train", b"ray.air", b"ray.ml")):
+    click.echo(_summary(files, write, num_left), err=True)
+    if not ray_train and any(name in file.text for file in files for name in (b"ray.train", b"ray.air", b"ray.ml")):
         click.echo(
             "If `ray.train` or `ray.air` is that of Ray 1.x or 2.0 to 2.9, or there is `ray.ml`, pass --ray-train.",
             err=True,
@@ -69,13 +69,13 @@ def _wrote(file: MigratedProgram) -> bool:
     return True
 
 
-def _summary(found: Sequence[MigratedProgram], write: bool, num_left: int) -> str:
-    changed = sum(file.has_changed for file in found) - num_left
-    unread = sum(file.has_failed and not file.has_changed for file in found)
-    by_hand = sum(finding.is_error for file in found if file.has_changed for finding in file.findings)
-    to_look_at = sum(not finding.is_error for file in found for finding in file.findings)
+def _summary(files: Sequence[MigratedProgram], write: bool, num_left: int) -> str:
+    changed = sum(file.has_changed for file in files) - num_left
+    unread = sum(file.has_failed and not file.has_changed for file in files)
+    by_hand = sum(finding.is_error for file in files if file.has_changed for finding in file.findings)
+    to_look_at = sum(not finding.is_error for file in files for finding in file.findings)
     done = "rewritten" if write else "would change (nothing is written without --write)"
-    parts = [f"{changed} of {len(found)} files {done}"]
+    parts = [f"{changed} of {len(files)} files {done}"]
     parts += [f"{unread} could not be migrated and are unchanged"] if unread else []
     parts += [f"{num_left} could not be written"] if num_left else []
     parts += [f"{by_hand} lines are left for you, below `# raysgd:`"] if by_hand else []

@@ -31,10 +31,10 @@ def files_of(paths: Sequence[Path]) -> Iterator[Path]:
             continue
         if not path.is_dir():
             raise FileNotFoundError(f"`{path}` does not exist: pass a file or a folder of Python files.")
-        found = sorted(_inside(path))
-        if not found:
+        files = sorted(_inside(path))
+        if not files:
             raise FileNotFoundError(f"there is no Python file in the folder `{path}`.")
-        yield from found
+        yield from files
 
 
 def migrate_file(path: Path, ray_train: bool) -> MigratedProgram:

@@ -25,10 +25,10 @@ class _Comments(cst.CSTVisitor):
 
 def comments_in(*nodes: cst.CSTNode) -> list[str]:
     """Return the texts of all comments in some nodes of a program's syntax tree."""
-    found = _Comments()
+    comments = _Comments()
     for node in nodes:
-        node.visit(found)
-    return found.texts
+        node.visit(comments)
+    return comments.texts
 
 
 def lost_comments(before: Sequence[cst.CSTNode], after: Sequence[cst.CSTNode]) -> list[str]:

@@ -172,9 +172,9 @@ class OldNames(cst.CSTTransformer):
 
     def _look_for_attribute(self, node: cst.Attribute) -> None:
         """Report an expression such as `ray.data.range_table` if the installed Ray does not have this name."""
-        for found in self._meanings(node):
-            if found.source is QualifiedNameSource.IMPORT and self._is_of_ray(found.name):
-                module, name = _behind_module_of_ray(found.name)
+        for meaning in self._meanings(node):
+            if meaning.source is QualifiedNameSource.IMPORT and self._is_of_ray(meaning.name):
+                module, name = _behind_module_of_ray(meaning.name)
                 self._look_for(module, node, [] if name.startswith("_") else [name])
 
     def _is_of_ray(self, name: str) -> bool:
@@ -272,13 +272,13 @@ class OldNames(cst.CSTTransformer):
         In other cases, return None.
         """
         num_attributes = (helpers.get_full_name_for_node(node) or "").count(".")
-        for found in sorted(self._meanings(node), key=lambda found: found.name):
-            place = self._paths.find(found.name) if found.source is QualifiedNameSource.IMPORT else None
+        for meaning in sorted(self._meanings(node), key=lambda meaning: meaning.name):
+            place = self._paths.find(meaning.name) if meaning.source is QualifiedNameSource.IMPORT else None
             if place is None:
                 continue
-            imported = found.name.rsplit(".", num_attributes)[0]
+            imported = meaning.name.rsplit(".", num_attributes)[0]
             brought = self._paths.find(imported)
-            if brought is None or (brought.new and brought.new + found.name[len(imported) :] != place.new):
+            if brought is None or (brought.new and brought.new + meaning.name[len(imported) :] != place.new):
                 return place
         return None
 
@@ -291,7 +291,7 @@ class OldNames(cst.CSTTransformer):
         return set(scope.get_qualified_names_for(node)) if scope is not None else set()
 
     def _todays_names(self, node: cst.BaseExpression) -> set[str]:
-        return {self._paths.today(found.name) for found in self._meanings(node)}
+        return {self._paths.today(meaning.name) for meaning in self._meanings(node)}
 
     def _new_name(self, place: NewPlace | None, node: cst.CSTNode) -> str | None:
         """Return the current name for an old name. If the old name has no successor, report this and return None.
@@ -364,5 +364,5 @@ def _unique(aliases: Sequence[cst.ImportAlias]) -> list[cst.ImportAlias]:
     seen: dict[str, cst.ImportAlias] = {}
     for alias in aliases:
         seen.setdefault(cst.Module([]).code_for_node(alias.with_changes(comma=cst.MaybeSentinel.DEFAULT)), alias)
-    found = list(seen.values())
-    return [*found[:-1], found[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
+    kept = list(seen.values())
+    return [*kept[:-1], kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]

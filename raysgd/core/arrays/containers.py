@@ -32,10 +32,10 @@ class ArrayContainer:
 
     def collect(self, outputs: Iterable[Any]) -> Any:
         """Concatenate the outputs of all batches. Each resulting array has one row for each row of the data."""
-        found = list(outputs)
-        if not found:
+        collected = list(outputs)
+        if not collected:
             return {} if self._is_dict else self._leaf(np.zeros(0, np.float32))
-        return self._shown(trees.joined(found))
+        return self._shown(trees.joined(collected))
 
     def _shown(self, output: Any) -> Any:
         if self._is_dict and not isinstance(output, Mapping):
@@ -63,8 +63,8 @@ class DataFrameContainer:
 
     def collect(self, outputs: Iterable[Any]) -> Any:
         """Return one data frame with the rows of all batches."""
-        found = list(outputs)
-        return self._frame(trees.joined(found) if found else {}, 0)
+        collected = list(outputs)
+        return self._frame(trees.joined(collected) if collected else {}, 0)
 
     def _frame(self, output: Any, start: int) -> Any:
         import pandas as pd

@@ -64,9 +64,9 @@ class CallData:
     place: DataPosition | None = None
 
     @property
-    def is_whole(self) -> bool:
+    def goes_to_all(self) -> bool:
         """True if every worker gets all of the data."""
-        return is_whole(self.kind)
+        return goes_to_all(self.kind)
 
     @property
     def keeps_position(self) -> bool:
@@ -102,7 +102,7 @@ def kind_of(dataset: Any) -> Kind | None:
     return None
 
 
-def is_whole(kind: Kind | None) -> bool:
+def goes_to_all(kind: Kind | None) -> bool:
     """Return True for a kind of data that every worker gets as a whole, rather than a shard of it."""
     return kind in ("rows", "batches", "creator")
 

@@ -48,18 +48,18 @@ class ShardedFrames(ABC):
             self._ds = self._ds.repartition(num_shards)
 
 
-def _listed(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, list | tuple) else [given]
+def _listed(columns: Any) -> list[Any]:
+    return list(columns) if isinstance(columns, list | tuple) else [columns]
 
 
-def _one_each(name: str, given: Any, number: int) -> list[Any]:
+def _one_each(name: str, values: Any, number: int) -> list[Any]:
     """Return a list with one entry per feature column, from an argument such as `feature_shapes`.
 
     If there is a single feature column, a tuple of integers is the shape of that column.
     """
-    if given is None:
+    if values is None:
         return [None] * number
-    is_shape = isinstance(given, tuple) and number == 1 and all(isinstance(size, int) for size in given)
-    found = [given] if is_shape else _listed(given)
+    is_shape = isinstance(values, tuple) and number == 1 and all(isinstance(size, int) for size in values)
+    found = [values] if is_shape else _listed(values)
     assert len(found) == number, f"`{name}` has {len(found)} entries for {number} feature columns: give one for each."
     return found

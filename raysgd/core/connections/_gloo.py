@@ -86,8 +86,8 @@ class GlooConnections:
 
     def cut(self) -> None:
         """Shut down all of this rank's gloo sockets, including those of a group that is still forming."""
-        found = self.found
-        for connection in self._find() if found is None else found:
+        known = self.found
+        for connection in self._find() if known is None else known:
             connection.shut()
 
     @property
@@ -171,7 +171,7 @@ class OpenSocket:
 
 def open_sockets() -> dict[int, int]:
     """Return the inode of each socket that this process has open, by file descriptor."""
-    found = {}
+    inodes = {}
     try:
         names = os.listdir(_FOLDER)
     except OSError:
@@ -183,8 +183,8 @@ def open_sockets() -> dict[int, int]:
         except OSError:
             continue
         if stat.S_ISSOCK(status.st_mode):
-            found[number] = status.st_ino
-    return found
+            inodes[number] = status.st_ino
+    return inodes
 
 
 def opened_since(before: dict[int, int]) -> tuple[list[OpenSocket], list[str]]:
@@ -259,14 +259,14 @@ def _address(ask: Callable[..., int], number: int) -> str | None:
 
     Return None for a socket that is not a TCP socket or has no such address.
     """
-    room, size = ctypes.create_string_buffer(_SIZE_OF_ADDRESS), ctypes.c_uint32(_SIZE_OF_ADDRESS)
-    if ask(number, room, ctypes.byref(size)) != 0:
+    address, size = ctypes.create_string_buffer(_SIZE_OF_ADDRESS), ctypes.c_uint32(_SIZE_OF_ADDRESS)
+    if ask(number, address, ctypes.byref(size)) != 0:
         return None
-    family, port = int.from_bytes(room.raw[:2], sys.byteorder), int.from_bytes(room.raw[2:4], "big")
+    family, port = int.from_bytes(address.raw[:2], sys.byteorder), int.from_bytes(address.raw[2:4], "big")
     if family == socket.AF_INET:
-        packed = room.raw[4:8]
+        packed = address.raw[4:8]
     elif family == socket.AF_INET6:
-        packed = room.raw[8:24].removeprefix(_IPV4_IN_IPV6)
+        packed = address.raw[8:24].removeprefix(_IPV4_IN_IPV6)
     else:
         return None
     return f"{socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)}:{port}"

@@ -101,10 +101,10 @@ class Group:
         bounds = [width * rank // self.size for rank in range(self.size + 1)]
         parts = [np.ascontiguousarray(rows[:, start:stop]) for start, stop in itertools.pairwise(bounds)]
         own = bounds[self.rank + 1] - bounds[self.rank]
-        received = self._rooms_for_rows(rows.dtype, counts, own)
+        received = self._buffers_for_rows(rows.dtype, counts, own)
         outgoing = {rank: as_bytes(_flat(parts[rank])) for rank in self._others if counts[self.rank]}
-        rooms = {rank: as_bytes(_flat(room)) for rank, room in received.items()}
-        self._mesh.swap(outgoing, rooms, _kind(_SUM, rows))
+        buffers = {rank: as_bytes(_flat(buffer)) for rank, buffer in received.items()}
+        self._mesh.swap(outgoing, buffers, _kind(_SUM, rows))
         received[self.rank] = parts[self.rank]
         if self._sums.shape != (width,) or self._sums.dtype != rows.dtype:
             self._sums = np.empty(width, rows.dtype)
@@ -118,7 +118,7 @@ class Group:
         self._mesh.swap(dict.fromkeys(self._others, as_bytes(target)), places, _kind(_ALL, rows))
         return sums
 
-    def _rooms_for_rows(self, dtype: np.dtype[Any], counts: Sequence[int], width: int) -> dict[int, Array]:
+    def _buffers_for_rows(self, dtype: np.dtype[Any], counts: Sequence[int], width: int) -> dict[int, Array]:
         """Return a buffer for each other rank that has rows, to receive `width` columns of that rank's rows.
 
         Later calls reuse the memory.
@@ -127,12 +127,12 @@ class Group:
         if len(self._scratch) < num_rows * width * dtype.itemsize:
             self._scratch = np.empty(num_rows * width * dtype.itemsize, np.uint8)
         free = self._scratch[: num_rows * width * dtype.itemsize].view(dtype).reshape(num_rows, width)
-        rooms, start = {}, 0
+        buffers, start = {}, 0
         for rank in self._others:
             if counts[rank]:
-                rooms[rank] = free[start : start + counts[rank]]
+                buffers[rank] = free[start : start + counts[rank]]
                 start += counts[rank]
-        return rooms
+        return buffers
 
     def is_quick_for(self, num_bytes: int) -> bool:
         """Return True if this class sums an array of this size at least as fast as gloo.
@@ -151,8 +151,8 @@ class Group:
         if self.size > MOST:
             return self._gathered_in_rounds(own)
         received = [own if rank == self.rank else np.empty_like(own) for rank in range(self.size)]
-        rooms = {rank: as_bytes(_flat(received[rank])) for rank in self._others}
-        self._mesh.swap(dict.fromkeys(self._others, as_bytes(_flat(own))), rooms, _kind(_ALL, own))
+        buffers = {rank: as_bytes(_flat(received[rank])) for rank in self._others}
+        self._mesh.swap(dict.fromkeys(self._others, as_bytes(_flat(own))), buffers, _kind(_ALL, own))
         return received
 
     def _gathered_in_rounds(self, own: Array) -> list[Array]:
@@ -161,14 +161,14 @@ class Group:
         In each round, a rank sends all arrays that it has so far to another rank. The distance between the two ranks
         doubles with each round.
         """
-        found = np.empty((self.size, *own.shape), own.dtype)  # in rank order, starting with this rank
-        found[0] = own
+        parts = np.empty((self.size, *own.shape), own.dtype)  # in rank order, starting with this rank
+        parts[0] = own
         for distance in doubled(self.size):
             count = min(distance, self.size - distance)
             before, after = (self.rank - distance) % self.size, (self.rank + distance) % self.size
-            outgoing, incoming = (as_bytes(_flat(part)) for part in (found[:count], found[distance : distance + count]))
+            outgoing, incoming = (as_bytes(_flat(part)) for part in (parts[:count], parts[distance : distance + count]))
             self._mesh.swap({before: outgoing}, {after: incoming}, _kind(_ALL, own))
-        return [found[(rank - self.rank) % self.size] for rank in range(self.size)]
+        return [parts[(rank - self.rank) % self.size] for rank in range(self.size)]
 
     def gather_rows(self, rows: Array, counts: Sequence[int]) -> Array:
         """Concatenate the rows of all ranks into one array, in rank order.

@@ -264,8 +264,8 @@ def first_of(interfaces: Sequence[str]) -> str:
     for name in interfaces:
         if name in there:
             return name
-    wanted, found = (", ".join(map(repr, names)) for names in (interfaces, there))
-    raise ValueError(f"This node has none of the network interfaces {wanted}. Available: {found}.")
+    wanted, available = (", ".join(map(repr, names)) for names in (interfaces, there))
+    raise ValueError(f"This node has none of the network interfaces {wanted}. Available: {available}.")
 
 
 def _interface_towards(address: str) -> str | None:

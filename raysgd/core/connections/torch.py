@@ -211,10 +211,10 @@ class TorchConnection(ListeningConnection):
 
         own = os.environ.get(_VISIBLE, "")
         word = json.dumps([world.node_rank, ",".join(self._gpus_of_driver) or own])
-        told = [json.loads(each) for each in self._tell(world, "raysgd/gpus", word.encode())]
+        by_rank = [json.loads(each) for each in self._tell(world, "raysgd/gpus", word.encode())]
         if self._gpus_of_driver:
             return
-        visible, ordinal = visible_to_all(own, [gpus for node_rank, gpus in told if node_rank == world.node_rank])
+        visible, ordinal = visible_to_all(own, [gpus for node_rank, gpus in by_rank if node_rank == world.node_rank])
         if visible == own or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return
         os.environ[_VISIBLE] = visible

@@ -31,9 +31,9 @@ _SOCKETS: WeakSet[socket.socket] = WeakSet()
 
 
 def _new_socket() -> socket.socket:
-    found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    _SOCKETS.add(found)
-    return found
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    _SOCKETS.add(line)
+    return line
 
 
 def _let_go() -> None:
@@ -253,4 +253,4 @@ def _ended_for_ray(references: Sequence[Any], num_returns: int, timeout_s: float
     import ray
 
     asked = {each.line.attending if isinstance(each, LineCall) else each: each for each in references}
-    return [asked[found] for found in ray.wait(list(asked), num_returns=num_returns, timeout=timeout_s)[0]]
+    return [asked[reference] for reference in ray.wait(list(asked), num_returns=num_returns, timeout=timeout_s)[0]]

@@ -510,11 +510,11 @@ class ElasticController(Lifecycle):
         """
         num_died = 0
         while True:
-            found = None if loan is None else loan.run_call(function, make_args, on_wait)
-            if found is not None and found.failure is not None:
-                raise worker_error((found.failure.fault,))
-            if found is not None:
-                return found.value.value
+            outcome = None if loan is None else loan.run_call(function, make_args, on_wait)
+            if outcome is not None and outcome.failure is not None:
+                raise worker_error((outcome.failure.fault,))
+            if outcome is not None:
+                return outcome.value.value
             on_wait()
             if loan is not None:
                 num_died += loan.has_died

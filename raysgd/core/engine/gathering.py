@@ -104,18 +104,18 @@ class Listener:
                 finally:
                     self._is_in_on_wait = False
             for reference in done:
-                found = self._platform.outcome(waiting[reference], reference)
-                if found.failure is not None:
+                outcome = self._platform.outcome(waiting[reference], reference)
+                if outcome.failure is not None:
                     return None
-                if found.answered:
-                    values[waiting.pop(reference)] = found.value
+                if outcome.answered:
+                    values[waiting.pop(reference)] = outcome.value
         return None if waiting else [values[rank] for rank in self._references]
 
     def _look_closer(self) -> dict[int, Outcome]:
         """After a failure, wait a while for further answers (see `grace_s`). Return the outcomes by rank."""
         self._failed_at, own_time = self._platform.now(), OwnTime(self._platform.now)
         outcomes = {rank: self._platform.outcome(rank, reference) for rank, reference in self._references.items()}
-        while waiting := {self._references[rank]: rank for rank, found in outcomes.items() if not found.answered}:
+        while waiting := {self._references[rank]: rank for rank, outcome in outcomes.items() if not outcome.answered}:
             pause_s = min(self.left_s(outcomes), _POLL_S)
             if pause_s < _TICK_S:
                 break
@@ -133,7 +133,7 @@ class Listener:
         Args:
             outcomes: The outcomes of all ranks so far, including their failures.
         """
-        kinds = self._kinds_of_driver | {found.failure.kind for found in outcomes.values() if found.failure}
+        kinds = self._kinds_of_driver | {outcome.failure.kind for outcome in outcomes.values() if outcome.failure}
         ran_s = self._failed_at - self._began
         return grace_s(kinds, self._asks_survivors, ran_s, self._last_answer_s) - self._listened_s
 
@@ -178,8 +178,8 @@ def roll_call(
         ready = platform.ready(ranks.keys(), _POLL_S)
         waited_s = own_time.look()
         polled = [platform.outcome(ranks.pop(reference), reference) for reference in ready]
-        outcomes |= {found.rank: found for found in polled}
-        answered_after_s += [waited_s for found in polled if found.ok]  # only live ranks show how fast answers come
+        outcomes |= {outcome.rank: outcome for outcome in polled}
+        answered_after_s += [waited_s for outcome in polled if outcome.ok]  # only live ranks show how fast answers come
     return outcomes
 
 

@@ -171,7 +171,7 @@ class WorkerGroup:
             self._await_placement(list(placed.values()), timeout_s)
         report = self._gather(calls, self._startup.poll)
         while not report.ok:
-            dead = {found.rank for found in report.outcomes if found.failure is not None}
+            dead = {outcome.rank for outcome in report.outcomes if outcome.failure is not None}
             if classify(report).kind == "user":
                 return report
             logger.warning("%s; continuing with the others", words(classify(report)))
@@ -254,9 +254,9 @@ class WorkerGroup:
         calls = {rank: self.workers[rank].submit("open_endpoint", host, rank) for rank, host in opening.items()}
         opened = self._gather(calls, on_wait)
         if not opened.ok:  # since a rank cannot listen, no rank may try to join
-            failed = {found.rank: found for found in opened.outcomes if found.failure is not None}
+            failed = {outcome.rank: outcome for outcome in opened.outcomes if outcome.failure is not None}
             return GroupReport(tuple(failed.get(rank, Outcome(rank, answered=False)) for rank in range(len(hosts))))
-        addresses |= {found.rank: (opening[found.rank], found.value) for found in opened.outcomes}
+        addresses |= {outcome.rank: (opening[outcome.rank], outcome.value) for outcome in opened.outcomes}
         in_order = tuple(addresses[rank] for rank in range(len(hosts)))
         return self._gather(join(Rendezvous(in_order, self.is_on_one_node)), on_wait)
 
@@ -350,8 +350,8 @@ class WorkerGroup:
         self._unanswered = remote  # stays set if Ctrl-C ends the wait
         local = {rank: call for rank, call in calls.items() if rank not in remote}
         outcomes = self._gather_both(local, listener, on_wait) if local else listener.listen(on_wait)
-        self._unanswered = {rank: remote[rank] for rank, found in outcomes.items() if not found.answered}
-        self._spec.relay.tell({str(rank): notes_of(found) for rank, found in sorted(outcomes.items())})
+        self._unanswered = {rank: remote[rank] for rank, outcome in outcomes.items() if not outcome.answered}
+        self._spec.relay.tell({str(rank): notes_of(outcome) for rank, outcome in sorted(outcomes.items())})
         return GroupReport(tuple(with_rank(outcomes[rank]) for rank in sorted(calls)))
 
     def _gather_both(
@@ -369,7 +369,7 @@ class WorkerGroup:
             answers.update(listener.listen(on_wait))
             if self._must_kill(answers, is_local_done, listener.left_s(answers)):
                 self._kill_remote()  # this kills even ranks that have answered
-                answers.update({rank: replace(found, answered=False) for rank, found in answers.items()})
+                answers.update({rank: replace(outcome, answered=False) for rank, outcome in answers.items()})
 
         join = self._platform.begin_thread(listen)
         outcomes: dict[int, Outcome] = {}
@@ -378,7 +378,7 @@ class WorkerGroup:
         finally:
             is_local_done.set()
             if not all(rank in outcomes and outcomes[rank].ok for rank in local):
-                listener.stop([found.failure.kind for found in outcomes.values() if found.failure])
+                listener.stop([outcome.failure.kind for outcome in outcomes.values() if outcome.failure])
         # After an error, the group is killed, so the listening thread must stop using it.
         with OnFailure(listener.stop):
             join()
@@ -394,7 +394,7 @@ class WorkerGroup:
             is_local_done: Set once the local rank's call has returned.
             left_s: How many seconds to wait for the local call before the collectives are interrupted.
         """
-        if all(found.ok for found in answers.values()):
+        if all(outcome.ok for outcome in answers.values()):
             return False
         own_time = OwnTime(self._platform.now)
         while own_time.look(_POLL_S) < left_s:
@@ -402,7 +402,7 @@ class WorkerGroup:
                 return False
         if is_local_done.wait(0.0):
             return False
-        kinds = {found.failure.kind for found in answers.values() if found.failure}
+        kinds = {outcome.failure.kind for outcome in answers.values() if outcome.failure}
         if self._spec.keeps_survivors and "user" not in kinds:
             self.interrupt()
             return not is_local_done.wait(self._spec.settle_timeout_s)
@@ -469,7 +469,7 @@ class WorkerGroup:
         outcomes = [
             self._platform.outcome(rank, call) if rank in remote else call.run(rank) for rank, call in calls.items()
         ]
-        return {found.rank: found.value for found in outcomes if found.ok or found.rank not in remote}
+        return {outcome.rank: outcome.value for outcome in outcomes if outcome.ok or outcome.rank not in remote}
 
     def submit_beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Start `function(replica, *args)` in the second thread of a rank, even while the rank runs a call.
@@ -518,12 +518,12 @@ class WorkerGroup:
             The ranks that can still be used.
         """
         unanswered, self._unanswered = self._unanswered, {}
-        lost = {found.rank for found in report.outcomes if found.has_died}
+        lost = {outcome.rank for outcome in report.outcomes if outcome.has_died}
         waiting = {rank: call for rank, call in unanswered.items() if rank not in lost}
         freed = self._interrupt(waiting)
         answers = self._roll_call(freed, len(self.workers) - len(lost) - len(freed))
-        self.silent = {rank for rank, found in answers.items() if not found.answered}
-        lost |= {rank for rank, found in answers.items() if not found.ok}
+        self.silent = {rank for rank, outcome in answers.items() if not outcome.answered}
+        lost |= {rank for rank, outcome in answers.items() if not outcome.ok}
         lost |= self._let_finish({rank: call for rank, call in waiting.items() if rank not in lost}, tell_stuck)
         return [rank for rank in range(len(self.workers)) if rank not in lost]
 
@@ -546,7 +546,7 @@ class WorkerGroup:
         remote = set(self.remote_ranks)
         calls = self._submit("describe", ranks=[rank for rank in ranks if rank in remote])
         answers = self._roll_call(calls, len(ranks) - len(calls))
-        self.silent |= {rank for rank, found in answers.items() if not found.answered}
+        self.silent |= {rank for rank, outcome in answers.items() if not outcome.answered}
         return [rank for rank in ranks if rank not in answers or answers[rank].ok]
 
     def nodes_of(self, lost: Collection[int], infos: Sequence[WorkerInfo]) -> LostNodes | None:
@@ -585,10 +585,10 @@ class WorkerGroup:
                 tell_stuck()
                 has_told = True
         outcomes = [platform.outcome(rank, call) for rank, call in calls.items()]
-        self.stuck = {found.rank for found in outcomes if not found.answered}
+        self.stuck = {outcome.rank for outcome in outcomes if not outcome.answered}
         if self.stuck and not has_told:  # if the driver stalled, the loop may have ended before it called `tell_stuck`
             tell_stuck()
-        return self.stuck | {found.rank for found in outcomes if found.has_died}
+        return self.stuck | {outcome.rank for outcome in outcomes if outcome.has_died}
 
     def _interrupt(self, ranks: Iterable[int]) -> dict[int, Any]:
         """Interrupt the collectives of `ranks`.
@@ -618,7 +618,7 @@ class WorkerGroup:
         hosts = dict(zip(survivors, hosts_of([self.infos[rank] for rank in survivors]), strict=True))
         calls = {rank: self.workers[rank].submit("leave_group", host) for rank, host in hosts.items()}
         report = self._gather(calls, on_wait)
-        ports = {found.rank: found.value[1] for found in report.outcomes if found.ok}
+        ports = {outcome.rank: outcome.value[1] for outcome in report.outcomes if outcome.ok}
         self._listening = {self.workers[rank]: (hosts[rank], port) for rank, port in ports.items() if port is not None}
         return GroupReport(tuple(replace(o, value=o.value[0]) if o.ok else o for o in report.outcomes))
 
@@ -740,11 +740,11 @@ class WorkerGroup:
                     worker.kill()
             if remote and self._platform.is_running:
                 await_all(self._platform, remote, _CLOSE_TIMEOUT_S)
-                found = [self._platform.outcome(-1, call) for call in remote]
-                num_left = sum(not each.answered for each in found)
+                outcomes = [self._platform.outcome(-1, call) for call in remote]
+                num_left = sum(not each.answered for each in outcomes)
                 if num_left:
                     logger.warning("%s workers did not stop within %s s; killing them", num_left, _CLOSE_TIMEOUT_S)
-                for each in found:
+                for each in outcomes:
                     if each.failure is not None:
                         logger.debug("a worker failed to close: %s", each.failure.fault.message)
         finally:

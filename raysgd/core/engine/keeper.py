@@ -110,8 +110,10 @@ class Keeper:
             return None
         self.num_calls += 1
         fresh = CallNumber(self.num_calls, 0, False, getattr(call.function, "__qualname__", ""))
-        found, self.found = self.found, None
-        return found if found is not None and (found.call, found.function) == (fresh.call, fresh.function) else fresh
+        stored, self.found = self.found, None
+        return (
+            stored if stored is not None and (stored.call, stored.function) == (fresh.call, fresh.function) else fresh
+        )
 
 
 def end_workers(trainer: str, but: Collection[str] = ()) -> None:

@@ -133,9 +133,9 @@ class LivenessCheck(Generic[KeyT]):
         now = self._own_time.look()
         answers, silent = list[tuple[KeyT, Outcome]](), list[tuple[KeyT, float]]()
         for key, (question, asked_at) in list(self._asked.items()):
-            found = self._poll(key, question)
-            if found.answered:
-                answers.append((key, found))
+            outcome = self._poll(key, question)
+            if outcome.answered:
+                answers.append((key, outcome))
             elif now - asked_at > self._heartbeat_s:
                 silent.append((key, now - asked_at))
             else:

@@ -182,11 +182,11 @@ class Monitor:
             self._infos = infos
             self._expect_no_answers()
         answers, silent = self._liveness.poll()
-        for rank, found in answers:
-            if found.ok:
+        for rank, outcome in answers:
+            if outcome.ok:
                 self._heard_at = self._lifecycle.now()
-            if found.ok and found.value is not None:
-                self._note(rank, found.value)
+            if outcome.ok and outcome.value is not None:
+                self._note(rank, outcome.value)
         if silent:
             self._kill_hung(dict(silent))
         if answers and not self._is_of_restore:
@@ -383,8 +383,8 @@ class Monitor:
         ranks must stop. Otherwise the proposal is canceled.
         """
         group = self._lifecycle.running
-        told = filter(None, group.ask_beside("beside", replica.last_hold).values())
-        self._num_holds, is_agreed = max(told, default=(0, False))
+        holds = filter(None, group.ask_beside("beside", replica.last_hold).values())
+        self._num_holds, is_agreed = max(holds, default=(0, False))
         if self._num_holds:
             group.ask_beside("beside", replica.settle_hold, self._num_holds, is_agreed)
 

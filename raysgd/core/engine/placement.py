@@ -324,12 +324,12 @@ def impossibility(need: Resources, num_workers: int, view: ClusterView, words: F
     if most >= num_workers:
         return None
     limit = f"{most} worker{'s' if most > 1 else ''} at most"
-    found = f"The nodes have room for {limit}" if most else "No node is large enough for a worker"
+    fits = f"The nodes have room for {limit}" if most else "No node is large enough for a worker"
     num_cpus = cpus_that_fit(view, need, num_workers)
     ways = [f"for {limit} (spares count too)"] if most else []
     ways += [f"for less per worker: `{words.with_cpus.format(num_cpus)}`"] if num_cpus else []
     remedy = f"\nAsk {', or '.join(ways)}." if ways else ""
-    return f"{found}, even when nothing else runs:\n{explain(need, num_workers, view)}{remedy}"
+    return f"{fits}, even when nothing else runs:\n{explain(need, num_workers, view)}{remedy}"
 
 
 def _state_of(group: Any) -> str:

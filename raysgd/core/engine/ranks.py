@@ -40,7 +40,7 @@ def assign(infos: Sequence[WorkerInfo]) -> list[World]:
     on_node: dict[str, list[str]] = {node: [] for node in sizes}
     for info in infos:
         on_node[info.node_id] += info.gpu_ids
-    gpu_ids = {node: _sorted_ids(found) for node, found in on_node.items()}
+    gpu_ids = {node: _sorted_ids(ids) for node, ids in on_node.items()}
     worlds = []
     for rank, info in enumerate(infos):
         worlds.append(
@@ -106,12 +106,12 @@ def keepers(infos: Sequence[WorkerInfo], home: str) -> dict[int, int]:
     on_node: dict[str, list[int]] = {}
     for rank, info in enumerate(infos):
         on_node.setdefault(info.node_id, []).append(rank)
-    nodes, found = list(on_node), {}
+    nodes, holders = list(on_node), {}
     for node, following in zip(nodes, [*nodes[1:], *nodes[:1]], strict=True):
         if node != following and home not in (node, following):
             others = on_node[following]
-            found.update({rank: others[index % len(others)] for index, rank in enumerate(on_node[node])})
-    return found
+            holders.update({rank: others[index % len(others)] for index, rank in enumerate(on_node[node])})
+    return holders
 
 
 def _numbered_nodes(infos: Sequence[WorkerInfo]) -> dict[str, int]:

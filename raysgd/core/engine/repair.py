@@ -178,8 +178,8 @@ class GroupRepair:
         self._lifecycle.check_active()
         self._monitor.go_on()
         diagnosis = classify(report)
-        told = {each.rank: each.value.value if each.ok else each.failure for each in report.outcomes}
-        if divergence := call.divergence(told):
+        answers = {each.rank: each.value.value if each.ok else each.failure for each in report.outcomes}
+        if divergence := call.divergence(answers):
             self._monitor.await_snapshot()  # wait for the previous call's snapshot while its worker can still send it
             raise UnevenStepsError(divergence) from diagnosis.faults[0].error
         if self._went_on_in is call and self._is_short_of_memory(diagnosis):
@@ -578,7 +578,7 @@ class GroupRepair:
                 lifecycle.end_call(type(error).__name__)
 
         try:
-            with OnFailure(told=end_unless_unformed):
+            with OnFailure(with_error=end_unless_unformed):
                 formed = self._try_to_make(change)
         except CannotForm as failed:
             lost = gone(failed.staying)
@@ -623,7 +623,7 @@ class GroupRepair:
             group, newcomers = self._lifecycle.running, self._lifecycle.newcomers
             newcomers.update(each.worker for each in formed.joining)
             report = group.regroup(formed.staying, formed.joining, handover, self._monitor.poll, places)
-            newcomers.difference_update(group.workers[found.rank] for found in report.outcomes if found.ok)
+            newcomers.difference_update(group.workers[outcome.rank] for outcome in report.outcomes if outcome.ok)
             if report.ok:
                 self._lifecycle.keep_facts(list(report.values))
                 return formed
@@ -631,7 +631,7 @@ class GroupRepair:
             had_state = {
                 place for place, rank in zip(places, formed.staying, strict=False) if rank not in without_state
             }
-            without_state = {found.rank for found in report.outcomes if not found.ok} - had_state
+            without_state = {outcome.rank for outcome in report.outcomes if not outcome.ok} - had_state
             change = replace(change, num_awaited=0)
 
     def _survivors_of(self, report: GroupReport, failed: NextGroup) -> list[int]:
@@ -809,7 +809,7 @@ class GroupRepair:
                 why = "no other group could be started" if is_failure else type(error).__name__
                 lifecycle.record("lost" if is_failure else "ended", old_size, began, f"{cause}; {why}")
 
-        with OnFailure(told=end):
+        with OnFailure(with_error=end):
             self.fetch_only_state(after)
             self._snapshots.poll(timeout_s=_AWAITED_S if self._snapshots.is_awaited else SETTLE_S)
             self._snapshots.drop_incoming()

@@ -92,12 +92,12 @@ class Loan:
                     if self._liveness.poll()[1]:
                         self._worker.kill()
                         self._platform.kill_process(self.standby_worker.info)
-                found = self._platform.outcome(-1, self._call)
+                outcome = self._platform.outcome(-1, self._call)
         finally:
             self._has_ended = True
-        self._relay.tell({"spare": notes_of(found)})
-        is_left = self.is_recalled if not found.ok else found.value.value is None
-        return None if is_left or found.has_died else found
+        self._relay.tell({"spare": notes_of(outcome)})
+        is_left = self.is_recalled if not outcome.ok else outcome.value.value is None
+        return None if is_left or outcome.has_died else outcome
 
     def recall(self) -> None:
         """End the loan: make the worker's call stop between two batches, or keep it from starting.
@@ -170,10 +170,10 @@ class StartupCheck:
         Call this method regularly.
         """
         answers, silent = self._liveness.poll()
-        self.lost = [worker for worker, found in answers if found.has_died]
-        for worker, found in answers:
-            if found.ok:
-                self._infos[worker] = found.value
+        self.lost = [worker for worker, outcome in answers if outcome.has_died]
+        for worker, outcome in answers:
+            if outcome.ok:
+                self._infos[worker] = outcome.value
         for worker, _ in silent:
             if worker in self._infos:
                 self._end(worker, self._infos[worker])

@@ -78,22 +78,22 @@ class WorkerAnswer:
     notes: tuple[WorkerLogLine, ...] = ()
 
 
-def with_rank(found: Outcome) -> Outcome:
+def with_rank(outcome: Outcome) -> Outcome:
     """Return the outcome of a worker's call.
 
     If the worker failed before it knew its rank, add the rank to the failure.
     """
-    failure = found.failure
+    failure = outcome.failure
     if failure is None or failure.fault.rank >= 0:
-        return found
-    return replace(found, failure=replace(failure, fault=replace(failure.fault, rank=found.rank)))
+        return outcome
+    return replace(outcome, failure=replace(failure, fault=replace(failure.fault, rank=outcome.rank)))
 
 
-def notes_of(found: Outcome) -> tuple[WorkerLogLine, ...]:
+def notes_of(outcome: Outcome) -> tuple[WorkerLogLine, ...]:
     """Return the log lines that a worker sent with the outcome of its call."""
-    if found.failure is not None:
-        return found.failure.notes
-    return found.value.notes if isinstance(found.value, WorkerAnswer) else ()
+    if outcome.failure is not None:
+        return outcome.failure.notes
+    return outcome.value.notes if isinstance(outcome.value, WorkerAnswer) else ()
 
 
 def packed_bytes(what: str, value: Any) -> bytes:

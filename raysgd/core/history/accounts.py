@@ -142,15 +142,15 @@ class Accounts:
         """Record that the trainer was shut down."""
         self._is_over = True
 
-    def note_times(self, told: Mapping[int, Heartbeat]) -> None:
+    def note_times(self, heartbeats: Mapping[int, Heartbeat]) -> None:
         """Record the times that the ranks' heartbeats report. Ignore heartbeats that report no times."""
         with self._lock:
             now = self._clock()
-            for rank, heartbeat in told.items():
+            for rank, heartbeat in heartbeats.items():
                 if heartbeat.time is not None:
                     self._note(rank, heartbeat.time, now)
             # Update these reports only after all ranks' accounts, because two ranks may have swapped their processes.
-            for heartbeat in told.values():
+            for heartbeat in heartbeats.values():
                 spent = heartbeat.time
                 before = None if spent is None else self._known.get(spent.of)
                 if spent is not None and (before is None or spent.total_s > before.total_s):
@@ -237,10 +237,10 @@ class Accounts:
         Warn only once.
         """
         ledger = self.ledger()
-        found = ledger.largest_avoidable()
-        if found is None or found[1] <= _WARN_ABOVE or ledger.training_s < _WARN_AFTER_S * len(ledger.ranks):
+        largest = ledger.largest_avoidable()
+        if largest is None or largest[1] <= _WARN_ABOVE or ledger.training_s < _WARN_AFTER_S * len(ledger.ranks):
             return
-        words, share = found
+        words, share = largest
         if self._once.is_first("largest bin"):
             advice = _ADVICE[words]
             logger.warning(

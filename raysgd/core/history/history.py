@@ -138,8 +138,8 @@ class History(Sequence[dict[str, Any]]):
         row = self.row_for(record.of_fit) if row is None else row
         self.records.append(record)
         if record.kind == "train":
-            told = {"epoch": record.epoch, "seconds": record.seconds, "num_workers": record.num_workers}
-            self._rows.append({**told, **record.metrics, **told})
+            facts = {"epoch": record.epoch, "seconds": record.seconds, "num_workers": record.num_workers}
+            self._rows.append({**facts, **record.metrics, **facts})
         elif record.kind == "validation" and not record.step:
             validation = {validation_name(name): value for name, value in record.metrics.items()}
             row.update(validation, val_seconds=record.seconds)
@@ -261,12 +261,12 @@ class History(Sequence[dict[str, Any]]):
 
     def __repr__(self) -> str:
         """Return a one-line summary with the most informative metrics of the last epoch."""
-        told = self._in_words()
+        parts = self._in_words()
         if self.stop_reason is not None:
-            told.append(f"stopped: {self.stop_reason}")
+            parts.append(f"stopped: {self.stop_reason}")
         last = readable.chosen(self[-1], None) if self else {}
         values = ", ".join(f"{name}={last[name]:.4g}" for name in readable.most_telling(last, _MOST_METRICS))
-        return f"<History: {', '.join(told)}{'; last: ' if values else ''}{values}>"
+        return f"<History: {', '.join(parts)}{'; last: ' if values else ''}{values}>"
 
     def __str__(self) -> str:
         """Return a table of the last epochs that fits the terminal, followed by the worker events."""
@@ -289,13 +289,13 @@ class History(Sequence[dict[str, Any]]):
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        names, told = readable.most_telling(readable.metrics_of(self), _MOST_METRICS), self._in_words()
-        told += [f"the last {_MOST_ROWS} are shown"] if len(self) > _MOST_ROWS else []
+        names, parts = readable.most_telling(readable.metrics_of(self), _MOST_METRICS), self._in_words()
+        parts += [f"the last {_MOST_ROWS} are shown"] if len(self) > _MOST_ROWS else []
         table = cards.grid(*readable.table_of(self, names, _MOST_ROWS))
         reason = cards.note(f"Stopped: {self.stop_reason}") if self.stop_reason is not None else ""
         lines = readable.event_lines(self.events)
         folded = cards.folded(f"what happened to the workers ({len(lines)})", lines)
-        return cards.card("History", table, reason, folded, note=", ".join(told))
+        return cards.card("History", table, reason, folded, note=", ".join(parts))
 
     def _in_words(self) -> list[str]:
         return [readable.counted(len(self), "epoch"), *readable.failures(self.events)]
@@ -456,10 +456,11 @@ class CallRecorder:
 
 
 def recorded(kind: Kind) -> Callable[[Method], Method]:
-    """Return a decorator for a trainer's method. Each successful call of the method is added to the trainer's history.
+    """Return a decorator for a method that runs a trainer's call. Each successful call is added to the history.
 
-    `fit` passes `of_fit=True` to the decorated method. For a validation inside an epoch, `fit` also passes `inside`,
-    the epoch and step.
+    The object with the method has the attributes `recorder`, a `CallRecorder`, and `num_workers`. `fit` passes
+    `of_fit=True` to the decorated method. For a validation inside an epoch, `fit` also passes `inside`, the epoch and
+    step.
 
     Args:
         kind: The kind of calls: "train", "validation" or "test".
@@ -468,13 +469,13 @@ def recorded(kind: Kind) -> Callable[[Method], Method]:
     def decorate(method: Method) -> Method:
         @wraps(method)
         def call(
-            trainer: Any, /, *args: Any, of_fit: bool = False, inside: tuple[int, int] | None = None, **kwargs: Any
+            calls: Any, /, *args: Any, of_fit: bool = False, inside: tuple[int, int] | None = None, **kwargs: Any
         ) -> Any:
             began_at, began = time.time(), time.perf_counter()
-            result = method(trainer, *args, **kwargs)
-            recorder: CallRecorder = trainer._recorder
+            result = method(calls, *args, **kwargs)
+            recorder: CallRecorder = calls.recorder
             seconds = time.perf_counter() - began
-            recorder.record(kind, result, began_at, seconds, trainer._controller.num_workers, of_fit, inside)
+            recorder.record(kind, result, began_at, seconds, calls.num_workers, of_fit, inside)
             return result
 
         return cast("Method", call)

@@ -54,9 +54,9 @@ def _dtype(code: Any, *_: Any) -> FormerValue:
 
 def _array(dtype: Any, content: Any) -> np.ndarray[Any, Any]:
     require(isinstance(dtype, FormerValue) and type(content) is bytes, "an array without its bytes")
-    found = dtype.value
-    require(isinstance(found, np.dtype), "an array without its kind")
-    return np.frombuffer(content, found).astype(found.newbyteorder("="))
+    kind = dtype.value
+    require(isinstance(kind, np.dtype), "an array without its kind")
+    return np.frombuffer(content, kind).astype(kind.newbyteorder("="))
 
 
 def _new_array(*_: Any) -> FormerValue:

@@ -130,20 +130,20 @@ def in_short(error: Exception) -> str:
     return str(error).strip().partition("\n")[0][:200] or type(error).__name__
 
 
-def check_format(name: str, found: Any, newest: int) -> None:
+def check_format(name: str, number: Any, newest: int) -> None:
     """Raise an error for a checkpoint file that was written by a later version of raysgd.
 
     Args:
         name: The file's name in error messages.
-        found: The format number in the file.
+        number: The format number in the file.
         newest: The newest format number that this version of raysgd can read.
 
     Raises:
-        ValueError: `found` is greater than `newest`, or not an integer.
+        ValueError: `number` is greater than `newest`, or not an integer.
     """
-    if not isinstance(found, int) or found > newest:
+    if not isinstance(number, int) or number > newest:
         raise ValueError(
-            f"`{name}` is in checkpoint format {str(found)[:20]}; this version of raysgd supports formats up to "
+            f"`{name}` is in checkpoint format {str(number)[:20]}; this version of raysgd supports formats up to "
             f"{newest}. Upgrade raysgd to read it."
         )
 

@@ -51,8 +51,8 @@ def user_of(uri: str) -> str:
     >>> user_of("s3://id:a/secret@bucket/a"), user_of("s3://bucket/a")
     ('id:a/secret@', '')
     """
-    found = _USER.search(uri)
-    return found["user"] if found is not None and found["slashes"] == "//" else ""
+    match = _USER.search(uri)
+    return match["user"] if match is not None and match["slashes"] == "//" else ""
 
 
 @overload
@@ -78,13 +78,13 @@ def masked(value: Any) -> Any:
 
 
 def _masked_text(text: str) -> str:
-    text = _USER.sub(lambda found: f"{found[0].removesuffix(found['user'])}{_HIDDEN}@", text)
+    text = _USER.sub(lambda match: f"{match[0].removesuffix(match['user'])}{_HIDDEN}@", text)
     return _ENTRY.sub(_hidden_entry, _OPTION.sub(rf"\1{_HIDDEN}", text))
 
 
-def _hidden_entry(found: re.Match[str]) -> str:
-    quote = found["quote"] or ""
-    return f"{found[1]}{quote}{_HIDDEN}{quote}"
+def _hidden_entry(match: re.Match[str]) -> str:
+    quote = match["quote"] or ""
+    return f"{match[1]}{quote}{_HIDDEN}{quote}"
 
 
 def _masked(value: Any, above: frozenset[int]) -> Any:

@@ -86,13 +86,13 @@ class ServiceRun(Sink):
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics that are numbers, including numbers in nested dicts."""
-    found = {}
+    numbers = {}
     for name, value in flattened(metrics).items():
         try:
-            found[name] = float(value)
+            numbers[name] = float(value)
         except (TypeError, ValueError):
             continue
-    return found
+    return numbers
 
 
 logger = logging.getLogger(__name__)
@@ -198,8 +198,8 @@ class MLflowRun(ServiceRun):
             raise ValueError(
                 "MLflow needs an experiment: pass the `experiment_id` of an existing one, or an `experiment_name`."
             )
-        found = self._service.get_experiment_by_name(name)
-        return str(found.experiment_id if found is not None else self._service.create_experiment(name))
+        experiment = self._service.get_experiment_by_name(name)
+        return str(experiment.experiment_id if experiment is not None else self._service.create_experiment(name))
 
 
 def _parameters(config: Any) -> dict[str, Any]:

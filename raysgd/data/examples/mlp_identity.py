@@ -76,9 +76,9 @@ def main(num_workers: int = 2, num_steps: int = 200, use_gpu: bool = False) -> f
         for _ in range(5):
             print(trainer.train(dataset=dataset, num_steps=num_steps))
         model = trainer.get_model(to_cpu=True)
-    found = float(model(to_mat(0.5)))
-    print(f"the network takes 0.5 for {found:.3f}")
-    return found
+    prediction = float(model(to_mat(0.5)))
+    print(f"the network takes 0.5 for {prediction:.3f}")
+    return prediction
 
 
 if __name__ == "__main__":

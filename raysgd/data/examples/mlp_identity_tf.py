@@ -65,9 +65,9 @@ def main(num_replicas: int = 2, num_epochs: int = 5, num_steps: int = 100) -> fl
     with TFTrainer(model_creator, make_data_creator(dataset), config=config, num_replicas=num_replicas) as trainer:
         for _ in range(num_epochs):
             print(trainer.train())
-        [[found]] = trainer.get_model().predict(np.array([[0.5]]), verbose=0)
-    print(f"the network takes 0.5 for {found:.3f}")
-    return float(found)
+        [[prediction]] = trainer.get_model().predict(np.array([[0.5]]), verbose=0)
+    print(f"the network takes 0.5 for {prediction:.3f}")
+    return float(prediction)
 
 
 if __name__ == "__main__":

@@ -61,9 +61,9 @@ def main(num_workers: int = 2, num_epochs: int = 5, num_steps: int = 100) -> flo
             print(trainer.train(num_steps=num_steps))
         model = trainer.get_model(to_cpu=True)
     with torch.no_grad():
-        found = float(model(to_mat(0.5)))
-    print(f"the network takes 0.5 for {found:.3f}")
-    return found
+        prediction = float(model(to_mat(0.5)))
+    print(f"the network takes 0.5 for {prediction:.3f}")
+    return prediction
 
 
 if __name__ == "__main__":

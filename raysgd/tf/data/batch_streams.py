@@ -377,9 +377,9 @@ def _item(
     import tensorflow as tf
 
     tensors = batch if batch is NO_BATCH else tf.nest.map_structure(tf.convert_to_tensor, batch)
-    if has_own_collate and num_samples and (found := int(datasets.num_samples(tensors))) != num_samples:
+    if has_own_collate and num_samples and (num_out := int(datasets.num_samples(tensors))) != num_samples:
         raise ValueError(
-            f"the `collate` of a stream turned {num_samples} rows into {found} samples, but batches count rows. Skip "
+            f"the `collate` of a stream turned {num_samples} rows into {num_out} samples, but batches count rows. Skip "
             "rows with `filter`. To turn one row into several, do so in the shards."
         )
     return StreamItem(tensors, num_samples, num_global)

@@ -11,7 +11,7 @@ from typing import Any
 from raysgd.core.arrays import data_kinds, trees
 from raysgd.core.arrays.arrays import Arrays, as_arrays
 from raysgd.core.arrays.containers import ArrayContainer
-from raysgd.core.arrays.data_kinds import CallData, Kind, RepeatedBatches, is_whole, size_of
+from raysgd.core.arrays.data_kinds import CallData, Kind, RepeatedBatches, goes_to_all, size_of
 from raysgd.core.arrays.ray_batches import BatchForm
 from raysgd.streams.loaders import ArrayCollate
 from raysgd.streams.source import BatchesInOrder
@@ -53,7 +53,7 @@ def check(dataset: Any, name: str = "dataset", *, with_fit: bool = False, traini
             "`training_operator_cls`, or return the dataset from `data_creator`."
         )
     kind = kind_of(dataset)
-    if kind is not None and (not with_fit or (is_whole(kind) and not isinstance(dataset, Stream))):
+    if kind is not None and (not with_fit or (goes_to_all(kind) and not isinstance(dataset, Stream))):
         return
     raise TypeError(
         f"`{name}=` got `{type(dataset).__name__}`: need a `tf.data.Dataset` of batches, arrays or a data frame, a "
@@ -162,9 +162,9 @@ def source_to_predict(data: Any, asked: BatchRequest) -> Found:
     """
     if isinstance(data, Arrays):
         data = replace(data, data=plain(data.data))
-    found = prediction_data.source_of(plain(data), asked)
-    if found is not None:
-        return found
+    source = prediction_data.source_of(plain(data), asked)
+    if source is not None:
+        return source
     if isinstance(data, Stream):
         batches = BatchesInOrder(data, asked.size, ArrayCollate())  # plain arrays, without TensorFlow in the driver
         return source_of_batches(batches, batches.num_batches), ArrayContainer()

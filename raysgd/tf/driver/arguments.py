@@ -113,8 +113,8 @@ def _check_options_for_keras(config: Mapping[str, Any]) -> None:
 
 
 def _callbacks_in(config: Mapping[str, Any], key: str = "fit_config") -> Iterable[Any]:
-    given = (config.get(key) or {}).get("callbacks") or ()
-    return given if isinstance(given, list | tuple) else [given]
+    callbacks = (config.get(key) or {}).get("callbacks") or ()
+    return callbacks if isinstance(callbacks, list | tuple) else [callbacks]
 
 
 def _check_callbacks(config: Mapping[str, Any], num_workers: int) -> None:

@@ -109,7 +109,7 @@ class TFFeed(feed.DataFeed):
         dataset = self.made_of_call(name, request)
         if isinstance(dataset, Stream):
             return source_of(data_of(dataset, name, world), self._ranks, self._seed)
-        if not share.is_whole or not datasets.is_divided(dataset):
+        if not share.goes_to_all or not datasets.is_divided(dataset):
             return OwnSource(dataset, votes)
         internals = self._operator_of()._raysgd
         is_of_worker = share.kind == "rows" and not internals.context.settings.batch_options.split_batches

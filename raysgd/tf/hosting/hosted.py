@@ -211,14 +211,14 @@ class TFHostedOperator(hosted.HostedOperator):
 
     def weight_sums(self) -> WeightSums | None:
         began, models = time.perf_counter(), models_to_compare(self.operator._models, self.operator.compares_ranks)
-        found = [(number, model, each) for number, model in models if model.built for each in model.trainable_variables]
-        if not found:
+        built = [(number, model, each) for number, model in models if model.built for each in model.trainable_variables]
+        if not built:
             return None
-        names = [f"`{getattr(v, 'path', v.name)}` of model {number} (`{type(m).__name__}`)" for number, m, v in found]
-        arrays = (np.asarray(variable.numpy()) for _, _, variable in found)  # a generator, to hold one array at a time
+        names = [f"`{getattr(v, 'path', v.name)}` of model {number} (`{type(m).__name__}`)" for number, m, v in built]
+        arrays = (np.asarray(variable.numpy()) for _, _, variable in built)  # a generator, to hold one array at a time
         rows = [(sums_of_array(array), tolerance_of(array.itemsize)) for array in arrays]
         numbers, tolerances = np.array([sums for sums, _ in rows]), tuple(tolerance for _, tolerance in rows)
-        shapes = tuple(tuple(variable.shape) for _, _, variable in found)
+        shapes = tuple(tuple(variable.shape) for _, _, variable in built)
         return WeightSums(tuple(names), shapes, numbers, tolerances, time.perf_counter() - began)
 
     @contextmanager

@@ -33,5 +33,5 @@ def differing(before: Rates, after: Rates) -> list[float | None]:
 
     Return `after`, with None in place of each rate that is the same in `before`. Return [] if all rates are the same.
     """
-    found = [rate if rate != (before[at] if at < len(before) else None) else None for at, rate in enumerate(after)]
-    return found if any(rate is not None for rate in found) else []
+    changed = [rate if rate != (before[at] if at < len(before) else None) else None for at, rate in enumerate(after)]
+    return changed if any(rate is not None for rate in changed) else []

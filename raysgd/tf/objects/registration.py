@@ -14,22 +14,22 @@ from raysgd.tf.objects.datasets import zeros
 from raysgd.trainer.worker.operator import RegisteredParts, parts_of
 
 
-def models_of(given: Any) -> RegisteredParts:
+def models_of(models: Any) -> RegisteredParts:
     """Check that `register(models=...)` got a Keras model or a container of models. Return the models."""
-    parts = parts_of("models", given, partial(_has, "trainable_weights"), "a Keras model")
+    parts = parts_of("models", models, partial(_has, "trainable_weights"), "a Keras model")
     for model in parts.items:
         check_framework(model)
     return parts
 
 
-def optimizers_of(given: Any) -> RegisteredParts:
+def optimizers_of(optimizers: Any) -> RegisteredParts:
     """Check that `register(optimizers=...)` got a Keras optimizer or a container of optimizers. Return them."""
-    return parts_of("optimizers", given, partial(_has, "apply_gradients"), "a Keras optimizer object, not a name")
+    return parts_of("optimizers", optimizers, partial(_has, "apply_gradients"), "a Keras optimizer object, not a name")
 
 
-def metrics_of(given: Any) -> RegisteredParts:
+def metrics_of(metrics: Any) -> RegisteredParts:
     """Check that `register(metrics=...)` got a Keras metric or a container of metrics. Return the metrics."""
-    return parts_of("metrics", given, partial(_has, "update_state"), "a Keras metric")
+    return parts_of("metrics", metrics, partial(_has, "update_state"), "a Keras metric")
 
 
 def _has(name: str, item: Any) -> bool:
@@ -41,9 +41,9 @@ def optimizers_in(model: Any) -> list[Any]:
 
     If an optimizer is wrapped in a `LossScaleOptimizer`, only the wrapper is returned.
     """
-    found = {id(optimizer): optimizer for optimizer in (model.optimizer, *_optimizers_of_parts(model))}
-    inside = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in found.values()}
-    return [optimizer for key, optimizer in found.items() if key not in inside]
+    by_id = {id(optimizer): optimizer for optimizer in (model.optimizer, *_optimizers_of_parts(model))}
+    inside = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in by_id.values()}
+    return [optimizer for key, optimizer in by_id.items() if key not in inside]
 
 
 def _optimizers_of_parts(model: Any) -> Iterator[Any]:
@@ -135,7 +135,7 @@ def with_loss_scale(optimizer: Any, models: Sequence[Any]) -> Any:
 
 def _policy_of(model: Any) -> str:
     policies = [getattr(part, "dtype_policy", None) for part in (model, *getattr(model, "layers", ()))]
-    return "mixed_float16" if "mixed_float16" in {getattr(found, "name", "") for found in policies} else ""
+    return "mixed_float16" if "mixed_float16" in {getattr(policy, "name", "") for policy in policies} else ""
 
 
 def weights_of(model: Any) -> list[Any]:

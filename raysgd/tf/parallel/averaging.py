@@ -204,16 +204,16 @@ class GradientAverager:
         """
         import tensorflow as tf
 
-        given = [gradient for gradient in gradients if gradient is not None]
-        if not given:
+        present = [gradient for gradient in gradients if gradient is not None]
+        if not present:
             return list(gradients)
-        dense = [tf.convert_to_tensor(gradient) for gradient in given if not isinstance(gradient, tf.IndexedSlices)]
-        sparse = [part for gradient in given if isinstance(gradient, tf.IndexedSlices) for part in _parts(gradient)]
+        dense = [tf.convert_to_tensor(gradient) for gradient in present if not isinstance(gradient, tf.IndexedSlices)]
+        sparse = [part for gradient in present if isinstance(gradient, tf.IndexedSlices) for part in _parts(gradient)]
         count = self._traced.num_samples_or_unknown()
         sent = [*dense, *sparse]
         exchange = partial(self._exchange, len(dense), repeat)
-        found = tf.numpy_function(exchange, [count, *sent], [tensor.dtype for tensor in sent])
-        received = tf.nest.flatten(found)  # in eager mode, `numpy_function` returns a single tensor without a list
+        exchanged = tf.numpy_function(exchange, [count, *sent], [tensor.dtype for tensor in sent])
+        received = tf.nest.flatten(exchanged)  # in eager mode, `numpy_function` returns a single tensor without a list
         for index, (before, after) in enumerate(zip(sent, received, strict=True)):
             after.set_shape(before.shape if index < len(dense) else [None, *before.shape[1:]])
         averages, joined = iter(received), iter(received[len(dense) :])

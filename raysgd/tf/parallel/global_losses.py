@@ -88,8 +88,8 @@ class GlobalLosses:
         """
         import tensorflow as tf
 
-        given = [loss for loss in tf.nest.flatten(getattr(model, "loss", None)) if loss is not None]
-        if not given or y_pred is None:
+        own_losses = [loss for loss in tf.nest.flatten(getattr(model, "loss", None)) if loss is not None]
+        if not own_losses or y_pred is None:
             return sample_weight, []
         outputs, keras = tf.nest.flatten(y_pred), registration.keras_of(model)
         losses = [_named(keras, loss) for loss in _by_output(model, "loss", model.loss, y_pred)]
@@ -337,14 +337,14 @@ def _without_values(loss: Any, advice: str) -> IncompatibleModelError:
 
 def _values_of(keras: Any, loss: Any, target: Any, output: Any) -> Any:
     """Return the values that a user's loss computes for a batch, before Keras reduces them to a scalar."""
-    inner, found = getattr(loss, "call", loss), []
+    inner, results = getattr(loss, "call", loss), []
 
     def values(y_true: Any, y_pred: Any) -> Any:
-        found.append(inner(y_true, y_pred))
-        return found[-1]
+        results.append(inner(y_true, y_pred))
+        return results[-1]
 
     _counting(keras, values, "none")(target, output)  # calls `values` with arguments converted as Keras does
-    return found[-1]
+    return results[-1]
 
 
 def _refuse_rank_0(loss: Any, values: Any) -> None:
@@ -359,7 +359,7 @@ def _name_of(loss: Any) -> str:
     return str(getattr(loss, "__name__", type(loss).__name__))
 
 
-def _by_output(model: Any, name: str, given: Any, outputs: Any) -> list[Any]:
+def _by_output(model: Any, name: str, entries: Any, outputs: Any) -> list[Any]:
     """Split something that the user gave per model output, such as losses or targets, into a list by output.
 
     Entries are matched with outputs in the same way as in Keras.
@@ -367,19 +367,19 @@ def _by_output(model: Any, name: str, given: Any, outputs: Any) -> list[Any]:
     Args:
         model: The model.
         name: Name of the given argument, for error messages.
-        given: One entry for all outputs, or a container of entries.
+        entries: One entry for all outputs, or a container of entries.
         outputs: The model's outputs.
     """
     import tensorflow as tf
 
     num_outputs = len(tf.nest.flatten(outputs))
-    if given is None or not tf.nest.is_nested(given):
-        return [given] * num_outputs
-    if isinstance(given, Mapping):
+    if entries is None or not tf.nest.is_nested(entries):
+        return [entries] * num_outputs
+    if isinstance(entries, Mapping):
         names = sorted(outputs) if isinstance(outputs, Mapping) else model.output_names
-        parts = [given.get(one) for one in names]
+        parts = [entries.get(one) for one in names]
     else:
-        parts = tf.nest.flatten(given)
+        parts = tf.nest.flatten(entries)
     if len(parts) != num_outputs:
         raise IncompatibleModelError(
             f"`{name}` has {len(parts)} entries, but the model has {num_outputs} outputs: pass one for each output, in "

@@ -163,8 +163,8 @@ def _means_of(model: Any) -> list[Any]:
     These are the losses of single outputs, and metrics that were given as functions.
     """
     metrics: Any = registration.keras_of(model).metrics
-    found = [inner for metric in model.metrics for inner in getattr(metric, "metrics", None) or [metric]]
-    return [one for one in found if type(one) in (metrics.Mean, metrics.MeanMetricWrapper) and one.name != "loss"]
+    all_metrics = [inner for metric in model.metrics for inner in getattr(metric, "metrics", None) or [metric]]
+    return [one for one in all_metrics if type(one) in (metrics.Mean, metrics.MeanMetricWrapper) and one.name != "loss"]
 
 
 @contextmanager

@@ -91,7 +91,7 @@ class TorchFeed(feed.DataFeed):
             made = stream_data(loader, name, self.rule.of_streams, ranks.world_size)
             return self._stream_source(made, request.seed)
         data = loader
-        if self.data_of_call[name].is_whole:
+        if self.data_of_call[name].goes_to_all:
             data = call_data.divided(loader, ranks.rank, ranks.world_size, training, self.rule)
         if isinstance(data, ShardedLoader):
             return DividedLoaderSource(data, seed_of(loader, request.seed))

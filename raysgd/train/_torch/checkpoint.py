@@ -179,8 +179,8 @@ class TorchPredictor(TensorPredictor):
 
     def call_model(self, inputs: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor | dict[str, torch.Tensor]:
         """Return the model's output. An override may return a tensor, a dict of tensors, or a data frame."""
-        found: torch.Tensor | dict[str, torch.Tensor] = self.model(inputs)
-        return found
+        outputs: torch.Tensor | dict[str, torch.Tensor] = self.model(inputs)
+        return outputs
 
     def _predict_numpy(self, data: Any, dtype: Any = None, **kwargs: Any) -> Any:
         with torch.inference_mode():

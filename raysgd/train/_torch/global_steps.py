@@ -253,10 +253,10 @@ class GlobalSteps:
         kinds, others = [type(part).__name__ for part in self._shared], state["kinds"]
         if kinds != others:
             return f"a worker that steps in has prepared {', '.join(kinds)}, and the others {', '.join(others)}"
-        for part, found in zip(self._shared, state["parts"], strict=True):
+        for part, saved in zip(self._shared, state["parts"], strict=True):
             if isinstance(part, torch.nn.Module):
                 own = {name: tuple(tensor.shape) for name, tensor in _tensors(part.state_dict())}
-                theirs = {name: tuple(tensor.shape) for name, tensor in _tensors(found)}
+                theirs = {name: tuple(tensor.shape) for name, tensor in _tensors(saved)}
                 wrong = sorted(name for name in {*own, *theirs} if own.get(name) != theirs.get(name))
                 if wrong:
                     return f"`{wrong[0]}` of `{type(part).__name__}` has another shape in a worker that steps in"
@@ -266,8 +266,8 @@ class GlobalSteps:
         return None
 
     def _take_over(self, state: Mapping[str, Any]) -> None:
-        for part, found in zip(self._shared, state["parts"], strict=True):
-            part.load_state_dict(found)
+        for part, saved in zip(self._shared, state["parts"], strict=True):
+            part.load_state_dict(saved)
         for loader, position in zip(self._loaders, state["loaders"], strict=True):
             loader.take_over(position)
         self._session.iteration = state["iteration"]
@@ -515,8 +515,8 @@ class GlobalSteps:
             numbers = torch.zeros(world.size, len(own.names), 2, dtype=torch.float64)
             numbers[world.rank] = torch.from_numpy(own.numbers)
             self._parallel.all_sum(numbers)
-            told = {rank: replace(own, numbers=rows) for rank, rows in enumerate(numbers.numpy())}
-            check_equal(told, REASONS_OF_TORCH, "If your workers are to differ, leave `elastic` out.")
+            by_rank = {rank: replace(own, numbers=rows) for rank, rows in enumerate(numbers.numpy())}
+            check_equal(by_rank, REASONS_OF_TORCH, "If your workers are to differ, leave `elastic` out.")
             costs_s = [time.perf_counter() - now]
         self._comparisons.note_call(now - self._agreed_at, costs_s)
         self._agreed_at = now

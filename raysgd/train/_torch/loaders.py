@@ -278,10 +278,10 @@ class DeviceLoader(DataLoader[Any]):
         """Yield the wrapped loader's batches, moved to the device."""
         batches = iter(self._loader)
         if self._stream is None:
-            found: Iterator[Any] = (moved(batch, self._device) for batch in batches)
+            on_device: Iterator[Any] = (moved(batch, self._device) for batch in batches)
         else:
-            found = self._ahead(batches, self._stream)
-        return self._counted(found, torch.is_grad_enabled())
+            on_device = self._ahead(batches, self._stream)
+        return self._counted(on_device, torch.is_grad_enabled())
 
     def _counted(self, batches: Iterator[Any], counts: bool) -> Iterator[Any]:
         yield from batches

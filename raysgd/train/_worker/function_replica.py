@@ -71,8 +71,8 @@ class FunctionReplica:
         import ray
 
         spec, *shared = self._start_later
-        found = [ray.get(value) if isinstance(value, ray.ObjectRef) else value for value in shared]
-        self.start(replace(spec, steps_in=True), *found)
+        values = [ray.get(value) if isinstance(value, ray.ObjectRef) else value for value in shared]
+        self.start(replace(spec, steps_in=True), *values)
         assert self._membership is not None, "only functions that go on are run in advance"
         self._membership.await_rest()
         self._check_is_waiting()

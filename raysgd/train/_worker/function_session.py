@@ -212,7 +212,7 @@ class Session:
         """
         token = self._pending_checkpoints.announce()
         self.mailbox.offer(FunctionMessage(TrainingResultType.REPORT, data, replace(checkpoint_ref, token=token)))
-        self._pending_checkpoints.settle(token, make)
+        self._pending_checkpoints.copy_if_fetched(token, make)
 
     def load_checkpoint(self) -> dict[str, Any] | None:
         """Return the newest checkpoint that the function has saved, or else the one from which it started."""

@@ -130,17 +130,17 @@ class Mailbox:
                 self._answers.append(value)
                 self._changed.notify_all()
 
-    def next_message(self, told: Any = None) -> Any:
+    def next_message(self, answer: Any = None) -> Any:
         """Wait for the next message and return it. Return a `FunctionEnded` if the function has returned.
 
         Args:
-            told: Value that the function receives as the result of `await_request`.
+            answer: Value that the function receives as the result of `await_request`.
 
         Raises:
             BaseException: The exception that the function raised, or that was passed to `break_off`.
         """
         with self._changed:
-            self._is_wanted, self._told = True, told
+            self._is_wanted, self._told = True, answer
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._messages or self.is_over or self._broken)
             if self._messages:
@@ -235,45 +235,45 @@ class PendingCheckpoints:
             self._open.add(self._num)
             return self._num
 
-    def settle(self, token: int, make_copy: Callable[[Any], Any]) -> None:
+    def copy_if_fetched(self, token: int, make_copy: Callable[[Any], Any]) -> None:
         """Block the function until the driver requests or refuses an announced checkpoint. If requested, copy it.
 
         Args:
             token: The token from `announce`.
-            make_copy: Function that creates the copy. Its argument is the value `told` that was passed to `fetch`.
+            make_copy: Function that creates the copy. Its argument is the value `names` that was passed to `fetch`.
         """
         with self._changed:
             self._changed.wait_for(lambda: token in self._wanted or token not in self._open)
             if token not in self._open:
                 return
-            told = self._wanted[token]
+            names = self._wanted[token]
         with OnFailure(partial(self.refuse, token)):
-            copy = make_copy(told)
+            copy = make_copy(names)
         with self._changed:
             self._copies[token] = copy
             self._changed.notify_all()
 
     def refuse(self, token: int) -> None:
-        """Release a function that waits in `settle`, because the driver will not fetch its announced checkpoint.
+        """Release a function that waits in `copy_if_fetched`, because the driver will not fetch its checkpoint.
 
-        Called in another thread than `settle`.
+        Called in another thread than `copy_if_fetched`.
         """
         with self._changed:
             self._open.discard(token)
             self._changed.notify_all()
 
-    def fetch(self, token: int, told: Any = None) -> Any:
+    def fetch(self, token: int, names: Any = None) -> Any:
         """Remove and return the copy with this token. Called in another thread while the function runs.
 
         Args:
             token: The token of the copy, from `keep` or `announce`.
-            told: Value to pass to `make_copy`, for a checkpoint that was announced.
+            names: Value to pass to `make_copy`, for a checkpoint that was announced.
 
         Raises:
             KeyError: The copy does not exist anymore.
         """
         with self._changed:
-            self._wanted[token] = told
+            self._wanted[token] = names
             self._changed.notify_all()
             self._changed.wait_for(lambda: token in self._copies or token not in self._open)
             del self._wanted[token]
@@ -281,7 +281,7 @@ class PendingCheckpoints:
             return self._copies.pop(token)
 
     def clear(self) -> None:
-        """Discard all copies, and release functions that wait in `settle`. The driver will fetch no copy."""
+        """Discard all copies, and release functions that wait in `copy_if_fetched`. The driver will fetch no copy."""
         with self._changed:
             self._copies.clear()
             self._open.clear()

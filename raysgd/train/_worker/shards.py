@@ -34,7 +34,7 @@ class DividedData:
         self._parts: Sequence[Any] = ()
 
     @property
-    def is_whole(self) -> bool:
+    def goes_to_all(self) -> bool:
         """True if every worker gets the same object, such as a stream, and selects its own shard by rank."""
         each = self._dataset.values() if isinstance(self._dataset, Mapping) else (self._dataset,)
         return all(isinstance(dataset, Stream) for dataset in each)

@@ -174,5 +174,5 @@ def _write_preprocessor(preprocessor: Any, staged: Folder) -> None:
 
 
 def _metadata_in(staged: Folder) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(staged.read(METADATA_FILE)) if staged.has(METADATA_FILE) else {}
-    return found
+    metadata: dict[str, Any] = json.loads(staged.read(METADATA_FILE)) if staged.has(METADATA_FILE) else {}
+    return metadata

@@ -104,8 +104,8 @@ class DataConfig:
         return [dataset.iterator() if is_of_ray(dataset) else dataset] * num_workers
 
     def _options_of(self, name: str) -> Any:
-        given = self._execution_options
-        return given.get(name) if isinstance(given, Mapping) else given
+        options = self._execution_options
+        return options.get(name) if isinstance(options, Mapping) else options
 
 
 class DatasetShards(DividedData):
@@ -131,7 +131,7 @@ class DatasetShards(DividedData):
         self._has_warned = False
 
     @property
-    def is_whole(self) -> bool:
+    def goes_to_all(self) -> bool:
         config = self._config
         if not isinstance(config, DataConfig) or type(config).configure is not DataConfig.configure:
             return False
@@ -304,5 +304,5 @@ def _shuffled(dataset: Any, config: DatasetConfig) -> Any:
     return dataset
 
 
-def _is_list_of_names(given: Any) -> bool:
-    return isinstance(given, list) and all(isinstance(name, str) for name in given)
+def _is_list_of_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)

@@ -240,8 +240,8 @@ class FitSession(Session):
 
 def names_in(folder: Path) -> tuple[str, ...]:
     """Return the paths of all files in a folder and its subfolders, relative to the folder, with forward slashes."""
-    found = (Path(above, name) for above, _, names in os.walk(folder, followlinks=True) for name in names)
-    return tuple(path.relative_to(folder).as_posix() for path in found)
+    paths = (Path(above, name) for above, _, names in os.walk(folder, followlinks=True) for name in names)
+    return tuple(path.relative_to(folder).as_posix() for path in paths)
 
 
 def _metadata_of(checkpoint: Checkpoint) -> dict[str, Any]:

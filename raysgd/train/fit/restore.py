@@ -209,7 +209,7 @@ def _better_place(path: str | Path) -> str:
     There is a hint if `path` is the folder of a trial or checkpoint, or the parent of a run's folder.
     """
     place = Path(str(path)).expanduser()
-    near = [*place.parents[:2], *sorted(found.parent for found in place.glob(f"*/{TRAINER_FILE}"))]
+    near = [*place.parents[:2], *sorted(file.parent for file in place.glob(f"*/{TRAINER_FILE}"))]
     for folder in near:
         if (folder / TRAINER_FILE).is_file():
             return f" Did you mean {str(folder)!r}?"
@@ -223,10 +223,10 @@ def _complete(arguments: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict
         ValueError: The names of the datasets differ, or a config with secrets was not passed again.
     """
     saved = set(arguments.get("datasets") or {})
-    given = set(replaced.get("datasets") or {})
-    if saved != given:
+    passed = set(replaced.get("datasets") or {})
+    if saved != passed:
         raise ValueError(
-            f"`datasets`: the run had {sorted(saved) or 'none'}, and `restore` was given {sorted(given) or 'none'}. "
+            f"`datasets`: the run had {sorted(saved) or 'none'}, and `restore` was given {sorted(passed) or 'none'}. "
             "Datasets are not saved with a run: pass all of them again, under the same names."
         )
     complete = {**arguments, **replaced}
@@ -244,18 +244,18 @@ def _opened(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     Omit a checkpoint that does not exist anymore or that cannot be opened without a key.
     """
-    found = dict(arguments)
+    opened = dict(arguments)
     for name, value in arguments.items():
         if isinstance(value, _CheckpointAt):
-            found[name] = value.opened()
-            if found[name] is None:
+            opened[name] = value.opened()
+            if opened[name] is None:
                 logger.warning(
                     "`%s` was in %s and cannot be opened. Pass it again if the run has no checkpoint yet",
                     name,
                     value.path,
                 )
-                del found[name]
-    return found
+                del opened[name]
+    return opened
 
 
 def at_place(run_config: RunConfig | None, path: str | Path, filesystem: Any) -> RunConfig:

@@ -206,7 +206,7 @@ class FitRun:
             num_spares=scaling.spare_workers,
         )
         self._executor = _executor(backend, scaling, job.run_config, rules)
-        self._own_room: Reservation | None = None
+        self._own_reservation: Reservation | None = None
         self._run: FunctionRun | None = None
         self._reports: deque[tuple[dict[str, Any], Landing | None]] = deque()
         self._too_late: deque[tuple[dict[str, Any], Landing | None]] = deque()
@@ -261,7 +261,7 @@ class FitRun:
         """
         is_over = self._run is not None and self._run.is_over
         self._executor.shutdown(patience_s=5 if is_over else 0)
-        self._give_room_back()
+        self._give_reservation_back()
         # An error here is not new: if the run succeeded, its last step has called `flush` without an error.
         with suppress(Exception):
             self._checkpoints.flush()
@@ -280,7 +280,7 @@ class FitRun:
         self._too_late.clear()
 
     def _start_workers(self) -> None:
-        self._reserve_own_room()
+        self._reserve_own_resources()
         self._executor.start()
 
     def _running(self) -> FunctionRun:
@@ -298,7 +298,7 @@ class FitRun:
             )
         return self._run
 
-    def _reserve_own_room(self) -> None:
+    def _reserve_own_resources(self) -> None:
         """Reserve the `trainer_resources` of the scaling config, in addition to the workers' resources.
 
         In a Ray Tune trial, use the placement group that Tune has reserved for the trial instead.
@@ -308,13 +308,13 @@ class FitRun:
             ensure_ray()
             custom = {name: amount for name, amount in own.items() if name not in ("CPU", "GPU")}
             need = Resources(own.get("CPU", 0), own.get("GPU", 0), custom)
-            self._own_room = Reservation(need, 1, words=WORDS)
-            self._own_room.wait(env_integer(TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, 100))
+            self._own_reservation = Reservation(need, 1, words=WORDS)
+            self._own_reservation.wait(env_integer(TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, 100))
 
-    def _give_room_back(self) -> None:
-        room, self._own_room = self._own_room, None
-        if room is not None:
-            room.close(_CLOSE_S)
+    def _give_reservation_back(self) -> None:
+        reservation, self._own_reservation = self._own_reservation, None
+        if reservation is not None:
+            reservation.close(_CLOSE_S)
 
     def _hand_over(self, is_end: bool = False) -> None:
         """Record the waiting reports in order, up to the first report whose checkpoint is not written yet.

@@ -59,12 +59,12 @@ def prepare_trainer(trainer: Any) -> Any:
         """Mixin that lets a user's `transformers.Trainer` read batches of Ray Data."""
 
         def get_train_dataloader(self) -> Any:
-            found = _loader_of(self.train_dataset)
-            return super().get_train_dataloader() if found is None else found
+            loader = _loader_of(self.train_dataset)
+            return super().get_train_dataloader() if loader is None else loader
 
         def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-            found = _loader_of(self.eval_dataset if eval_dataset is None else eval_dataset)
-            return super().get_eval_dataloader(eval_dataset) if found is None else found
+            loader = _loader_of(self.eval_dataset if eval_dataset is None else eval_dataset)
+            return super().get_eval_dataloader(eval_dataset) if loader is None else loader
 
     trainer.__class__ = RayTransformersTrainer
     return trainer

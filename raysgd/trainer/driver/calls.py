@@ -35,7 +35,7 @@ from raysgd.trainer.configuration.settings import ReplicaSettings
 from raysgd.trainer.driver.shared_data import DataSharing, Requests
 from raysgd.trainer.messages import replica_calls
 from raysgd.trainer.messages.begun import BegunEpoch
-from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
+from raysgd.trainer.messages.epochs import EpochAnswer, EpochOptions
 from raysgd.trainer.messages.joint_work import difference
 from raysgd.trainer.messages.weight_sums import ComparisonPace
 
@@ -48,15 +48,15 @@ Its argument is a function without arguments, which it calls repeatedly while it
 """
 
 
-def asked(
+def epoch_options(
     num_steps: int | None,
     profile: bool = False,
     reduce_results: bool = True,
     info: Mapping[str, Any] | None = None,
-) -> EpochRequest:
-    """Check the user's arguments to `train` or `validate`, and return the request to send to all workers."""
+) -> EpochOptions:
+    """Check the user's arguments to `train` or `validate`, and return what the call asks of all workers."""
     checks.refuse_text(profile=profile, reduce_results=reduce_results)
-    return EpochRequest(checks.check_num_steps(num_steps), checks.check_info(info), profile, seed=0)
+    return EpochOptions(checks.check_num_steps(num_steps), checks.check_info(info), profile)
 
 
 class EpochLeft(Exception):
@@ -131,12 +131,12 @@ class ProgressListeners:
             for reader in tuple(self.step_readers):
                 reader(is_done)
 
-    def tell_end(self, kind: ProgressKind, asked: EpochRequest, answer: EpochAnswer) -> None:
+    def tell_end(self, kind: ProgressKind, options: EpochOptions, answer: EpochAnswer) -> None:
         """Report to the listeners, and after a training call to the step readers, that a call has returned.
 
         Args:
             kind: The type of call.
-            asked: The request that the workers have answered.
+            options: What the call asked of the workers.
             answer: Rank 0's answer.
         """
         if self.listeners:
@@ -146,7 +146,7 @@ class ProgressListeners:
                 if (number := as_number(value)) is not None
             }
             loss = numbers.get("last_train_loss" if kind == "train" else "val_loss")
-            epochs = answer.epoch_idx, asked.info.get("num_epochs")
+            epochs = answer.epoch_idx, options.info.get("num_epochs")
             self.tell(CallProgress(answer.num_steps, answer.num_steps, *epochs, loss, kind, numbers, is_done=True))
         if kind == "train":
             self._read_steps(is_done=True)
@@ -201,10 +201,10 @@ class StepMetricsReader:
         respond.
         """
         group = self._controller.ensure_group()
-        asked = [group.fetch(rank, open_steps) for rank in range(len(group))]
-        found, failure = receive_reports(asked, are_last=True)
+        transfers = [group.fetch(rank, open_steps) for rank in range(len(group))]
+        metrics, failure = receive_reports(transfers, are_last=True)
         if failure is None:
-            return tuple(found)
+            return tuple(metrics)
         logger.warning(
             "the checkpoint lacks the metrics of the steps since the last log line, so the next one after a resume "
             "covers fewer steps: %s",
@@ -214,17 +214,17 @@ class StepMetricsReader:
 
     def _ask(self, is_done: bool) -> None:
         group = self._controller.ensure_group()
-        asked = [group.fetch(rank, summaries_of_steps, self._last_step) for rank in range(len(group))]
-        told: list[Mapping[int, MetricSummary]]
-        told, failure = receive_reports(asked, are_last=is_done)
+        transfers = [group.fetch(rank, summaries_of_steps, self._last_step) for rank in range(len(group))]
+        by_rank: list[Mapping[int, MetricSummary]]
+        by_rank, failure = receive_reports(transfers, are_last=is_done)
         if failure is not None:  # only log the error, because a later request brings these metrics, too
             logger.debug("no news of the steps: %s", failure)
-            told = [{}]
+            by_rank = [{}]
         self._asked_at = time.monotonic()
-        until = (max if is_done else min)(max(each, default=0) for each in told)
-        for step in sorted({step for each in told for step in each if self._last_step < step <= until}):
+        until = (max if is_done else min)(max(steps, default=0) for steps in by_rank)
+        for step in sorted({step for steps in by_rank for step in steps if self._last_step < step <= until}):
             self._last_step = step
-            rows = [row for each in told if (row := each.get(step)) and row[NUM_SAMPLES]]  # a rank without samples
+            rows = [row for steps in by_rank if (row := steps.get(step)) and row[NUM_SAMPLES]]  # not of idle ranks
             self._tell(step, readable.chosen(merge(rows), None))
 
 
@@ -274,7 +274,7 @@ class EpochCalls:
     def requests(
         self,
         name: str,
-        asked: EpochRequest,
+        options: EpochOptions,
         dataset: Any,
         worlds: Sequence[World],
         sharing: DataSharing | None = None,
@@ -286,15 +286,15 @@ class EpochCalls:
 
         Args:
             name: "train" or "validation".
-            asked: The request that is the same for all ranks.
+            options: What the call asks of all ranks alike.
             dataset: Data to use instead of the registered data, or None.
             worlds: The position of each rank in the group of workers.
             sharing: Divides datasets over the workers. Default: the `sharing` attribute.
             facts: What a worker reported after it ran `setup`. Default: the report of rank 0.
         """
         sharing, facts = sharing or self.sharing, facts or self.controller.facts[0]
-        starts_over = asked.starts_over or self._validation_starts_over
-        request = replace(asked, seed=facts.seed, starts_over=starts_over)
+        starts_over = options.starts_over or self._validation_starts_over
+        request = replace(options, starts_over=starts_over).with_seed(facts.seed)
         requests: Requests = [(request,)] * len(worlds)  # the same object for all ranks, so that it is pickled once
         # Rank 0 runs in the driver's thread, which cannot wait and call listeners. So rank 0 calls them between steps.
         if self._use_local and self.listeners.on_wait is not None:
@@ -306,7 +306,7 @@ class EpochCalls:
 
     def train(
         self,
-        asked: EpochRequest,
+        options: EpochOptions,
         max_retries: int,
         dataset: Any,
         can_resume: bool,
@@ -317,7 +317,7 @@ class EpochCalls:
         """Run a training call.
 
         Args:
-            asked: The request that is the same for all ranks.
+            options: What the call asks of all ranks alike.
             max_retries: How many times to retry the call after a failure.
             dataset: Data to use instead of the registered data, or None.
             can_resume: Whether, after a failure, another group of workers can continue the call with the remaining
@@ -337,13 +337,14 @@ class EpochCalls:
 
         def requests(worlds: Sequence[World]) -> Requests:
             compares = len(worlds) > 1 and (comparisons.is_due or controller.snapshots.is_due_after(call))
-            request = replace(asked, compares_ranks=compares, call=number(), attempt=next(attempts))
-            found = self.requests("train", request, dataset, worlds)
+            of_attempt = replace(options, compares_ranks=compares, call=number(), attempt=next(attempts))
+            arguments = self.requests("train", of_attempt, dataset, worlds)
             if leaves is not None and controller.ensure_group().is_driver_only:  # no other thread watches `leaves`
-                found[0] = (replace(found[0][0], redraw=partial(self._between_steps, call)), *found[0][1:])
+                request, *shard = arguments[0]
+                arguments[0] = (replace(request, redraw=partial(self._between_steps, call)), *shard)
             if begun is not None:
-                found = [(begun.for_rank(rank, len(worlds)), *each) for rank, each in enumerate(found)]
-            return found
+                arguments = [(begun.for_rank(rank, len(worlds)), *each) for rank, each in enumerate(arguments)]
+            return arguments
 
         def check_all(answers: Sequence[EpochAnswer]) -> None:
             assert {answer.call for answer in answers} == {number()}, "each rank answers the call that it was asked"
@@ -377,8 +378,8 @@ class EpochCalls:
             costs_s = [answer.weight_sums.seconds for answer in answers if answer.weight_sums is not None]
             comparisons.note_call(time.perf_counter() - began, costs_s)
         if dataset is not None:
-            self.sharing.note_place("train", dataset, answers[0].place)
-        self.listeners.tell_end("train", asked, answers[0])
+            self.sharing.note_position("train", dataset, answers[0].place)
+        self.listeners.tell_end("train", options, answers[0])
         return answers
 
     def _between_steps(self, call: Call) -> None:
@@ -407,10 +408,10 @@ class EpochCalls:
         began, num_events = time.perf_counter(), len(events)
         self.accounts.begin_call()
         try:
-            found: list[Any] = self.controller.run(call, max_retries=max_retries)
-            if isinstance(found[0], Capture):
-                raise EpochLeft([each.progress for each in found])
-            answers: list[EpochAnswer] = found
+            returned: list[Any] = self.controller.run(call, max_retries=max_retries)
+            if isinstance(returned[0], Capture):
+                raise EpochLeft([capture.progress for capture in returned])
+            answers: list[EpochAnswer] = returned
             self._heartbeats = {rank: each.heartbeat for rank, each in enumerate(answers) if each.heartbeat is not None}
             self.accounts.note_times(self._heartbeats)
         finally:
@@ -425,18 +426,18 @@ class EpochCalls:
             _tell_what_is_measured(num_samples, max(each.num_used for each in answers))
         return answers
 
-    def validate(self, asked: EpochRequest, dataset: Any) -> list[EpochAnswer]:
+    def validate(self, options: EpochOptions, dataset: Any) -> list[EpochAnswer]:
         """Run a validation call.
 
         If any rank raises an error, all ranks start the next validation from the first batch.
 
         Args:
-            asked: The request that is the same for all ranks.
+            options: What the call asks of all ranks alike.
             dataset: Data to use instead of the registered data, or None.
         """
         call = Call(
             self._runner_cls.validate,
-            partial(self.requests, "validation", asked, dataset),
+            partial(self.requests, "validation", options, dataset),
             changes_state=self.controller.facts[0].keeps_own_state,
             on_wait=self.listeners.on_wait,
             is_short=True,
@@ -445,7 +446,7 @@ class EpochCalls:
         with OnFailure(self._start_over):
             answers: list[EpochAnswer] = self.controller.run(call)
         self._validation_starts_over = False
-        self.listeners.tell_end("validation", asked, answers[0])
+        self.listeners.tell_end("validation", options, answers[0])
         return answers
 
     def _start_over(self) -> None:
@@ -453,7 +454,12 @@ class EpochCalls:
         self._validation_starts_over = True
 
     def begin_on_spare(
-        self, asked: EpochRequest, dataset: Any, settings: ReplicaSettings, sharing: DataSharing, newest: NewestSnapshot
+        self,
+        options: EpochOptions,
+        dataset: Any,
+        settings: ReplicaSettings,
+        sharing: DataSharing,
+        newest: NewestSnapshot,
     ) -> Validation:
         """Reserve a spare worker for a validation, and return the function that runs the validation there.
 
@@ -461,7 +467,7 @@ class EpochCalls:
         runs. If there is no spare worker, the workers that train validate immediately.
 
         Args:
-            asked: The request to send to the spare worker.
+            options: What the call asks of the spare worker.
             dataset: Data to use instead of the registered data, or None.
             settings: Settings with which the operators of the training workers were created.
             sharing: Divides datasets over workers according to `settings`.
@@ -471,14 +477,14 @@ class EpochCalls:
         loan, facts = controller.lend_spare(), controller.facts[0]
         if loan is None and not controller.has_spares:
             logger.warning("there is no spare to validate: the workers that train do, which wait for it")
-            answers = self.validate(asked, dataset)
+            answers = self.validate(options, dataset)
             return lambda on_wait: answers
         arrived = cache(newest.result)
 
         def make_args() -> list[Any]:
             state = arrived()
             sharing.forget()
-            requests = self.requests("validation", asked, dataset, [World(0, 1)], sharing, facts)
+            requests = self.requests("validation", options, dataset, [World(0, 1)], sharing, facts)
             return [settings, state.shared_state if state.reference is None else state.reference, *requests[0]]
 
         return lambda on_wait: [controller.run_on_spare(loan, self._runner_cls.validate_on_loan, make_args, on_wait)]
@@ -488,8 +494,7 @@ class EpochCalls:
         self._gauges.report(len(self.controller.history.events), self._glance)
 
     def _glance(self) -> TrainerStatus:
-        found = self.controller.glance(self._heartbeats, self.samples_per_s)
-        return self.with_ledger(found)
+        return self.with_ledger(self.controller.glance(self._heartbeats, self.samples_per_s))
 
     def with_ledger(self, status: TrainerStatus) -> TrainerStatus:
         """Return a copy of the status with the time ledger, which shows how each rank spent its time."""

@@ -64,8 +64,8 @@ def naming_config_entries(config: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except UnpicklableError as error:
-        found = [key for key, value in config.items() if not is_sendable(value)]
-        raise (UnpicklableError(f"`config[{found[0]!r}]`: {error}") if found else error) from error.__cause__
+        names = [name for name, value in config.items() if not is_sendable(value)]
+        raise (UnpicklableError(f"`config[{names[0]!r}]`: {error}") if names else error) from error.__cause__
 
 
 def send_by_value(operator_cls: type[Any]) -> None:

@@ -20,7 +20,7 @@ from raysgd.trainer.driver.pauses import Pauses
 from raysgd.trainer.driver.trainer_port import TrainerPort
 from raysgd.trainer.messages import replica_calls
 from raysgd.trainer.messages.begun import BegunEpoch
-from raysgd.trainer.messages.epochs import EpochRequest
+from raysgd.trainer.messages.epochs import EpochOptions
 
 
 class EpochTraining:
@@ -96,7 +96,7 @@ class EpochTraining:
                 "validation data in `setup`, or pass `validation_dataset`."
             )
 
-    def train(self, request: EpochRequest) -> Any:
+    def train(self, options: EpochOptions) -> Any:
         """Train an epoch, or the rest of an epoch, with the pauses that are due inside it.
 
         Return the training call's result. Return None if the run stops inside the epoch.
@@ -108,7 +108,7 @@ class EpochTraining:
             hold_at, self.known_step = self._next_pause(), None
             try:
                 return self._trainer.train(
-                    replace(request, hold_at=hold_at),
+                    replace(options, hold_at=hold_at),
                     dataset=self._dataset,
                     of_fit=True,
                     begun=self.begun,

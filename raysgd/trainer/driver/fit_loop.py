@@ -19,7 +19,7 @@ from raysgd.core.engine.shared.tracebacks import hides_library_frames
 from raysgd.core.files import check_path, make_folder
 from raysgd.exceptions import CallbackError, InvalidCountError, WorkersLostError
 from raysgd.storage import files
-from raysgd.trainer.driver.calls import asked
+from raysgd.trainer.driver.calls import epoch_options
 from raysgd.trainer.driver.fit_epoch import EpochTraining
 from raysgd.trainer.driver.fit_results import EpochResults
 from raysgd.trainer.driver.fit_steps import StepReports
@@ -319,7 +319,7 @@ class FitRun:
         reports = self._reports
         with trainer.calls.listeners.listening(*reports.listeners, step_readers=reports.readers):
             info = {"num_epochs": run.epochs, VALIDATES: self._results.validates}
-            trained = self._training.train(asked(None, info=info))
+            trained = self._training.train(epoch_options(None, info=info))
             if trained is None:
                 run.epoch -= 1
                 return None
@@ -374,9 +374,9 @@ class FitRun:
             self._take_over(self._kept[0])
             self._run.epoch, self._training.known_step = self._kept[0].epoch, self._kept[2]
         else:
-            given = self._options.resume_from
-            location = None if given is None else str(given)
-            if given == AUTO:
+            resume_from = self._options.resume_from
+            location = None if resume_from is None else str(resume_from)
+            if resume_from == AUTO:
                 location = self._checkpoints.find(self._run)
             if location is not None:
                 sidecar = self._checkpoints.load(location)

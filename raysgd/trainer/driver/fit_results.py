@@ -15,7 +15,7 @@ from raysgd.core.engine.shared.call import CallHandle
 from raysgd.core.history.history import CallRecord, RecordBeside
 from raysgd.core.numbers.metric_names import validation_name
 from raysgd.exceptions import NoDataError, WorkersLostError
-from raysgd.trainer.driver.calls import asked
+from raysgd.trainer.driver.calls import epoch_options
 from raysgd.trainer.driver.trainer_port import TrainerPort
 
 logger = logging.getLogger(__name__)
@@ -174,11 +174,11 @@ class EpochResults:
         """Validate after an epoch. If validation runs concurrently with training, only start the validation."""
         trainer, dataset = self._trainer, self._dataset
         if self._run.validates_beside:
-            epoch.handle = trainer.begin_validation(asked(None), dataset, True, epoch.note)
+            epoch.handle = trainer.begin_validation(epoch_options(None), dataset, True, epoch.note)
             self._awaited = epoch
             return
         # Validate on all data from the start, even if a callback has just validated on its first few batches.
-        whole = replace(asked(None), starts_over=True)
+        whole = replace(epoch_options(None), starts_over=True)
         with self._noting_lack_of_data():
             trainer.after_validation(epoch.trained, trainer.validate(whole, dataset, of_fit=True))
         self.take_records()
@@ -193,9 +193,9 @@ class EpochResults:
             The metrics, named as in the history. None if there is no data to validate on.
         """
         place, result = (self._run.epoch, global_step), {}
-        request = replace(asked(None), starts_over=True, is_inside=True)
+        options = replace(epoch_options(None), starts_over=True, is_inside=True)
         with self._noting_lack_of_data():
-            result = self._trainer.validate(request, self._dataset, of_fit=True, inside=place)
+            result = self._trainer.validate(options, self._dataset, of_fit=True, inside=place)
         if self._lacks_data:
             return None
         self.take_records()

@@ -136,8 +136,8 @@ class StepReports:
 
         The list holds the step, followed by the metrics of each rank. Return None if there are no such metrics.
         """
-        found = () if self._steps is None else self._steps.open()
-        return [found[0][0], *summaries_as_data(each for _, each in found)] if found else None
+        by_rank = () if self._steps is None else self._steps.open()
+        return [by_rank[0][0], *summaries_as_data(metrics for _, metrics in by_rank)] if by_rank else None
 
     def go_on_from(self, open_steps: list[Any] | None) -> None:
         """Let the workers add their next steps to the metrics that `open_steps` returned in an earlier run."""

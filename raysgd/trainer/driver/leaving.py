@@ -102,9 +102,9 @@ class Leaving:
             tell: Function that the signal handler calls. It may only set flags, because a signal can interrupt the
                 program anywhere.
         """
-        place = _obstacle()
-        if place is not None:
-            logger.debug("the run does not listen to signals: it is in %s", place)
+        obstacle = _obstacle()
+        if obstacle is not None:
+            logger.debug("the run does not listen to signals: it is in %s", obstacle)
             yield
             return
         self._tell = tell
@@ -177,9 +177,9 @@ def seconds_of(max_time: Any) -> float:
     """
     if isinstance(max_time, timedelta):
         max_time = max_time.total_seconds()
-    found = _DURATION.fullmatch(max_time.strip()) if isinstance(max_time, str) else None
-    if found is not None:
-        days, hours, minutes, seconds = (int(each or 0) for each in found.groups())
+    duration = _DURATION.fullmatch(max_time.strip()) if isinstance(max_time, str) else None
+    if duration is not None:
+        days, hours, minutes, seconds = (int(each or 0) for each in duration.groups())
         max_time = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if isinstance(max_time, str):
         raise ValueError(

@@ -22,7 +22,7 @@ from raysgd.core.engine.shared.types import World
 from raysgd.core.numbers.results import CallProgress
 from raysgd.trainer.configuration.settings import ReplicaSettings
 from raysgd.trainer.driver.calls import ProgressListeners
-from raysgd.trainer.driver.shared_data import placed_once
+from raysgd.trainer.driver.shared_data import stored_once
 from raysgd.trainer.messages.prediction import PredictRequest
 from raysgd.trainer.messages.prediction_data import DEFAULT_BATCH_SIZE, PredictionSource
 
@@ -66,7 +66,7 @@ class PredictionRounds:
         info: The user's entries for the `batch_info` of `predict_batch`.
         has_target: Whether tuple batches end with a target. None to decide by the data.
         max_retries: How many times to repeat a round after a failure.
-        place: Function that takes a rank and a value for that rank, and returns the argument to send. It puts the value
+        store: Function that takes a rank and a value for that rank, and returns the argument to send. It puts the value
             into Ray's object store, unless the rank runs in the driver.
         listeners: Functions that receive the progress after each round.
     """
@@ -79,13 +79,13 @@ class PredictionRounds:
         info: Mapping[str, Any],
         has_target: bool | None,
         max_retries: int,
-        place: Callable[[int, Any], Any],
+        store: Callable[[int, Any], Any],
         listeners: ProgressListeners,
     ) -> None:
         self._controller, self._predict, self._source = controller, predict, source
         self._info, self._max_retries = info, max_retries
         self._has_target = source.has_target if has_target is None else has_target
-        self._place, self._listeners = place, listeners
+        self._store, self._listeners = store, listeners
         self._key = uuid.uuid4().hex
         self._round_size = 1
         self._num_done = 0
@@ -122,7 +122,7 @@ class PredictionRounds:
         """
         is_new, self._worlds = worlds is not self._worlds, worlds
         has_share = is_new and self._source.share is not None
-        shares = placed_once(self._place, [self._source.share] * len(worlds)) if has_share else None
+        shares = stored_once(self._store, [self._source.share] * len(worlds)) if has_share else None
         requests, first = [], 0
         is_last = self._num_done + len(pieces) == self._source.num_batches
         for rank, own in enumerate(dealt(pieces, len(worlds))):
@@ -132,7 +132,7 @@ class PredictionRounds:
             request = PredictRequest(
                 self._key, self._info, self._has_target, done + first, done, len(worlds), total, is_last
             )
-            parts = [request, self._place(rank, work) if is_large else work]
+            parts = [request, self._store(rank, work) if is_large else work]
             requests.append(tuple(parts if shares is None else [*parts, shares[rank]]))
             first += len(own)
         return requests

@@ -1,14 +1,10 @@
-"""Saves a trainer or a run to files, loads states into all workers, and records the changes of a detached trainer.
-
-A detached trainer outlives the program that created it.
-"""
+"""Saves a trainer or a run to files, and loads states into all workers."""
 
 from __future__ import annotations
 
 import logging
-import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,18 +15,15 @@ from raysgd.callbacks.callback import Run, SaveBehind
 from raysgd.callbacks.calling import CallbackCalls
 from raysgd.callbacks.sidecar import Sidecar, Sidecars, place_of
 from raysgd.core.engine.controller import ElasticController
-from raysgd.core.engine.keeper import Keeper
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot, own_states
 from raysgd.core.engine.transfers import SharedValue
-from raysgd.core.history.accounts import Accounts
-from raysgd.core.history.history import BEGINNING
 from raysgd.exceptions import WorkersLostError
 from raysgd.storage import files
 from raysgd.storage.background_writer import BackgroundWriter, SubmittedWrite, Write
 from raysgd.trainer.driver.fit_steps import StepReports
-from raysgd.trainer.driver.trainer_port import FitProgress, TrainerPort
+from raysgd.trainer.driver.trainer_port import TrainerPort
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +32,6 @@ _END_S = 60.0
 State = dict[str, Any]
 Content = tuple[State, Write]
 """The training state to save, and the function that writes this state to a file."""
-_RECORDS = "records:"
 
 
 class FileSaves:
@@ -190,11 +182,11 @@ class RunCheckpoints:
 
     def find(self, run: Run) -> str | None:
         """Return the newest checkpoint that the callbacks, or a detached trainer, have saved. None if there is none."""
-        found = [each.newest_checkpoint(run) for each in run.callbacks]
-        places, left = [str(each) for each in found if each is not None], self.trainer.left_file
+        newest = [each.newest_checkpoint(run) for each in run.callbacks]
+        locations, left = [str(location) for location in newest if location is not None], self.trainer.left_file
         if left is not None and place_of(left)[0] >= 0:
-            places.append(left)  # last, so that `max` prefers an equally new file that also has the callbacks' states
-        return max(places, key=place_of, default=None)
+            locations.append(left)  # last, so that `max` prefers an equally new file with the callbacks' states
+        return max(locations, key=place_of, default=None)
 
     def load(self, location: str) -> Sidecar | None:
         """Load a checkpoint into the workers, and return the content of its sidecar, or None if it has no sidecar."""
@@ -248,85 +240,3 @@ def load_snapshot_into_all(controller: ElasticController, restore: Callable[...,
     stored = SharedValue(shared, snapshot.reference) if is_stored else group.store(shared)
     is_complete = len(snapshot.rank_states) == controller.num_workers
     load_into_all(controller, restore, stored, snapshot.rank_states, is_complete)
-
-
-class KeptTrainer:
-    """Records the settings, history and progress of a detached trainer, and restores them in a later process.
-
-    Args:
-        trainer: The detached trainer, a `TorchTrainer` or `TFTrainer`.
-        keeper: Counts the trainer's calls to its workers.
-    """
-
-    def __init__(self, trainer: Any, keeper: Keeper) -> None:
-        self._trainer, self._keeper = trainer, keeper
-        self._seen, self._settings = BEGINNING, trainer._settings
-
-    def changes(self) -> dict[str, bytes]:
-        """Return the pickled entries to store for a later process, by name.
-
-        These are the trainer's current progress, and those records and settings that are new since the last call.
-        """
-        from ray import cloudpickle
-
-        trainer, history, snapshots = self._trainer, self._trainer.history, self._trainer._controller.snapshots
-        places = trainer._calls.sharing.places_to_keep()
-        accounts = trainer._calls.accounts.kept()
-        state = self._keeper.num_calls, list(history.events), snapshots.last_file, places, accounts
-        found: dict[str, Any] = {"state": state}
-        if history.extent.records > self._seen.records:
-            found[f"{_RECORDS}{self._seen.records}"] = history.part(self._seen, history.extent).records
-            self._seen = history.extent
-        if trainer._settings is not self._settings:
-            self._settings = trainer._settings
-            found["settings"] = self._settings
-        return {name: cloudpickle.dumps(value) for name, value in found.items()}
-
-    def take_over(self, kept: Mapping[str, bytes]) -> None:
-        """Restore the history, the settings and the progress that a previous process stored.
-
-        Args:
-            kept: The stored entries by name, as `changes` returned them.
-        """
-        trainer = self._trainer
-        self._keeper.num_calls, events, last_file, places, accounts = pickle.loads(kept["state"])
-        trainer._calls.accounts.take_over(accounts)
-        trainer._recorder.told_s = partial(_told_since, trainer._calls.accounts, trainer._calls.accounts.in_calls())
-        trainer._controller.snapshots.last_file = last_file
-        trainer.history.events[:] = events
-        for name in [name for name in kept if name.startswith(_RECORDS)]:
-            for record in pickle.loads(kept[name]):
-                trainer._recorder.add_record(record)
-        self._seen = trainer.history.extent
-        if "settings" in kept:
-            self._settings = pickle.loads(kept["settings"])
-            trainer._take_settings(self._settings)
-            trainer._calls.sharing = trainer._new_sharing()
-        trainer._calls.sharing.take_over(places)
-        if "fit" in kept:
-            progress: FitProgress = pickle.loads(kept["fit"])
-            trainer._fit_progress = progress
-
-    def leave_call(self, *, is_interrupted: bool) -> None:
-        """Abandon the call that the previous process left running, so that the next call does not continue that call.
-
-        Args:
-            is_interrupted: Whether to end the abandoned call in the workers, because the user pressed Ctrl-C. If False,
-                workers that are still running the call finish it.
-        """
-        self._trainer._fit_progress = None
-        found, self._keeper.found = self._keeper.found, None
-        if found is not None and found.call > self._keeper.num_calls:
-            self._keeper.num_calls = found.call
-            if is_interrupted:
-                self._trainer._controller.end_left_call()
-
-
-def _told_since(accounts: Accounts, before: Mapping[int, float]) -> float:
-    """Return how many seconds of training calls have passed since an earlier moment: the maximum over ranks.
-
-    Args:
-        accounts: Records of how the workers spend their time.
-        before: For each rank, its total seconds in training calls at the earlier moment.
-    """
-    return max((seconds - before.get(rank, 0.0) for rank, seconds in accounts.in_calls().items()), default=0.0)

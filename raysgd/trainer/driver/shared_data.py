@@ -22,7 +22,7 @@ Requests = list[tuple[Any, ...]]
 """For each rank, the arguments to send: the request, and also the rank's shard of the data if the rank lacks it."""
 
 
-def place_share(use_local: bool, rank: int, share: Any) -> Any:
+def store_share(use_local: bool, rank: int, share: Any) -> Any:
     """Put a rank's shard of the data into Ray's object store, and return the reference to send to the rank.
 
     The reference must be passed to a Ray call as an argument of its own. Inside another object, Ray could not track
@@ -61,7 +61,7 @@ class DataSharing:
 
     Args:
         config: The trainer's config. Its batch size is that of all workers together.
-        place: Function that stores the shard of a rank and returns the argument to send, as `place_share` does.
+        store: Function that stores the shard of a rank and returns the argument to send, as `store_share` does.
         call_data_of: Function that returns how to divide data over the workers, as a `CallData`. Its arguments are the
             data that the user passed to a call, and the config of one worker.
         config_for: Function that returns the config of one worker, from the trainer's config and the number of workers.
@@ -70,15 +70,15 @@ class DataSharing:
     def __init__(
         self,
         config: Mapping[str, Any],
-        place: Callable[[int, Any], Any],
+        store: Callable[[int, Any], Any],
         call_data_of: Callable[[Any, Mapping[str, Any]], CallData | None] = call_data_of,
         config_for: Callable[[Mapping[str, Any], int], Mapping[str, Any]] = config_for_worker,
     ) -> None:
         self._config = config
-        self._place = place
+        self._store = store
         self._call_data_of = call_data_of
         self._config_for = config_for
-        self._places: dict[str, tuple[Any, DataPosition | None]] = {}
+        self._positions: dict[str, tuple[Any, DataPosition | None]] = {}
         self._divisions: dict[str, _Division] = {}
         self._has_warned = False
 
@@ -108,12 +108,12 @@ class DataSharing:
         assert data is not None, "the call has checked it"
         if not data.keeps_position:
             self._divisions.pop(of_call, None)
-        known, place = self._places.get(name, (None, None))
-        begun = replace(data, place=place) if known is identity(dataset) else data
+        known, position = self._positions.get(name, (None, None))
+        begun = replace(data, place=position) if known is identity(dataset) else data
         key, shares = self._shares(of_call, dataset, begun, worlds)
         return self._with_shares([(replace(each, shard_key=key),) for (each,) in requests], shares)
 
-    def note_place(self, name: str, dataset: Any, place: DataPosition | None) -> None:
+    def note_position(self, name: str, dataset: Any, position: DataPosition | None) -> None:
         """Remember the position at which a call stopped in the dataset that the user passed to it.
 
         The next call with the same dataset continues from there.
@@ -121,25 +121,27 @@ class DataSharing:
         Args:
             name: "train" or "validation".
             dataset: The dataset.
-            place: The position, or None if the next call starts from the beginning.
+            position: The position, or None if the next call starts from the beginning.
         """
-        self._places[name] = identity(dataset), place
+        self._positions[name] = identity(dataset), position
 
-    def places_to_keep(self) -> dict[str, tuple[str, DataPosition | None]]:
+    def positions_to_keep(self) -> dict[str, tuple[str, DataPosition | None]]:
         """Return the positions at which calls stopped in datasets, for a later process that continues this trainer.
 
         Only datasets that another process sent to this one are included. They have a token by which the later process
         can recognize the same dataset.
         """
-        return {name: (token, place) for name, (token, place) in self._places.items() if isinstance(token, str)}
+        return {
+            name: (token, position) for name, (token, position) in self._positions.items() if isinstance(token, str)
+        }
 
     def take_over(self, kept: Mapping[str, tuple[str, DataPosition | None]]) -> None:
         """Let later calls continue in their datasets from positions that another process stored.
 
         Args:
-            kept: The positions, as `places_to_keep` returned them.
+            kept: The positions, as `positions_to_keep` returned them.
         """
-        self._places = {name: (sys.intern(token), place) for name, (token, place) in kept.items()}
+        self._positions = {name: (sys.intern(token), position) for name, (token, position) in kept.items()}
 
     def follow(self, config: Mapping[str, Any]) -> None:
         """Use a changed config.
@@ -157,35 +159,37 @@ class DataSharing:
         if not shares:
             return requests
         if all(share is shares[0] for share in shares):
-            return [(*each, share) for each, share in zip(requests, placed_once(self._place, shares), strict=True)]
-        return [(*each, self._place(rank, shares[rank])) for rank, each in enumerate(requests)]
+            return [(*each, share) for each, share in zip(requests, stored_once(self._store, shares), strict=True)]
+        return [(*each, self._store(rank, shares[rank])) for rank, each in enumerate(requests)]
 
-    def _shares(self, name: str, given: Any, data: CallData, worlds: Sequence[World]) -> tuple[str, Sequence[CallData]]:
+    def _shares(
+        self, name: str, dataset: Any, data: CallData, worlds: Sequence[World]
+    ) -> tuple[str, Sequence[CallData]]:
         """Split the data into one shard per rank. Return a key that identifies this split, and the shards by rank.
 
         If the workers already have these shards, return an empty sequence instead of the shards.
         """
         known = self._divisions.get(name)
-        if known is not None and known.data is identity(given) and known.worlds is worlds:
+        if known is not None and known.data is identity(dataset) and known.worlds is worlds:
             return known.key, ()
         if data.kind == "ray":
             self._has_warned = self._has_warned or not are_cpus_free()
         shares = data.shares(len(worlds))
-        self._divisions[name] = _Division(identity(given), worlds, data.kind, uuid.uuid4().hex)
+        self._divisions[name] = _Division(identity(dataset), worlds, data.kind, uuid.uuid4().hex)
         return self._divisions[name].key, shares
 
 
-def placed_once(place: Callable[[int, Any], Any], shares: Sequence[Any]) -> list[Any]:
+def stored_once(store: Callable[[int, Any], Any], shares: Sequence[Any]) -> list[Any]:
     """Store a value that is sent to all ranks, and return the argument to send to each rank.
 
     Ranks outside the driver share one copy in Ray's object store.
 
     Args:
-        place: Function that stores the value for a rank and returns the argument to send, as `place_share` does.
+        store: Function that stores the value for a rank and returns the argument to send, as `store_share` does.
         shares: The value, repeated for each rank.
     """
     share, num_others = shares[0], len(shares) - 1
-    first = place(0, share)
-    # If rank 0 runs in the driver, `place` has not put its value into Ray's object store. Store it for the other ranks.
+    first = store(0, share)
+    # If rank 0 runs in the driver, `store` has not put its value into Ray's object store. Store it for the other ranks.
     is_local = first is share
-    return [first, *[place(1, share) if is_local and num_others else first] * num_others]
+    return [first, *[store(1, share) if is_local and num_others else first] * num_others]

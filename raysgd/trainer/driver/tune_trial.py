@@ -247,7 +247,7 @@ def trainer_trainable(purpose: str) -> type[Any]:
             path = Path(checkpoint)
             self._trainer.load(str(path / self._checkpoint_name if path.is_dir() else path))
             if has_changed(path, self.config):
-                self._trainer._follow_config()
+                self._trainer._changes.follow_config()
 
         def cleanup(self) -> None:
             """Shut down the trainer and its workers at the end of the trial."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -23,20 +23,15 @@ VALIDATES = "validates"
 
 
 @dataclass(frozen=True)
-class EpochRequest:
-    """What the driver asks one worker to do in one `train` or `validate` call.
+class EpochOptions:
+    """What one `train` or `validate` call asks of all workers alike.
 
     Attributes:
         num_steps: Maximum number of steps, or None for no limit.
         info: The `info` that the user passed to `train` or `validate`, for the operator.
-        profile: True if the worker must also return how long each phase of the call took.
-        seed: Seed of the random order in which samples are used.
-        shard_key: Key that identifies a dataset that the user passed to the call. None if the call uses the data that
-            the operator registered.
-        redraw: Function that a worker in the driver process calls between steps, about ten times a second, so that
-            progress is displayed. None for other workers.
+        profile: True if a worker must also return how long each phase of the call took.
         starts_over: True to start an evaluation from the first batch, even if the last call stopped inside the data.
-        compares_ranks: True if the worker must also return checksums of its weights.
+        compares_ranks: True if a worker must also return checksums of its weights.
         call: Number of the training call. A worker continues an unfinished call only if the request has the same
             number.
         attempt: Number of the attempt at the call, starting at 1. When the group of workers changes during the call,
@@ -49,15 +44,33 @@ class EpochRequest:
     num_steps: int | None
     info: Mapping[str, Any]
     profile: bool
+    starts_over: bool = field(default=False, kw_only=True)
+    compares_ranks: bool = field(default=False, kw_only=True)
+    call: int = field(default=0, kw_only=True)
+    attempt: int = field(default=0, kw_only=True)
+    hold_at: int | None = field(default=None, kw_only=True)
+    is_inside: bool = field(default=False, kw_only=True)
+
+    def with_seed(self, seed: int) -> EpochRequest:
+        """Return the request to send to workers that use this seed."""
+        return EpochRequest(**vars(self), seed=seed)
+
+
+@dataclass(frozen=True)
+class EpochRequest(EpochOptions):
+    """What the driver asks one worker to do in one `train` or `validate` call.
+
+    Attributes:
+        seed: Seed of the random order in which samples are used.
+        shard_key: Key that identifies a dataset that the user passed to the call. None if the call uses the data that
+            the operator registered.
+        redraw: Function that a worker in the driver process calls between steps, about ten times a second, so that
+            progress is displayed. None for other workers.
+    """
+
     seed: int
     shard_key: str | None = None
     redraw: Callable[[], None] | None = None
-    starts_over: bool = False
-    compares_ranks: bool = False
-    call: int = 0
-    attempt: int = 0
-    hold_at: int | None = None
-    is_inside: bool = False
 
 
 @dataclass(frozen=True)

@@ -48,18 +48,18 @@ class JointWork:
         return num_behind >= len(other.marks) or other.marks[-1 - num_behind] == self.marks[-1]
 
 
-def difference(told: Mapping[int, Any]) -> str:
+def difference(by_rank: Mapping[int, Any]) -> str:
     """Describe how the actions of ranks in a training call differ.
 
     Return an empty string if all ranks have taken the same actions, or can still catch up with the others.
 
     Args:
-        told: The latest progress report, answer or failure of each rank, by rank. Ranks without a `joint_work` are
+        by_rank: The latest progress report, answer or failure of each rank, by rank. Ranks without a `joint_work` are
             ignored, and so are ranks whose report is from an earlier call.
     """
-    found = {rank: work for rank, each in told.items() if (work := getattr(each, "joint_work", None)) is not None}
-    newest = max((work.number for work in found.values()), default=0)
-    works: dict[int, JointWork] = {rank: work for rank, work in found.items() if work.number == newest}
+    known = {rank: work for rank, each in by_rank.items() if (work := getattr(each, "joint_work", None)) is not None}
+    newest = max((work.number for work in known.values()), default=0)
+    works: dict[int, JointWork] = {rank: work for rank, work in known.items() if work.number == newest}
     most = max(works.values(), key=lambda work: work.num, default=None)
     if most is None or all(work.can_become(most) for work in works.values()):
         return ""

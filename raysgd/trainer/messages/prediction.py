@@ -66,8 +66,8 @@ class Batches:
             as_batch: Function that converts a batch according to `form`.
             num_rows_of: Function that returns the number of rows in a converted batch.
         """
-        for given in self.batches:
-            batch = given if self.form is None else as_batch(given, self.form)
+        for rows in self.batches:
+            batch = rows if self.form is None else as_batch(rows, self.form)
             yield batch, num_rows_of(batch)
 
 
@@ -127,16 +127,16 @@ def outputs_of(
     Raises:
         ValueError: The number of rows in an output differs from its batch.
     """
-    predict_batch, found = bind_batch_info(operator.predict_batch), []
+    predict_batch, outputs = bind_batch_info(operator.predict_batch), []
     for number, (batch, num_rows) in enumerate(batches):
         has_several = isinstance(batch, tuple | list) and len(batch) > 1
         has_target = has_several if request.has_target is None else request.has_target
         where = {"batch_idx": request.first_batch + number, HAS_TARGET: has_target}
         output = as_arrays(predict_batch(batch, {**request.info, **where}), plain)
         check_rows(output, num_rows, type(operator).__name__)
-        found.append(output)
+        outputs.append(output)
         place.note_batches(number + 1)
-    return found
+    return outputs
 
 
 def as_arrays(returned: Any, plain: Callable[[Any], Any]) -> Any:
@@ -170,9 +170,9 @@ def check_rows(output: Any, num_rows: int, name: str) -> None:
     if not any(True for _ in trees.leaves(output)):
         raise ValueError(f"`{name}.predict_batch` returned {output!r}: return an output with one row per input row.")
     for part, leaf in trees.leaves(output):
-        found = trees.rows_of(leaf)
-        if found != num_rows:
-            what = f"a `{type(leaf).__name__}` without rows" if found is None else f"{found} rows"
+        num_found = trees.rows_of(leaf)
+        if num_found != num_rows:
+            what = f"a `{type(leaf).__name__}` without rows" if num_found is None else f"{num_found} rows"
             raise ValueError(_wrong(name, part, what, num_rows))
 
 

@@ -98,11 +98,11 @@ def num_rows_of(arrays: Any) -> int:
     Raises:
         ValueError: The numbers of rows differ, or an array is a scalar.
     """
-    found = {name: trees.rows_of(leaf) for name, leaf in trees.leaves(arrays)}
-    if len(set(found.values())) != 1 or None in found.values():
-        sizes = ", ".join(f"{name or 'it'}: {rows}" for name, rows in found.items())
+    num_rows = {name: trees.rows_of(leaf) for name, leaf in trees.leaves(arrays)}
+    if len(set(num_rows.values())) != 1 or None in num_rows.values():
+        sizes = ", ".join(f"{name or 'it'}: {rows}" for name, rows in num_rows.items())
         raise ValueError(f"The arrays have different numbers of rows, or none ({sizes}): pass arrays of equal length.")
-    return next(rows for rows in found.values() if rows is not None)
+    return next(rows for rows in num_rows.values() if rows is not None)
 
 
 @dataclass(frozen=True)
@@ -165,10 +165,10 @@ def source_of(data: Any, asked: BatchRequest) -> Found | None:
     return _of_arrays(data, asked) if kind == "rows" else None
 
 
-def _of_arrays(given: Any, asked: BatchRequest) -> Found:
-    arrays = given if isinstance(given, Arrays) else Arrays(given)
+def _of_arrays(rows: Any, asked: BatchRequest) -> Found:
+    arrays = rows if isinstance(rows, Arrays) else Arrays(rows)
     data, form = arrays.data, asked.form(arrays.form)
-    has_target = arrays is given and isinstance(data, tuple) and len(data) > 1
+    has_target = arrays is rows and isinstance(data, tuple) and len(data) > 1
     container: Container = ArrayContainer(asked.leaf, is_dict=isinstance(data, Mapping))
     if is_frame(data):
         container = DataFrameContainer(data.index)

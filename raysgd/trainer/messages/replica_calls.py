@@ -37,5 +37,5 @@ def global_step(replica: Any) -> int:
 
 def progress(replica: Any) -> CallProgress | None:
     """Return the progress of the call that the worker is running, or None between calls."""
-    found: CallProgress | None = replica.progress()
-    return found
+    progress: CallProgress | None = replica.progress()
+    return progress

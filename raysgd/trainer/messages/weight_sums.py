@@ -130,22 +130,22 @@ def sums_of_array(array: np.ndarray[Any, Any]) -> tuple[float, float]:
     return total, squares
 
 
-def check_equal(told: Mapping[int, WeightSums | None], reasons: str, way_out: str = _WAY_OUT) -> None:
+def check_equal(by_rank: Mapping[int, WeightSums | None], reasons: str, way_out: str = _WAY_OUT) -> None:
     """Check that all ranks have the same weights. If the sums of a rank are missing, nothing is compared.
 
     Args:
-        told: The sums of each rank, or None for a rank that did not compute sums.
+        by_rank: The sums of each rank, or None for a rank that did not compute sums.
         reasons: Likely reasons for a difference in this framework, for the error message.
         way_out: Advice for the user, for the error message.
 
     Raises:
         RanksDifferError: The weights differ by more than the tolerance.
     """
-    sums = {rank: each for rank, each in told.items() if each is not None}
-    found = _difference(sums) if len(sums) == len(told) > 1 else ""
-    if found:
+    sums = {rank: each for rank, each in by_rank.items() if each is not None}
+    difference = _difference(sums) if len(sums) == len(by_rank) > 1 else ""
+    if difference:
         advice = _ADVICE.format(reasons=reasons, way_out=way_out)
-        raise RanksDifferError(f"The workers' models are no longer in sync: {found}. {advice}")
+        raise RanksDifferError(f"The workers' models are no longer in sync: {difference}. {advice}")
 
 
 def _difference(sums: Mapping[int, WeightSums]) -> str:
@@ -156,9 +156,9 @@ def _difference(sums: Mapping[int, WeightSums]) -> str:
         return f"{named(odd)} have other parameters than rank {first}"
     apart = {rank: _apart(own, sums[rank]) for rank in others}
     ranks_of = [[rank for rank in others if apart[rank][index]] for index in range(len(own.names))]
-    found = [f"{name} on {named(ranks)}" for name, ranks in zip(own.names, ranks_of, strict=True) if ranks]
-    more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
-    return f"compared with rank {first}, these differ: {', '.join(found[:_MOST_NAMES])}{more}" if found else ""
+    differing = [f"{name} on {named(ranks)}" for name, ranks in zip(own.names, ranks_of, strict=True) if ranks]
+    more = f" and {len(differing) - _MOST_NAMES} more" if len(differing) > _MOST_NAMES else ""
+    return f"compared with rank {first}, these differ: {', '.join(differing[:_MOST_NAMES])}{more}" if differing else ""
 
 
 def _apart(one: WeightSums, other: WeightSums) -> Sequence[bool]:

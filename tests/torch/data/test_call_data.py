@@ -84,12 +84,12 @@ def test_the_kind_of_data_says_who_divides_them() -> None:
     assert kinds == {**dict.fromkeys(KINDS, "rows"), **batches}
     whole = call_data.call_data_of(ROWS, {"batch_size": 4})
     assert whole is not None
-    assert whole.is_whole
+    assert whole.goes_to_all
     first, second = whole.shares(2)
     assert first is second
     shards = call_data.call_data_of(Shards(), {})
     assert shards is not None
-    assert not shards.is_whole
+    assert not shards.goes_to_all
     assert [share.data for share in shards.shares(2)] == [[0], [1]]
     assert call_data.call_data_of([1], {}) is None
 

@@ -351,7 +351,7 @@ def test_training_goes_on_as_if_nothing_had_been_predicted(make_local: Callable[
 
 def test_listeners_hear_how_far_it_is(stock: TorchTrainer) -> None:
     heard: list[CallProgress] = []
-    with stock._listeners.listening(heard.append):
+    with stock._life.listeners.listening(heard.append):
         stock.predict(X, batch_size=5)
     assert [each.kind for each in heard] == ["predict"] * len(heard)
     assert [each.num_steps for each in heard] == sorted(each.num_steps for each in heard)

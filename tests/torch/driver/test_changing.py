@@ -240,7 +240,7 @@ def test_an_operator_that_is_made_later_is_set_up_and_told_as_the_others_were(ma
     trainer = scheduled(make_local, Told)
 
     def told_of() -> list[Any]:
-        runner = trainer._replicas(World(0, 1))
+        runner = trainer._life.replicas(World(0, 1))
         runner.setup()
         assert (runner.operator.config, rates_of(runner.operator)) == (dict(trainer.config), rates(trainer))
         told: list[Any] = runner.operator.told

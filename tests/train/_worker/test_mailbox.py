@@ -118,7 +118,7 @@ def test_what_is_dropped_holds_nobody_up() -> None:
     pending = PendingCheckpoints()
     kept, announced = pending.keep("a"), pending.announce()
     pending.clear()
-    pending.settle(announced, lambda told: pytest.fail("it is not made"))
+    pending.copy_if_fetched(announced, lambda told: pytest.fail("it is not made"))
     for token in (kept, announced):
         with pytest.raises(KeyError):
             pending.fetch(token)

@@ -135,7 +135,7 @@ def test_a_copy_of_what_a_program_sends_again_stands_for_the_same_data() -> None
     sharing = DataSharing({}, lambda rank, share: {rank: share}, lambda data, config: CallData("batches", data))
     begun = pickle.loads(pickle.dumps(first))
     assert place_of(begun, sharing) is None
-    sharing.note_place("train", begun, DataPosition(0, 3))
+    sharing.note_position("train", begun, DataPosition(0, 3))
     validated = pickle.loads(pickle.dumps(replace(other, argument="validation_dataset")))
     again = pickle.loads(pickle.dumps(first))
     assert again is not begun

@@ -46,7 +46,7 @@ class BoardMessage(NamedTuple):
 
 def taken_from(received: bytearray) -> list[BoardMessage]:
     """Remove all complete messages from the start of a buffer of received bytes, and return them decoded."""
-    found, start, num_received = [], 0, len(received)
+    messages, start, num_received = [], 0, len(received)
     while num_received - start >= _HEAD.size:
         source, length, num_bytes = _HEAD.unpack_from(received, start)
         middle = start + _HEAD.size + length
@@ -54,9 +54,9 @@ def taken_from(received: bytearray) -> list[BoardMessage]:
             break
         key = received[start + _HEAD.size : middle].decode()
         start = middle + num_bytes
-        found.append(BoardMessage(source, key, bytes(received[middle:start])))
+        messages.append(BoardMessage(source, key, bytes(received[middle:start])))
     del received[:start]
-    return found
+    return messages
 
 
 class _Link:

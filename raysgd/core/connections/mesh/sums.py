@@ -284,10 +284,10 @@ class Nodes:
     @cached_property
     def ranks(self) -> list[list[int]]:
         """The ranks of each node. Nodes are ordered by their first rank."""
-        found: dict[str, list[int]] = {}
+        ranks_of: dict[str, list[int]] = {}
         for rank, host in enumerate(self.hosts):
-            found.setdefault(host, []).append(rank)
-        return list(found.values())
+            ranks_of.setdefault(host, []).append(rank)
+        return list(ranks_of.values())
 
     @cached_property
     def are_shared(self) -> bool:

@@ -180,14 +180,14 @@ def heartbeat(replica: Any) -> Heartbeat | None:
     Return None if the replica has no heartbeats. The answer to the running call repeats these lines, because the call
     may end before the driver reads the heartbeat.
     """
-    found = sign_of_life(replica)
-    return None if found is None else replace(found, notes=log_lines.glance())
+    heartbeat = sign_of_life(replica)
+    return None if heartbeat is None else replace(heartbeat, notes=log_lines.glance())
 
 
 def sign_of_life(replica: Any) -> Heartbeat | None:
     """Return a heartbeat without log lines. Return None if the replica has no heartbeats."""
-    found: Heartbeat | None = replica.heartbeat() if hasattr(replica, "heartbeat") else None
-    return found
+    heartbeat: Heartbeat | None = replica.heartbeat() if hasattr(replica, "heartbeat") else None
+    return heartbeat
 
 
 def part_of_snapshot(replica: RegroupingReplica, number: int) -> Capture | None:
@@ -226,8 +226,8 @@ def settle_hold(replica: Any, number: int, is_agreed: bool) -> None:
 
 def last_hold(replica: Any) -> tuple[int, bool]:
     """Return the number of the last proposal to stop, and True if the rank was told that all ranks agreed."""
-    found: tuple[int, bool] = replica.last_hold() if hasattr(replica, "last_hold") else (0, False)
-    return found
+    last_hold: tuple[int, bool] = replica.last_hold() if hasattr(replica, "last_hold") else (0, False)
+    return last_hold
 
 
 def leave_call(replica: Any, number: int) -> None:

@@ -1,0 +1,103 @@
+"""`KeptTrainer`: what a detached trainer stores for the process that continues it.
+
+A detached trainer outlives the program that created it. If its own process ends too, a new process takes over the
+workers and these records.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from raysgd.core.engine.keeper import Keeper
+from raysgd.core.history.accounts import Accounts
+from raysgd.core.history.history import BEGINNING
+from raysgd.trainer.driver.life import TrainerLife
+from raysgd.trainer.driver.trainer_port import FitProgress
+
+_RECORDS = "records:"
+
+
+class KeptTrainer:
+    """Records the settings, history and progress of a detached trainer, and restores them in a later process.
+
+    Args:
+        life: The trainer's workers and settings.
+        keeper: Counts the trainer's calls to its workers.
+    """
+
+    def __init__(self, life: TrainerLife, keeper: Keeper) -> None:
+        self._life, self._keeper = life, keeper
+        self._seen, self._settings = BEGINNING, life.settings
+
+    def changes(self) -> dict[str, bytes]:
+        """Return the pickled entries to store for a later process, by name.
+
+        These are the trainer's current progress, and those records and settings that are new since the last call.
+        """
+        from ray import cloudpickle
+
+        life, calls, history = self._life, self._life.epoch_calls, self._life.recorder.history
+        positions, accounts = calls.sharing.positions_to_keep(), calls.accounts.kept()
+        last_file = life.controller.snapshots.last_file
+        entries: dict[str, Any] = {
+            "state": (self._keeper.num_calls, list(history.events), last_file, positions, accounts)
+        }
+        if history.extent.records > self._seen.records:
+            entries[f"{_RECORDS}{self._seen.records}"] = history.part(self._seen, history.extent).records
+            self._seen = history.extent
+        if life.settings is not self._settings:
+            self._settings = life.settings
+            entries["settings"] = self._settings
+        return {name: cloudpickle.dumps(value) for name, value in entries.items()}
+
+    def take_over(self, kept: Mapping[str, bytes]) -> None:
+        """Restore the history, the settings and the progress that a previous process stored.
+
+        Args:
+            kept: The stored entries by name, as `changes` returned them.
+        """
+        life, calls, recorder = self._life, self._life.epoch_calls, self._life.recorder
+        self._keeper.num_calls, events, last_file, positions, accounts = pickle.loads(kept["state"])
+        calls.accounts.take_over(accounts)
+        recorder.told_s = partial(_told_since, calls.accounts, calls.accounts.in_calls())
+        life.controller.snapshots.last_file = last_file
+        recorder.history.events[:] = events
+        for name in [name for name in kept if name.startswith(_RECORDS)]:
+            for record in pickle.loads(kept[name]):
+                recorder.add_record(record)
+        self._seen = recorder.history.extent
+        if "settings" in kept:
+            self._settings = pickle.loads(kept["settings"])
+            life.take_settings(self._settings)
+            calls.sharing = life.new_sharing()
+        calls.sharing.take_over(positions)
+        if "fit" in kept:
+            progress: FitProgress = pickle.loads(kept["fit"])
+            life.fit_progress = progress
+
+    def leave_call(self, *, is_interrupted: bool) -> None:
+        """Abandon the call that the previous process left running, so that the next call does not continue that call.
+
+        Args:
+            is_interrupted: Whether to end the abandoned call in the workers, because the user pressed Ctrl-C. If False,
+                workers that are still running the call finish it.
+        """
+        self._life.fit_progress = None
+        running, self._keeper.found = self._keeper.found, None
+        if running is not None and running.call > self._keeper.num_calls:
+            self._keeper.num_calls = running.call
+            if is_interrupted:
+                self._life.controller.end_left_call()
+
+
+def _told_since(accounts: Accounts, before: Mapping[int, float]) -> float:
+    """Return how many seconds of training calls have passed since an earlier moment: the maximum over ranks.
+
+    Args:
+        accounts: Records of how the workers spend their time.
+        before: For each rank, its total seconds in training calls at the earlier moment.
+    """
+    return max((seconds - before.get(rank, 0.0) for rank, seconds in accounts.in_calls().items()), default=0.0)

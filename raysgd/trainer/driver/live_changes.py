@@ -1,0 +1,157 @@
+"""`LiveChanges`: changes the config, the operator class or the callbacks of running workers, without new processes.
+
+Workers that start later receive the same change. If a change fails on one worker, all workers keep what they had.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from raysgd.callbacks.worker_callback import WorkerCallback
+from raysgd.core import arguments as checks
+from raysgd.exceptions import OnFailure, RaySGDError
+from raysgd.trainer.configuration.settings import ReplicaSettings
+from raysgd.trainer.driver.changes import naming_config_entries, refuse_changes, send_by_value
+from raysgd.trainer.driver.life import TrainerLife
+
+logger = logging.getLogger(__name__)
+
+
+class LiveChanges:
+    """Changes the settings of one trainer, and the operators in its workers to match.
+
+    Args:
+        life: The trainer's workers and settings.
+    """
+
+    def __init__(self, life: TrainerLife) -> None:
+        self._life, self._runner_cls = life, life.framework.runner_cls
+
+    def begin_again(self, settings: ReplicaSettings) -> None:
+        """Replace the operators in all workers by new operators, which `setup` creates from these settings."""
+        life = self._life
+        with life.controller.turns.take_turn():  # wait for earlier calls, which still use the old settings
+            life.take_settings(replace(settings, revision=settings.revision + 1, config_changes=()))
+            life.epoch_calls.sharing = life.new_sharing()
+            with naming_config_entries(settings.config):
+                if life.group_settings.backend == "horovod":  # Horovod can be initialized only once per process
+                    life.controller.restart()
+                else:
+                    life.controller.renew(self._runner_cls.renew, life.replicas.settings)
+        life.check_same_data()
+
+    def change_config(
+        self, changes: Mapping[str, Any], check_config: Callable[[Mapping[str, Any]], dict[str, Any]]
+    ) -> None:
+        """Change entries of the config in the running operators, which keep their state.
+
+        Args:
+            changes: New values by name.
+            check_config: Function that returns the new config, or raises an error if the trainer cannot work with it.
+        """
+        life = self._life
+        with life.controller.turns.take_turn():
+            settings = self._with_changes(changes, check_config)
+            with naming_config_entries(settings.config):
+                options = {"changes_state": True, "keeps_alike": True, "is_repeatable": False}
+                answers = life.on_all(self._runner_cls.change_config, life.framework.to_send(settings), **options)
+            # Change the settings after the call, because the call itself also changes workers that start during it.
+            life.take_settings(settings)
+            life.epoch_calls.sharing.follow(settings.config)
+        if answers[0]:
+            logger.warning(
+                "no optimizer follows %s: the operators find the new value in `self.config`. Override "
+                "`config_changed(self, config, changed)` to do something with it",
+                ", ".join(f"`config[{name!r}]`" for name in answers[0]),
+            )
+
+    def _with_changes(
+        self, changes: Mapping[str, Any], check_config: Callable[[Mapping[str, Any]], dict[str, Any]]
+    ) -> ReplicaSettings:
+        """Check the changes to the config, and return the settings with the new config."""
+        settings: ReplicaSettings = self._life.settings
+        refuse_changes(settings.config, changes)
+        # Take the old values from `replicas`, where they are in a form that can be pickled.
+        old_values = {name: self._life.replicas.settings.config[name] for name in changes}
+        return replace(
+            settings,
+            config=check_config(checks.with_entries(settings.config, changes)),
+            config_changes=(*settings.config_changes, old_values),
+        )
+
+    def follow_config(self) -> None:
+        """After another trainer's state was loaded, set the hyperparameters in all workers that the config sets."""
+        self._life.on_all(self._runner_cls.follow_config, changes_state=True, keeps_alike=True)
+
+    def use_worker_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
+        """Let all workers call these worker callbacks, and no others, from now on. This includes later workers."""
+        life = self._life
+        revision = life.settings.callbacks_revision + 1
+        with life.controller.turns.take_turn():
+            life.take_settings(replace(life.settings, worker_callbacks=tuple(callbacks), callbacks_revision=revision))
+            if life.controller.group is not None:  # if no workers run, they get the callbacks when they start
+                life.on_all(self._runner_cls.follow, life.replicas.settings, changes_state=True, leaves_as_new=True)
+
+    def reload(self, training_operator_cls: type[Any]) -> None:
+        """Replace the operators in all workers by operators of another class, which take over their state."""
+        with self._life.controller.turns.take_turn():
+            self._reload(training_operator_cls)
+
+    def _reload(self, training_operator_cls: type[Any]) -> None:
+        life, controller = self._life, self._life.controller
+        revision = life.settings.revision + 1
+        settings = replace(
+            life.settings, training_operator_cls=training_operator_cls, revision=revision, config_changes=()
+        )
+        if life.group_settings.is_driver_only:
+            controller.ensure_group()
+        else:
+            send_by_value(training_operator_cls)
+            life.newest_snapshot()  # start to transfer a snapshot to the driver; `snapshot()` below waits for it
+        edited = self._prepared(settings)
+        if not life.group_settings.is_driver_only:
+            controller.snapshot()  # workers that start later load it instead of repeating calls of the old class
+        with self._adopted(settings):
+            options = {"changes_state": bool(edited), "keeps_alike": True, "is_repeatable": False}
+            finish = partial(life.on_all, self._runner_cls.finish_reload, revision, edited, **options)
+            facts = finish()
+            if None in facts:  # a worker that has just joined did not prepare the new operator: restart all workers
+                controller.kill_group()
+                controller.ensure_group()
+                facts = finish()
+        life.epoch_calls.sharing.forget()
+        controller.keep_facts(facts)
+
+    def _prepared(self, settings: ReplicaSettings) -> Any:
+        """Create an operator of the new class in all workers, beside the old operator.
+
+        Return the hyperparameters of optimizers that the new class changes.
+        """
+        with OnFailure(self._drop_prepared):
+            answers = self._life.on_all(self._runner_cls.prepare_reload, settings, keeps_alike=True)
+            for name in ("train_data", "validation_data"):
+                descriptions = [getattr(facts, name) for facts, _ in answers]
+                if len(set(descriptions)) > 1:
+                    raise ValueError(
+                        f"`reload({settings.training_operator_cls.__name__})`: the workers registered different "
+                        f"{name.replace('_', ' ')}: {descriptions}. The old class is kept."
+                    )
+        return answers[0][1]
+
+    def _drop_prepared(self) -> None:
+        with suppress(RaySGDError):  # an error here must not hide the error that made `reload` fail
+            if self._life.controller.group is not None:
+                self._life.on_all(self._runner_cls.drop_reload)
+
+    @contextmanager
+    def _adopted(self, settings: ReplicaSettings) -> Iterator[None]:
+        """Make these the trainer's settings. If the block raises an error, restore the old settings."""
+        before = self._life.settings
+        self._life.take_settings(settings)
+        with OnFailure(partial(self._life.take_settings, before)):
+            yield
