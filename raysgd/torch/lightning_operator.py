@@ -335,7 +335,7 @@ class LightningOperator(TrainingOperator):
         if self._module.automatic_optimization and self._hooks.overrides("configure_gradient_clipping"):
             self._hooks.call("configure_gradient_clipping", optimizer, None, None)
         with self.timers.record("apply"):
-            self._raysgd.own_steps.step(optimizer)
+            self._raysgd.hooks.step(optimizer)
         leg.stepped(optimizer)
         if not self._module.automatic_optimization:
             self._count_step()

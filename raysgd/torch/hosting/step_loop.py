@@ -25,7 +25,8 @@ from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.logical_shards import LogicalShards
 from raysgd.torch.parallel.strategy import Strategy
-from raysgd.torch.step.gradients import step_with, tells_of_steps
+from raysgd.torch.step.gradients import step_with
+from raysgd.torch.step.optimizer_hooks import tells_of_steps
 from raysgd.torch.step.undo import Undo, lacks_memory
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.joint_work import JointWork
@@ -311,7 +312,7 @@ class StepLoop(Loop):
                 "and `self.optimizer_step()` in `train_batch`, for every batch (a `LightningModule` needs automatic "
                 "optimization), or accumulate yourself and omit the option."
             )
-        if num_batches and self._operator._raysgd.own_steps.misses_clipping(leg):
+        if num_batches and self._operator._raysgd.hooks.misses_clipping(leg):
             raise ValueError(
                 f"Gradient clipping had no effect: `{name}` steps an optimizer that is no "
                 "`torch.optim.Optimizer`. Call `self.optimizer_step()` instead of its `step`, or clip the gradients "

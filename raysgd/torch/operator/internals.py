@@ -29,7 +29,8 @@ from raysgd.torch.objects.moving import read_tensors
 from raysgd.torch.objects.precision import warn_of_short_weights
 from raysgd.torch.operator.registrar import RegisteredData, RegisteredObjects, register
 from raysgd.torch.operator.settings import OperatorContext
-from raysgd.torch.step.gradients import Gradients, OwnSteps
+from raysgd.torch.step.gradients import Gradients
+from raysgd.torch.step.optimizer_hooks import OptimizerHooks
 from raysgd.trainer.messages.prediction import HAS_TARGET
 from raysgd.trainer.worker.data.around_batch import note, set_apart
 from raysgd.trainer.worker.operator import Internals, required
@@ -292,7 +293,7 @@ class TorchInternals(Internals):
         trained: Records frozen parameters and optimizers' parameter groups; None before the end of `setup`.
         remade: Frozen parameters that snapshots and checkpoints omit; None unless the operator sets `remakes_frozen`.
         loss_calls: Notifies listeners of calls to the criterion.
-        own_steps: Clips gradients before optimizers step, even if user code calls an optimizer's `step`.
+        hooks: Clips gradients before optimizers step, even if user code calls an optimizer's `step`.
         gradients: Computes gradients and steps optimizers.
         chosen: Hyperparameters of the optimizers, such as learning rates, that `setup` chose.
         follows_rate: True if the optimizers' learning rates were adjusted when the config last changed.
@@ -310,15 +311,15 @@ class TorchInternals(Internals):
         self.scheduler_step_freq = context.settings.scheduler_step_freq
         self.precision, self.parallel = context.precision, context.parallel
         options = context.settings.step_options
-        self.own_steps = OwnSteps(context.precision, options, operator, context.parallel, self.callbacks)
+        self.hooks = OptimizerHooks(context.precision, options, operator, context.parallel, self.callbacks)
         self.chosen: list[Hyperparameters] = []
         self.follows_rate = False
         self._reported: dict[str, Any] | None = None  # what `report` returned in the current batch
         self._counts_ahead = False
         self.evaluated: list[LossCall] = []
         self.loss_calls = LossCalls()
-        self.gradients = Gradients(context.precision, context.parallel, self.own_steps, self.once)
-        self.own_steps.check_labels = self.gradients.check_labels
+        self.gradients = Gradients(context.precision, context.parallel, self.hooks, self.once)
+        self.hooks.check_labels = self.gradients.check_labels
         self.trained: Any = None
         self.remade: Any = None
 
@@ -357,7 +358,7 @@ class TorchInternals(Internals):
         if self._operator.remakes_frozen:
             self.parallel.shares_frozen = False
         register(self._operator, self.context, given, self.registered, self._keep)
-        self.own_steps.watch(self.registered.optimizers)
+        self.hooks.watch(self.registered.optimizers)
         return self.registered.returned
 
     def _keep(self, registered: RegisteredObjects) -> None:
