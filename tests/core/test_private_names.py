@@ -40,9 +40,9 @@ from raysgd.tf.objects import datasets, naming, registration
 from raysgd.tf.parallel import keras_sync
 from raysgd.torch.data import sampling
 from raysgd.torch.objects import criteria, filling, hyperparameters, loading, metric_objects, moving, remade
-from raysgd.torch.parallel import ddp
+from raysgd.torch.parallel import ddp, undo
 from raysgd.torch.parallel.horovod_parallel import HorovodParallel
-from raysgd.torch.step import advice, undo
+from raysgd.torch.step import advice
 from raysgd.train._torch import global_steps
 from raysgd.train.fit import fit_session
 from tests.helpers.fakes import meeting

@@ -25,9 +25,10 @@ from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.logical_shards import LogicalShards
 from raysgd.torch.parallel.strategy import Strategy
+from raysgd.torch.parallel.tensor_copies import lacks_memory
+from raysgd.torch.parallel.undo import Undo
 from raysgd.torch.step.gradients import step_with
 from raysgd.torch.step.optimizer_hooks import tells_of_steps
-from raysgd.torch.step.undo import Undo, lacks_memory
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.worker.data.loop import Loop

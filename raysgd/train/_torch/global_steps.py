@@ -32,7 +32,8 @@ from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
 from raysgd.torch.parallel.exchanges import completed, step_only_where
 from raysgd.torch.parallel.global_record import sums_of
 from raysgd.torch.parallel.strategy import repeat_first
-from raysgd.torch.step.undo import Undo, digests_of
+from raysgd.torch.parallel.tensor_copies import digests_of
+from raysgd.torch.parallel.undo import Undo
 from raysgd.train._worker.membership import BatchStart, GroupPlace, Membership
 from raysgd.trainer.messages.weight_sums import REASONS_OF_TORCH, ComparisonPace, check_equal
 

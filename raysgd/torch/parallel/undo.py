@@ -13,8 +13,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from raysgd.core.engine.shared.time_spent import UNDO
 from raysgd.core.private_names import require_names
 from raysgd.torch.objects import rng
 from raysgd.torch.objects.precision import Precision
+from raysgd.torch.parallel.tensor_copies import TensorCopies, digest_of, digests_of, is_writable, kept
 from raysgd.trainer.worker.ledger import Ledger
 
 logger = logging.getLogger(__name__)
@@ -78,13 +77,13 @@ class _Watched:
     def are_unchanged(self) -> bool:
         """Return True if no frozen parameter has changed, except those that changed in the first batch."""
         pairs = zip(self.frozen, self.digests, strict=True)
-        return all(id(each) in self.moving or torch.equal(_digest_of(each), digest) for each, digest in pairs)
+        return all(id(each) in self.moving or torch.equal(digest_of(each), digest) for each, digest in pairs)
 
 
 class _OpenBatch:
     """The running batch: the state before the batch, and what has happened in the batch so far.
 
-    Values of tensors are not in this object; `_Copies` has copies of them.
+    Values of tensors are not in this object; `TensorCopies` has copies of them.
 
     Attributes:
         is_copied: True if any state was copied before the batch.
@@ -133,7 +132,7 @@ class _OpenBatch:
                 self.look_into(each, seen, tensors)
 
     def put_back(self) -> None:
-        """Restore everything that this object has recorded. `_Copies` restores the values of tensors."""
+        """Restore everything that this object has recorded. `TensorCopies` restores the values of tensors."""
         for container, content in self.contents:
             if isinstance(container, list):
                 container[:] = content
@@ -186,7 +185,7 @@ class Undo:
         self.copies_all, self._watches = copies is True, copies is None
         self._ledger = ledger or Ledger()
         self._is_off = False
-        self._copies = _Copies()
+        self._copies = TensorCopies()
         self._watched: _Watched | None = None  # None if a failure restarts the call instead of repeating the batch
         self._batch: _OpenBatch | None = None
 
@@ -232,7 +231,7 @@ class Undo:
             return
         copies_all = self.copies_all or (self._watches and watched.is_first) or bool(waiting)
         if not (copies_all or self._watches or watched.buffers or watched.moving):
-            self._copies = _Copies()
+            self._copies = TensorCopies()
             return
         before = self._ledger.enter(UNDO)
         try:
@@ -243,17 +242,17 @@ class Undo:
                 "worker is lost in the middle of a batch, the call restarts from the snapshot. The error was: %s",
                 error,
             )
-            self._copies, self._batch = _Copies(), _OpenBatch()
+            self._copies, self._batch = TensorCopies(), _OpenBatch()
             self.switch_off()
         finally:
             self._ledger.enter(before)
 
     def _take(self, batch: _OpenBatch, watched: _Watched, waiting: Sequence[torch.Tensor], copies_all: bool) -> None:
-        batch.places = [(buffers, name, _kept(buffers.get(name))) for buffers, name in watched.buffers]
+        batch.places = [(buffers, name, kept(buffers.get(name))) for buffers, name in watched.buffers]
         tensors = [each for _, _, each in batch.places if each is not None]
         seen = {*map(id, watched.parameters)}
         if copies_all:
-            batch.gradients = [(parameter, _kept(parameter.grad)) for parameter in waiting]
+            batch.gradients = [(parameter, kept(parameter.grad)) for parameter in waiting]
             tensors += [each for _, each in batch.gradients if each is not None]
             for each in (*self._optimizers, *self._others, *self._followers()):
                 batch.look_into(vars(each), seen, tensors)
@@ -269,7 +268,7 @@ class Undo:
         if self._unchanging:
             parameters = [each for each in parameters if id(each) not in self._unchanging]
         watched.copied = parameters
-        self._copies.take_copies([*parameters, *filter(_is_writable, tensors)])
+        self._copies.take_copies([*parameters, *filter(is_writable, tensors)])
         batch.is_copied, batch.is_whole = True, copies_all
 
     def note_exchange(self) -> None:
@@ -324,7 +323,7 @@ class Undo:
         watched.is_first, watched.num_usual = False, batch.num_exchanges
         watched.end_first()
         if not self.copies_all:
-            self._copies = _Copies()  # free the memory of the copies
+            self._copies = TensorCopies()  # free the memory of the copies
 
     # ------------------------------------------------------------------------------------------------- after a failure
 
@@ -353,83 +352,6 @@ class Undo:
         self.forget()
 
 
-class _Copies:
-    """Copies tensors, on the tensors' devices, and restores their values. Each batch reuses the copies' memory."""
-
-    def __init__(self) -> None:
-        self._tensors: list[torch.Tensor] = []
-        self._places: list[torch.Tensor] = []  # original `.data` of each tensor; user code may replace it
-        self._copies: list[torch.Tensor] = []
-
-    @torch.no_grad()
-    def take_copies(self, tensors: list[torch.Tensor]) -> None:
-        """Copy the tensors over the previous copies, and free the memory that is no longer needed."""
-        for index, tensor in enumerate(tensors):
-            kinds = [(each.shape, each.dtype, each.device) for each in (tensor, *self._copies[index : index + 1])]
-            if len({*kinds}) > 1 or len(kinds) == 1:
-                self._copies[index : index + 1] = [torch.empty_like(tensor, requires_grad=False)]
-        del self._copies[len(tensors) :]
-        _copy(self._copies, tensors)
-        self._tensors, self._places = tensors, [each.data for each in tensors]
-
-    def differ(self, first: Sequence[torch.Tensor]) -> bool:
-        """Return True if any tensor in `first` has changed since the last `take_copies`.
-
-        Args:
-            first: The first elements of the list that was passed to `take_copies`.
-        """
-        pairs = zip(first, self._copies, strict=False)
-        return not all(torch.equal(each, copy) for each, copy in pairs)
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Restore the values of the copied tensors. If user code replaced a tensor's `data`, restore that first."""
-        for tensor, place in zip(self._tensors, self._places, strict=True):
-            if tensor.data_ptr() != place.data_ptr() or tensor.shape != place.shape:
-                tensor.data = place
-        _copy(self._tensors, self._copies)
-
-
-def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy the values of `sources` to `targets`. On a GPU, tensors of the same dtype are copied together."""
-    kinds: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        kinds.setdefault((target.device, None if target.is_cpu else target.dtype), []).append((target, source))
-    for pairs in kinds.values():
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-
-
-def _kept(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the tensor object to restore later: the tensor itself, or a copy if it is sparse."""
-    return tensor.clone() if tensor is not None and tensor.layout != torch.strided else tensor
-
-
-def _is_writable(tensor: torch.Tensor) -> bool:
-    """Return True if values can be written into a tensor, False if it is sparse or expanded."""
-    if tensor.layout != torch.strided:
-        return False
-    return all(stride > 0 or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def digests_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a digest of each tensor, to detect changes later."""
-    return [*map(_digest_of, tensors)]
-
-
-def _digest_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sums of a tensor's rows, with its bits read as integers.
-
-    Nearly any change of the tensor also changes one of the sums.
-    """
-    bits = tensor.detach()
-    if bits.is_complex():
-        bits = torch.view_as_real(bits).flatten(-2 if bits.ndim else 0)
-    size, kinds = bits.element_size(), {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    has_words = bits.ndim > 0 and bits.is_contiguous() and not bits.storage_offset() * size % 8
-    kind = torch.int64 if has_words and not bits.shape[-1] * size % 8 else kinds[size]  # summing 8-byte words is faster
-    return bits.view(kind).sum(-1, dtype=torch.int64)
-
-
 def _num_collectives() -> float:
     """Return how many collectives the library and user code have started in PyTorch's default group in this process.
 
@@ -439,46 +361,3 @@ def _num_collectives() -> float:
     # The type is Any, because PyTorch's type stubs lack the method that is called below.
     group: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     return 0 if group is None else getattr(group, "_get_sequence_number_for_group", lambda: math.nan)()
-
-
-# ------------------------------------------------------------------------------------------------------------- memory
-
-
-def lacks_memory(models: Sequence[torch.nn.Module], num_sharing: int, unchanging: Collection[int] = ()) -> str | None:
-    """Check whether there is enough memory to copy all state. Return None if there is.
-
-    If copying needs more than half of the free memory, return a description of the needed and the free memory.
-
-    Args:
-        models: Modules that are trained. Their optimizers are assumed to have as much state as Adam.
-        num_sharing: Number of workers that share the node's memory.
-        unchanging: IDs of parameters that are not copied.
-    """
-    tensors = [each for model in models for each in (*model.parameters(), *model.buffers())]
-    if unchanging:
-        tensors = [each for each in tensors if id(each) not in unchanging]
-    num_bytes = sum(each.nbytes * (3 if each.requires_grad else 1) for each in tensors)
-    free = _free_bytes(next((each.device for each in tensors), torch.device("cpu")), num_sharing)
-    if free is None or num_bytes <= free // 2:
-        return None
-    return f"{num_bytes / 2**20:.0f} of {free / 2**20:.0f} MiB that are free"
-
-
-def _free_bytes(device: torch.device, num_sharing: int) -> int | None:
-    """Return the free memory of a GPU or, for a CPU, this worker's part of the node's free memory; None if unknown.
-
-    Args:
-        device: The GPU or CPU.
-        num_sharing: Number of workers that share the node's memory.
-    """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        words = Path("/proc/meminfo").read_text(encoding="ascii").partition("MemAvailable:")[2].split(maxsplit=1)
-        free = int(words[0]) * 1024
-    except (OSError, IndexError):  # only Linux has this file
-        return None
-    limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
-    with suppress(OSError, ValueError):  # raised if the process is not in a container with a memory limit
-        free = min(free, int(limit.read_text(encoding="ascii")) - int(used.read_text(encoding="ascii")))
-    return free // num_sharing
