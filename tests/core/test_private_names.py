@@ -252,12 +252,14 @@ def test_sizes_are_not_left_uncompared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @without("_get_sequence_number_for_group")
 def test_a_step_is_copied_whole_without(name: str, process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = undo.Undo([torch.nn.Linear(2, 1)], [], copies=None)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    steps = undo.Undo([model], [optimizer], copies=None)
 
     def take_step() -> bool:
         steps.open_call()
         steps.begin_batch()
-        steps.note_step()
+        steps.note_step(optimizer)
         steps.note_return()
         return steps.copies_all
 

@@ -167,8 +167,8 @@ class DDP(Strategy):
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if not trained:
             return
-        if self.leg.watcher is not None:
-            self.leg.watcher.note_exchange()
+        if self.leg.undo is not None:
+            self.leg.undo.note_exchange()
         omitted = self.leg.omitted
         own = [*(float(each.grad is not None) for each in trained), *(omitted.own if omitted else ())]
         sums = torch.tensor(own, dtype=torch.float64, device=reachable())

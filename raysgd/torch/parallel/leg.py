@@ -14,23 +14,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from raysgd.torch.objects.criteria import NO_CALL
 from raysgd.torch.parallel.amounts import Counted, Omitted, Window
 from raysgd.torch.parallel.batch import Batch
 from raysgd.torch.parallel.exchanges import StepRows
 from raysgd.torch.parallel.logical_shards import LogicalShards
-
-
-class StepWatcher(Protocol):
-    """Interface of an object that a `Leg` notifies of optimizer steps and gradient communication."""
-
-    def begin_step(self) -> None:
-        """Prepare for an optimizer step. The `Leg` calls this method before the first batch of the step."""
-
-    def note_exchange(self) -> None:
-        """Record that the gradients of a model are being all-reduced."""
+from raysgd.torch.parallel.undo import Undo
 
 
 class Leg:
@@ -47,14 +38,14 @@ class Leg:
         shards: Adds up the gradients of logical shards; None without logical shards.
         is_global: True if gradients are averaged over the ranks. A batch is then weighted relative to the batches of
             the other ranks.
-        watcher: Object to notify of steps and gradient communication, or None.
+        undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
 
     Attributes:
         window: Number of batches in a step.
         most_parts: Largest number of batches into which a rank may split its share of a global batch.
         shards: Adds up the gradients of logical shards; None without logical shards.
         is_global: True if gradients are averaged over the ranks.
-        watcher: Object to notify of steps and gradient communication, or None.
+        undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
         has_several_batches: True if a step has several batches, on this rank or on several ranks, so that the weights
             of batches matter.
         defer: Function that is called before each batch if the step accumulates gradients or has logical shards. It
@@ -91,10 +82,10 @@ class Leg:
         most_parts: int = 1,
         shards: LogicalShards | None = None,
         is_global: bool = False,
-        watcher: StepWatcher | None = None,
+        undo: Undo | None = None,
     ) -> None:
         self.window, self.most_parts, self.shards = window, most_parts, shards
-        self.is_global, self.watcher = is_global, watcher
+        self.is_global, self.undo = is_global, undo
         self.has_several_batches = window > 1 or is_global or shards is not None
         self.defer: Callable[[bool], None] | None = None
         self.check: Callable[[], None] | None = None
@@ -145,8 +136,8 @@ class Leg:
             )
         if self.refresh is not None and before.is_last_part:
             self.refresh()
-        if self.watcher is not None and before.is_boundary:
-            self.watcher.begin_step()
+        if self.undo is not None and before.is_boundary:
+            self.undo.begin_batch()
         if self.window > 1:
             assert total is not None
             index = (0 if before.is_boundary else before.index) + is_last_part

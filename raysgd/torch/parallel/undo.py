@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,24 @@ class _Watched:
         """Return True if no frozen parameter has changed, except those that changed in the first batch."""
         pairs = zip(self.frozen, self.digests, strict=True)
         return all(id(each) in self.moving or torch.equal(digest_of(each), digest) for each, digest in pairs)
+
+
+class _SinceBoundary:
+    """What has happened since the last boundary, a point in time between two optimizer steps.
+
+    Attributes:
+        stepped: IDs of the optimizers that have started to step since the boundary.
+        waiting: Parameters that had gradients when the current step started, with which no optimizer had stepped. None
+            if no step has started.
+    """
+
+    def __init__(self) -> None:
+        self.stepped: set[int] = set()
+        self.waiting: list[torch.Tensor] | None = None
+
+    def without_step(self, optimizers: Iterable[Any]) -> list[Any]:
+        """Return those of the `optimizers` that have not stepped since the boundary."""
+        return [each for each in optimizers if id(each) not in self.stepped]
 
 
 class _OpenBatch:
@@ -162,11 +180,16 @@ class Undo:
         copies: True to copy all state before each batch. False to copy only buffers, which is enough for the default
             training code. None to copy all state before the first batch of a call; what happens in that batch decides
             what is copied before later batches.
+        keeps_gradients: True if a later step may use a batch's gradients.
+        repeats: False if no batch is ever repeated after a failure, so that nothing is copied.
         ledger: Measures the time that copying takes.
         unchanging: IDs of parameters that no batch changes. They are not copied. The caller may remove IDs later.
 
     Attributes:
         copies_all: True if all state is copied before each batch.
+        repeats: True if a batch may be repeated after a failure.
+        is_told_of_batches: True if `begin_batch` is called before each batch. It is not necessary if no batch is
+            repeated and no gradients are kept.
     """
 
     def __init__(
@@ -177,6 +200,8 @@ class Undo:
         followers: Callable[[], Iterable[Any]] = tuple,
         *,
         copies: bool | None,
+        keeps_gradients: bool = False,
+        repeats: bool = True,
         ledger: Ledger | None = None,
         unchanging: Collection[int] = (),
     ) -> None:
@@ -188,6 +213,10 @@ class Undo:
         self._copies = TensorCopies()
         self._watched: _Watched | None = None  # None if a failure restarts the call instead of repeating the batch
         self._batch: _OpenBatch | None = None
+        self._since = _SinceBoundary()
+        self._not_stepped: list[Any] = []  # optimizers whose `step` was not called in the last completed step
+        self._keeps_gradients, self.repeats = keeps_gradients, repeats
+        self.is_told_of_batches = keeps_gradients or repeats
 
     @property
     def is_whole(self) -> bool:
@@ -199,9 +228,34 @@ class Undo:
         """Number of gradient all-reduces in the current batch."""
         return 0 if self._batch is None else self._batch.num_exchanges
 
+    @property
+    def has_begun(self) -> bool:
+        """True if a batch has begun since the last boundary."""
+        return self._since.waiting is not None
+
+    @property
+    def has_stepped(self) -> bool:
+        """True if an optimizer has started to step since the last boundary."""
+        return bool(self._since.stepped)
+
+    def waiting_parameters(self) -> list[torch.Tensor]:
+        """Return the parameters that have gradients with which no optimizer has stepped yet."""
+        if not self._keeps_gradients:
+            return []
+        optimizers = self._since.without_step(self._optimizers) if self.has_begun else self._not_stepped
+        return [each for each in parameters_of(optimizers) if each.grad is not None]
+
     def forget(self) -> None:
         """Discard the record of the current batch. The batch can no longer be undone then."""
         self._batch = None
+
+    def note_restored(self) -> None:
+        """Discard all records about steps. Called after a state was loaded, to which the records do not apply.
+
+        From now on, all existing gradients count as gradients with which no optimizer has stepped.
+        """
+        self.forget()
+        self._not_stepped, self._since = list(self._optimizers), _SinceBoundary()
 
     def switch_off(self) -> None:
         """Stop copying state. From now on, a failure in the middle of a batch restarts the call from the snapshot."""
@@ -214,17 +268,14 @@ class Undo:
             is_used: False if batches of this call are not repeated after a failure. Nothing is copied then.
         """
         self.forget()
-        is_watching = is_used and not self._is_off
+        is_watching = is_used and self.repeats and not self._is_off
         self._watched = _Watched(self._models, not self.copies_all, self._unchanging) if is_watching else None
 
     # ---------------------------------------------------------------------------------------------------- in a batch
 
-    def begin_batch(self, waiting: Sequence[torch.Tensor] = ()) -> None:
-        """Start a batch. Copy the state that the batch may change.
-
-        Args:
-            waiting: Parameters that have gradients of earlier batches with which no optimizer has stepped yet.
-        """
+    def begin_batch(self) -> None:
+        """Start a batch, or the first batch of an optimizer step. Copy the state that the batch may change."""
+        self._since.waiting = waiting = self.waiting_parameters()
         batch, watched = _OpenBatch(), self._watched
         self._batch = batch
         if watched is None:
@@ -286,8 +337,9 @@ class Undo:
         has_more = batch.has_stepped or is_more
         self.copies_all = has_more or (watched.is_first and self._copies.differ(watched.copied))
 
-    def note_step(self) -> None:
+    def note_step(self, optimizer: Any) -> None:
         """Record that an optimizer is about to step."""
+        self._since.stepped.add(id(optimizer))
         batch = self._batch
         if batch is not None:
             batch.has_stepped = True
@@ -305,7 +357,11 @@ class Undo:
             batch.num_collectives = None
 
     def end_batch(self) -> None:
-        """Record that the batch is complete. It can no longer be undone then."""
+        """Record a boundary: the batch, if one has begun, is complete. It can no longer be undone then."""
+        since, self._since = self._since, _SinceBoundary()
+        if since.waiting is None:
+            return
+        self._not_stepped = since.without_step(self._optimizers)
         self.note_return()
         batch, watched = self._batch, self._watched
         if batch is not None and watched is not None and watched.is_first and not self.copies_all:
@@ -333,6 +389,8 @@ class Undo:
         Args:
             has_broken: True if one of the all-reduces that `note_exchange` recorded for the batch has failed.
         """
+        if not (self.repeats and self.has_begun):
+            return not self.has_stepped
         batch, watched = self._batch, self._watched
         if batch is None or batch.is_whole:
             return True
@@ -343,13 +401,30 @@ class Undo:
         return watched.are_unchanged()
 
     def put_back(self) -> None:
-        """Restore the state from before the batch. Call this only if `can_put_back` returns True."""
+        """Restore the state from before the batch. Call this only if `can_put_back` returns True.
+
+        Gradients that the batch has computed are discarded, except those of parameters whose gradients waited before
+        the batch.
+        """
+        if self.is_told_of_batches and not self.has_begun:
+            return
+        since, self._since = self._since, _SinceBoundary()
+        waiting = {*map(id, since.waiting or ())}
+        for parameter in parameters_of(self._optimizers):
+            if id(parameter) not in waiting:
+                parameter.grad = None
         batch = self._batch
         if batch is not None:
             batch.put_back()
             if batch.is_copied:
                 self._copies.put_back()
         self.forget()
+
+
+def parameters_of(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Return the parameters in the parameter groups of optimizers."""
+    groups = (group for each in optimizers for group in getattr(each, "param_groups", ()))
+    return (parameter for group in groups for parameter in group["params"])
 
 
 def _num_collectives() -> float:

@@ -27,10 +27,15 @@ class Program:
         make_optimizer: Makes the optimizer for the parameters.
         copies: See `Undo`.
         model: The model, if not a small one with a batch norm.
+        keeps_gradients: See `Undo`.
     """
 
     def __init__(
-        self, make_optimizer: Callable[[Any], Any] | None = None, copies: bool | None = True, model: Any = None
+        self,
+        make_optimizer: Callable[[Any], Any] | None = None,
+        copies: bool | None = True,
+        model: Any = None,
+        keeps_gradients: bool = False,
     ) -> None:
         torch.manual_seed(0)
         self.model: Any = model or torch.nn.Sequential(
@@ -43,8 +48,8 @@ class Program:
         self.followers: list[Any] = []
         self.ledger = Ledger()
         parts = [self.model], [self.optimizer], [self.scheduler], lambda: self.followers
-        self.undo = Undo(*parts, copies=copies, ledger=self.ledger)
-        self.optimizer.register_step_pre_hook(lambda *_: self.undo.note_step())
+        self.undo = Undo(*parts, copies=copies, keeps_gradients=keeps_gradients, ledger=self.ledger)
+        self.optimizer.register_step_pre_hook(lambda optimizer, *_: self.undo.note_step(optimizer))
         self.undo.open_call()
 
     def backward(self) -> None:
@@ -194,12 +199,12 @@ def test_weights_and_buffers_that_were_swapped_or_assigned_get_their_memory_back
 
 @pytest.mark.parametrize("copies", [None, False])
 def test_gradients_that_wait_for_more_batches_are_put_back_with_all_else(copies: bool | None) -> None:
-    program = Program(copies=copies)
+    program = Program(copies=copies, keeps_gradients=True)
     program.run(program.step)
     program.run(program.backward)
     gradients = [parameter.grad for parameter in program.model.parameters()]
     before, state = _plain(gradients), program.state()
-    program.undo.begin_batch(list(program.model.parameters()))
+    program.undo.begin_batch()
     program.model(torch.randn(4, 2)).mean().backward()
     program.move()
     assert _plain(gradients) != before
@@ -212,9 +217,10 @@ def test_gradients_that_wait_for_more_batches_are_put_back_with_all_else(copies:
 def test_sparse_gradients_that_wait_are_put_back() -> None:
     table = torch.nn.Embedding(5, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
-    copies = Undo([table], [], copies=True)
+    copies = Undo([table], [torch.optim.SGD(table.parameters())], copies=True, keeps_gradients=True)
+    copies.note_restored()
     copies.open_call()
-    copies.begin_batch([table.weight])
+    copies.begin_batch()
     table(torch.tensor([1])).sum().backward()
     copies.put_back()
     gradient = table.weight.grad
@@ -237,7 +243,7 @@ def test_a_batch_that_was_not_copied_does_not_go_back_to_the_one_that_was() -> N
     copies.open_call()
     copies.begin_batch()
     copies.note_exchange()
-    copies.note_step()
+    copies.note_step(torch.optim.SGD(model.parameters()))
     model.weight.data.fill_(5.0)
     copies.end_batch()
     copies.begin_batch()
