@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +66,6 @@ class StepLoop(Loop):
         self._leg: Leg | None = None  # tracks the latest leg of the call; None before the call's first leg
         self.undo = undo
         self._optimizers = operator._raysgd.registered.optimizers
-        self._works: dict[int, str] = {}  # names for the optimizers' steps in `GlobalRecord`, by the optimizer's ID
         self._global_step = 0  # the operator's `global_step` at the last boundary
         self._may_run_backward = not is_stock(operator, "train_epoch", "train_batch", "backward")
         # True if there are gradients that were not averaged over the ranks and with which no optimizer has stepped.
@@ -73,9 +73,10 @@ class StepLoop(Loop):
         # Whether this call has averaged gradients over the ranks, and whether it has stepped optimizers.
         self._has_exchanged = self._has_taken_steps = False
         for number, optimizer in enumerate(filter(tells_of_steps, self._optimizers), start=1):
-            self._works[id(optimizer)] = f"optimizer {number} stepped"
-            # PyTorch calls this hook after the user's hooks. If one of them raises, the optimizer does not step.
-            optimizer.register_step_pre_hook(self._note_step)
+            # PyTorch calls these hooks after the user's hooks. If one of them raises, the optimizer does not step.
+            optimizer.register_step_pre_hook(undo.note_step)
+            if parallel.record is not None:
+                optimizer.register_step_pre_hook(partial(self._note_work, f"optimizer {number} stepped"))
 
     @property
     def place(self) -> Leg:
@@ -87,10 +88,10 @@ class StepLoop(Loop):
     def may_be_parted(self, error: BaseException) -> bool:
         return self.is_lost(error) or any(isinstance(link, NotAligned) for link in with_causes(error))
 
-    def _note_step(self, optimizer: Any, *_: Any) -> None:
-        self.undo.note_step(optimizer)
-        if self._parallel.record is not None:
-            self._parallel.record.note(self._works[id(optimizer)])
+    def _note_work(self, work: str, *_: Any) -> None:
+        """Record an optimizer's step as an action that all ranks must take. PyTorch calls this hook before the step."""
+        assert self._parallel.record is not None
+        self._parallel.record.note(work)
 
     @property
     def can_return(self) -> bool:

@@ -80,24 +80,6 @@ class _Watched:
         return all(id(each) in self.moving or torch.equal(digest_of(each), digest) for each, digest in pairs)
 
 
-class _SinceBoundary:
-    """What has happened since the last boundary, a point in time between two optimizer steps.
-
-    Attributes:
-        stepped: IDs of the optimizers that have started to step since the boundary.
-        waiting: Parameters that had gradients when the current step started, with which no optimizer had stepped. None
-            if no step has started.
-    """
-
-    def __init__(self) -> None:
-        self.stepped: set[int] = set()
-        self.waiting: list[torch.Tensor] | None = None
-
-    def without_step(self, optimizers: Iterable[Any]) -> list[Any]:
-        """Return those of the `optimizers` that have not stepped since the boundary."""
-        return [each for each in optimizers if id(each) not in self.stepped]
-
-
 class _OpenBatch:
     """The running batch: the state before the batch, and what has happened in the batch so far.
 
@@ -213,7 +195,11 @@ class Undo:
         self._copies = TensorCopies()
         self._watched: _Watched | None = None  # None if a failure restarts the call instead of repeating the batch
         self._batch: _OpenBatch | None = None
-        self._since = _SinceBoundary()
+        # IDs of the optimizers that have started to step since the last boundary.
+        self._stepped: set[int] = set()
+        # Parameters that had gradients when the batch began, with which no optimizer had stepped. None if no batch has
+        # begun since the last boundary.
+        self._waiting: list[torch.Tensor] | None = None
         self._not_stepped: list[Any] = []  # optimizers whose `step` was not called in the last completed step
         self._keeps_gradients, self.repeats = keeps_gradients, repeats
         self.is_told_of_batches = keeps_gradients or repeats
@@ -231,19 +217,23 @@ class Undo:
     @property
     def has_begun(self) -> bool:
         """True if a batch has begun since the last boundary."""
-        return self._since.waiting is not None
+        return self._waiting is not None
 
     @property
     def has_stepped(self) -> bool:
         """True if an optimizer has started to step since the last boundary."""
-        return bool(self._since.stepped)
+        return bool(self._stepped)
 
     def waiting_parameters(self) -> list[torch.Tensor]:
         """Return the parameters that have gradients with which no optimizer has stepped yet."""
         if not self._keeps_gradients:
             return []
-        optimizers = self._since.without_step(self._optimizers) if self.has_begun else self._not_stepped
+        optimizers = self._not_stepped if self._waiting is None else self._without_step()
         return [each for each in parameters_of(optimizers) if each.grad is not None]
+
+    def _without_step(self) -> list[Any]:
+        """Return the optimizers that have not stepped since the last boundary."""
+        return [each for each in self._optimizers if id(each) not in self._stepped]
 
     def forget(self) -> None:
         """Discard the record of the current batch. The batch can no longer be undone then."""
@@ -255,7 +245,7 @@ class Undo:
         From now on, all existing gradients count as gradients with which no optimizer has stepped.
         """
         self.forget()
-        self._not_stepped, self._since = list(self._optimizers), _SinceBoundary()
+        self._not_stepped, self._stepped, self._waiting = list(self._optimizers), set(), None
 
     def switch_off(self) -> None:
         """Stop copying state. From now on, a failure in the middle of a batch restarts the call from the snapshot."""
@@ -275,7 +265,7 @@ class Undo:
 
     def begin_batch(self) -> None:
         """Start a batch, or the first batch of an optimizer step. Copy the state that the batch may change."""
-        self._since.waiting = waiting = self.waiting_parameters()
+        self._waiting = waiting = self.waiting_parameters()
         batch, watched = _OpenBatch(), self._watched
         self._batch = batch
         if watched is None:
@@ -337,9 +327,9 @@ class Undo:
         has_more = batch.has_stepped or is_more
         self.copies_all = has_more or (watched.is_first and self._copies.differ(watched.copied))
 
-    def note_step(self, optimizer: Any) -> None:
-        """Record that an optimizer is about to step."""
-        self._since.stepped.add(id(optimizer))
+    def note_step(self, optimizer: Any, *_: Any) -> None:
+        """Record that an optimizer is about to step. PyTorch may call this method as a hook, with more arguments."""
+        self._stepped.add(id(optimizer))
         batch = self._batch
         if batch is not None:
             batch.has_stepped = True
@@ -358,10 +348,12 @@ class Undo:
 
     def end_batch(self) -> None:
         """Record a boundary: the batch, if one has begun, is complete. It can no longer be undone then."""
-        since, self._since = self._since, _SinceBoundary()
-        if since.waiting is None:
-            return
-        self._not_stepped = since.without_step(self._optimizers)
+        if self._waiting is not None:
+            self._not_stepped = self._without_step()
+            self._end_open()
+        self._stepped, self._waiting = set(), None
+
+    def _end_open(self) -> None:
         self.note_return()
         batch, watched = self._batch, self._watched
         if batch is not None and watched is not None and watched.is_first and not self.copies_all:
@@ -408,8 +400,8 @@ class Undo:
         """
         if self.is_told_of_batches and not self.has_begun:
             return
-        since, self._since = self._since, _SinceBoundary()
-        waiting = {*map(id, since.waiting or ())}
+        waiting = {*map(id, self._waiting or ())}
+        self._stepped, self._waiting = set(), None
         for parameter in parameters_of(self._optimizers):
             if id(parameter) not in waiting:
                 parameter.grad = None

@@ -49,7 +49,7 @@ class Program:
         self.ledger = Ledger()
         parts = [self.model], [self.optimizer], [self.scheduler], lambda: self.followers
         self.undo = Undo(*parts, copies=copies, keeps_gradients=keeps_gradients, ledger=self.ledger)
-        self.optimizer.register_step_pre_hook(lambda optimizer, *_: self.undo.note_step(optimizer))
+        self.optimizer.register_step_pre_hook(self.undo.note_step)
         self.undo.open_call()
 
     def backward(self) -> None:
