@@ -23,7 +23,8 @@ from raysgd.torch.data import batches
 from raysgd.torch.objects.criteria import accuracy, ignored_by, known
 from raysgd.torch.objects.modes import begin_training
 from raysgd.torch.objects.moving import to_device
-from raysgd.torch.operator.internals import TorchInternals, weights_of
+from raysgd.torch.operator.batch_metrics import weights_of
+from raysgd.torch.operator.internals import TorchInternals
 from raysgd.torch.operator.registrar import register_data
 from raysgd.torch.operator.settings import OperatorContext
 from raysgd.torch.step import schedulers

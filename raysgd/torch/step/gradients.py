@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 
-from raysgd.core.numbers.meters import BATCH_WEIGHT, as_weight
+from raysgd.core.numbers.meters import as_weight
 from raysgd.core.text.log_lines import Once
 from raysgd.torch.objects.criteria import LossCall
 from raysgd.torch.objects.precision import Precision
@@ -346,17 +345,6 @@ class Gradients:
             if id(optimizer) not in leg.batch.left_out:
                 self._hooks.step(optimizer)
             leg.stepped(optimizer)
-
-    def compare_weight(self, metrics: Mapping[str, Any], name: str) -> None:
-        """Warn once if a batch's metrics are averaged with a weight that none of its backward passes used."""
-        weight, given = as_weight(BATCH_WEIGHT, metrics[BATCH_WEIGHT]), self._parallel.leg.batch.weights
-        if not any(math.isclose(weight, each, rel_tol=1e-6) for each in given) and self._once.is_first("weight"):
-            logger.warning(
-                "`%s.train_batch` returned `batch_weight` %s, and no backward pass of the batch had that weight. It "
-                "averages metrics, not gradients: to average these too, call `self.backward(loss, weight=...)` with it",
-                name,
-                weight,
-            )
 
 
 def backward_with(operator: Any, loss: torch.Tensor, weight: Any) -> None:
