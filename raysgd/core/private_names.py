@@ -101,8 +101,9 @@ TABLE = (
     PrivateNames(
         "torch:Tensor",
         ("_version",),
-        "torch.objects.filling, torch.objects.remade",
-        f"{_RAISES} when a model on the meta device is registered, and with `remakes_frozen`",
+        "torch.objects.filling, torch.objects.remade, torch.objects.criteria",
+        f"{_RAISES} when a model on the meta device is registered, and with `remakes_frozen`; labels are counted on a "
+        "GPU, which takes longer",
     ),
     PrivateNames(
         "torch.nn.modules.activation:MultiheadAttention",

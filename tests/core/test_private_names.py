@@ -297,6 +297,21 @@ def test_no_model_gets_its_numbers_without(name: str, monkeypatch: pytest.Monkey
         remade.RemadeParameters([layer], object)
 
 
+@without("_version")
+def test_labels_are_counted_on_the_device_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, is_tensor = torch.zeros(2, dtype=torch.long), torch.is_tensor
+    copy, calls, found = target.to("meta"), criteria.LossCalls(), list[criteria.LossCall]()
+    later = type("Later", (type,), {"__instancecheck__": lambda cls, value: is_tensor(value)})
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "Tensor", later("Tensor", (), {}))
+        assert not hasattr(torch.Tensor, name)
+        calls.note_copy(target, copy)
+    criterion = torch.nn.CrossEntropyLoss()
+    with calls.on(criterion, found.append):
+        calls.call(criterion, torch.zeros(2, 3, device="meta"), copy)
+    assert found[0].amount.device.type == "meta"
+
+
 @without("_reset_parameters")
 def test_a_layer_that_is_not_reset_is_refused_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = torch.nn.MultiheadAttention(2, 1, device="meta")

@@ -255,6 +255,8 @@ class DatasetStreamSubject(TorchSubject):
 class LightningSubject(TorchSubject):
     """The same model as a module of Lightning."""
 
+    counts_all = False
+
     def made(self) -> Any:
         from tests.sequences.lightning_module import Module
 

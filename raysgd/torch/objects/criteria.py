@@ -132,12 +132,9 @@ class LossCalls:
             original: The target in host memory.
             copy: The target on the GPU.
         """
-        is_known = are_classes(original) and original.is_cpu and isinstance(copy, torch.Tensor)
+        can_tell = hasattr(torch.Tensor, "_version")  # else a change of the copy would not be noticed
+        is_known = can_tell and are_classes(original) and original.is_cpu and isinstance(copy, torch.Tensor)
         self._copied = _Copied(original, copy, (original._version, copy._version)) if is_known else None
-
-    def forget_copy(self) -> None:
-        """Release the target that `note_copy` has recorded."""
-        self._copied = None
 
     @contextmanager
     def on(self, criterion: Any, listener: Callable[[LossCall], None], only_labels: bool = False) -> Iterator[None]:

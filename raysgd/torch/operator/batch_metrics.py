@@ -60,7 +60,6 @@ class BatchMetrics(Internals):
             set_apart(self)
         if self.place is not None and self.place.batch.amounts:
             self.place.batch.amounts = []
-        self.loss_calls.forget_copy()
         self.evaluated = []
 
     def info_of_batch(self, batch_idx: int) -> dict[str, Any]:
