@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from raysgd.callbacks.worker_callback import WorkerCallback
-from raysgd.core.numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, ToFloats, is_weight, weight_of
+from raysgd.core.numbers.metric_meters import BATCH_WEIGHT, NUM_SAMPLES, ToFloats, is_weight, weight_of
 
 _MOST_WAITING = 100_000
 TRAIN_LOSS = "train_loss"

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from raysgd.core.numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, AverageMeterCollection, as_weight, weight_of
+from raysgd.core.numbers.meters import AverageMeterCollection
+from raysgd.core.numbers.metric_meters import BATCH_WEIGHT, NUM_SAMPLES, as_weight, weight_of
 from raysgd.core.numbers.results import as_number
 from raysgd.core.text.frames import defined_at
 from raysgd.torch.data import batches

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from raysgd.core.numbers.meters import as_weight
+from raysgd.core.numbers.metric_meters import as_weight
 from raysgd.core.text.log_lines import Once
 from raysgd.torch.objects.criteria import LossCall
 from raysgd.torch.objects.precision import Precision

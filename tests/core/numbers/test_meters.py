@@ -10,7 +10,8 @@ from typing import Any
 import numpy
 import pytest
 
-from raysgd.core.numbers.meters import MAX_PENDING, AverageMeter, AverageMeterCollection, MetricSummary
+from raysgd.core.numbers.meters import AverageMeter, AverageMeterCollection, MetricSummary
+from raysgd.core.numbers.metric_meters import MAX_PENDING
 
 
 class FakeTensor:
