@@ -261,12 +261,12 @@ class TorchHostedOperator(hosted.HostedOperator):
             self._end_evaluation()
         leg = self.loop.begin_leg(run.epoch_idx, stream.source)
         internals, parallel = self.internals, self.parallel
-        gradients, began_at = internals.gradients, stream.num_steps_taken
+        began_at = stream.num_steps_taken
         if leg.has_several_batches and is_stock(self.operator, "train_epoch", "train_batch", "forward", "backward"):
             refuse_sum(internals.criterion)
         # Before each pass over the data, check that no parameters were frozen, unfrozen or added without `rewrap`.
         stream.prepare = partial(internals.trained.check, self.operator._freezes_in_batches)
-        noting = internals.loss_calls.on(internals.criterion, gradients.note_labels, only_labels=True)
+        noting = internals.loss_calls.on(internals.criterion, leg.note_labels, only_labels=True)
         try:
             can_continue = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
             self.loop.undo.open_call(can_continue and self.loop.can_resume(stream))
@@ -275,7 +275,7 @@ class TorchHostedOperator(hosted.HostedOperator):
                 with self._in_shares(run, stream.source), noting:
                     yield
                 self.loop.end_leg(leg, stream.num_steps_taken - began_at)
-            gradients.check_counted(leg)
+            leg.check_counted()
         finally:
             parallel.end_leg()
 

@@ -143,7 +143,6 @@ class TorchInternals(BatchMetrics):
         self.chosen: list[Hyperparameters] = []
         self.follows_rate = False
         self.gradients = Gradients(context.precision, context.parallel, self.hooks, self.once)
-        self.hooks.check_labels = self.gradients.check_labels
         self.trained: Any = None
         self.remade: Any = None
 

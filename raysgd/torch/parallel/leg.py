@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from raysgd.torch.objects.criteria import NO_CALL
+import torch
+
+from raysgd.torch.objects.criteria import NO_CALL, LossCall
 from raysgd.torch.parallel.amounts import Counted, Omitted, Window
 from raysgd.torch.parallel.batch import Batch
 from raysgd.torch.parallel.exchanges import StepRows
@@ -243,6 +245,44 @@ class Leg:
                 "option."
             )
         self.end_waiting()
+
+    # ------------------------------------------------------------------------------------ labels
+
+    def note_labels(self, call: LossCall) -> None:
+        """Record a call to a PyTorch loss that averages over labels, so that `backward` knows their number."""
+        if call.amount is None or not torch.is_grad_enabled():
+            return
+        batch = self.batch
+        if not batch.is_padding:
+            batch.amounts.append(call.amount)
+        if self.has_several_batches:
+            self.labels = call._replace(output=None, target=None)  # do not keep the batch's large tensors in memory
+            batch.has_uncounted = batch.has_uncounted | (not batch.is_padding and call.is_uneven)
+
+    def check_labels(self) -> None:
+        """Raise if the batch's loss weights or ignores labels and user code passed no weight for the batch.
+
+        Labels on a device are checked when the call ends, because checking them here would wait for the device.
+        """
+        batch = self.batch
+        if batch.has_uncounted is not False and self.has_several_batches:
+            self.uncounted, batch.has_uncounted = self.uncounted | batch.has_uncounted, False
+            if not isinstance(self.uncounted, torch.Tensor):
+                self.check_counted()
+
+    def check_counted(self) -> None:
+        """Check that no batch was weighted by its samples although its loss weights or ignores labels.
+
+        Raises:
+            ValueError: A batch was weighted by its samples, so the gradients differ from those of a single process.
+        """
+        uncounted, self.uncounted = self.uncounted, False
+        if uncounted:
+            raise ValueError(
+                "some labels are ignored by the loss, or count more than others, and batches counted by their samples, "
+                "so gradients are not those of one process. Say how much a batch counts: pass it, as in "
+                "`self.backward(loss, weight=(target != -100).sum())`, or return it from `forward` after the loss."
+            )
 
     # ------------------------------------------------------------------------------------ backward passes and steps
 

@@ -12,10 +12,8 @@ import torch
 
 from raysgd.core.numbers.metric_meters import as_weight
 from raysgd.core.text.log_lines import Once
-from raysgd.torch.objects.criteria import LossCall
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.amounts import Counted, Omitted
-from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.step.optimizer_hooks import OptimizerHooks
 
@@ -50,67 +48,6 @@ class Gradients:
         self._hooks = hooks
         self._once = once
 
-    # ------------------------------------------------------------------------------------ labels
-
-    def note_labels(self, call: LossCall) -> None:
-        """Record a call to a PyTorch loss that averages over labels, so that `backward` knows their number."""
-        if call.amount is None or not torch.is_grad_enabled():
-            return
-        leg, batch = self._parallel.leg, self._parallel.leg.batch
-        if not batch.is_padding:
-            batch.amounts.append(call.amount)
-        if leg.has_several_batches:
-            leg.labels = call._replace(output=None, target=None)  # do not keep the batch's large tensors in memory
-            batch.has_uncounted = batch.has_uncounted | (not batch.is_padding and call.is_uneven)
-
-    def _weight_of(self, given: Any) -> Any:
-        """Return the weight of a batch, or None to weight it by its number of samples.
-
-        Args:
-            given: Weight from user code; None to use the labels of the last recorded loss.
-        """
-        leg, labels = self._parallel.leg, self._parallel.leg.labels
-        weight = labels.amount if given is None else as_weight("weight", given)
-        if leg.shards is not None:
-            if given is None and labels.is_uneven is not True:  # labels on a GPU are checked later, in `check_counted`
-                return None
-            by_labels = "a loss that ignores labels, or counts them by the weights of their classes,"
-            what = by_labels if given is None else "`weight=` of `self.backward`, or from `forward`,"
-            raise ValueError(
-                f"{what} does not work with `deterministic=True`, where batches count by their samples: omit "
-                "`deterministic=True`, or use a loss that is the mean over the samples."
-            )
-        leg.batch.has_uncounted = False
-        return 0.0 if leg.batch.is_padding else weight if isinstance(weight, torch.Tensor) else float(weight)
-
-    def check_labels(self) -> None:
-        """Raise if the batch's loss weights or ignores labels and user code passed no weight for the batch.
-
-        Labels on a device are checked when the call ends, because checking them here would wait for the device.
-        """
-        leg, batch = self._parallel.leg, self._parallel.leg.batch
-        if batch.has_uncounted is not False and leg.has_several_batches:
-            leg.uncounted, batch.has_uncounted = leg.uncounted | batch.has_uncounted, False
-            if not isinstance(leg.uncounted, torch.Tensor):
-                self.check_counted(leg)
-
-    def check_counted(self, leg: Leg) -> None:
-        """Check that no batch was weighted by its samples although its loss weights or ignores labels.
-
-        Args:
-            leg: Tracks the part of the training call that this worker group has run.
-
-        Raises:
-            ValueError: A batch was weighted by its samples, so the gradients differ from those of a single process.
-        """
-        uncounted, leg.uncounted = leg.uncounted, False
-        if uncounted:
-            raise ValueError(
-                "some labels are ignored by the loss, or count more than others, and batches counted by their samples, "
-                "so gradients are not those of one process. Say how much a batch counts: pass it, as in "
-                "`self.backward(loss, weight=(target != -100).sum())`, or return it from `forward` after the loss."
-            )
-
     # ------------------------------------------------------------------------------------ backward passes
 
     def compute(
@@ -141,7 +78,7 @@ class Gradients:
         if is_given or leg.labels.result is loss:
             weight = self._weight_of(weight)
         if weight is None and leg.batch.has_uncounted is not False:
-            self.check_labels()
+            leg.check_labels()
         if leg.shards is not None:
             self._compute_shard(loss, cleared, list(trained()))
             return
@@ -157,6 +94,26 @@ class Gradients:
                 counted = Counted(weight, leg.usual, self._parallel.num_ranks, self._parallel.start_total(weight))
                 self._pass(loss, chosen[0], cleared, is_further, counted)
                 self._note_total(counted, cleared, is_given)
+
+    def _weight_of(self, given: Any) -> Any:
+        """Return the weight of a batch, or None to weight it by its number of samples.
+
+        Args:
+            given: Weight from user code; None to use the labels of the last recorded loss.
+        """
+        leg, labels = self._parallel.leg, self._parallel.leg.labels
+        weight = labels.amount if given is None else as_weight("weight", given)
+        if leg.shards is not None:
+            if given is None and labels.is_uneven is not True:  # labels on a GPU are checked when the call ends
+                return None
+            by_labels = "a loss that ignores labels, or counts them by the weights of their classes,"
+            what = by_labels if given is None else "`weight=` of `self.backward`, or from `forward`,"
+            raise ValueError(
+                f"{what} does not work with `deterministic=True`, where batches count by their samples: omit "
+                "`deterministic=True`, or use a loss that is the mean over the samples."
+            )
+        leg.batch.has_uncounted = False
+        return 0.0 if leg.batch.is_padding else weight if isinstance(weight, torch.Tensor) else float(weight)
 
     def _pass(
         self, loss: torch.Tensor, optimizer: Any, cleared: list[Any], is_further: bool, counted: Counted | None = None

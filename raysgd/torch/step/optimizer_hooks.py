@@ -27,8 +27,6 @@ class OptimizerHooks:
 
     Attributes:
         clips: True if gradients are clipped.
-        check_labels: Function that raises if a loss weights or ignores labels and user code passed no weight. None for
-            no check.
     """
 
     def __init__(
@@ -47,7 +45,6 @@ class OptimizerHooks:
         self._steps_itself = False
         self._optimizers: Sequence[Any] = ()
         self._sees_all = True
-        self.check_labels: Callable[[], None] | None = None
         self._undo: list[Callable[[], None]] = []
         self._about_to_step: set[int] = set()  # IDs of the optimizers whose current step has gradients
 
@@ -144,8 +141,8 @@ class OptimizerHooks:
                 "wait for more batches: call `self.optimizer_step()` for every batch instead."
             )
         self._about_to_step.add(id(optimizer))
-        if not self._steps_itself and self.check_labels is not None:
-            self.check_labels()
+        if not self._steps_itself:
+            leg.check_labels()
         self._precision.check_use()
         if not self._steps_itself and (self.clips or self._callbacks.wants_gradients):
             _unscale_for_step(optimizer)
