@@ -192,7 +192,7 @@ class StepLoop(Loop):
         self._leg = self._parallel.begin_leg(
             internals.registered.wrapped,
             self._may_run_backward,
-            window * most_parts,
+            window=window * most_parts,
             most_parts=most_parts,
             shards=shards,
             undo=self.undo if self.undo.is_told_of_batches else None,

@@ -322,7 +322,7 @@ class Leg:
         """Name of the trainer's option that combines several batches into one step, for error messages."""
         return f"accumulate_grad_batches={self.window}" if self.most_parts == 1 else "micro_batch_size"
 
-    def share(self, weight: float | None, num_ranks: int, *, is_of_criterion: bool = False) -> float:
+    def share(self, weight: Any, num_ranks: int, *, is_of_criterion: bool = False) -> float:
         """Add the batch to those accumulated for a step (the window). Return the factor by which to multiply its loss.
 
         Args:
@@ -334,7 +334,7 @@ class Leg:
             ValueError: Some batches of the window are weighted by samples and others are not, or user code passed two
                 different weights for a batch.
         """
-        batch = self.batch
+        batch, weight = self.batch, None if weight is None else float(weight)
         total, amount = batch.total if weight is None else None, weight
         if amount is None:
             total = num_ranks if total is None else total  # it is None before the first and after the last batch

@@ -97,9 +97,8 @@ def lacks_memory(models: Sequence[torch.nn.Module], num_sharing: int, unchanging
         num_sharing: Number of workers that share the node's memory.
         unchanging: IDs of parameters that are not copied.
     """
-    tensors = [each for model in models for each in (*model.parameters(), *model.buffers())]
-    if unchanging:
-        tensors = [each for each in tensors if id(each) not in unchanging]
+    of_models = (each for model in models for each in (*model.parameters(), *model.buffers()))
+    tensors = [each for each in of_models if id(each) not in unchanging]
     num_bytes = sum(each.nbytes * (3 if each.requires_grad else 1) for each in tensors)
     free = _free_bytes(next((each.device for each in tensors), torch.device("cpu")), num_sharing)
     if free is None or num_bytes <= free // 2:

@@ -60,7 +60,7 @@ class _Watched:
         modules = [module for model in models for module in model.modules()]
         self.buffers = [(module._buffers, name) for module in modules for name in module._buffers]
         frozen = [each for each in self.parameters if not each.requires_grad] if watches_frozen else []
-        self.frozen = [each for each in frozen if id(each) not in unchanging] if unchanging else frozen
+        self.frozen = [each for each in frozen if id(each) not in unchanging]
         self.digests = digests_of(self.frozen)
         self.moving: dict[int, torch.nn.Parameter] = {}
         self.copied: Sequence[torch.nn.Parameter] = ()
@@ -350,15 +350,12 @@ class Undo:
         """Record a boundary: the batch, if one has begun, is complete. It can no longer be undone then."""
         if self._waiting is not None:
             self._not_stepped = self._without_step()
-            self._end_open()
+            self.note_return()
+            batch, watched = self._batch, self._watched
+            if batch is not None and watched is not None and watched.is_first and not self.copies_all:
+                self._end_first(batch, watched)
+            self.forget()
         self._stepped, self._waiting = set(), None
-
-    def _end_open(self) -> None:
-        self.note_return()
-        batch, watched = self._batch, self._watched
-        if batch is not None and watched is not None and watched.is_first and not self.copies_all:
-            self._end_first(batch, watched)
-        self.forget()
 
     def _end_first(self, batch: _OpenBatch, watched: _Watched) -> None:
         if self._watches and not batch.num_exchanges:

@@ -87,7 +87,8 @@ class Gradients:
         leg.end_forward()
         with _silenced(trained()) if isinstance(weight, float) and not weight else _NOTHING:
             if leg.window > 1:
-                self._pass(loss * self.share(weight, is_given), chosen[0], cleared, is_further)
+                share = leg.share(weight, self._parallel.num_ranks, is_of_criterion=not is_given)
+                self._pass(loss * share, chosen[0], cleared, is_further)
             elif weight is None:
                 self._pass(loss, chosen[0], cleared, is_further)
             else:
@@ -152,17 +153,6 @@ class Gradients:
                 self._leave_out(optimizers)
             elif not isinstance(total, torch.Tensor) and total:
                 self._parallel.leg.usual = total / self._parallel.num_ranks
-
-    def share(self, weight: Any = None, is_given: bool = True) -> float:
-        """Add the batch to those accumulated for a step. Return the factor by which to multiply the batch's loss.
-
-        Args:
-            weight: Weight of the batch; None to weight it by its number of samples.
-            is_given: True if user code passed the weight, False if the criterion determined it.
-        """
-        parallel = self._parallel
-        weight = None if weight is None else float(weight)
-        return parallel.leg.share(weight, parallel.num_ranks, is_of_criterion=not is_given)
 
     def _parameters(self, optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
         return (parameter for each in optimizers for parameter in self._precision.parameters(each))
