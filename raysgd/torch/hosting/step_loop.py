@@ -174,7 +174,7 @@ class StepLoop(Loop):
 
         Raises:
             ValueError: The operator's `accumulate_grad_batches` returned an invalid number, or a step has several
-                batches and several optimizers are registered.
+                batches, which does not work with several optimizers or with `deterministic=True`.
         """
         operator, most_parts, shards = self._operator, 1, None
         internals, window = operator._raysgd, operator.accumulate_grad_batches(epoch_idx)
@@ -183,14 +183,26 @@ class StepLoop(Loop):
                 f"`{type(operator).__name__}.accumulate_grad_batches` returned {window!r}: return how many "
                 f"batches make an optimizer step, at least 1.{defined_at(type(operator), 'accumulate_grad_batches')}"
             )
-        if len(self._optimizers) > 1:
-            self._check_window(window)
+        is_split = internals.context.settings.batch_options.micro_batch_size is not None
+        if len(self._optimizers) > 1 and (window > 1 or is_split):
+            option = f"accumulate_grad_batches={window}" if window > 1 else "micro_batch_size"
+            raise ValueError(
+                f"`{option}` works with one optimizer, and {len(self._optimizers)} are registered: register one with "
+                "several parameter groups, or omit the option and accumulate in `train_batch`."
+            )
+        wrapped = internals.registered.wrapped
         if source is not None and self._feed.rule is not None:
             num_shards = source.num_shards
             most_parts = 1 if num_shards else source.most_batches
-            shards = self._logical_shards(num_shards, window) if num_shards else None
+            if num_shards and window > 1:
+                raise ValueError(
+                    f"`accumulate_grad_batches={window}` does not work with `deterministic=True`: multiply the global "
+                    "batch size by this number, and pass `micro_batch_size`."
+                )
+            if num_shards:
+                shards = LogicalShards(num_shards, internals.world.rank, internals.world.size, wrapped)
         self._leg = self._parallel.begin_leg(
-            internals.registered.wrapped,
+            wrapped,
             self._may_run_backward,
             window=window * most_parts,
             most_parts=most_parts,
@@ -201,29 +213,6 @@ class StepLoop(Loop):
         if internals.precision.is_mixed:
             internals.precision.begin_call()
         return self._leg
-
-    def _check_window(self, window: int) -> None:
-        """Check that the trainer's options do not accumulate gradients. Called for an operator with several optimizers.
-
-        Args:
-            window: Number of batches for each optimizer step.
-        """
-        most = self._operator._raysgd.context.settings.batch_options.micro_batch_size
-        if window > 1 or most is not None:
-            option = f"accumulate_grad_batches={window}" if window > 1 else "micro_batch_size"
-            raise ValueError(
-                f"`{option}` works with one optimizer, and {len(self._optimizers)} are registered: register one with "
-                "several parameter groups, or omit the option and accumulate in `train_batch`."
-            )
-
-    def _logical_shards(self, num_shards: int, window: int) -> LogicalShards:
-        if window > 1:
-            raise ValueError(
-                f"`accumulate_grad_batches={window}` does not work with `deterministic=True`: multiply the global "
-                "batch size by this number, and pass `micro_batch_size`."
-            )
-        internals = self._operator._raysgd
-        return LogicalShards(num_shards, internals.world.rank, internals.world.size, internals.registered.wrapped)
 
     def end_leg(self, leg: Leg, num_batches: int) -> None:
         """End the part of a call that this worker group runs.
@@ -285,9 +274,7 @@ def make_undo(
         ledger=ledger,
         unchanging=unchanging,
     )
-    if not made.repeats:
-        return made
-    if undo is False or not all(map(tells_of_steps, optimizers)):
+    if undo is False or not (made.repeats and all(map(tells_of_steps, optimizers))):
         made.switch_off()
         return made
     lack = None if copies is False else lacks_memory(models, world.local_size, unchanging)

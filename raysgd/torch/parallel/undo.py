@@ -191,7 +191,7 @@ class Undo:
         self._models, self._optimizers, self._others, self._followers = models, optimizers, others, followers
         self.copies_all, self._watches = copies is True, copies is None
         self._ledger = ledger or Ledger()
-        self._is_off = False
+        self._is_off = not repeats
         self._copies = TensorCopies()
         self._watched: _Watched | None = None  # None if a failure restarts the call instead of repeating the batch
         self._batch: _OpenBatch | None = None
@@ -258,7 +258,7 @@ class Undo:
             is_used: False if batches of this call are not repeated after a failure. Nothing is copied then.
         """
         self.forget()
-        is_watching = is_used and self.repeats and not self._is_off
+        is_watching = is_used and not self._is_off
         self._watched = _Watched(self._models, not self.copies_all, self._unchanging) if is_watching else None
 
     # ---------------------------------------------------------------------------------------------------- in a batch

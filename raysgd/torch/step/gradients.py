@@ -13,7 +13,7 @@ import torch
 from raysgd.core.numbers.metric_meters import as_weight
 from raysgd.core.text.log_lines import Once
 from raysgd.torch.objects.precision import Precision
-from raysgd.torch.parallel.amounts import Counted, Omitted
+from raysgd.torch.parallel.amounts import Counted
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.step.optimizer_hooks import OptimizerHooks
 
@@ -94,7 +94,11 @@ class Gradients:
             else:
                 counted = Counted(weight, leg.usual, self._parallel.num_ranks, self._parallel.start_total(weight))
                 self._pass(loss, chosen[0], cleared, is_further, counted)
-                self._note_total(counted, cleared, is_given)
+                total = counted.total if is_given or counted.is_known else None
+                if is_given and total == 0.0:  # user code passed weight 0 on all ranks
+                    self._leave_out(cleared)
+                elif not isinstance(total, torch.Tensor) and total:
+                    leg.usual = total / self._parallel.num_ranks
 
     def _weight_of(self, given: Any) -> Any:
         """Return the weight of a batch, or None to weight it by its number of samples.
@@ -138,21 +142,6 @@ class Gradients:
         else:
             with leg.weighting(counted):
                 self._precision.backward(loss, optimizer)
-
-    def _note_total(self, counted: Counted, optimizers: list[Any], is_given: bool) -> None:
-        """Store the mean weight of a rank's batch. If user code passed weight 0 on all ranks, skip the step.
-
-        Args:
-            counted: Weights of all ranks' batches.
-            optimizers: Optimizers that have gradients of the batch.
-            is_given: True if user code passed the weight.
-        """
-        if is_given or counted.is_known:
-            total = counted.total
-            if is_given and total == 0.0:
-                self._leave_out(optimizers)
-            elif not isinstance(total, torch.Tensor) and total:
-                self._parallel.leg.usual = total / self._parallel.num_ranks
 
     def _parameters(self, optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
         return (parameter for each in optimizers for parameter in self._precision.parameters(each))
@@ -240,8 +229,14 @@ class Gradients:
                 leg.usual = seen / num_ranks / window.num_batches or leg.usual
             correction = window.correction(seen, num_ranks)
         if omitted is not None:
-            if not omitted.is_known:
-                self._learn_omitted(omitted)
+            if not omitted.is_known:  # the ranks have not sent each other their numbers of skipped samples
+                if num_ranks > 1 and any(omitted.own):
+                    raise ValueError(
+                        "`training_step` returned None on one of several workers, which the others cannot learn here: "
+                        'only small models on CPUs tell, with `backend="gloo"` and no communication hook. Return '
+                        "`0 * loss` instead, which counts with its samples."
+                    )
+                omitted.learn([omitted.own])
             correction *= omitted.correction
         if correction == 0.0:
             if window is None or not window.is_of_criterion:
@@ -250,22 +245,6 @@ class Gradients:
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(correction)
-
-    def _learn_omitted(self, omitted: Omitted) -> None:
-        """Take this rank's numbers of skipped samples for those of all ranks.
-
-        Called if the ranks have not sent each other these numbers.
-
-        Raises:
-            ValueError: User code skips samples on this rank, and the ranks cannot tell each other how many.
-        """
-        if self._parallel.num_ranks > 1 and any(omitted.own):
-            raise ValueError(
-                "`training_step` returned None on one of several workers, which the others cannot learn here: only "
-                'small models on CPUs tell, with `backend="gloo"` and no communication hook. Return '
-                "`0 * loss` instead, which counts with its samples."
-            )
-        omitted.learn([omitted.own])
 
     def _leave_out(self, optimizers: Iterable[Any]) -> None:
         """Clear the optimizers' gradients and skip their step, because all batches have weight 0. Warn once."""

@@ -98,7 +98,12 @@ class OptimizerHooks:
             self._bounds.clip_grad_value(parameters, options.clip_grad_value)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pass an optimizer's gradients to callbacks and clip them. PyTorch calls this hook before each step."""
+        """Pass an optimizer's gradients to callbacks and clip them. PyTorch calls this hook before each step.
+
+        Raises:
+            ValueError: The step has a closure, which can use only this rank's one batch, and the step needs several
+                batches or ranks.
+        """
         self._about_to_step.discard(id(optimizer))
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -106,18 +111,6 @@ class OptimizerHooks:
                 self._check_gradients(optimizer)
             return None
 
-        self._check_closure(optimizer)
-
-        def compute() -> Any:
-            self._parallel.leg.stepped(optimizer)  # each call to the closure must start without gradients
-            loss = closure()
-            self._check_gradients(optimizer)
-            return loss
-
-        return (optimizer, compute, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
-
-    def _check_closure(self, optimizer: Any) -> None:
-        """Raise if an optimizer step needs several batches or ranks. A closure can use only this rank's one batch."""
         name, leg = type(optimizer).__name__, self._parallel.leg
         if leg.is_global:
             raise ValueError(
@@ -130,6 +123,14 @@ class OptimizerHooks:
                 f"`{name}.step` was given a closure, which computes the gradients of a whole step, and here a step has "
                 "several batches: omit `accumulate_grad_batches`, `micro_batch_size` or `deterministic=True`."
             )
+
+        def compute() -> Any:
+            self._parallel.leg.stepped(optimizer)  # each call to the closure must start without gradients
+            loss = closure()
+            self._check_gradients(optimizer)
+            return loss
+
+        return (optimizer, compute, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
 
     def _check_gradients(self, optimizer: Any) -> None:
         if all(parameter.grad is None for parameter in self._precision.parameters(optimizer)):
