@@ -153,6 +153,9 @@ class _OpenBatch:
 class Undo:
     """Copies the state that a batch on this rank may change, and restores it if a failure interrupts the batch.
 
+    With gradient accumulation, a batch here consists of all batches of an optimizer step. A boundary is a point in time
+    between two optimizer steps.
+
     Args:
         models: Modules that are trained, without wrappers.
         optimizers: Optimizers of the modules. The caller must call `note_step` before each of their steps.
@@ -264,7 +267,7 @@ class Undo:
     # ---------------------------------------------------------------------------------------------------- in a batch
 
     def begin_batch(self) -> None:
-        """Start a batch, or the first batch of an optimizer step. Copy the state that the batch may change."""
+        """Start a batch. Copy the state that the batch may change."""
         self._waiting = waiting = self.waiting_parameters()
         batch, watched = _OpenBatch(), self._watched
         self._batch = batch
@@ -374,6 +377,8 @@ class Undo:
 
     def can_put_back(self, has_broken: bool) -> bool:
         """Return True if the state from before the batch is unchanged, or if `put_back` can restore it.
+
+        If no batch has begun since the last boundary, return True unless an optimizer has stepped.
 
         Args:
             has_broken: True if one of the all-reduces that `note_exchange` recorded for the batch has failed.

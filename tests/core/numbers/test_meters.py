@@ -1,3 +1,8 @@
+"""Averages of metrics: sums and weights, what they accept, and what waits for a step.
+
+Covers `raysgd.core.numbers.metric_meters`, too.
+"""
+
 from __future__ import annotations
 
 import copy
