@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd.callbacks import Callback, Run, WorkerCallback
 from raysgd.trainer.worker.ledger import Ledger
+from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
 NUM_STEPS, SMOKE_NUM_STEPS = 1000, 20
 NUM_EPOCHS, SMOKE_NUM_EPOCHS = 15, 2
@@ -79,11 +80,11 @@ def _use_ledger(trainer: TorchTrainer, ledger: Ledger) -> None:
 
 
 def _take_out(operator: Any) -> None:
-    operator._raysgd.own_steps._watcher = None
+    operator._raysgd.hooks._callbacks = InstalledCallbacks()
 
 
 def _put_back(operator: Any) -> None:
-    operator._raysgd.own_steps._watcher = operator._raysgd.callbacks
+    operator._raysgd.hooks._callbacks = operator._raysgd.callbacks
 
 
 def step_us(num_steps: int, num_epochs: int) -> dict[str, list[float]]:

@@ -17,7 +17,7 @@ import torch
 from _common import OWN, Report, Target, choose_peers, dispatch, estimate, make_parser, run_job, scaled
 from torch import nn
 
-from raysgd.torch.step.undo import Undo
+from raysgd.torch.parallel.undo import Undo
 
 ALONE, RULE, ALWAYS = "no copies", "rule", "always"
 MOST_SHARE = 0.01
@@ -36,7 +36,7 @@ class Program:
         self._models, self._optimizers, self._features = models, optimizers, features
         self.undo: Undo | None = None
         for optimizer in optimizers:
-            optimizer.register_step_pre_hook(lambda *_: self.undo and self.undo.note_step())
+            optimizer.register_step_pre_hook(lambda stepped, *_: self.undo and self.undo.note_step(stepped))
 
     def open_call(self, copies: bool | None) -> None:
         """Begin a call, whose batches are copied before each batch (True), by the rule (None) or never (False)."""

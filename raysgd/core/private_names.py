@@ -83,19 +83,19 @@ TABLE = (
     PrivateNames(
         "torch.distributed:ProcessGroup",
         ("_get_sequence_number_for_group",),
-        "torch.step.undo",
+        "torch.parallel.undo",
         "a function that steps by itself has all its state copied in each batch",
     ),
     PrivateNames(
         "torch",
         ("_foreach_copy_",),
-        "torch.step.undo",
+        "torch.parallel.tensor_copies, torch.parallel.undo",
         f"{_RAISES} when a call begins whose batches may be undone",
     ),
     PrivateNames(
         "torch.nn.modules.module:Module",
         ("_buffers",),
-        "torch.step.undo",
+        "torch.parallel.undo",
         f"{_RAISES} when a call begins whose batches may be undone",
     ),
     PrivateNames(

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from raysgd.callbacks.worker_callback import WorkerCallback
-from raysgd.core.numbers.meters import PLAIN_NUMBERS, HeldMetric, NumberMeter, ToFloats
+from raysgd.core.numbers.meters import HeldMetric
+from raysgd.core.numbers.metric_meters import PLAIN_NUMBERS, NumberMeter, ToFloats
 from raysgd.journal.journal import NO_NORM
 
 _MOST_WAITING = 100_000

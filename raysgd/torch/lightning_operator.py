@@ -254,9 +254,10 @@ class LightningOperator(TrainingOperator):
                 self._hooks.call("on_before_zero_grad", optimizer)
                 self._hooks.call("optimizer_zero_grad", *where, optimizer, optimizer_idx=0)
             if loss is None:
-                self._raysgd.parallel.leg.end_waiting()
-                if self._raysgd.parallel.leg.window > 1:
-                    self._raysgd.gradients.share()
+                parallel = self._raysgd.parallel
+                parallel.leg.end_waiting()
+                if parallel.leg.window > 1:
+                    parallel.leg.share(None, parallel.num_ranks)
                 return None
             self._backward(loss, optimizer)
             return loss.detach()
@@ -307,11 +308,11 @@ class LightningOperator(TrainingOperator):
         if not self._module.automatic_optimization and isinstance(self.model, DistributedDataParallel):
             self._hooks.part_of_package("overrides.distributed").prepare_for_backward(self.model, loss)
         self._hooks.call("on_before_backward", loss)
-        leg = self._raysgd.parallel.leg
+        parallel, leg = self._raysgd.parallel, self._raysgd.parallel.leg
         leg.use()
         leg.end_forward()
         if leg.window > 1:
-            loss = loss * self._raysgd.gradients.share()
+            loss = loss * leg.share(None, parallel.num_ranks)
         with self.timers.record("grad"):
             if self._hooks.overrides("backward") or arguments or options:
                 scaler = self._raysgd.precision.scaler
@@ -335,7 +336,7 @@ class LightningOperator(TrainingOperator):
         if self._module.automatic_optimization and self._hooks.overrides("configure_gradient_clipping"):
             self._hooks.call("configure_gradient_clipping", optimizer, None, None)
         with self.timers.record("apply"):
-            self._raysgd.own_steps.step(optimizer)
+            self._raysgd.hooks.step(optimizer)
         leg.stepped(optimizer)
         if not self._module.automatic_optimization:
             self._count_step()

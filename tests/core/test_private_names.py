@@ -40,9 +40,9 @@ from raysgd.tf.objects import datasets, naming, registration
 from raysgd.tf.parallel import keras_sync
 from raysgd.torch.data import sampling
 from raysgd.torch.objects import criteria, filling, hyperparameters, loading, metric_objects, moving, remade
-from raysgd.torch.parallel import ddp
+from raysgd.torch.parallel import ddp, undo
 from raysgd.torch.parallel.horovod_parallel import HorovodParallel
-from raysgd.torch.step import advice, undo
+from raysgd.torch.step import advice
 from raysgd.train._torch import global_steps
 from raysgd.train.fit import fit_session
 from tests.helpers.fakes import meeting
@@ -252,12 +252,14 @@ def test_sizes_are_not_left_uncompared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @without("_get_sequence_number_for_group")
 def test_a_step_is_copied_whole_without(name: str, process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = undo.Undo([torch.nn.Linear(2, 1)], [], copies=None)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    steps = undo.Undo([model], [optimizer], copies=None)
 
     def take_step() -> bool:
         steps.open_call()
         steps.begin_batch()
-        steps.note_step()
+        steps.note_step(optimizer)
         steps.note_return()
         return steps.copies_all
 

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 from raysgd.core.engine import ranks
-from raysgd.torch.step.undo import Undo
+from raysgd.torch.parallel.undo import Undo
 from raysgd.train._function_run import MessageQueues
 from raysgd.train._torch.global_steps import GlobalSteps
 from raysgd.train._torch.repeating_loader import RepeatingLoader

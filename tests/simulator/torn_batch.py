@@ -52,10 +52,8 @@ class TornBatch:
     def __init__(self, undo: bool | None) -> None:
         self._operator, parallel = _Pair(), _Joined()
         self._optimizers = self._operator._raysgd.registered.optimizers
-        made = make_undo(self._operator, parallel, undo, World(0, 2))
-        assert made is not None
-        self._undo = made
-        self._loop = StepLoop(self._operator, parallel, TorchFeed(lambda name: None, parallel, 1), made)
+        self._undo = make_undo(self._operator, parallel, undo, World(0, 2))
+        self._loop = StepLoop(self._operator, parallel, TorchFeed(lambda name: None, parallel, 1), self._undo)
         self.open_call()
 
     def open_call(self) -> None:
@@ -64,11 +62,11 @@ class TornBatch:
 
     def begin(self) -> None:
         """A batch begins."""
-        self._loop.begin_step()
+        self._undo.begin_batch()
 
     def step(self, number: int) -> None:
         """The gradients of an optimizer were exchanged; it steps."""
-        self._loop.note_exchange()
+        self._undo.note_exchange()
         [weight] = self._optimizers[number].param_groups[0]["params"]
         weight.grad = torch.ones(1)
         self._optimizers[number].step()

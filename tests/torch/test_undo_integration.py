@@ -1,6 +1,6 @@
 """Programs that step several times in a batch rejoin after a loss in the middle of one.
 
-Covers `raysgd.torch.step.undo` in a group of several processes. More programs are in `tests.torch.idioms`; here are
+Covers `raysgd.torch.parallel.undo` in a group of several processes. More programs are in `tests.torch.idioms`; here are
 those whose loop is not the stock one. Their numbers do not depend on how a global batch is divided.
 """
 

@@ -15,7 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raysgd.core.numbers.meters import BATCH_COUNT, NUM_SAMPLES, MetricSummary
+from raysgd.core.numbers.meters import MetricSummary
+from raysgd.core.numbers.metric_meters import BATCH_COUNT, NUM_SAMPLES
 
 _PER_WORKER = ("epoch", BATCH_COUNT)  # per-worker counters, merged by an unweighted mean
 _LAST = "last_"

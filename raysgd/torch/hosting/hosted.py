@@ -114,7 +114,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         copies = recovery.undo if recovery.in_place else False
         undo = make_undo(self.operator, self.parallel, copies, world, self.ledger)
         self.loop = StepLoop(self.operator, self.parallel, self.feed, undo)
-        self.state = TorchState(self.operator, self.parallel, self.feed, self.loop.waiting_parameters)
+        self.state = TorchState(self.operator, self.parallel, self.feed, self.loop.undo.waiting_parameters)
         registered = self.internals.registered
         hyperparameters.note_first_rates(registered.schedulers)
         self.internals.chosen = hyperparameters.read(registered.optimizers)
@@ -261,22 +261,21 @@ class TorchHostedOperator(hosted.HostedOperator):
             self._end_evaluation()
         leg = self.loop.begin_leg(run.epoch_idx, stream.source)
         internals, parallel = self.internals, self.parallel
-        gradients, began_at = internals.gradients, stream.num_steps_taken
+        began_at = stream.num_steps_taken
         if leg.has_several_batches and is_stock(self.operator, "train_epoch", "train_batch", "forward", "backward"):
             refuse_sum(internals.criterion)
         # Before each pass over the data, check that no parameters were frozen, unfrozen or added without `rewrap`.
         stream.prepare = partial(internals.trained.check, self.operator._freezes_in_batches)
-        noting = internals.loss_calls.on(internals.criterion, gradients.note_labels, only_labels=True)
+        noting = internals.loss_calls.on(internals.criterion, leg.note_labels, only_labels=True)
         try:
-            if self.loop.undo is not None:
-                can_continue = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
-                self.loop.undo.open_call(can_continue and self.loop.can_resume(stream))
+            can_continue = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
+            self.loop.undo.open_call(can_continue and self.loop.can_resume(stream))
             leg.rows = self._rows_of(run, stream)
             with nullcontext() if parallel.record is None else parallel.record.of_call():
                 with self._in_shares(run, stream.source), noting:
                     yield
                 self.loop.end_leg(leg, stream.num_steps_taken - began_at)
-            gradients.check_counted(leg)
+            leg.check_counted()
         finally:
             parallel.end_leg()
 

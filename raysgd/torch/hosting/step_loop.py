@@ -1,4 +1,4 @@
-"""`StepLoop`: tracks the optimizer steps of a training call in one worker, and undoes a step that was interrupted.
+"""`StepLoop`: begins and ends the legs of a training call in one worker, and returns to the last completed step.
 
 A boundary is a point in time between two steps, at which the worker's state is the result of completed steps only. A
 leg is the part of a call that one worker group runs. If the group changes during a call, the call continues with
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +25,10 @@ from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.logical_shards import LogicalShards
 from raysgd.torch.parallel.strategy import Strategy
-from raysgd.torch.step.gradients import step_with, tells_of_steps
-from raysgd.torch.step.undo import Undo, lacks_memory
+from raysgd.torch.parallel.tensor_copies import lacks_memory
+from raysgd.torch.parallel.undo import Undo
+from raysgd.torch.step.gradients import step_with
+from raysgd.torch.step.optimizer_hooks import tells_of_steps
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.worker.data.loop import Loop
@@ -39,67 +41,42 @@ logger = logging.getLogger(__name__)
 _STEPPING_RUNGS = ("train_epoch", "train_batch", "backward", "optimizer_step")
 
 
-class _SinceBoundary:
-    """Records what has happened since the last boundary between two steps.
-
-    Args:
-        global_step: The operator's `global_step` at the boundary.
-
-    Attributes:
-        global_step: The operator's `global_step` at the boundary.
-        stepped: IDs of the optimizers that have started to step since the boundary.
-        waiting: Parameters that had gradients when the current step started, with which no optimizer had stepped. None
-            if no step has started.
-    """
-
-    def __init__(self, global_step: int) -> None:
-        self.global_step = global_step
-        self.stepped: set[int] = set()
-        self.waiting: list[torch.Tensor] | None = None
-
-    def without_step(self, optimizers: Iterable[Any]) -> list[Any]:
-        """Return those of the `optimizers` that have not stepped since the boundary."""
-        return [each for each in optimizers if id(each) not in self.stepped]
-
-
 class StepLoop(Loop):
-    """Tracks the optimizer steps of one operator. Hooks on its optimizers report when an optimizer starts to step.
+    """Begins and ends the legs of one operator's training calls, and returns to the last completed step if necessary.
 
     A step counts as completed once the training loop requests the next batch, which calls `note_boundary`. Until then,
     the operator's `global_step` already includes the step, but `return_to_boundary` can undo the step.
+
+    What happens in a step is recorded in `undo`: the `Leg` reports batches, the strategy reports all-reduces of
+    gradients, and hooks on the optimizers report steps.
 
     Args:
         operator: Operator that trains.
         parallel: Strategy, such as DDP, that keeps the workers' models in sync.
         feed: Provides the operator's data.
-        undo: Copies the state that batches change, and restores it. None if batches are never repeated after a failure.
+        undo: Records what happens in a step, copies the state that batches change, and restores it.
     """
 
     _feed: TorchFeed
 
-    def __init__(
-        self, operator: TrainingOperator, parallel: Strategy, feed: TorchFeed, undo: Undo | None = None
-    ) -> None:
+    def __init__(self, operator: TrainingOperator, parallel: Strategy, feed: TorchFeed, undo: Undo) -> None:
         super().__init__(feed)
         self._operator = operator
         self._parallel = parallel
         self._leg: Leg | None = None  # tracks the latest leg of the call; None before the call's first leg
         self.undo = undo
         self._optimizers = operator._raysgd.registered.optimizers
-        self._works: dict[int, str] = {}  # names for the optimizers' steps in `GlobalRecord`, by the optimizer's ID
-        self._log = _SinceBoundary(0)
-        self._not_stepped: list[Any] = []  # optimizers whose `step` was not called in the last completed step
-        self._keeps_gradients = needs_copies(operator) is not False  # True if a later step may use a batch's gradients
-        self._watches = undo is not None or self._keeps_gradients
+        self._global_step = 0  # the operator's `global_step` at the last boundary
         self._may_run_backward = not is_stock(operator, "train_epoch", "train_batch", "backward")
         # True if there are gradients that were not averaged over the ranks and with which no optimizer has stepped.
         self._has_own_gradients = False
         # Whether this call has averaged gradients over the ranks, and whether it has stepped optimizers.
         self._has_exchanged = self._has_taken_steps = False
         for number, optimizer in enumerate(filter(tells_of_steps, self._optimizers), start=1):
-            self._works[id(optimizer)] = f"optimizer {number} stepped"
-            # PyTorch calls this hook after the user's hooks. If one of them raises, the optimizer does not step.
-            optimizer.register_step_pre_hook(self._note_step)
+            # PyTorch calls these hooks after the user's hooks. If one of them raises, the optimizer does not step.
+            optimizer.register_step_pre_hook(undo.note_step)
+            if parallel.record is not None:
+                optimizer.register_step_pre_hook(partial(self._note_work, f"optimizer {number} stepped"))
 
     @property
     def place(self) -> Leg:
@@ -111,17 +88,14 @@ class StepLoop(Loop):
     def may_be_parted(self, error: BaseException) -> bool:
         return self.is_lost(error) or any(isinstance(link, NotAligned) for link in with_causes(error))
 
-    def _note_step(self, optimizer: Any, *_: Any) -> None:
-        self._log.stepped.add(id(optimizer))
-        if self.undo is not None:
-            self.undo.note_step()
-        if self._parallel.record is not None:
-            self._parallel.record.note(self._works[id(optimizer)])
+    def _note_work(self, work: str, *_: Any) -> None:
+        """Record an optimizer's step as an action that all ranks must take. PyTorch calls this hook before the step."""
+        assert self._parallel.record is not None
+        self._parallel.record.note(work)
 
     @property
     def can_return(self) -> bool:
-        is_copied = self.undo is not None and self.undo.is_whole
-        return is_copied or not self._log.stepped
+        return self.undo.is_whole or not self.undo.has_stepped
 
     @property
     def is_whole(self) -> bool:
@@ -130,66 +104,28 @@ class StepLoop(Loop):
             # If user code steps without an all-reduce, the ranks' weights diverge. Repeat the call from the snapshot,
             # because the driver compares the ranks' weights at the end of a call and raises if they differ.
             return False
-        if self.undo is None or self._log.waiting is None:
-            return not self._log.stepped
         return self.undo.can_put_back(self._parallel.exchanges.has_broken)
 
-    def begin_step(self) -> None:
-        """Copy the state that the batches of an optimizer step may change. Called before the step's first batch."""
-        self._log.waiting = self.waiting_parameters()
-        if self.undo is not None:
-            self.undo.begin_batch(self._log.waiting)
-
-    def note_exchange(self) -> None:
-        """Record that a model's gradients are being all-reduced in the current step."""
-        if self.undo is not None:
-            self.undo.note_exchange()
-
-    def waiting_parameters(self) -> list[torch.Tensor]:
-        """Return the parameters that have gradients with which no optimizer has stepped yet."""
-        if not self._keeps_gradients:
-            return []
-        log = self._log
-        optimizers = self._not_stepped if log.waiting is None else log.without_step(self._optimizers)
-        return [each for each in _parameters_of(optimizers) if each.grad is not None]
-
     def note_boundary(self) -> None:
-        log, self._log = self._log, _SinceBoundary(self._operator.global_step)
-        if log.waiting is not None:
-            self._end_batch(log)
-
-    def _end_batch(self, log: _SinceBoundary) -> None:
-        self._not_stepped = log.without_step(self._optimizers)
-        if self.undo is not None:
-            was_exchanged = self.undo.num_exchanges > 0 and not self._has_own_gradients
-            self._has_own_gradients = not was_exchanged and bool(self.waiting_parameters())
-            self._has_exchanged |= self.undo.num_exchanges > 0
-            self._has_taken_steps |= bool(log.stepped) and self._parallel.num_ranks > 1
-            self.undo.end_batch()
+        undo, self._global_step = self.undo, self._operator.global_step
+        if not (undo.repeats and undo.has_begun):
+            undo.end_batch()
+            return
+        is_exchanged, has_stepped = undo.num_exchanges > 0, undo.has_stepped
+        undo.end_batch()
+        is_averaged = is_exchanged and not self._has_own_gradients
+        self._has_own_gradients = not is_averaged and bool(undo.waiting_parameters())
+        self._has_exchanged |= is_exchanged
+        self._has_taken_steps |= has_stepped and self._parallel.num_ranks > 1
 
     def note_restored(self) -> None:
-        """Discard all records about steps. Called after a state was loaded, to which the records do not apply.
-
-        From now on, all existing gradients count as gradients with which no optimizer has stepped.
-        """
         self._has_own_gradients = self._has_taken_steps = False
-        self._not_stepped = list(self._optimizers)
-        if self.undo is not None:
-            self.undo.forget()
-        self._log = _SinceBoundary(self._operator.global_step)
+        self._global_step = self._operator.global_step
+        self.undo.note_restored()
 
     def return_to_boundary(self) -> None:
-        log = self._log
-        self._operator.global_step = log.global_step
-        if self._watches and log.waiting is None:
-            return
-        self._log = _SinceBoundary(log.global_step)
-        waiting = {*map(id, log.waiting or ())}
-        for parameter in _parameters_of(self._optimizers):
-            if id(parameter) not in waiting:
-                parameter.grad = None
-        if self.undo is not None:
-            self.undo.put_back()
+        self._operator.global_step = self._global_step
+        self.undo.put_back()
 
     def end_call(self) -> None:
         self.note_boundary()
@@ -238,7 +174,7 @@ class StepLoop(Loop):
 
         Raises:
             ValueError: The operator's `accumulate_grad_batches` returned an invalid number, or a step has several
-                batches and several optimizers are registered.
+                batches, which does not work with several optimizers or with `deterministic=True`.
         """
         operator, most_parts, shards = self._operator, 1, None
         internals, window = operator._raysgd, operator.accumulate_grad_batches(epoch_idx)
@@ -247,47 +183,36 @@ class StepLoop(Loop):
                 f"`{type(operator).__name__}.accumulate_grad_batches` returned {window!r}: return how many "
                 f"batches make an optimizer step, at least 1.{defined_at(type(operator), 'accumulate_grad_batches')}"
             )
-        if len(self._optimizers) > 1:
-            self._check_window(window)
-        if source is not None and self._feed.rule is not None:
-            num_shards = source.num_shards
-            most_parts = 1 if num_shards else source.most_batches
-            shards = self._logical_shards(num_shards, window) if num_shards else None
-        self._leg = self._parallel.begin_leg(
-            internals.registered.wrapped,
-            self._may_run_backward,
-            window * most_parts,
-            most_parts=most_parts,
-            shards=shards,
-            watcher=self if self._watches else None,
-            may_defer=internals.precision.can_defer,
-        )
-        if internals.precision.is_mixed:
-            internals.precision.begin_call()
-        return self._leg
-
-    def _check_window(self, window: int) -> None:
-        """Check that the trainer's options do not accumulate gradients. Called for an operator with several optimizers.
-
-        Args:
-            window: Number of batches for each optimizer step.
-        """
-        most = self._operator._raysgd.context.settings.batch_options.micro_batch_size
-        if window > 1 or most is not None:
+        is_split = internals.context.settings.batch_options.micro_batch_size is not None
+        if len(self._optimizers) > 1 and (window > 1 or is_split):
             option = f"accumulate_grad_batches={window}" if window > 1 else "micro_batch_size"
             raise ValueError(
                 f"`{option}` works with one optimizer, and {len(self._optimizers)} are registered: register one with "
                 "several parameter groups, or omit the option and accumulate in `train_batch`."
             )
-
-    def _logical_shards(self, num_shards: int, window: int) -> LogicalShards:
-        if window > 1:
-            raise ValueError(
-                f"`accumulate_grad_batches={window}` does not work with `deterministic=True`: multiply the global "
-                "batch size by this number, and pass `micro_batch_size`."
-            )
-        internals = self._operator._raysgd
-        return LogicalShards(num_shards, internals.world.rank, internals.world.size, internals.registered.wrapped)
+        wrapped = internals.registered.wrapped
+        if source is not None and self._feed.rule is not None:
+            num_shards = source.num_shards
+            most_parts = 1 if num_shards else source.most_batches
+            if num_shards and window > 1:
+                raise ValueError(
+                    f"`accumulate_grad_batches={window}` does not work with `deterministic=True`: multiply the global "
+                    "batch size by this number, and pass `micro_batch_size`."
+                )
+            if num_shards:
+                shards = LogicalShards(num_shards, internals.world.rank, internals.world.size, wrapped)
+        self._leg = self._parallel.begin_leg(
+            wrapped,
+            self._may_run_backward,
+            window=window * most_parts,
+            most_parts=most_parts,
+            shards=shards,
+            undo=self.undo if self.undo.is_told_of_batches else None,
+            may_defer=internals.precision.can_defer,
+        )
+        if internals.precision.is_mixed:
+            internals.precision.begin_call()
+        return self._leg
 
     def end_leg(self, leg: Leg, num_batches: int) -> None:
         """End the part of a call that this worker group runs.
@@ -311,7 +236,7 @@ class StepLoop(Loop):
                 "and `self.optimizer_step()` in `train_batch`, for every batch (a `LightningModule` needs automatic "
                 "optimization), or accumulate yourself and omit the option."
             )
-        if num_batches and self._operator._raysgd.own_steps.misses_clipping(leg):
+        if num_batches and self._operator._raysgd.hooks.misses_clipping(leg):
             raise ValueError(
                 f"Gradient clipping had no effect: `{name}` steps an optimizer that is no "
                 "`torch.optim.Optimizer`. Call `self.optimizer_step()` instead of its `step`, or clip the gradients "
@@ -321,8 +246,8 @@ class StepLoop(Loop):
 
 def make_undo(
     operator: TrainingOperator, parallel: Strategy, undo: bool | None, world: World, ledger: Ledger | None = None
-) -> Undo | None:
-    """Create the object that undoes an operator's interrupted steps. Return None if batches are never repeated.
+) -> Undo:
+    """Create the object that undoes an operator's interrupted steps.
 
     Args:
         operator: Operator whose interrupted steps are undone.
@@ -331,12 +256,11 @@ def make_undo(
         world: Rank of this worker, and the number of workers on its machine.
         ledger: Measures the time that copying takes.
     """
-    if parallel.obstacle is not None:
-        return None
     internals = operator._raysgd
     registered, precision, callbacks = internals.registered, internals.precision, internals.callbacks
     others = [*registered.schedulers, *([precision] if precision.is_mixed else [])]
-    copies = True if undo else needs_copies(operator)
+    own = needs_copies(operator)
+    copies = True if undo else own
     models, optimizers = registered.trained, registered.optimizers
     unchanging = () if internals.remade is None else internals.remade.ids
     made = Undo(
@@ -345,10 +269,12 @@ def make_undo(
         others,
         lambda: callbacks.changed_by_steps,
         copies=copies,
+        keeps_gradients=own is not False,
+        repeats=parallel.obstacle is None,
         ledger=ledger,
         unchanging=unchanging,
     )
-    if undo is False or not all(map(tells_of_steps, optimizers)):
+    if undo is False or not (made.repeats and all(map(tells_of_steps, optimizers))):
         made.switch_off()
         return made
     lack = None if copies is False else lacks_memory(models, world.local_size, unchanging)
@@ -374,11 +300,6 @@ def needs_copies(operator: TrainingOperator) -> bool | None:
         return True
     is_of_user = any(not is_of_library(getattr(type(operator), name)) for name in _STEPPING_RUNGS)
     return None if own is None or is_of_user else False
-
-
-def _parameters_of(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
-    groups = (group for each in optimizers for group in getattr(each, "param_groups", ()))
-    return (parameter for group in groups for parameter in group["params"])
 
 
 def is_stock(operator: TrainingOperator, *names: str) -> bool:

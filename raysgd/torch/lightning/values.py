@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary, weight_of
+from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
+from raysgd.core.numbers.metric_meters import weight_of
 from raysgd.utils import NUM_SAMPLES
 
 _AGGREGATES = {"min": "MinMetric", "max": "MaxMetric", "sum": "SumMetric"}

@@ -137,7 +137,7 @@ class DDP(Strategy):
                 "before the next batch is drawn."
             )
 
-    def begin_leg(self, models: Sequence[torch.nn.Module], may_run_backward: bool, *args: Any, **options: Any) -> Leg:
+    def begin_leg(self, models: Sequence[torch.nn.Module], may_run_backward: bool, **options: Any) -> Leg:
         """Create the `Leg` for the part of a call that this worker group runs, and install the communication hooks.
 
         Each model's hook weights the model's gradients, all-reduces them, and records whether the all-reduce succeeds.
@@ -145,7 +145,7 @@ class DDP(Strategy):
         Raises:
             ValueError: The user registered a communication hook on a model. PyTorch allows one hook per model.
         """
-        leg = super().begin_leg(models, may_run_backward, *args, **options)
+        leg = super().begin_leg(models, may_run_backward, **options)
         leg.check = partial(self._check_step, leg.check)
         for model in _wrappers(models):
             self._armed.add(id(model))
@@ -167,8 +167,8 @@ class DDP(Strategy):
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if not trained:
             return
-        if self.leg.watcher is not None:
-            self.leg.watcher.note_exchange()
+        if self.leg.undo is not None:
+            self.leg.undo.note_exchange()
         omitted = self.leg.omitted
         own = [*(float(each.grad is not None) for each in trained), *(omitted.own if omitted else ())]
         sums = torch.tensor(own, dtype=torch.float64, device=reachable())

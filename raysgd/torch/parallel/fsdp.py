@@ -222,8 +222,8 @@ class FSDP(Strategy):
         self._whole.clear()
         self._moved.clear()
 
-    def begin_leg(self, models: Sequence[torch.nn.Module], may_run_backward: bool, *args: Any, **options: Any) -> Leg:
-        leg = super().begin_leg(models, may_run_backward, *args, **options)
+    def begin_leg(self, models: Sequence[torch.nn.Module], may_run_backward: bool, **options: Any) -> Leg:
+        leg = super().begin_leg(models, may_run_backward, **options)
         if not self._has_hook:
             self._has_hook = True
             for part in _sharded_parts(models):

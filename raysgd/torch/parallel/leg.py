@@ -14,23 +14,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
-from raysgd.torch.objects.criteria import NO_CALL
+import torch
+
+from raysgd.torch.objects.criteria import NO_CALL, LossCall
 from raysgd.torch.parallel.amounts import Counted, Omitted, Window
 from raysgd.torch.parallel.batch import Batch
 from raysgd.torch.parallel.exchanges import StepRows
 from raysgd.torch.parallel.logical_shards import LogicalShards
-
-
-class StepWatcher(Protocol):
-    """Interface of an object that a `Leg` notifies of optimizer steps and gradient communication."""
-
-    def begin_step(self) -> None:
-        """Prepare for an optimizer step. The `Leg` calls this method before the first batch of the step."""
-
-    def note_exchange(self) -> None:
-        """Record that the gradients of a model are being all-reduced."""
+from raysgd.torch.parallel.undo import Undo
 
 
 class Leg:
@@ -47,14 +40,14 @@ class Leg:
         shards: Adds up the gradients of logical shards; None without logical shards.
         is_global: True if gradients are averaged over the ranks. A batch is then weighted relative to the batches of
             the other ranks.
-        watcher: Object to notify of steps and gradient communication, or None.
+        undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
 
     Attributes:
         window: Number of batches in a step.
         most_parts: Largest number of batches into which a rank may split its share of a global batch.
         shards: Adds up the gradients of logical shards; None without logical shards.
         is_global: True if gradients are averaged over the ranks.
-        watcher: Object to notify of steps and gradient communication, or None.
+        undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
         has_several_batches: True if a step has several batches, on this rank or on several ranks, so that the weights
             of batches matter.
         defer: Function that is called before each batch if the step accumulates gradients or has logical shards. It
@@ -91,10 +84,10 @@ class Leg:
         most_parts: int = 1,
         shards: LogicalShards | None = None,
         is_global: bool = False,
-        watcher: StepWatcher | None = None,
+        undo: Undo | None = None,
     ) -> None:
         self.window, self.most_parts, self.shards = window, most_parts, shards
-        self.is_global, self.watcher = is_global, watcher
+        self.is_global, self.undo = is_global, undo
         self.has_several_batches = window > 1 or is_global or shards is not None
         self.defer: Callable[[bool], None] | None = None
         self.check: Callable[[], None] | None = None
@@ -145,8 +138,8 @@ class Leg:
             )
         if self.refresh is not None and before.is_last_part:
             self.refresh()
-        if self.watcher is not None and before.is_boundary:
-            self.watcher.begin_step()
+        if self.undo is not None and before.is_boundary:
+            self.undo.begin_batch()
         if self.window > 1:
             assert total is not None
             index = (0 if before.is_boundary else before.index) + is_last_part
@@ -253,6 +246,44 @@ class Leg:
             )
         self.end_waiting()
 
+    # ------------------------------------------------------------------------------------ labels
+
+    def note_labels(self, call: LossCall) -> None:
+        """Record a call to a PyTorch loss that averages over labels, so that `backward` knows their number."""
+        if call.amount is None or not torch.is_grad_enabled():
+            return
+        batch = self.batch
+        if not batch.is_padding:
+            batch.amounts.append(call.amount)
+        if self.has_several_batches:
+            self.labels = call._replace(output=None, target=None)  # do not keep the batch's large tensors in memory
+            batch.has_uncounted = batch.has_uncounted | (not batch.is_padding and call.is_uneven)
+
+    def check_labels(self) -> None:
+        """Raise if the batch's loss weights or ignores labels and user code passed no weight for the batch.
+
+        Labels on a device are checked when the call ends, because checking them here would wait for the device.
+        """
+        batch = self.batch
+        if batch.has_uncounted is not False and self.has_several_batches:
+            self.uncounted, batch.has_uncounted = self.uncounted | batch.has_uncounted, False
+            if not isinstance(self.uncounted, torch.Tensor):
+                self.check_counted()
+
+    def check_counted(self) -> None:
+        """Check that no batch was weighted by its samples although its loss weights or ignores labels.
+
+        Raises:
+            ValueError: A batch was weighted by its samples, so the gradients differ from those of a single process.
+        """
+        uncounted, self.uncounted = self.uncounted, False
+        if uncounted:
+            raise ValueError(
+                "some labels are ignored by the loss, or count more than others, and batches counted by their samples, "
+                "so gradients are not those of one process. Say how much a batch counts: pass it, as in "
+                "`self.backward(loss, weight=(target != -100).sum())`, or return it from `forward` after the loss."
+            )
+
     # ------------------------------------------------------------------------------------ backward passes and steps
 
     def note_backward(self, optimizers: Sequence[Any], weight: Any = None) -> bool:
@@ -291,7 +322,7 @@ class Leg:
         """Name of the trainer's option that combines several batches into one step, for error messages."""
         return f"accumulate_grad_batches={self.window}" if self.most_parts == 1 else "micro_batch_size"
 
-    def share(self, weight: float | None, num_ranks: int, *, is_of_criterion: bool = False) -> float:
+    def share(self, weight: Any, num_ranks: int, *, is_of_criterion: bool = False) -> float:
         """Add the batch to those accumulated for a step (the window). Return the factor by which to multiply its loss.
 
         Args:
@@ -303,7 +334,7 @@ class Leg:
             ValueError: Some batches of the window are weighted by samples and others are not, or user code passed two
                 different weights for a batch.
         """
-        batch = self.batch
+        batch, weight = self.batch, None if weight is None else float(weight)
         total, amount = batch.total if weight is None else None, weight
         if amount is None:
             total = num_ranks if total is None else total  # it is None before the first and after the last batch

@@ -28,8 +28,7 @@ from raysgd.torch.objects.blocks import without_checkpointing
 from raysgd.torch.objects.loading import load_model, load_optimizer
 from raysgd.torch.parallel.exchanges import Exchanges, gather_rows
 from raysgd.torch.parallel.global_record import GlobalRecord
-from raysgd.torch.parallel.leg import Leg, StepWatcher
-from raysgd.torch.parallel.logical_shards import LogicalShards
+from raysgd.torch.parallel.leg import Leg
 from raysgd.trainer.worker.data.rank_rows import Gather, RowExchange
 
 # A function that starts to sum a tensor of integers over the ranks, in place. It returns a function that waits for the
@@ -121,12 +120,9 @@ class Strategy:
         self,
         models: Sequence[torch.nn.Module],
         may_run_backward: bool,
-        window: int = 1,
         *,
-        most_parts: int = 1,
-        shards: LogicalShards | None = None,
-        watcher: StepWatcher | None = None,
         may_defer: bool = True,
+        **options: Any,
     ) -> Leg:
         """Create the `Leg` for a call to `train`, or for the rest of a call that continues in a new worker group.
 
@@ -134,13 +130,10 @@ class Strategy:
             models: Wrapped models.
             may_run_backward: True if user code may run backward passes. It may then catch their exceptions, so each
                 step checks whether its gradient communication succeeded.
-            window: Number of batches in an optimizer step.
-            most_parts: Largest number of batches into which a rank may split its share of a global batch.
-            shards: Adds up the gradients of logical shards; None without logical shards.
-            watcher: Object to notify of steps and gradient communication, or None.
             may_defer: True if the gradients of all batches of a step may be all-reduced together, in the last batch.
+            options: Further arguments of `Leg`.
         """
-        leg = self.leg = Leg(window, most_parts=most_parts, shards=shards, is_global=self.synchronizes, watcher=watcher)
+        leg = self.leg = Leg(is_global=self.synchronizes, **options)
         leg.defer = self._deferrer(models, may_run_backward) if may_defer else None
         if leg.defer is not None:
             leg.defer(False)
@@ -272,8 +265,8 @@ class Strategy:
         """Record that a model's gradients are all-reduced, under the name `work`."""
         if self.record is not None:
             self.record.note(work)
-        if self.leg.watcher is not None:
-            self.leg.watcher.note_exchange()
+        if self.leg.undo is not None:
+            self.leg.undo.note_exchange()
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
         """Average gradients whose all-reduce was deferred to a later batch, if no later batch has followed."""

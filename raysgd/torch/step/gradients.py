@@ -1,196 +1,23 @@
-"""Computes an operator's gradients, weights them, averages them over batches and workers, and steps the optimizers.
-
-Gradient clipping, callbacks and accumulation work even if user code calls `optimizer.step()` itself (ADR 23).
-"""
+"""Computes an operator's gradients, weights them, averages them over batches and workers, and steps the optimizers."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 
-from raysgd.core.numbers.meters import BATCH_WEIGHT, as_weight
+from raysgd.core.numbers.metric_meters import as_weight
 from raysgd.core.text.log_lines import Once
-from raysgd.torch.objects.criteria import LossCall
 from raysgd.torch.objects.precision import Precision
-from raysgd.torch.parallel.amounts import Counted, Omitted
-from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.options import StepOptions
+from raysgd.torch.parallel.amounts import Counted
 from raysgd.torch.parallel.strategy import Strategy
-from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
+from raysgd.torch.step.optimizer_hooks import OptimizerHooks
 
 logger = logging.getLogger(__name__)
-
-
-class OwnSteps:
-    """Passes an optimizer's gradients to callbacks and clips them before each step, even if user code calls `step`.
-
-    Args:
-        precision: Numeric precision of the training. It scales and unscales gradients.
-        options: Options for clipping.
-        bounds: The operator, whose `clip_grad_norm` and `clip_grad_value` clip the gradients.
-        parallel: Strategy of the worker, whose `leg` tracks the current batch.
-        callbacks: The worker's callbacks.
-
-    Attributes:
-        clips: True if gradients are clipped.
-        check_labels: Function that raises if a loss weights or ignores labels and user code passed no weight. None for
-            no check.
-    """
-
-    def __init__(
-        self,
-        precision: Precision,
-        options: StepOptions,
-        bounds: Any,
-        parallel: Strategy,
-        callbacks: InstalledCallbacks,
-    ) -> None:
-        self._callbacks = callbacks
-        self._precision = precision
-        self._options, self.clips = options, options.clips
-        self._bounds = bounds
-        self._parallel = parallel
-        self._steps_itself = False
-        self._optimizers: Sequence[Any] = ()
-        self._sees_all = True
-        self.check_labels: Callable[[], None] | None = None
-        self._undo: list[Callable[[], None]] = []
-        self._about_to_step: set[int] = set()  # IDs of the optimizers whose current step has gradients
-
-    def watch(self, optimizers: Sequence[Any]) -> None:
-        """Install hooks on the optimizers' steps, so that gradients are clipped even if user code calls `step`."""
-        for undo in self._undo:
-            undo()
-        self._optimizers = optimizers
-        hooked = list(filter(tells_of_steps, optimizers))
-        self._sees_all = len(hooked) == len(optimizers)
-        handles = [each.register_step_pre_hook(self._before_step) for each in hooked]
-        handles += [each.register_step_post_hook(self._after_step) for each in hooked]
-        self._undo = [each.remove for each in handles]
-
-    def sees(self, optimizer: Any) -> bool:
-        """Return True if `optimizer` has the hooks, so that every one of its steps is noticed."""
-        return tells_of_steps(optimizer) and any(each is optimizer for each in self._optimizers)
-
-    def misses_clipping(self, leg: Leg) -> bool:
-        """Return True if gradients were not clipped although the trainer's options require it.
-
-        This happens if user code steps an optimizer that does not support hooks.
-
-        Args:
-            leg: Tracks the part of the training call that this worker group runs.
-        """
-        return self.clips and not leg.has_clipped and not self._sees_all
-
-    def step(self, optimizer: Any) -> None:
-        """Unscale and clip the gradients of an optimizer, and step the optimizer."""
-        if self.clips or self._callbacks.wants_gradients:
-            self._precision.unscale(optimizer)
-            self._clip(optimizer)
-        self._steps_itself = True
-        try:
-            self._precision.step(optimizer)
-        finally:
-            self._steps_itself = False
-
-    def _clip(self, optimizer: Any) -> None:
-        if self._callbacks.wants_gradients:
-            self._callbacks.gradients(optimizer)
-        if not self.clips:
-            return
-        options, self._parallel.leg.has_clipped = self._options, True
-        parameters = [each for each in self._precision.parameters(optimizer) if each.grad is not None]
-        if options.clip_grad_norm is not None:
-            norm = self._bounds.clip_grad_norm(parameters, options.clip_grad_norm)
-            self._callbacks.note_norm(norm)
-        if options.clip_grad_value is not None:
-            self._bounds.clip_grad_value(parameters, options.clip_grad_value)
-
-    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pass an optimizer's gradients to callbacks and clip them. PyTorch calls this hook before each step."""
-        self._about_to_step.discard(id(optimizer))
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            if not self._steps_itself or self._callbacks.wants_steps or self._precision.is_mixed:
-                self._check_gradients(optimizer)
-            return None
-
-        self._check_closure(optimizer)
-
-        def compute() -> Any:
-            self._parallel.leg.stepped(optimizer)  # each call to the closure must start without gradients
-            loss = closure()
-            self._check_gradients(optimizer)
-            return loss
-
-        return (optimizer, compute, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
-
-    def _check_closure(self, optimizer: Any) -> None:
-        """Raise if an optimizer step needs several batches or ranks. A closure can use only this rank's one batch."""
-        name, leg = type(optimizer).__name__, self._parallel.leg
-        if leg.is_global:
-            raise ValueError(
-                f"`{name}.step` was given a closure, which an optimizer calls as often as this worker's loss makes "
-                "it, and the workers would step differently: use one worker, or an optimizer that needs no closure, "
-                "and call `self.backward(loss)` and `self.optimizer_step()`."
-            )
-        if leg.window > 1 or leg.shards is not None:
-            raise ValueError(
-                f"`{name}.step` was given a closure, which computes the gradients of a whole step, and here a step has "
-                "several batches: omit `accumulate_grad_batches`, `micro_batch_size` or `deterministic=True`."
-            )
-
-    def _check_gradients(self, optimizer: Any) -> None:
-        if all(parameter.grad is None for parameter in self._precision.parameters(optimizer)):
-            return  # a step without gradients changes nothing; some programs step once before they step a scheduler
-        leg = self._parallel.leg
-        if not self._steps_itself and leg.window > 1 and leg.adds_to(optimizer):
-            raise ValueError(
-                f"`{leg.option}`: your code calls `step` of `{type(optimizer).__name__}`, and its gradients "
-                "wait for more batches: call `self.optimizer_step()` for every batch instead."
-            )
-        self._about_to_step.add(id(optimizer))
-        if not self._steps_itself and self.check_labels is not None:
-            self.check_labels()
-        self._precision.check_use()
-        if not self._steps_itself and (self.clips or self._callbacks.wants_gradients):
-            _unscale_for_step(optimizer)
-            self._clip(optimizer)
-
-    def _after_step(self, optimizer: Any, *_: Any) -> None:
-        """Record an optimizer's step and notify callbacks. PyTorch calls this hook after each step."""
-        if not self._steps_itself:  # for steps by the library, `Gradients.apply` calls `leg.stepped`
-            self._parallel.leg.stepped(optimizer)
-        if not self._callbacks.wants_steps or id(optimizer) not in self._about_to_step:
-            return
-        overflow = getattr(optimizer, "found_inf", None)  # a fused optimizer skips the update if this is not 0
-        if overflow is None or not overflow.item():
-            self._callbacks.stepped(optimizer)
-
-
-def tells_of_steps(optimizer: Any) -> bool:
-    """Return True if an optimizer supports PyTorch's hooks before and after a step."""
-    return hasattr(optimizer, "register_step_post_hook") and hasattr(optimizer, "register_step_pre_hook")
-
-
-def _unscale_for_step(optimizer: Any) -> None:
-    """Unscale the gradients of a fused optimizer before its step, so that they can be clipped.
-
-    Otherwise, a fused optimizer unscales its gradients during the step.
-    """
-    scale = getattr(optimizer, "grad_scale", None)
-    if scale is None:
-        return
-    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-        if parameter.grad is not None:
-            parameter.grad.div_(scale)
-    optimizer.grad_scale = None
 
 
 _NOTHING = nullcontext()
@@ -215,72 +42,11 @@ class Gradients:
     A step's gradient equals that of one batch with all samples of the step, from all ranks and accumulated batches.
     """
 
-    def __init__(self, precision: Precision, parallel: Strategy, own_steps: OwnSteps, once: Once) -> None:
+    def __init__(self, precision: Precision, parallel: Strategy, hooks: OptimizerHooks, once: Once) -> None:
         self._precision = precision
         self._parallel = parallel
-        self._own_steps = own_steps
+        self._hooks = hooks
         self._once = once
-
-    # ------------------------------------------------------------------------------------ labels
-
-    def note_labels(self, call: LossCall) -> None:
-        """Record a call to a PyTorch loss that averages over labels, so that `backward` knows their number."""
-        if call.amount is None or not torch.is_grad_enabled():
-            return
-        leg, batch = self._parallel.leg, self._parallel.leg.batch
-        if not batch.is_padding:
-            batch.amounts.append(call.amount)
-        if leg.has_several_batches:
-            leg.labels = call._replace(output=None, target=None)  # do not keep the batch's large tensors in memory
-            batch.has_uncounted = batch.has_uncounted | (not batch.is_padding and call.is_uneven)
-
-    def _weight_of(self, given: Any) -> Any:
-        """Return the weight of a batch, or None to weight it by its number of samples.
-
-        Args:
-            given: Weight from user code; None to use the labels of the last recorded loss.
-        """
-        leg, labels = self._parallel.leg, self._parallel.leg.labels
-        weight = labels.amount if given is None else as_weight("weight", given)
-        if leg.shards is not None:
-            if given is None and labels.is_uneven is not True:  # labels on a GPU are checked later, in `check_counted`
-                return None
-            by_labels = "a loss that ignores labels, or counts them by the weights of their classes,"
-            what = by_labels if given is None else "`weight=` of `self.backward`, or from `forward`,"
-            raise ValueError(
-                f"{what} does not work with `deterministic=True`, where batches count by their samples: omit "
-                "`deterministic=True`, or use a loss that is the mean over the samples."
-            )
-        leg.batch.has_uncounted = False
-        return 0.0 if leg.batch.is_padding else weight if isinstance(weight, torch.Tensor) else float(weight)
-
-    def check_labels(self) -> None:
-        """Raise if the batch's loss weights or ignores labels and user code passed no weight for the batch.
-
-        Labels on a device are checked when the call ends, because checking them here would wait for the device.
-        """
-        leg, batch = self._parallel.leg, self._parallel.leg.batch
-        if batch.has_uncounted is not False and leg.has_several_batches:
-            leg.uncounted, batch.has_uncounted = leg.uncounted | batch.has_uncounted, False
-            if not isinstance(leg.uncounted, torch.Tensor):
-                self.check_counted(leg)
-
-    def check_counted(self, leg: Leg) -> None:
-        """Check that no batch was weighted by its samples although its loss weights or ignores labels.
-
-        Args:
-            leg: Tracks the part of the training call that this worker group has run.
-
-        Raises:
-            ValueError: A batch was weighted by its samples, so the gradients differ from those of a single process.
-        """
-        uncounted, leg.uncounted = leg.uncounted, False
-        if uncounted:
-            raise ValueError(
-                "some labels are ignored by the loss, or count more than others, and batches counted by their samples, "
-                "so gradients are not those of one process. Say how much a batch counts: pass it, as in "
-                "`self.backward(loss, weight=(target != -100).sum())`, or return it from `forward` after the loss."
-            )
 
     # ------------------------------------------------------------------------------------ backward passes
 
@@ -312,7 +78,7 @@ class Gradients:
         if is_given or leg.labels.result is loss:
             weight = self._weight_of(weight)
         if weight is None and leg.batch.has_uncounted is not False:
-            self.check_labels()
+            leg.check_labels()
         if leg.shards is not None:
             self._compute_shard(loss, cleared, list(trained()))
             return
@@ -321,13 +87,38 @@ class Gradients:
         leg.end_forward()
         with _silenced(trained()) if isinstance(weight, float) and not weight else _NOTHING:
             if leg.window > 1:
-                self._pass(loss * self.share(weight, is_given), chosen[0], cleared, is_further)
+                share = leg.share(weight, self._parallel.num_ranks, is_of_criterion=not is_given)
+                self._pass(loss * share, chosen[0], cleared, is_further)
             elif weight is None:
                 self._pass(loss, chosen[0], cleared, is_further)
             else:
                 counted = Counted(weight, leg.usual, self._parallel.num_ranks, self._parallel.start_total(weight))
                 self._pass(loss, chosen[0], cleared, is_further, counted)
-                self._note_total(counted, cleared, is_given)
+                total = counted.total if is_given or counted.is_known else None
+                if is_given and total == 0.0:  # user code passed weight 0 on all ranks
+                    self._leave_out(cleared)
+                elif not isinstance(total, torch.Tensor) and total:
+                    leg.usual = total / self._parallel.num_ranks
+
+    def _weight_of(self, given: Any) -> Any:
+        """Return the weight of a batch, or None to weight it by its number of samples.
+
+        Args:
+            given: Weight from user code; None to use the labels of the last recorded loss.
+        """
+        leg, labels = self._parallel.leg, self._parallel.leg.labels
+        weight = labels.amount if given is None else as_weight("weight", given)
+        if leg.shards is not None:
+            if given is None and labels.is_uneven is not True:  # labels on a GPU are checked when the call ends
+                return None
+            by_labels = "a loss that ignores labels, or counts them by the weights of their classes,"
+            what = by_labels if given is None else "`weight=` of `self.backward`, or from `forward`,"
+            raise ValueError(
+                f"{what} does not work with `deterministic=True`, where batches count by their samples: omit "
+                "`deterministic=True`, or use a loss that is the mean over the samples."
+            )
+        leg.batch.has_uncounted = False
+        return 0.0 if leg.batch.is_padding else weight if isinstance(weight, torch.Tensor) else float(weight)
 
     def _pass(
         self, loss: torch.Tensor, optimizer: Any, cleared: list[Any], is_further: bool, counted: Counted | None = None
@@ -351,32 +142,6 @@ class Gradients:
         else:
             with leg.weighting(counted):
                 self._precision.backward(loss, optimizer)
-
-    def _note_total(self, counted: Counted, optimizers: list[Any], is_given: bool) -> None:
-        """Store the mean weight of a rank's batch. If user code passed weight 0 on all ranks, skip the step.
-
-        Args:
-            counted: Weights of all ranks' batches.
-            optimizers: Optimizers that have gradients of the batch.
-            is_given: True if user code passed the weight.
-        """
-        if is_given or counted.is_known:
-            total = counted.total
-            if is_given and total == 0.0:
-                self._leave_out(optimizers)
-            elif not isinstance(total, torch.Tensor) and total:
-                self._parallel.leg.usual = total / self._parallel.num_ranks
-
-    def share(self, weight: Any = None, is_given: bool = True) -> float:
-        """Add the batch to those accumulated for a step. Return the factor by which to multiply the batch's loss.
-
-        Args:
-            weight: Weight of the batch; None to weight it by its number of samples.
-            is_given: True if user code passed the weight, False if the criterion determined it.
-        """
-        parallel = self._parallel
-        weight = None if weight is None else float(weight)
-        return parallel.leg.share(weight, parallel.num_ranks, is_of_criterion=not is_given)
 
     def _parameters(self, optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
         return (parameter for each in optimizers for parameter in self._precision.parameters(each))
@@ -406,7 +171,7 @@ class Gradients:
         The library cannot notice the steps of an optimizer that is not registered or does not support hooks.
         """
         leg = self._parallel.leg
-        if leg.window == 1 and not self._own_steps.sees(optimizer):
+        if leg.window == 1 and not self._hooks.sees(optimizer):
             raise ValueError(
                 f"`self.backward` was called again for a batch, and it is unknown whether `{type(optimizer).__name__}` "
                 "has stepped, which is not registered or no `torch.optim.Optimizer`: call `self.optimizer_step()` to "
@@ -464,8 +229,14 @@ class Gradients:
                 leg.usual = seen / num_ranks / window.num_batches or leg.usual
             correction = window.correction(seen, num_ranks)
         if omitted is not None:
-            if not omitted.is_known:
-                self._learn_omitted(omitted)
+            if not omitted.is_known:  # the ranks have not sent each other their numbers of skipped samples
+                if num_ranks > 1 and any(omitted.own):
+                    raise ValueError(
+                        "`training_step` returned None on one of several workers, which the others cannot learn here: "
+                        'only small models on CPUs tell, with `backend="gloo"` and no communication hook. Return '
+                        "`0 * loss` instead, which counts with its samples."
+                    )
+                omitted.learn([omitted.own])
             correction *= omitted.correction
         if correction == 0.0:
             if window is None or not window.is_of_criterion:
@@ -474,22 +245,6 @@ class Gradients:
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(correction)
-
-    def _learn_omitted(self, omitted: Omitted) -> None:
-        """Take this rank's numbers of skipped samples for those of all ranks.
-
-        Called if the ranks have not sent each other these numbers.
-
-        Raises:
-            ValueError: User code skips samples on this rank, and the ranks cannot tell each other how many.
-        """
-        if self._parallel.num_ranks > 1 and any(omitted.own):
-            raise ValueError(
-                "`training_step` returned None on one of several workers, which the others cannot learn here: only "
-                'small models on CPUs tell, with `backend="gloo"` and no communication hook. Return '
-                "`0 * loss` instead, which counts with its samples."
-            )
-        omitted.learn([omitted.own])
 
     def _leave_out(self, optimizers: Iterable[Any]) -> None:
         """Clear the optimizers' gradients and skip their step, because all batches have weight 0. Warn once."""
@@ -514,19 +269,8 @@ class Gradients:
             if leg.window > 1:
                 self.complete(optimizer)
             if id(optimizer) not in leg.batch.left_out:
-                self._own_steps.step(optimizer)
+                self._hooks.step(optimizer)
             leg.stepped(optimizer)
-
-    def compare_weight(self, metrics: Mapping[str, Any], name: str) -> None:
-        """Warn once if a batch's metrics are averaged with a weight that none of its backward passes used."""
-        weight, given = as_weight(BATCH_WEIGHT, metrics[BATCH_WEIGHT]), self._parallel.leg.batch.weights
-        if not any(math.isclose(weight, each, rel_tol=1e-6) for each in given) and self._once.is_first("weight"):
-            logger.warning(
-                "`%s.train_batch` returned `batch_weight` %s, and no backward pass of the batch had that weight. It "
-                "averages metrics, not gradients: to average these too, call `self.backward(loss, weight=...)` with it",
-                name,
-                weight,
-            )
 
 
 def backward_with(operator: Any, loss: torch.Tensor, weight: Any) -> None:

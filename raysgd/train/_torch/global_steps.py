@@ -32,7 +32,8 @@ from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
 from raysgd.torch.parallel.exchanges import completed, step_only_where
 from raysgd.torch.parallel.global_record import sums_of
 from raysgd.torch.parallel.strategy import repeat_first
-from raysgd.torch.step.undo import Undo, digests_of
+from raysgd.torch.parallel.tensor_copies import digests_of
+from raysgd.torch.parallel.undo import Undo
 from raysgd.train._worker.membership import BatchStart, GroupPlace, Membership
 from raysgd.trainer.messages.weight_sums import REASONS_OF_TORCH, ComparisonPace, check_equal
 
@@ -344,10 +345,8 @@ class GlobalSteps:
         if membership.has_repeated(mark):
             if is_done or not self._undo.can_put_back(has_broken=True):
                 raise _lost("a worker was lost in the middle of a batch whose steps cannot be undone")
+            # Also clear the gradients, because user code that clears them after `step` might not do so in this batch.
             self._undo.put_back()
-            # Clear the gradients here, because user code that clears them after `step` might not do so in this batch.
-            for optimizer in self._optimizers:
-                optimizer.zero_grad()
             return "failed"
         self._undo.end_batch()
         if self._digests is not None and self._has_moved_since_step():
@@ -447,7 +446,7 @@ class GlobalSteps:
         if not self._num_usual or self._num_steps < self._num_usual:
             if self._membership.has_failed:
                 return False
-            self._undo.note_step()
+            self._undo.note_step(optimizer)
             return True
         if self._num_steps > self._num_usual:
             self._membership.flaw = _NUMBERS_DIFFER

@@ -28,7 +28,8 @@ from raysgd.core.engine.transfers import receive_reports
 from raysgd.core.history import readable
 from raysgd.core.history.accounts import Accounts
 from raysgd.core.history.gauges import Gauges
-from raysgd.core.numbers.meters import NUM_SAMPLES, MetricSummary
+from raysgd.core.numbers.meters import MetricSummary
+from raysgd.core.numbers.metric_meters import NUM_SAMPLES
 from raysgd.core.numbers.results import CallProgress, ProgressKind, as_number, merge
 from raysgd.exceptions import OnFailure
 from raysgd.trainer.configuration.settings import ReplicaSettings

@@ -16,7 +16,8 @@ from typing import Any
 
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.core.engine.shared.types import Heartbeat, World
-from raysgd.core.numbers.meters import BATCH_COUNT, MetricSummary, refuse_taken
+from raysgd.core.numbers.meters import MetricSummary
+from raysgd.core.numbers.metric_meters import BATCH_COUNT, refuse_taken
 from raysgd.core.numbers.timers import TimerCollection
 from raysgd.exceptions import OnFailure
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest

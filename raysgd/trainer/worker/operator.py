@@ -13,7 +13,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate
 
 from raysgd.core.engine.shared.types import World
-from raysgd.core.numbers.meters import NUM_SAMPLES, AverageMeterCollection, MetricSummary, float_each
+from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
+from raysgd.core.numbers.metric_meters import NUM_SAMPLES, float_each
 from raysgd.core.numbers.timers import TimerCollection
 from raysgd.core.text.frames import defined_at
 from raysgd.core.text.log_lines import Once

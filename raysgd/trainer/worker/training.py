@@ -14,7 +14,7 @@ from typing import Any
 
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress
-from raysgd.core.numbers.meters import is_weight
+from raysgd.core.numbers.metric_meters import is_weight
 from raysgd.core.numbers.results import CallProgress, ProgressKind, as_number
 from raysgd.trainer.messages.begun import BegunEpoch
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, accepted

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.types import HeldAtStep
-from raysgd.core.numbers.meters import NUM_SAMPLES
+from raysgd.core.numbers.metric_meters import NUM_SAMPLES
 from raysgd.core.numbers.results import ProgressKind
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, accepted
 from raysgd.trainer.worker.data.around_batch import around_batches, forget

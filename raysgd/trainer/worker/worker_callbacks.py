@@ -12,14 +12,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from raysgd.callbacks.worker_callback import WorkerCallback, call_event, has_state, key_of
-from raysgd.core.numbers.meters import (
-    BATCH_WEIGHT,
-    NUM_SAMPLES,
-    AverageMeterCollection,
-    HeldMetric,
-    is_metric_object,
-    weight_of,
-)
+from raysgd.core.numbers.meters import AverageMeterCollection, HeldMetric
+from raysgd.core.numbers.metric_meters import BATCH_WEIGHT, NUM_SAMPLES, is_metric_object, weight_of
 from raysgd.trainer.worker.data.batch_streams import PlaceInStep
 
 CALLBACKS = "callbacks"

@@ -1,3 +1,8 @@
+"""Averages of metrics: sums and weights, what they accept, and what waits for a step.
+
+Covers `raysgd.core.numbers.metric_meters`, too.
+"""
+
 from __future__ import annotations
 
 import copy
@@ -10,7 +15,8 @@ from typing import Any
 import numpy
 import pytest
 
-from raysgd.core.numbers.meters import MAX_PENDING, AverageMeter, AverageMeterCollection, MetricSummary
+from raysgd.core.numbers.meters import AverageMeter, AverageMeterCollection, MetricSummary
+from raysgd.core.numbers.metric_meters import MAX_PENDING
 
 
 class FakeTensor:

@@ -69,8 +69,7 @@ def loop_of(operator: Plain, undo: bool | None = None, parallel: Strategy | None
     parallel = parallel or Joined()
     made = make_undo(operator, parallel, undo, WORLD)
     loop = StepLoop(operator, parallel, TorchFeed(lambda name: None, parallel, 1), made)
-    if made is not None:
-        made.open_call()
+    made.open_call()
     loop.note_boundary()
     return loop
 
@@ -78,7 +77,7 @@ def loop_of(operator: Plain, undo: bool | None = None, parallel: Strategy | None
 def test_with_one_worker_a_step_is_half_done_once_an_optimizer_steps_and_nothing_is_copied() -> None:
     operator = OwnBatch()
     loop = loop_of(operator, parallel=Strategy())
-    assert loop.undo is None
+    assert not loop.undo.repeats
     operator.compute()
     assert loop.is_whole
     operator.sgd.step()
@@ -108,14 +107,14 @@ def test_rungs_of_the_librarys_operators_are_not_the_users() -> None:
 def test_an_option_decides_for_stock_code(undo: bool | None, is_copied: bool) -> None:
     operator = Plain()
     loop = loop_of(operator, undo)
-    loop.begin_step()
+    loop.undo.begin_batch()
     operator.sgd.step()
     assert loop.is_whole == loop.can_return == is_copied
 
 
 def test_without_copies_a_batch_is_not_repeated_after_a_loss_but_after_an_error_before_its_step() -> None:
     loop = loop_of(Plain(), undo=False)
-    loop.begin_step()
+    loop.undo.begin_batch()
     assert (loop.is_whole, loop.can_return) == (False, True)
 
 
@@ -124,7 +123,7 @@ def test_where_copies_take_too_much_memory_a_warning_says_so_and_none_are_made(
 ) -> None:
     monkeypatch.setattr(step_loop, "lacks_memory", lambda *parts: "8 of 10 MiB that are free")
     loop = loop_of(OwnBatch())
-    loop.begin_step()
+    loop.undo.begin_batch()
     assert not loop.is_whole
     assert "would need 8 of 10 MiB that are free" in caplog.text
 
@@ -133,15 +132,15 @@ def test_gradients_that_wait_for_a_step_are_kept_and_others_cleared() -> None:
     operator = OwnBatch()
     loop = loop_of(operator)
     for waits in (False, True):
-        loop.begin_step()
+        loop.undo.begin_batch()
         operator.sgd.zero_grad()
         operator.compute()
-        loop.note_exchange()
+        loop.undo.note_exchange()
         if not waits:
             operator.sgd.step()
         loop.note_boundary()
-        assert [each is not None for each in loop.waiting_parameters()] == [waits] * 2 * waits
-        loop.begin_step()
+        assert [each is not None for each in loop.undo.waiting_parameters()] == [waits] * 2 * waits
+        loop.undo.begin_batch()
         operator.compute()
         assert loop.is_whole
         loop.return_to_boundary()
@@ -151,16 +150,16 @@ def test_gradients_that_wait_for_a_step_are_kept_and_others_cleared() -> None:
 def test_gradients_that_wait_and_are_a_ranks_own_cannot_be_handed_over() -> None:
     operator = OwnBatch()
     loop = loop_of(operator)
-    loop.begin_step()
+    loop.undo.begin_batch()
     operator.compute()
     loop.note_boundary()
     assert not loop.is_whole
-    loop.begin_step()
+    loop.undo.begin_batch()
     operator.compute()
-    loop.note_exchange()
+    loop.undo.note_exchange()
     loop.note_boundary()
     assert not loop.is_whole, "those of the batch before are among them"
-    loop.begin_step()
+    loop.undo.begin_batch()
     operator.sgd.step()
     loop.note_boundary()
     assert loop.is_whole
@@ -173,10 +172,10 @@ def test_what_was_stepped_without_any_exchange_cannot_be_handed_over() -> None:
     operator = OwnBatch()
     loop = loop_of(operator, parallel=OfTwo())
     for exchanges in (False, True):
-        loop.begin_step()
+        loop.undo.begin_batch()
         operator.compute()
         if exchanges:
-            loop.note_exchange()
+            loop.undo.note_exchange()
         operator.sgd.step()
         loop.note_boundary()
         assert loop.is_whole == exchanges
@@ -185,12 +184,12 @@ def test_what_was_stepped_without_any_exchange_cannot_be_handed_over() -> None:
 def test_what_waits_after_a_state_was_restored_are_its_gradients() -> None:
     operator = OwnBatch()
     loop = loop_of(operator)
-    loop.begin_step()
+    loop.undo.begin_batch()
     operator.compute()
     operator.sgd.step()
     loop.note_restored()
     assert loop.is_whole
-    assert loop.waiting_parameters() == list(operator.part.parameters())
+    assert loop.undo.waiting_parameters() == list(operator.part.parameters())
 
 
 def test_the_time_of_a_call_begins_at_zero() -> None:

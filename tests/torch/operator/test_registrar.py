@@ -1,4 +1,7 @@
-"""What is registered: how it is checked, prepared, divided, and handed back."""
+"""What is registered: how it is checked, prepared, divided, and handed back.
+
+Covers `raysgd.torch.operator.registering_operator`, too.
+"""
 
 from __future__ import annotations
 

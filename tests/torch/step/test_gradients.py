@@ -13,7 +13,8 @@ from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import Strategy
-from raysgd.torch.step.gradients import Gradients, OwnSteps, backward_with
+from raysgd.torch.step.gradients import Gradients, backward_with
+from raysgd.torch.step.optimizer_hooks import OptimizerHooks
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
 
@@ -25,10 +26,10 @@ class Bench:
         self.optimizer = torch.optim.SGD([self.parameter], lr=1.0)
         self.parallel = Strategy(has_others=False)
         none: Any = None  # there are no bounds
-        own_steps = OwnSteps(Precision(), StepOptions(), none, self.parallel, InstalledCallbacks())
-        own_steps.watch([self.optimizer])
-        self.own_steps = own_steps
-        self.gradients = Gradients(Precision(), self.parallel, own_steps, Once())
+        hooks = OptimizerHooks(Precision(), StepOptions(), none, self.parallel, InstalledCallbacks())
+        hooks.watch([self.optimizer])
+        self.hooks = hooks
+        self.gradients = Gradients(Precision(), self.parallel, hooks, Once())
 
     def batch(self, value: float, weight: float | None = None, **begin: Any) -> None:
         self.begin(**begin)
@@ -109,7 +110,7 @@ def test_each_call_of_a_closure_begins_with_no_gradients() -> None:
             super().step(closure)
 
     bench.optimizer = Twice([bench.parameter], lr=1.0)
-    bench.gradients._own_steps.watch([bench.optimizer])
+    bench.gradients._hooks.watch([bench.optimizer])
     bench.begin()
     bench.optimizer.step(closure)
     assert found == [3.0, 3.0]

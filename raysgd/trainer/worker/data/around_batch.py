@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from raysgd.core.numbers.meters import BATCH_COUNT, BATCH_WEIGHT, NUM_SAMPLES, is_weight
+from raysgd.core.numbers.metric_meters import BATCH_COUNT, BATCH_WEIGHT, NUM_SAMPLES, is_weight
 from raysgd.trainer.worker.data.batch_streams import PlaceInStep
 
 _COUNTERS = (NUM_SAMPLES, BATCH_WEIGHT, BATCH_COUNT)

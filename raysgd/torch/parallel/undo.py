@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from raysgd.core.engine.shared.time_spent import UNDO
 from raysgd.core.private_names import require_names
 from raysgd.torch.objects import rng
 from raysgd.torch.objects.precision import Precision
+from raysgd.torch.parallel.tensor_copies import TensorCopies, digest_of, digests_of, is_writable, kept
 from raysgd.trainer.worker.ledger import Ledger
 
 logger = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ class _Watched:
         modules = [module for model in models for module in model.modules()]
         self.buffers = [(module._buffers, name) for module in modules for name in module._buffers]
         frozen = [each for each in self.parameters if not each.requires_grad] if watches_frozen else []
-        self.frozen = [each for each in frozen if id(each) not in unchanging] if unchanging else frozen
+        self.frozen = [each for each in frozen if id(each) not in unchanging]
         self.digests = digests_of(self.frozen)
         self.moving: dict[int, torch.nn.Parameter] = {}
         self.copied: Sequence[torch.nn.Parameter] = ()
@@ -78,13 +77,13 @@ class _Watched:
     def are_unchanged(self) -> bool:
         """Return True if no frozen parameter has changed, except those that changed in the first batch."""
         pairs = zip(self.frozen, self.digests, strict=True)
-        return all(id(each) in self.moving or torch.equal(_digest_of(each), digest) for each, digest in pairs)
+        return all(id(each) in self.moving or torch.equal(digest_of(each), digest) for each, digest in pairs)
 
 
 class _OpenBatch:
     """The running batch: the state before the batch, and what has happened in the batch so far.
 
-    Values of tensors are not in this object; `_Copies` has copies of them.
+    Values of tensors are not in this object; `TensorCopies` has copies of them.
 
     Attributes:
         is_copied: True if any state was copied before the batch.
@@ -133,7 +132,7 @@ class _OpenBatch:
                 self.look_into(each, seen, tensors)
 
     def put_back(self) -> None:
-        """Restore everything that this object has recorded. `_Copies` restores the values of tensors."""
+        """Restore everything that this object has recorded. `TensorCopies` restores the values of tensors."""
         for container, content in self.contents:
             if isinstance(container, list):
                 container[:] = content
@@ -154,6 +153,9 @@ class _OpenBatch:
 class Undo:
     """Copies the state that a batch on this rank may change, and restores it if a failure interrupts the batch.
 
+    With gradient accumulation, a batch here consists of all batches of an optimizer step. A boundary is a point in time
+    between two optimizer steps.
+
     Args:
         models: Modules that are trained, without wrappers.
         optimizers: Optimizers of the modules. The caller must call `note_step` before each of their steps.
@@ -163,11 +165,16 @@ class Undo:
         copies: True to copy all state before each batch. False to copy only buffers, which is enough for the default
             training code. None to copy all state before the first batch of a call; what happens in that batch decides
             what is copied before later batches.
+        keeps_gradients: True if a later step may use a batch's gradients.
+        repeats: False if no batch is ever repeated after a failure, so that nothing is copied.
         ledger: Measures the time that copying takes.
         unchanging: IDs of parameters that no batch changes. They are not copied. The caller may remove IDs later.
 
     Attributes:
         copies_all: True if all state is copied before each batch.
+        repeats: True if a batch may be repeated after a failure.
+        is_told_of_batches: True if `begin_batch` is called before each batch. It is not necessary if no batch is
+            repeated and no gradients are kept.
     """
 
     def __init__(
@@ -178,6 +185,8 @@ class Undo:
         followers: Callable[[], Iterable[Any]] = tuple,
         *,
         copies: bool | None,
+        keeps_gradients: bool = False,
+        repeats: bool = True,
         ledger: Ledger | None = None,
         unchanging: Collection[int] = (),
     ) -> None:
@@ -185,10 +194,18 @@ class Undo:
         self._models, self._optimizers, self._others, self._followers = models, optimizers, others, followers
         self.copies_all, self._watches = copies is True, copies is None
         self._ledger = ledger or Ledger()
-        self._is_off = False
-        self._copies = _Copies()
+        self._is_off = not repeats
+        self._copies = TensorCopies()
         self._watched: _Watched | None = None  # None if a failure restarts the call instead of repeating the batch
         self._batch: _OpenBatch | None = None
+        # IDs of the optimizers that have started to step since the last boundary.
+        self._stepped: set[int] = set()
+        # Parameters that had gradients when the batch began, with which no optimizer had stepped. None if no batch has
+        # begun since the last boundary.
+        self._waiting: list[torch.Tensor] | None = None
+        self._not_stepped: list[Any] = []  # optimizers whose `step` was not called in the last completed step
+        self._keeps_gradients, self.repeats = keeps_gradients, repeats
+        self.is_told_of_batches = keeps_gradients or repeats
 
     @property
     def is_whole(self) -> bool:
@@ -200,9 +217,38 @@ class Undo:
         """Number of gradient all-reduces in the current batch."""
         return 0 if self._batch is None else self._batch.num_exchanges
 
+    @property
+    def has_begun(self) -> bool:
+        """True if a batch has begun since the last boundary."""
+        return self._waiting is not None
+
+    @property
+    def has_stepped(self) -> bool:
+        """True if an optimizer has started to step since the last boundary."""
+        return bool(self._stepped)
+
+    def waiting_parameters(self) -> list[torch.Tensor]:
+        """Return the parameters that have gradients with which no optimizer has stepped yet."""
+        if not self._keeps_gradients:
+            return []
+        optimizers = self._not_stepped if self._waiting is None else self._without_step()
+        return [each for each in parameters_of(optimizers) if each.grad is not None]
+
+    def _without_step(self) -> list[Any]:
+        """Return the optimizers that have not stepped since the last boundary."""
+        return [each for each in self._optimizers if id(each) not in self._stepped]
+
     def forget(self) -> None:
         """Discard the record of the current batch. The batch can no longer be undone then."""
         self._batch = None
+
+    def note_restored(self) -> None:
+        """Discard all records about steps. Called after a state was loaded, to which the records do not apply.
+
+        From now on, all existing gradients count as gradients with which no optimizer has stepped.
+        """
+        self.forget()
+        self._not_stepped, self._stepped, self._waiting = list(self._optimizers), set(), None
 
     def switch_off(self) -> None:
         """Stop copying state. From now on, a failure in the middle of a batch restarts the call from the snapshot."""
@@ -220,19 +266,16 @@ class Undo:
 
     # ---------------------------------------------------------------------------------------------------- in a batch
 
-    def begin_batch(self, waiting: Sequence[torch.Tensor] = ()) -> None:
-        """Start a batch. Copy the state that the batch may change.
-
-        Args:
-            waiting: Parameters that have gradients of earlier batches with which no optimizer has stepped yet.
-        """
+    def begin_batch(self) -> None:
+        """Start a batch. Copy the state that the batch may change."""
+        self._waiting = waiting = self.waiting_parameters()
         batch, watched = _OpenBatch(), self._watched
         self._batch = batch
         if watched is None:
             return
         copies_all = self.copies_all or (self._watches and watched.is_first) or bool(waiting)
         if not (copies_all or self._watches or watched.buffers or watched.moving):
-            self._copies = _Copies()
+            self._copies = TensorCopies()
             return
         before = self._ledger.enter(UNDO)
         try:
@@ -243,17 +286,17 @@ class Undo:
                 "worker is lost in the middle of a batch, the call restarts from the snapshot. The error was: %s",
                 error,
             )
-            self._copies, self._batch = _Copies(), _OpenBatch()
+            self._copies, self._batch = TensorCopies(), _OpenBatch()
             self.switch_off()
         finally:
             self._ledger.enter(before)
 
     def _take(self, batch: _OpenBatch, watched: _Watched, waiting: Sequence[torch.Tensor], copies_all: bool) -> None:
-        batch.places = [(buffers, name, _kept(buffers.get(name))) for buffers, name in watched.buffers]
+        batch.places = [(buffers, name, kept(buffers.get(name))) for buffers, name in watched.buffers]
         tensors = [each for _, _, each in batch.places if each is not None]
         seen = {*map(id, watched.parameters)}
         if copies_all:
-            batch.gradients = [(parameter, _kept(parameter.grad)) for parameter in waiting]
+            batch.gradients = [(parameter, kept(parameter.grad)) for parameter in waiting]
             tensors += [each for _, each in batch.gradients if each is not None]
             for each in (*self._optimizers, *self._others, *self._followers()):
                 batch.look_into(vars(each), seen, tensors)
@@ -269,7 +312,7 @@ class Undo:
         if self._unchanging:
             parameters = [each for each in parameters if id(each) not in self._unchanging]
         watched.copied = parameters
-        self._copies.take_copies([*parameters, *filter(_is_writable, tensors)])
+        self._copies.take_copies([*parameters, *filter(is_writable, tensors)])
         batch.is_copied, batch.is_whole = True, copies_all
 
     def note_exchange(self) -> None:
@@ -287,8 +330,9 @@ class Undo:
         has_more = batch.has_stepped or is_more
         self.copies_all = has_more or (watched.is_first and self._copies.differ(watched.copied))
 
-    def note_step(self) -> None:
-        """Record that an optimizer is about to step."""
+    def note_step(self, optimizer: Any, *_: Any) -> None:
+        """Record that an optimizer is about to step. PyTorch may call this method as a hook, with more arguments."""
+        self._stepped.add(id(optimizer))
         batch = self._batch
         if batch is not None:
             batch.has_stepped = True
@@ -306,12 +350,15 @@ class Undo:
             batch.num_collectives = None
 
     def end_batch(self) -> None:
-        """Record that the batch is complete. It can no longer be undone then."""
-        self.note_return()
-        batch, watched = self._batch, self._watched
-        if batch is not None and watched is not None and watched.is_first and not self.copies_all:
-            self._end_first(batch, watched)
-        self.forget()
+        """Record a boundary: the batch, if one has begun, is complete. It can no longer be undone then."""
+        if self._waiting is not None:
+            self._not_stepped = self._without_step()
+            self.note_return()
+            batch, watched = self._batch, self._watched
+            if batch is not None and watched is not None and watched.is_first and not self.copies_all:
+                self._end_first(batch, watched)
+            self.forget()
+        self._stepped, self._waiting = set(), None
 
     def _end_first(self, batch: _OpenBatch, watched: _Watched) -> None:
         if self._watches and not batch.num_exchanges:
@@ -324,16 +371,20 @@ class Undo:
         watched.is_first, watched.num_usual = False, batch.num_exchanges
         watched.end_first()
         if not self.copies_all:
-            self._copies = _Copies()  # free the memory of the copies
+            self._copies = TensorCopies()  # free the memory of the copies
 
     # ------------------------------------------------------------------------------------------------- after a failure
 
     def can_put_back(self, has_broken: bool) -> bool:
         """Return True if the state from before the batch is unchanged, or if `put_back` can restore it.
 
+        If no batch has begun since the last boundary, return True unless an optimizer has stepped.
+
         Args:
             has_broken: True if one of the all-reduces that `note_exchange` recorded for the batch has failed.
         """
+        if not (self.repeats and self.has_begun):
+            return not self.has_stepped
         batch, watched = self._batch, self._watched
         if batch is None or batch.is_whole:
             return True
@@ -344,7 +395,18 @@ class Undo:
         return watched.are_unchanged()
 
     def put_back(self) -> None:
-        """Restore the state from before the batch. Call this only if `can_put_back` returns True."""
+        """Restore the state from before the batch. Call this only if `can_put_back` returns True.
+
+        Gradients that the batch has computed are discarded, except those of parameters whose gradients waited before
+        the batch.
+        """
+        if self.is_told_of_batches and not self.has_begun:
+            return
+        waiting = {*map(id, self._waiting or ())}
+        self._stepped, self._waiting = set(), None
+        for parameter in parameters_of(self._optimizers):
+            if id(parameter) not in waiting:
+                parameter.grad = None
         batch = self._batch
         if batch is not None:
             batch.put_back()
@@ -353,81 +415,10 @@ class Undo:
         self.forget()
 
 
-class _Copies:
-    """Copies tensors, on the tensors' devices, and restores their values. Each batch reuses the copies' memory."""
-
-    def __init__(self) -> None:
-        self._tensors: list[torch.Tensor] = []
-        self._places: list[torch.Tensor] = []  # original `.data` of each tensor; user code may replace it
-        self._copies: list[torch.Tensor] = []
-
-    @torch.no_grad()
-    def take_copies(self, tensors: list[torch.Tensor]) -> None:
-        """Copy the tensors over the previous copies, and free the memory that is no longer needed."""
-        for index, tensor in enumerate(tensors):
-            kinds = [(each.shape, each.dtype, each.device) for each in (tensor, *self._copies[index : index + 1])]
-            if len({*kinds}) > 1 or len(kinds) == 1:
-                self._copies[index : index + 1] = [torch.empty_like(tensor, requires_grad=False)]
-        del self._copies[len(tensors) :]
-        _copy(self._copies, tensors)
-        self._tensors, self._places = tensors, [each.data for each in tensors]
-
-    def differ(self, first: Sequence[torch.Tensor]) -> bool:
-        """Return True if any tensor in `first` has changed since the last `take_copies`.
-
-        Args:
-            first: The first elements of the list that was passed to `take_copies`.
-        """
-        pairs = zip(first, self._copies, strict=False)
-        return not all(torch.equal(each, copy) for each, copy in pairs)
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Restore the values of the copied tensors. If user code replaced a tensor's `data`, restore that first."""
-        for tensor, place in zip(self._tensors, self._places, strict=True):
-            if tensor.data_ptr() != place.data_ptr() or tensor.shape != place.shape:
-                tensor.data = place
-        _copy(self._tensors, self._copies)
-
-
-def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy the values of `sources` to `targets`. On a GPU, tensors of the same dtype are copied together."""
-    kinds: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        kinds.setdefault((target.device, None if target.is_cpu else target.dtype), []).append((target, source))
-    for pairs in kinds.values():
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-
-
-def _kept(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the tensor object to restore later: the tensor itself, or a copy if it is sparse."""
-    return tensor.clone() if tensor is not None and tensor.layout != torch.strided else tensor
-
-
-def _is_writable(tensor: torch.Tensor) -> bool:
-    """Return True if values can be written into a tensor, False if it is sparse or expanded."""
-    if tensor.layout != torch.strided:
-        return False
-    return all(stride > 0 or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def digests_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a digest of each tensor, to detect changes later."""
-    return [*map(_digest_of, tensors)]
-
-
-def _digest_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sums of a tensor's rows, with its bits read as integers.
-
-    Nearly any change of the tensor also changes one of the sums.
-    """
-    bits = tensor.detach()
-    if bits.is_complex():
-        bits = torch.view_as_real(bits).flatten(-2 if bits.ndim else 0)
-    size, kinds = bits.element_size(), {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    has_words = bits.ndim > 0 and bits.is_contiguous() and not bits.storage_offset() * size % 8
-    kind = torch.int64 if has_words and not bits.shape[-1] * size % 8 else kinds[size]  # summing 8-byte words is faster
-    return bits.view(kind).sum(-1, dtype=torch.int64)
+def parameters_of(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Return the parameters in the parameter groups of optimizers."""
+    groups = (group for each in optimizers for group in getattr(each, "param_groups", ()))
+    return (parameter for group in groups for parameter in group["params"])
 
 
 def _num_collectives() -> float:
@@ -439,46 +430,3 @@ def _num_collectives() -> float:
     # The type is Any, because PyTorch's type stubs lack the method that is called below.
     group: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     return 0 if group is None else getattr(group, "_get_sequence_number_for_group", lambda: math.nan)()
-
-
-# ------------------------------------------------------------------------------------------------------------- memory
-
-
-def lacks_memory(models: Sequence[torch.nn.Module], num_sharing: int, unchanging: Collection[int] = ()) -> str | None:
-    """Check whether there is enough memory to copy all state. Return None if there is.
-
-    If copying needs more than half of the free memory, return a description of the needed and the free memory.
-
-    Args:
-        models: Modules that are trained. Their optimizers are assumed to have as much state as Adam.
-        num_sharing: Number of workers that share the node's memory.
-        unchanging: IDs of parameters that are not copied.
-    """
-    tensors = [each for model in models for each in (*model.parameters(), *model.buffers())]
-    if unchanging:
-        tensors = [each for each in tensors if id(each) not in unchanging]
-    num_bytes = sum(each.nbytes * (3 if each.requires_grad else 1) for each in tensors)
-    free = _free_bytes(next((each.device for each in tensors), torch.device("cpu")), num_sharing)
-    if free is None or num_bytes <= free // 2:
-        return None
-    return f"{num_bytes / 2**20:.0f} of {free / 2**20:.0f} MiB that are free"
-
-
-def _free_bytes(device: torch.device, num_sharing: int) -> int | None:
-    """Return the free memory of a GPU or, for a CPU, this worker's part of the node's free memory; None if unknown.
-
-    Args:
-        device: The GPU or CPU.
-        num_sharing: Number of workers that share the node's memory.
-    """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        words = Path("/proc/meminfo").read_text(encoding="ascii").partition("MemAvailable:")[2].split(maxsplit=1)
-        free = int(words[0]) * 1024
-    except (OSError, IndexError):  # only Linux has this file
-        return None
-    limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
-    with suppress(OSError, ValueError):  # raised if the process is not in a container with a memory limit
-        free = min(free, int(limit.read_text(encoding="ascii")) - int(used.read_text(encoding="ascii")))
-    return free // num_sharing

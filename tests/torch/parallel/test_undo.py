@@ -1,4 +1,7 @@
-"""Undo: what a batch changed is put back, or it is known that it cannot be."""
+"""Undo: what a batch changed is put back, or it is known that it cannot be.
+
+Covers `raysgd.torch.parallel.tensor_copies`, too.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ import torch
 
 from raysgd.callbacks.averages import EMA
 from raysgd.core.engine.shared.time_spent import START_UP, UNDO
-from raysgd.torch.step import undo
-from raysgd.torch.step.undo import Undo
+from raysgd.torch.parallel import tensor_copies
+from raysgd.torch.parallel.undo import Undo
 from raysgd.trainer.worker.ledger import Ledger
 
 
@@ -24,10 +27,15 @@ class Program:
         make_optimizer: Makes the optimizer for the parameters.
         copies: See `Undo`.
         model: The model, if not a small one with a batch norm.
+        keeps_gradients: See `Undo`.
     """
 
     def __init__(
-        self, make_optimizer: Callable[[Any], Any] | None = None, copies: bool | None = True, model: Any = None
+        self,
+        make_optimizer: Callable[[Any], Any] | None = None,
+        copies: bool | None = True,
+        model: Any = None,
+        keeps_gradients: bool = False,
     ) -> None:
         torch.manual_seed(0)
         self.model: Any = model or torch.nn.Sequential(
@@ -40,8 +48,8 @@ class Program:
         self.followers: list[Any] = []
         self.ledger = Ledger()
         parts = [self.model], [self.optimizer], [self.scheduler], lambda: self.followers
-        self.undo = Undo(*parts, copies=copies, ledger=self.ledger)
-        self.optimizer.register_step_pre_hook(lambda *_: self.undo.note_step())
+        self.undo = Undo(*parts, copies=copies, keeps_gradients=keeps_gradients, ledger=self.ledger)
+        self.optimizer.register_step_pre_hook(self.undo.note_step)
         self.undo.open_call()
 
     def backward(self) -> None:
@@ -191,12 +199,12 @@ def test_weights_and_buffers_that_were_swapped_or_assigned_get_their_memory_back
 
 @pytest.mark.parametrize("copies", [None, False])
 def test_gradients_that_wait_for_more_batches_are_put_back_with_all_else(copies: bool | None) -> None:
-    program = Program(copies=copies)
+    program = Program(copies=copies, keeps_gradients=True)
     program.run(program.step)
     program.run(program.backward)
     gradients = [parameter.grad for parameter in program.model.parameters()]
     before, state = _plain(gradients), program.state()
-    program.undo.begin_batch(list(program.model.parameters()))
+    program.undo.begin_batch()
     program.model(torch.randn(4, 2)).mean().backward()
     program.move()
     assert _plain(gradients) != before
@@ -209,9 +217,10 @@ def test_gradients_that_wait_for_more_batches_are_put_back_with_all_else(copies:
 def test_sparse_gradients_that_wait_are_put_back() -> None:
     table = torch.nn.Embedding(5, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
-    copies = Undo([table], [], copies=True)
+    copies = Undo([table], [torch.optim.SGD(table.parameters())], copies=True, keeps_gradients=True)
+    copies.note_restored()
     copies.open_call()
-    copies.begin_batch([table.weight])
+    copies.begin_batch()
     table(torch.tensor([1])).sum().backward()
     copies.put_back()
     gradient = table.weight.grad
@@ -234,7 +243,7 @@ def test_a_batch_that_was_not_copied_does_not_go_back_to_the_one_that_was() -> N
     copies.open_call()
     copies.begin_batch()
     copies.note_exchange()
-    copies.note_step()
+    copies.note_step(torch.optim.SGD(model.parameters()))
     model.weight.data.fill_(5.0)
     copies.end_batch()
     copies.begin_batch()
@@ -359,15 +368,15 @@ def test_frozen_weights_that_begin_to_move_later_are_noticed(copies: bool | None
 @pytest.mark.parametrize("shape", [(), (3,), (4,), (3, 8), (0, 4)])
 def test_a_digest_tells_numbers_and_rows_apart(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.arange(int(np.prod(shape))).reshape(shape).to(dtype)
-    [before] = undo.digests_of([tensor])
-    assert torch.equal(before, undo.digests_of([tensor.clone()])[0])
+    [before] = tensor_copies.digests_of([tensor])
+    assert torch.equal(before, tensor_copies.digests_of([tensor.clone()])[0])
     if tensor.numel():
         changed = tensor.clone()
         changed.view(-1)[-1] = not changed.view(-1)[-1]
-        assert not torch.equal(before, undo.digests_of([changed])[0])
+        assert not torch.equal(before, tensor_copies.digests_of([changed])[0])
     if tensor.ndim == 2 and tensor.numel() and dtype is not torch.bool:
-        assert not torch.equal(before, undo.digests_of([tensor.flip(0)])[0])
-        assert undo.digests_of([tensor.T])[0].shape == (8,)
+        assert not torch.equal(before, tensor_copies.digests_of([tensor.flip(0)])[0])
+        assert tensor_copies.digests_of([tensor.T])[0].shape == (8,)
 
 
 # -------------------------------------------------------------------------------------------------- without copies
@@ -413,10 +422,10 @@ def test_copies_take_at_most_half_of_the_free_memory(
     monkeypatch: pytest.MonkeyPatch, num_bytes: int, lacks: bool
 ) -> None:
     model = torch.nn.Linear(16, 16, bias=False)
-    monkeypatch.setattr(undo, "_free_bytes", lambda device, num_sharing: num_bytes)
-    assert (undo.lacks_memory([model], 1) is not None) == lacks
+    monkeypatch.setattr(tensor_copies, "_free_bytes", lambda device, num_sharing: num_bytes)
+    assert (tensor_copies.lacks_memory([model], 1) is not None) == lacks
 
 
 def test_the_free_memory_of_a_node_is_shared_by_its_workers() -> None:
-    alone, shared = (undo._free_bytes(torch.device("cpu"), number) for number in (1, 4))
+    alone, shared = (tensor_copies._free_bytes(torch.device("cpu"), number) for number in (1, 4))
     assert alone is None or (shared is not None and shared < alone)

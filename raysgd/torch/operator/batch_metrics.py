@@ -1,0 +1,309 @@
+"""`BatchMetrics`: the part of an operator's private state that measures batches.
+
+In a training call, the metrics of a batch wait in `meters` until the optimizer step of the batch is complete. The
+default `train_batch` passes its metrics to `report` before the backward pass, because each rank sends its sums to the
+other ranks together with the gradients. The dict that `train_batch` returns goes to `end_batch`. At the boundary after
+the step, the worker's `TrainingCall` counts the metrics that wait, or drops them if the step was interrupted.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from raysgd.core.numbers.meters import AverageMeterCollection
+from raysgd.core.numbers.metric_meters import BATCH_WEIGHT, NUM_SAMPLES, as_weight, weight_of
+from raysgd.core.numbers.results import as_number
+from raysgd.core.text.frames import defined_at
+from raysgd.torch.data import batches
+from raysgd.torch.objects import metric_objects
+from raysgd.torch.objects.criteria import LossCall, LossCalls
+from raysgd.torch.objects.moving import read_tensors
+from raysgd.torch.operator.settings import OperatorContext
+from raysgd.torch.parallel.strategy import Strategy
+from raysgd.trainer.worker.data.around_batch import note, set_apart
+from raysgd.trainer.worker.operator import Internals
+from raysgd.utils import IS_PADDING
+
+logger = logging.getLogger(__name__)
+
+
+class BatchMetrics(Internals):
+    """Counts the samples of batches, weights their metrics, and holds the metrics back until their step is complete.
+
+    Attributes:
+        parallel: Strategy, such as DDP, that keeps the workers' models in sync. Its attribute `leg` tracks the part of
+            the running call that this worker group runs. While batches are trained, the attribute `place` of this
+            object refers to the same `Leg`.
+        loss_calls: Notifies listeners of calls to the criterion.
+        evaluated: Calls to the criterion in the current validation batch whose results are means over labels.
+    """
+
+    context: OperatorContext
+
+    def __init__(self, operator: Any, config: dict[str, Any], context: OperatorContext) -> None:
+        super().__init__(config, context)
+        self._operator = operator
+        self.parallel: Strategy = context.parallel
+        self.loss_calls = LossCalls()
+        self.evaluated: list[LossCall] = []
+        self._reported: dict[str, Any] | None = None  # what `report` returned in the current batch
+        self._counts_ahead = False
+
+    # ------------------------------------------------------------------------------------ from batch to batch
+
+    def begin_batch(self) -> None:
+        if self.logged:
+            set_apart(self)
+        if self.place is not None and self.place.batch.amounts:
+            self.place.batch.amounts = []
+        self.evaluated = []
+
+    def info_of_batch(self, batch_idx: int) -> dict[str, Any]:
+        """Return the entries that the library adds to the `batch_info` of a training batch."""
+        is_padding = self.parallel.leg.batch.is_padding
+        return {"batch_idx": batch_idx, "global_step": self._operator.global_step, IS_PADDING: is_padding}
+
+    def parts_of_forward(self, returned: Any) -> tuple[Any, torch.Tensor, Any]:
+        """Split the return value of `forward` into output, loss and weight. Log the metrics in it, if any."""
+        if type(returned) is tuple and len(returned) == 2 and isinstance(returned[1], torch.Tensor):
+            return *returned, None  # the default `forward` returns this form
+        parts, metrics = batches.without_metrics(returned)
+        for name, value in metrics.items():
+            note(self.logged, name, value)
+        return batches.parts_of_forward(parts, type(self._operator))
+
+    def counts_of(self, features: Sequence[Any], target: Any, weight: Any) -> dict[str, Any]:
+        """Return a dict with the number of samples of a batch and, if it has one, the batch's weight.
+
+        Args:
+            features: Inputs of the batch.
+            target: Target of the batch.
+            weight: Weight that `forward` returned, or None. Without a weight, if the number of samples is unknown as
+                well, the batch is weighted by its number of labels, provided that the criterion averages over labels.
+
+        Raises:
+            ValueError: The batch has no weight, and its numbers of samples and labels are unknown.
+        """
+        num_samples, found = self._sizes_of((*features, target))
+        if weight is None and found != num_samples:
+            if len(self.place.batch.amounts) != 1 or self.logged:
+                raise _unknown_count(num_samples, found)
+            self.place.batch.has_uncounted = True  # set to False later if the loss is the criterion's return value
+        counts = {NUM_SAMPLES: num_samples}
+        return counts if weight is None else {**counts, BATCH_WEIGHT: weight}
+
+    def report(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Complete the metrics of the default `train_batch` before its backward pass.
+
+        In the default training loop, also add the metrics to the epoch's metrics, as pending. During the backward pass,
+        each rank sends the sums of its epoch's metrics to the other ranks together with the gradients, and these sums
+        must include the current batch. Pending metrics become final once the optimizer step is complete.
+        """
+        if not self._counts_ahead or self.place is None:
+            return metrics
+        self._reported = metrics = self.completed(metrics, None)
+        if not self.place.batch.is_padding:
+            values = dict(metrics)
+            self.latest_metrics = metrics
+            self.meters.hold(values, values.pop(NUM_SAMPLES))
+        return metrics
+
+    def end_batch(self, metrics: Any, batch: Any) -> None:
+        """End a training batch. Add the metrics that `train_batch` returned to the epoch's metrics, as pending.
+
+        If `report` has already added these metrics, they are not added again. The batch counts in the operator's
+        `global_step` at once, but pending metrics become final only once the training loop requests the next batch.
+        """
+        leg, reported, self._reported = self.parallel.leg, self._reported, None
+        if leg.batch.is_waiting:  # `train_batch` ran no backward pass
+            leg.skip()
+        waits = reported is not None and metrics is reported and not self.logged
+        if not waits:
+            metrics = self.completed(metrics, batch)
+        elif leg.batch.is_by_samples:
+            self._check_count(metrics[NUM_SAMPLES])
+        if not leg.batch.is_padding:
+            if not waits:
+                if reported is not None:
+                    self.meters.held.pop()
+                self.meters.hold(*self.values_and_weight(metrics, "train_batch"))
+            if BATCH_WEIGHT in metrics:
+                self._compare_weight(metrics)
+        if self.callbacks.noting_batches:
+            held = None if leg.batch.is_padding else self.meters.held[-1][0]
+            self.callbacks.note_batch(self._operator, held, leg.batch.is_boundary)
+        self._operator.global_step += leg.batch.is_last_part
+
+    def completed(self, metrics: Any, batch: Any) -> Any:
+        if self.place is not None and metrics == {} and not (self.logged or self.place.batch.is_by_samples):
+            return {NUM_SAMPLES: self._sizes_of(batch)[0]}  # `train_batch` skipped the batch and returned no metrics
+        if self.logged or not isinstance(metrics, Mapping) or NUM_SAMPLES not in metrics:  # entries are missing
+            metrics = super().completed(metrics, batch)
+        if self.place is None or not isinstance(metrics, Mapping):
+            return metrics
+        amounts = self.place.batch.amounts
+        if self.place.batch.is_by_samples:
+            self._check_count(metrics[NUM_SAMPLES])
+        if not amounts:
+            return metrics
+        counts_alike = len(amounts) == 1 and type(amounts[0]) is int and amounts[0] == metrics[NUM_SAMPLES]
+        return metrics if counts_alike else self._weighted(metrics)
+
+    def num_samples(self, batch: Any) -> int:
+        """Return the number of samples of a batch.
+
+        Raises:
+            ValueError: The number is unclear, because the loader read a different number of samples for the batch.
+        """
+        num_samples, found = self._sizes_of(batch)
+        if found != num_samples:
+            raise _unknown_count(num_samples, found)
+        return num_samples
+
+    def _sizes_of(self, batch: Any) -> tuple[int, int]:
+        """Return how many samples the loader read for a batch, and how many samples the batch contains.
+
+        The two numbers differ if a `collate_fn` adds or omits samples. For a padding batch, and if it is unknown how
+        many samples the loader read, both numbers are how many the batch contains.
+        """
+        drawn = self.place.batch.num_samples if self.place is not None else None
+        if drawn:
+            return drawn, batches.samples_of(batch, drawn)
+        found = batches.count_samples(batch)
+        return found, found
+
+    def _check_count(self, num_samples: Any) -> None:
+        """Raise if `train_batch` returned a `num_samples` that is not the weight used for the gradients."""
+        batch = self.place.batch
+        counts = self.place.has_several_batches and not batch.is_padding
+        if counts and num_samples != batch.samples is not None:
+            raise ValueError(
+                f"`{type(self._operator).__name__}.train_batch` returned `num_samples` {num_samples}, and gradients "
+                f"count by the {batch.samples} samples of the batch: call `self.backward(loss, weight=num_samples)` "
+                "with what the loss is the mean over, or return as many samples as the batch has."
+                f"{defined_at(type(self._operator), 'train_batch')}"
+            )
+
+    def _compare_weight(self, metrics: Mapping[str, Any]) -> None:
+        """Warn once if a batch's metrics are averaged with a weight that none of its backward passes used."""
+        weight, given = as_weight(BATCH_WEIGHT, metrics[BATCH_WEIGHT]), self.parallel.leg.batch.weights
+        if not any(math.isclose(weight, each, rel_tol=1e-6) for each in given) and self.once.is_first("weight"):
+            logger.warning(
+                "`%s.train_batch` returned `batch_weight` %s, and no backward pass of the batch had that weight. It "
+                "averages metrics, not gradients: to average these too, call `self.backward(loss, weight=...)` with it",
+                type(self._operator).__name__,
+                weight,
+            )
+
+    # ------------------------------------------------------------------------------------ means over labels
+
+    def note_amount(self, comparison: LossCall) -> None:
+        """Record a call to the criterion in a validation batch, if the call's result is a mean over labels."""
+        if comparison.amount is not None:
+            self.place.batch.amounts.append(comparison.amount)
+            self.evaluated.append(comparison._replace(output=None, target=None))  # do not keep large tensors in memory
+
+    def _weighted(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Add the weights of losses that are means over labels instead of samples to a batch's metrics."""
+        if BATCH_WEIGHT in metrics:
+            return metrics
+        if self.evaluated:
+            return {**weights_of(metrics, val_loss=self._amount_of(metrics)), **metrics}
+        first, *others = self.place.batch.amounts
+        mean = sum(others, first) / (1 + len(others)) if others else first
+        return {**weights_of(metrics, train_loss=mean if "train_loss" in metrics else None), **metrics}
+
+    def _amount_of(self, metrics: Mapping[str, Any]) -> Any:
+        """Return the number of labels over which `val_loss` is the mean; None if the criterion did not compute it.
+
+        Raises:
+            ValueError: The criterion did not compute `val_loss`, and it weights or ignores labels.
+        """
+        loss = metrics.get("val_loss")
+        for call in self.evaluated:
+            if _is_result(loss, call.result):
+                return call.amount
+        if loss is not None and weight_of("val_loss") not in metrics and any(call.is_uneven for call in self.evaluated):
+            raise ValueError(
+                "`val_loss` is not what `self.criterion` returned, which leaves labels out or weights them: how much "
+                f"the batch counts is unknown. Return `{weight_of('val_loss')!r}: ...` from `validate_batch`, or the "
+                "number after the loss from `forward`: what the loss is the mean over. Report means over different "
+                "numbers under separate names, each with its weight."
+            )
+        return None
+
+    # ------------------------------------------------------------------------------------ means of an epoch
+
+    @staticmethod
+    def to_floats(tensors: list[torch.Tensor]) -> list[float]:
+        return read_tensors(tensors)
+
+    def new_meters(self) -> AverageMeterCollection:
+        return AverageMeterCollection(self.to_floats, metric_objects.capture, metric_objects.remember_all)
+
+    def mean_over_workers(self, name: str, *parts: Mapping[str, Any]) -> float | None:
+        """Return the weighted mean of a metric over all workers; None if no worker has reported the metric.
+
+        All workers must call this method at the same time.
+
+        Args:
+            name: Name of the metric.
+            *parts: This worker's metrics: the summary of an epoch, or one dict for each part of a batch. The mean
+                weights each dict by its number of samples, unless it contains another weight.
+        """
+        counted = []
+        for metrics in parts:
+            weight = float(metrics.get(weight_of(name), metrics.get(BATCH_WEIGHT, metrics.get(NUM_SAMPLES, 1))))
+            own = (float(metrics[name]) * weight, weight) if weight and name in metrics else (0.0, 0.0)
+            totals = getattr(metrics, "totals", None)
+            counted.append(own if totals is None else totals.get(name, own))
+            if totals is not None:
+                counted += [each.totals.get(name, (0.0, 0.0)) for each in self.lost]
+        total, count = self.sum_over_workers(*map(sum, zip(*counted, strict=True)))
+        return total / count if count else None
+
+    def sum_over_workers(self, *values: float) -> list[float]:
+        """Return, for each value, its sum over all workers. All workers must call this method at the same time."""
+        if not self.world.is_distributed:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.context.device)
+        self.parallel.all_sum(tensor)
+        sums: list[float] = tensor.tolist()
+        return sums
+
+
+def _is_result(value: Any, result: torch.Tensor) -> bool:
+    """Return True if a metric's value is the tensor `result` that the criterion returned, or equals its number."""
+    if isinstance(value, torch.Tensor) and value.data_ptr() == result.data_ptr():
+        return True
+    own = result.item()
+    return as_number(value) == own or (isinstance(value, float) and math.isnan(value) and math.isnan(own))
+
+
+def _unknown_count(drawn: int, found: int) -> ValueError:
+    return ValueError(
+        f"a batch was made of {drawn} samples and has {found}, as by a `collate_fn` that leaves some out, makes "
+        "several of one, or joins them; how many count is unknown. Say what the loss is the mean over: return `output, "
+        "loss, len(target)` from `forward`; or in your own `train_batch` call `self.backward(loss, "
+        "weight=len(target))` and return `num_samples`, as from your own `validate_batch`. Or leave samples out in the "
+        "dataset."
+    )
+
+
+def weights_of(counts: Mapping[str, Any], **amounts: Any) -> dict[str, Any]:
+    """Return the weights of metrics whose weight differs from the weight of their batch.
+
+    The caller adds the returned entries to the batch's metrics.
+
+    Args:
+        counts: Dict with the batch's number of samples, and with its weight if it has one.
+        amounts: Weight of each metric, by the metric's name; None for the batch's weight.
+    """
+    usual = counts.get(BATCH_WEIGHT, counts[NUM_SAMPLES])
+    are_special = {name: isinstance(each, torch.Tensor) or each not in (None, usual) for name, each in amounts.items()}
+    return {weight_of(name): amounts[name] for name, is_special in are_special.items() if is_special}
