@@ -142,7 +142,7 @@ def main() -> None:
         [
             Target("no callbacks, us in each step", 5.0, True, medians["none"]),
             Target("the ledger, us in each step", 10.0, True, ledger.median),
-            Target("the journal, us in each step", 50.0, True, medians["journal"]),
+            Target("the journal, us in each step", 20.0, True, medians["journal"]),
             Target("a worker callback that does nothing, us in each step", 20.0, True, medians["worker"]),
         ]
     )
