@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -297,7 +297,11 @@ def _end(program: Program, kind: str, rng: random.Random, sums: Sums) -> bool:
 
 
 def difference(
-    found: dict[str, Any], wanted: dict[str, Any], tolerance: float, counts_batches: bool = True
+    found: dict[str, Any],
+    wanted: dict[str, Any],
+    tolerance: float,
+    counts_batches: bool = True,
+    may_miss: Callable[[str, str], bool] = lambda where, name: False,
 ) -> str | None:
     """Return how two runs differ, in words.
 
@@ -306,6 +310,7 @@ def difference(
         wanted: The other.
         tolerance: How much weights may differ. Metrics may always differ in the last digits.
         counts_batches: False where fewer workers took several batches for one, so that metrics come at other batches.
+        may_miss: Returns True for a table and a name whose values may miss samples of lost workers.
     """
     for number, model in enumerate(wanted["state"]["models"]):
         for name, tensor in model.items():
@@ -320,9 +325,33 @@ def difference(
             return f"{where} has {len(given)} rows instead of {len(expected)}"
         for row, other in zip(expected, given, strict=True):
             for name in row if counts_batches else ("epoch", "num_samples", "train_loss", "val_loss"):
-                if not _may_vary(name) and not _are_alike(row[name], other.get(name), max(tolerance, 1e-9)):
+                if _may_vary(name) or may_miss(where, name):
+                    continue
+                if not _are_alike(row[name], other.get(name), max(tolerance, 1e-9)):
                     return f"`{name}` of {where} is {other.get(name)} instead of {row[name]}, in {row}"
     return None
+
+
+def missed_with_workers(kind: str, has_lost: bool) -> Callable[[str, str], bool]:
+    """Return what may miss samples of lost workers, as docs/recovery.md says.
+
+    These are the metrics that workers had not sent when they died, which loggers get during an epoch. They are also the
+    last batch of each lost worker of a GAN.
+
+    Args:
+        kind: What is trained.
+        has_lost: True if workers were killed. Otherwise, nothing may be missing.
+    """
+    misses_batch = kind == "gan"
+
+    def may_miss(where: str, name: str) -> bool:
+        if not has_lost:
+            return False
+        if where.endswith(".steps.csv"):
+            return name not in ("epoch", "step")
+        return misses_batch and name != "epoch" and not name.startswith("val_")
+
+    return may_miss
 
 
 def _are_alike(wanted: Any, found: Any, tolerance: float) -> bool:
@@ -431,7 +460,8 @@ def disturb_runs(
         found = disturbed(folder, [*arguments, *more], workers, rng, sums, kinds, most, cluster=cluster)
         if found is not None:
             has_lost = any("worker" in each for each in sums.ends - before)
-            wrong = difference(found, whole[kind], tolerance, not (asked.deterministic and has_lost))
+            counts_batches, may_miss = not (asked.deterministic and has_lost), missed_with_workers(kind, has_lost)
+            wrong = difference(found, whole[kind], tolerance, counts_batches, may_miss)
             sums.num_runs[f"{kind} on {asked.workers}{', deterministic' if asked.deterministic else ''}"] += 1
             sums.faults.extend([] if wrong is None else [f"{folder} {more}: {wrong}"])
         if len(sums.faults) > num_faults and asked.keep is not None:
