@@ -56,7 +56,7 @@ class WorkerCallback:
                 the step.
 
         Returns:
-            Further metrics of the batch, which are averaged like those of `train_batch`, or None.
+            More metrics of the batch, or None. They are averaged like the metrics that `train_batch` returned.
         """
         return None
 
