@@ -589,7 +589,7 @@ class Lifecycle(ABC):
         The trainer can run further calls afterwards.
         """
         self.interrupted = thread
-        # Otherwise, the call fetches the state before it ends, so its workers must stay.
+        # If only the workers have the training state, keep them: the interrupted call fetches the state before it ends.
         if self.spec.use_local or self.is_fetching or not self.holds_only_state:
             self.kill_workers()
 

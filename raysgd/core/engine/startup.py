@@ -232,7 +232,7 @@ class StandbyWorkers:
 
     @property
     def num_ready(self) -> int:
-        """Number of standby workers that could join the group now. A worker that runs a validation meanwhile counts."""
+        """Number of standby workers that are ready to join the group, including workers on loan."""
         self.look_after()
         return len(self._ready) + len(self._loans)
 
