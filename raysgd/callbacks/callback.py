@@ -26,7 +26,7 @@ RESULTS_FOLDER = Path("~/ray_results")
 
 
 class Callback:
-    """Base class for callbacks in the driver. The methods do nothing by default. Override those that you need.
+    """Base class for callbacks in the driver. By default, the methods do nothing. Override what you need.
 
     Pass instances of subclasses to `trainer.fit(callbacks=[...])`, `Trainer.run(callbacks=[...])` or
     `RunConfig(callbacks=[...])`. If a method raises an error, the run ends with a `CallbackError` that names the class

@@ -293,7 +293,7 @@ class Lifecycle(ABC):
         copies = [answer.capture for answer in report.values if answer.capture is not None]
         if copies and not self.snapshots.has_any:
             self.snapshots.take_from(group, copies, is_first=True)
-        if num_spares and not self.spec.runs_on:  # otherwise the front end starts spares once it knows the function
+        if num_spares and not self.spec.runs_on:  # otherwise the front end starts spares once it has the function
             group.standby.start_more(num_spares, num_workers)
         return True
 
