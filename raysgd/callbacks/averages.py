@@ -153,7 +153,7 @@ class SWA(AveragedWeights):
     """Computes the mean of the weights at the ends of epochs (stochastic weight averaging).
 
     If a run ends before `start_epoch`, the next run of the trainer continues to count epochs. This callback does not
-    change the learning rate. Batch-norm statistics are averaged too. For exact statistics, call
+    change the learning rate. Batch-norm statistics are averaged too. For exact batch-norm statistics, call
     `torch.optim.swa_utils.update_bn` on the model that `get_model` returns.
 
     Args:
@@ -207,7 +207,7 @@ def _tensors_of(model: Any) -> dict[str, Any]:
 
 
 def _tensors_in(operator: Any) -> list[dict[str, Any]]:
-    """Return the parameters and buffers of each model, without those that `remakes_frozen` keeps out of checkpoints."""
+    """Return each model's parameters and buffers, except weights that `remakes_frozen` keeps out of checkpoints."""
     by_model, left_out = [_tensors_of(model) for model in models_of(operator)], left_out_of(operator)
     if not left_out:
         return by_model
@@ -240,7 +240,7 @@ def _copied(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _precise(tensor: Any) -> Any:
-    """Convert a tensor of short floats to 32 bits, in which an average does not lose small updates to rounding."""
+    """Convert floats with fewer than 32 bits to 32 bits, because an average would lose small updates to rounding."""
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
 
 

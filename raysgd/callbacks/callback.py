@@ -26,7 +26,7 @@ RESULTS_FOLDER = Path("~/ray_results")
 
 
 class Callback:
-    """Base class for callbacks in the driver. The methods do nothing by default. Override those that you need.
+    """Base class for callbacks in the driver. By default, the methods do nothing. Override what you need.
 
     Pass instances of subclasses to `trainer.fit(callbacks=[...])`, `Trainer.run(callbacks=[...])` or
     `RunConfig(callbacks=[...])`. If a method raises an error, the run ends with a `CallbackError` that names the class
@@ -84,13 +84,13 @@ class Callback:
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
         """Called after each epoch, or for each report of a training function.
 
+        With `fit(validate="async")`, this method is called at the end of the next epoch, once the validation has
+        finished. `run.epoch` is then the validated epoch, but the workers already hold the next epoch's weights.
+
         Args:
             run: The run.
             result: The metrics. Entries that you add to this dict are stored in the history and visible to later
                 callbacks.
-
-        With `fit(validate="async")`, this method is called at the end of the next epoch, once the validation has
-        finished. `run.epoch` is then the validated epoch, but the workers already hold the next epoch's weights.
         """
 
     def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
@@ -235,7 +235,7 @@ class SaveBehind:
 
     @property
     def is_done(self) -> bool:
-        """True if the file is complete or could not be written, so that `finish` returns without waiting."""
+        """True if the file is complete or could not be written, so that `finish` does not wait."""
         return self._write is None or self._write.is_done
 
     def finish(self) -> None:

@@ -76,7 +76,7 @@ def checked(callbacks: Any) -> tuple[list[Callback], list[WorkerCallback]]:
 
 
 def as_list(callbacks: Any) -> list[Any]:
-    """Return the `callbacks` that the user passed as a list.
+    """Return the `callbacks` that the user passed, as a list.
 
     Raises:
         TypeError: `callbacks` is not a list.
@@ -87,7 +87,7 @@ def as_list(callbacks: Any) -> list[Any]:
 
 
 def own_among(callbacks: Iterable[Any]) -> list[Callback]:
-    """Return the raysgd callbacks among those that the user passed for the run of a training function.
+    """Return the raysgd callbacks from the list that the user passed for the run of a training function.
 
     Raises:
         TypeError: The list contains a worker callback.
@@ -123,7 +123,7 @@ class Dispatcher:
         Args:
             hook: Name of the method.
             *args: Positional arguments for the method.
-            **info: Keyword arguments. Those that a callback's method does not accept are left out.
+            **info: Keyword arguments. Arguments that a callback's method does not accept are left out.
 
         Raises:
             CallbackError: A callback failed. The remaining callbacks are not called.
@@ -138,7 +138,7 @@ class Dispatcher:
             callback: The callback.
             hook: Name of the method.
             *args: Positional arguments for the method.
-            **info: Keyword arguments. Those that the method does not accept are left out.
+            **info: Keyword arguments. Arguments that the method does not accept are left out.
 
         Raises:
             CallbackError: The method failed.
@@ -171,10 +171,10 @@ class Dispatcher:
             *args: Positional arguments for the methods.
             has_failed: Whether the run has already failed. Failures of callbacks are then only logged.
             only: The callbacks to call. Default: all callbacks of this object.
-            **info: Keyword arguments. Those that a method does not accept are left out.
+            **info: Keyword arguments. Arguments that a method does not accept are left out.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C arrived while a method was running. A `SystemExit` is raised too.
+            KeyboardInterrupt, SystemExit: A method raised it, for example because of Ctrl-C.
             CallbackError: A method failed in a run that had not failed. The first failure is raised.
         """
         failures: list[tuple[Any, BaseException]] = []
@@ -194,7 +194,7 @@ class Dispatcher:
 
 
 def call_with_known(method: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Call a method, and leave out those keyword arguments that the method does not accept.
+    """Call a method, and leave out the keyword arguments that the method does not accept.
 
     This way, methods of callbacks that were written for older versions, with fewer parameters, still work.
     """
@@ -374,11 +374,11 @@ class FunctionCalls(CallbackCalls):
 
 
 class RunCallbacks(Dispatcher):
-    """Calls the user's callbacks in `RunConfig(callbacks=[...])` during a run of `fit()`.
+    """Calls the callbacks that the user passed in `RunConfig(callbacks=[...])`, during a run of `fit()`.
 
     Ray Tune callbacks and loggers are called first. They receive a `FitTrialView`, which presents the run as a trial.
-    Then raysgd callbacks are called, and receive the `Run`. After a callback has failed, callbacks are only called once
-    more, at the end of the run.
+    Then raysgd callbacks are called, and receive the `Run`. After a callback has failed, only the methods for the end
+    of the run are still called.
 
     Args:
         callbacks: The user's callbacks of both kinds.
@@ -484,8 +484,8 @@ class RunCallbacks(Dispatcher):
     def states(self) -> dict[int, Any]:
         """Return the states of the callbacks, for a run that continues this run.
 
-        The key of a Ray Tune callback's state is the callback's position in the list. The states of all raysgd
-        callbacks are under the number after the last position.
+        The key of a Ray Tune callback's state is the callback's position among the Ray Tune callbacks. The next number
+        is the key of a list with the states of all raysgd callbacks.
         """
         states = {index: self.call(each, "get_state") for index, each in enumerate(self.callbacks)}
         own = [each for each in self._own.states() if each["state"] is not None]
@@ -513,7 +513,7 @@ class RunCallbacks(Dispatcher):
 
 
 def of_tune_among(callbacks: Iterable[Any]) -> list[Any]:
-    """Return the Ray Tune callbacks among those that the user passed for a run of `fit()` or for a sweep.
+    """Return the Ray Tune callbacks from the list that the user passed for a run of `fit()` or for a sweep.
 
     Raises:
         TypeError: An object is neither a raysgd callback nor has a method that Ray Tune calls.

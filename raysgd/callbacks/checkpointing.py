@@ -26,20 +26,20 @@ INDEX_FILE = "checkpoints.json"
 END = "end"
 """Key in the index file (`checkpoints.json`) for how the run ended.
 
-The value is null while the run is active, and if its program was killed.
+The value is null while the run is active. It stays null if the program is killed.
 """
 
 
 Saved = SavedCheckpoint[str]
-"""One checkpoint. Its `number` is the pair of completed epochs and of steps in the next epoch, and its `content` is the
-name of the file."""
+"""One checkpoint. `number` is a pair: the number of completed epochs, and the number of batches in the next epoch.
+`content` is the name of the file."""
 
 
 class Checkpointing(WritesFiles):
     """Saves the training state of a `TorchTrainer` or `TFTrainer` to files, on disk or in object storage.
 
     The files are named `epoch_0001.ckpt` and so on, and `trainer.load` reads them. Each file is written atomically. A
-    small file beside each of them holds the history of the run and the states of all callbacks.
+    small file beside each checkpoint holds the history of the run and the states of all callbacks.
     `trainer.fit(..., resume_from="auto")` resumes from the newest checkpoint in `folder`.
 
     A run does not begin if the folder is not writable. If a save fails later, because the disk is full or the storage
@@ -363,7 +363,7 @@ class Checkpointing(WritesFiles):
     # ------------------------------------------------------------------------------------------- the files to keep
 
     def _divide(self, run: Run, saved: list[Saved]) -> tuple[list[Saved], list[Saved]]:
-        """Divide the saved checkpoints into those to keep and those to delete.
+        """Return the saved checkpoints to keep, and the saved checkpoints to delete.
 
         Checkpoints whose validation is still running are kept, because they may turn out to be the best.
         """
@@ -427,8 +427,8 @@ class Checkpointing(WritesFiles):
     def _look_around(self) -> None:
         """Compare the list of checkpoints with the files in the folder before the run begins.
 
-        Remove checkpoints from the list whose files were deleted. If the folder has checkpoints of another run, log a
-        warning, and keep them in the index file.
+        Checkpoints whose files were deleted are removed from the list. If the folder has checkpoints of another run,
+        log a warning, and keep them in the index file.
         """
         assert self._folder is not None
         present = set(self._folder.names())
@@ -451,7 +451,7 @@ def _count_or_none(name: str, value: Any, hint: str) -> int | None:
 def _name_of(epoch: int, step: int) -> str:
     """Return the name of the checkpoint file after `epoch` epochs and `step` batches of the next epoch.
 
-    Sorting the names by alphabet sorts the checkpoints by time.
+    Sorting the names alphabetically sorts the checkpoints by time.
     """
     return f"epoch_{epoch:04d}_step_{step:06d}.ckpt" if step else f"epoch_{epoch:04d}.ckpt"
 

@@ -135,7 +135,7 @@ def _chosen_mode(owner: str, metric: str, mode: Any) -> str:
 class EarlyStopping(Callback):
     """Ends a run when a metric has stopped improving. All workers stop together, because the driver decides.
 
-    Only epochs that report the metric count. With `validation_freq=2`, for example, a validation metric is checked
+    Epochs without the metric do not count. With `validation_freq=2`, for example, a validation metric is checked
     every second epoch. With `validate_every_n_steps`, a validation metric is checked after each validation, and the run
     can end at that step.
 
@@ -144,7 +144,7 @@ class EarlyStopping(Callback):
         mode: "min" if low values of the metric are best, "max" if high values are. "auto" infers it from the name:
             "max" for an accuracy, "min" for a loss. For other names it uses "min" and logs a warning.
         patience: Number of results without improvement after which the run ends.
-        min_delta: A result counts as an improvement only if it is better than the best result so far by more than this.
+        min_delta: A result is an improvement only if it is better than the best result so far by more than this amount.
         threshold: Value of the metric at which the run ends immediately, or None.
         check_finite: Whether to end the run as soon as the metric is NaN or infinite.
 

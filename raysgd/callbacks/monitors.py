@@ -255,8 +255,8 @@ class ProfilerTrace(WorkerCallback):
 
     Args:
         folder: Folder for the files: a folder that all workers share, or a URI such as `s3://bucket/traces`.
-        steps: Steps to record, as `(first, end)` like in `range(first, end)`. A worker counts from 0 when the run
-            begins. Recording stops at the end of the epoch at the latest.
+        steps: Steps to record, as `(first, end)` like in `range(first, end)`. Each worker counts its steps from 0,
+            starting when the run begins. Recording stops at the end of the epoch at the latest.
         ranks: Ranks of the workers that record, or None for all ranks.
 
     Raises:

@@ -203,7 +203,7 @@ def _checked_names(metrics: Any) -> tuple[str, ...] | None:
 
 
 class LineBar:
-    """Writes progress to a log file: lines with aligned columns, without a bar. A long call writes a line every minute.
+    """Writes progress to a log file in aligned columns, without a bar. During a long call, writes a line every minute.
 
     Args:
         stream: The log file.
@@ -365,7 +365,7 @@ def _while_there_is_a_reader() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lines_above(stream: Any) -> Iterator[None]:
-    """Inside the block, show lines that are printed or logged above the tqdm bar.
+    """Inside the block, lines that are printed or logged appear above the tqdm bar.
 
     Args:
         stream: The stream on which the bar is drawn.

@@ -18,7 +18,7 @@ _LIBRARIES = ("torch", "horovod", "raysgd")
 class WorkerCallback:
     """Base class for callbacks in the workers of a `TorchTrainer`.
 
-    The methods do nothing by default. Override those that you need. Each worker receives a copy of the callback, which
+    By default, the methods do nothing. Override what you need. Each worker receives a copy of the callback, which
     must therefore be picklable. If the callback changes the model, it must make the same change in all workers. If it
     runs a collective operation such as an all-reduce, it must do so in all workers.
     """
@@ -56,7 +56,7 @@ class WorkerCallback:
                 the step.
 
         Returns:
-            Further metrics of the batch, which are averaged like those of `train_batch`, or None.
+            More metrics of the batch, or None. They are averaged like the metrics that `train_batch` returned.
         """
         return None
 

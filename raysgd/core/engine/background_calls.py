@@ -101,7 +101,8 @@ class BackgroundCalls:
     def await_end(self) -> None:
         """Wait a few seconds for the background threads to finish.
 
-        Interrupt their calls or stop the controller before you call this method. Otherwise the threads may run on.
+        Before you call this method, interrupt their calls or stop the controller. Otherwise, the threads may keep
+        running.
         """
         for thread in self._threads:
             if thread is not threading.current_thread():

@@ -176,7 +176,7 @@ class LineEnd:
             self.hang_up()
 
     def answer(self, answer: Any) -> bool:
-        """Send the answer to a call to the driver.
+        """Send the answer of a call to the driver.
 
         Return False if the answer is too large or cannot be pickled, or if the driver has closed the socket.
         """

@@ -339,7 +339,7 @@ class ElasticController(Lifecycle):
         self.turns.stop(force)
 
     def make_room(self) -> str:
-        """If resources are short, release those held by this program's other trainers.
+        """If resources are short, release resources that this program's other trainers hold.
 
         First, trainers that the program no longer references are garbage collected. Then idle trainers stop their
         workers.
@@ -814,7 +814,7 @@ class ElasticController(Lifecycle):
     def _grow_if_possible(self, call: Call) -> None:
         """If resources are free, add workers to the group.
 
-        If workers cannot join a running group, restart as a larger group.
+        If workers cannot join a running group, restart all workers as a larger group.
         """
         group, most = self.ensure_group(), self.scaling.max_workers
         self.start_spares()

@@ -148,7 +148,7 @@ class WorkerGroup:
             self._startup.watch_worker(worker)
         self._check_wanted()
         if slot_of_driver is not None:
-            # This must come after the remote workers have received copies of the connection, which are for other GPUs.
+            # Call this only after the remote workers, which use other GPUs, have received copies of the connection.
             spec.connection.use_gpus(slot_of_driver.reservation.gpus_of_driver())
 
     def _make_ready(self, timeout_s: float, min_workers: int) -> GroupReport:
@@ -772,7 +772,7 @@ def _nothing() -> None:
 
 
 class GroupHooks:
-    """Callbacks through which a front end, such as `TorchTrainer`, learns that a worker group starts, changes or ends.
+    """Callbacks that notify a front end, such as `TorchTrainer`, when a worker group starts, changes or ends.
 
     These callbacks (hooks) run in the driver. A hook may use the group that it receives. It must not call the
     controller, because the controller is waiting for the hook. By default, hooks do nothing.

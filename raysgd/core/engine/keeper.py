@@ -2,7 +2,7 @@
 
 A detached trainer runs in a Ray actor. Its `Keeper` saves a description of the worker group outside the actor's
 process, and counts the calls that change the training state. Each worker stores the number of its last state-changing
-call and its reply to that call. From these, the trainer's next process can tell whether a call has already run.
+call and its reply to that call. From these, the trainer's next process can determine if a call has already run.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Keeper:
     Attributes:
         num_calls: Number of state-changing calls that were started.
         found: The newest call number stored on the adopted workers. None if the workers have stored no number, or after
-            `number` has been called.
+            `number` has been called for a state-changing call.
     """
 
     def __init__(self, trainer: str, write: Callable[[bytes], object]) -> None:
@@ -117,7 +117,7 @@ class Keeper:
 
 
 def end_workers(trainer: str, but: Collection[str] = ()) -> None:
-    """Kill the remaining workers of a detached trainer, except those with the names in `but`."""
+    """Kill the remaining workers of a detached trainer, except the workers whose names are in `but`."""
     import ray
 
     for each in ray.util.list_named_actors(all_namespaces=True):

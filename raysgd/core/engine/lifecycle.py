@@ -293,7 +293,7 @@ class Lifecycle(ABC):
         copies = [answer.capture for answer in report.values if answer.capture is not None]
         if copies and not self.snapshots.has_any:
             self.snapshots.take_from(group, copies, is_first=True)
-        if num_spares and not self.spec.runs_on:  # otherwise the front end starts spares once it knows the function
+        if num_spares and not self.spec.runs_on:  # otherwise the front end starts spares once it has the function
             group.standby.start_more(num_spares, num_workers)
         return True
 
@@ -589,7 +589,7 @@ class Lifecycle(ABC):
         The trainer can run further calls afterwards.
         """
         self.interrupted = thread
-        # Otherwise, the call fetches the state before it ends, so its workers must stay.
+        # If only the workers have the training state, keep them: the interrupted call fetches the state before it ends.
         if self.spec.use_local or self.is_fetching or not self.holds_only_state:
             self.kill_workers()
 

@@ -113,7 +113,7 @@ class LivenessCheck(Generic[KeyT]):
         return min(max(wanted_s, num_keys * _QUESTION_S / _SHARE), self._heartbeat_s / _ROUNDS_PER_HEARTBEAT)
 
     def ask(self, keys: Iterable[KeyT], submit: Callable[[KeyT], Any]) -> None:
-        """Poll workers, except those that have not answered the last poll.
+        """Poll workers, except workers that have not answered the last poll.
 
         Args:
             keys: The workers to poll.

@@ -110,7 +110,7 @@ class Monitor:
         self._listen()
         is_cut_off = self._lifecycle.is_ending and self._is_cut_off()
         is_left = self._leaves is not None and self._leaves()
-        # A proposal waits for answers, so where Ray was stopped, first find out whether a worker still responds.
+        # A proposal waits for answers. If Ray was stopped, propose only once a worker has responded since then.
         if is_left and (self._cut_off_at is None or self._heard_at > self._cut_off_at):
             self.hold_to_leave()
         if is_left or is_cut_off:
@@ -373,14 +373,14 @@ class Monitor:
         if answers or settled:
             self._heard_at = self._lifecycle.now()
         self._is_holding = is_agreed
-        # Only a rank that was past the step needs a later one. A rank that did not answer will be asked again.
+        # Use a larger margin only if a rank was past the step. If a rank did not answer, propose the same margin again.
         self._margin = _MIN_MARGIN if is_agreed else self._margin * (2 if is_refused else 1)
 
     def settle_last_hold(self) -> None:
         """Complete a proposal to stop that the trainer's previous process may have left open when it died.
 
-        The ranks would otherwise wait for the decision forever. If that process has already told one rank to stop, all
-        ranks must stop. Otherwise the proposal is canceled.
+        The ranks would otherwise wait for the decision forever. If that process has already confirmed the proposal to
+        one rank, all ranks must stop. Otherwise the proposal is canceled.
         """
         group = self._lifecycle.running
         holds = filter(None, group.ask_beside("beside", replica.last_hold).values())

@@ -251,7 +251,7 @@ def _is_settling(free: Mapping[str, float], groups: Collection[str]) -> bool:
 def _free_by_node() -> Mapping[str, Mapping[str, float]]:
     """Return each node's free resources, by node ID.
 
-    This function uses a private function of Ray. If that is missing, the result is empty for a cluster of several
+    This function uses a private function of Ray. If Ray lacks it, the result is empty for a cluster of several
     nodes, because Ray's public function returns only the sum over all nodes.
     """
     by_node = find_name("ray._private.state:available_resources_per_node")
@@ -281,7 +281,7 @@ def draining_nodes() -> frozenset[str]:
 def drain_deadlines() -> dict[str, int]:
     """Return when Ray will remove the nodes that it is draining.
 
-    This function uses a private function of Ray. If that is missing, the result is empty.
+    This function uses a private function of Ray. If Ray lacks it, the result is empty.
 
     Returns:
         The deadlines by node ID, in milliseconds of Unix time. 0 for an unknown deadline.
@@ -351,8 +351,8 @@ class Reservation:
         num_workers: Number of workers.
         has_driver: True if the first worker is this process. The worker's GPUs are then reserved on this node.
         packs: True to place workers on as few nodes as possible. False to spread them over as many as possible.
-        within: The existing placement group to use. "default" uses the group that this process runs in if it captures
-            child tasks. None uses no existing group.
+        within: The existing placement group to use. "default" uses the group that this process runs in, if Ray also
+            places this process's child tasks in that group. None uses no existing group.
         words: The front end's wording for error messages.
     """
 
@@ -580,7 +580,7 @@ def guard(name: str) -> Any:
 
     context = ray.get_runtime_context()
     maker = (context.get_worker_id(), context.get_node_id()) if keeper() is None else (context.get_actor_id(), None)
-    # Either this process is a driver, whose placement groups Ray itself removes, or Ray lacks the query.
+    # False if this process is a driver, whose placement groups Ray itself removes, or if Ray lacks the query.
     if not _is_alive(*maker):
         return None
     return (
@@ -693,7 +693,7 @@ class Slots:
         `take_granted` adds granted requests to the free slots.
 
         Args:
-            max_workers: Number of workers that the trainer wants.
+            max_workers: Number of workers that the trainer should have.
             num_workers: Number of workers that the trainer has.
         """
         self._ask_for(max_workers - max(num_workers, len(self)))  # a trainer may have more slots than workers
@@ -784,7 +784,7 @@ class Slots:
     def close(self, timeout_s: float) -> None:
         """Close all reservations and cancel all pending requests.
 
-        Complete this even if Ctrl-C interrupts one of the steps.
+        The remaining steps are completed even if Ctrl-C interrupts one of them.
         """
         reservations = [*self._reservations, *self._asked]
         self._reservations, self._asked, self._free = [], [], []

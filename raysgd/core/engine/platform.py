@@ -76,7 +76,7 @@ class Platform:
 
         Return None if the worker's process is not running yet.
 
-        This method uses a private query of Ray. If that is missing, it returns None.
+        This method uses a private query of Ray. If Ray lacks the query, this method returns None.
         """
         actors, identity = find_name("ray._private.state:actors"), getattr(worker.actor, "_actor_id", None)
         if actors is None or identity is None:
@@ -105,7 +105,7 @@ class Platform:
         Answers often arrive together, and each query costs time. This method therefore first waits a moment for all
         calls.
         """
-        # `ray.get` cannot be used here: if an exception is too large to be inlined, it waits for all other calls.
+        # `ray.get` cannot be used here, because it waits for all calls if an exception is too large to be inlined.
         together_s = max(_TOGETHER_S, _TOGETHER_S_EACH * len(references))
         done = self.ready(references, together_s if timeout_s is None else min(together_s, timeout_s))
         if not done and (timeout_s is None or timeout_s > together_s):

@@ -52,7 +52,7 @@ up": raise an error about the lost workers."""
 
 @dataclass(frozen=True)
 class WaitForWorkers:
-    """A decision not to start workers yet, because the free resources are enough for too few workers.
+    """A decision not to start workers yet, because too few workers fit into the free resources.
 
     Attributes:
         delay_s: Seconds to wait before the next attempt. None to give up.
@@ -155,7 +155,10 @@ class ScalingPolicy:
 
 
 Wait = bool | Literal["auto"]
-"""The user's choice of whether survivors wait for new workers. "auto": only if they cannot keep the global batch."""
+"""The user's choice of whether survivors wait for new workers.
+
+With "auto", they wait only if they cannot keep the global batch.
+"""
 
 AUTO: Literal["auto"] = "auto"
 
@@ -189,7 +192,7 @@ def resizing(
         interval_s: Seconds between checks for free resources during a call. None for no checks.
         keeps_global_batch: True if the result of a training step does not depend on the number of workers. Survivors
             can then continue without replacements.
-        max_workers: Number of workers that the trainer wants.
+        max_workers: Number of workers that the trainer should have.
         num_short: Largest group size with which memory ran out. 0 if memory never ran out.
     """
     if wait == AUTO and keeps_global_batch:

@@ -39,7 +39,7 @@ class ProgramEnd:
             self._is_before_ray = "ray" in sys.modules
 
     def run(self) -> None:
-        """Run the remaining finalizers, newest first. Continue if one raises. Prevent Ray from starting again."""
+        """Run the remaining finalizers, newest first, even if a finalizer fails. Prevent Ray from starting again."""
         self.has_begun = True
         auto_init = find_name("ray:_private.auto_init_hook") if "ray" in sys.modules else None
         if auto_init is not None:  # a call in a background thread could otherwise start Ray again

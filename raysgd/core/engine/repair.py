@@ -3,7 +3,7 @@
 `GroupRepair.recover` is the entry point. It tries these methods in order:
 
 1. The survivors continue in place: they keep their processes and form a new group, to which standby workers and new
-   workers are added if available. ADR 9 explains why, and ADR 11 when survivors wait for new workers.
+   workers are added if available. ADR 9 explains why. ADR 11 explains when survivors wait for new workers.
 2. All ranks restore the last snapshot, either in rebuilt replicas in the remaining processes or in new workers.
 3. The failure is raised as an error.
 
@@ -541,9 +541,9 @@ class GroupRepair:
         return self.change(frozenset(), cause) if standby.num_ready else None
 
     def can_change(self) -> bool | None:
-        """Ask the replicas whether they can continue in a new group. Return None if workers were lost.
+        """Return True if all replicas can continue in a new group. Return None if workers were lost.
 
-        Call this between calls.
+        Call this method between calls, because it polls the replicas with a call.
         """
         if not self._spec.regroups:
             return False
@@ -566,7 +566,7 @@ class GroupRepair:
         lifecycle, before = self._lifecycle, list(self._lifecycle.running.infos)
 
         def gone(staying: Collection[int]) -> set[int]:
-            """Return the ranks that were lost, with their numbers in the group before the change."""
+            """Return the lost ranks, as they were numbered in the group before the change."""
             infos = lifecycle.running.infos
             kept = {infos[rank] for rank in staying}
             return {rank for rank, info in enumerate(before) if info not in kept} - change.leaving
@@ -655,7 +655,7 @@ class GroupRepair:
     # -------------------------------------------------------------------------------- members of the next group
 
     def form(self, change: GroupChange, staying: Sequence[int], without_state: Collection[int] = ()) -> NextGroup:
-        """Choose the members of the next group, and make those from the old group leave it.
+        """Choose the members of the next group, and make the survivors leave the old group.
 
         The members are ranks of the old group and standby workers. Workers that die meanwhile are left out.
 
@@ -754,7 +754,7 @@ class GroupRepair:
             self._remove_others(formed.staying)
             if not self._fill_from_standby(change, formed, max(0.0, deadline - lifecycle.now())):
                 return formed
-            # Poll the ranks again, because nobody noticed ranks that died during the wait.
+            # Poll the ranks again, because some may have died unnoticed during the wait.
             answering = group.answering(formed.staying)
             if answering == formed.staying:
                 return formed

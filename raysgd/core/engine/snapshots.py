@@ -354,7 +354,10 @@ class Snapshots:
 
     @property
     def is_coming(self) -> bool:
-        """True if a snapshot is in transit to the driver. Until it arrives, no new snapshot is taken."""
+        """True if a snapshot is in transit to the driver.
+
+        Until it arrives, no other snapshot is due. A call may still request a snapshot with `Call.captures`.
+        """
         return self._coming is not None
 
     def take_captures(

@@ -232,20 +232,20 @@ class StandbyWorkers:
 
     @property
     def num_ready(self) -> int:
-        """Number of standby workers that could join the group now. A worker that runs a validation meanwhile counts."""
+        """Number of standby workers that are ready to join the group, including workers on loan."""
         self.look_after()
         return len(self._ready) + len(self._loans)
 
     @property
     def num_all(self) -> int:
-        """Number of all standby workers, including those that are starting or on loan."""
+        """Number of all standby workers: starting, ready or on loan."""
         return self.num_coming + self.num_ready
 
     def start_more(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
         """Start up to `count` more standby workers in free slots. Return how many were started.
 
         Args:
-            count: Number of workers to start, in addition to those that are starting or ready.
+            count: Number of workers to start, in addition to workers that are already starting or ready.
             world_size: Size of the group for which the workers prepare.
             avoid: IDs of nodes that are probably lost or are being removed. Standby workers on these nodes are killed.
         """

@@ -76,7 +76,7 @@ class TrainerStatus:
 
     Attributes:
         workers: The workers, in rank order.
-        num_wanted: Number of workers that the trainer wants.
+        num_wanted: Number of workers that the trainer should have.
         num_spares: Number of spare workers that are ready.
         samples_per_s: Throughput of the current or last training call. None before the first training call.
         straggler: The rank that the other ranks wait for. None if no rank is clearly slower, or if not measured.

@@ -84,7 +84,7 @@ def transfer(call: Any) -> Transfer:
 
 
 def receive_reports(transfers: Sequence[Transfer], *, are_last: bool) -> tuple[list[Any], Exception | None]:
-    """Wait for the workers' reports about their steps. Return those that arrive in time, and the first error.
+    """Wait for the workers' reports about their steps. Return the reports that arrive in time, and the first error.
 
     Args:
         transfers: The reports in transit.

@@ -81,7 +81,7 @@ class WorkerAnswer:
 def with_rank(outcome: Outcome) -> Outcome:
     """Return the outcome of a worker's call.
 
-    If the worker failed before it knew its rank, add the rank to the failure.
+    If the worker failed before it got its rank, add the rank to the failure.
     """
     failure = outcome.failure
     if failure is None or failure.fault.rank >= 0:
@@ -200,9 +200,9 @@ class _Calls:
     """The calls of a worker process.
 
     Attributes:
-        thread: The thread that runs the current call, or ran the last one. None if there was no call, `_NO_THREAD` if
-            no call is running.
-        number: Number of the last call that had a number. None if no call had one.
+        thread: ID of the thread that runs the current call or ran the last call. None before the first call.
+            `_NO_THREAD` while the worker waits for the next call on a Unix socket.
+        number: Number of the last call that had a number. None if no call had a number.
         reply: The reply to that call, for a driver that sends it again.
     """
 
@@ -216,7 +216,7 @@ class _Calls:
         self.thread = threading.get_ident()
 
     def has_run(self, number: CallNumber | None) -> bool:
-        """Return True if the last numbered call had this number. A call without a number is always a new one."""
+        """Return True if the last numbered call had this number. A call without a number is always a new call."""
         return number is not None and number == self.number
 
 
@@ -253,7 +253,7 @@ def _guarded(method: MethodT) -> MethodT:
 def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
     """Raise `BdbQuit`.
 
-    In a worker, `breakpoint()` calls this function, because Ray's own would wait for a debugger forever.
+    In a worker, `breakpoint()` calls this function, because Ray's own function would wait for a debugger forever.
     """
     raise BdbQuit
 
@@ -366,8 +366,8 @@ class WorkerProcess:
         """Leave the group, even if it is broken, and listen at `host` for the ranks of the next group.
 
         Returns:
-            The replica's progress and the port. The port is None if the worker can listen only after it knows its next
-            rank.
+            The replica's progress and the port. The port is None if the worker can listen only once its next rank is
+            set.
         """
         connection, replica = self._connection, self.replica
         connection.leave_for_another()
@@ -567,7 +567,7 @@ def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ())
 
 
 def cannot_import(module: str | None) -> ModuleNotFoundError:
-    """Return an error which says that the worker process cannot import the module of an object that was sent to it."""
+    """Return the error for a worker process that cannot import the module of an object that was sent to it."""
     message = (
         f"No module named '{module}' in the worker process: something that was sent there, such as the operator class "
         "or a function, is defined in it. Define it in the script that you run, install the module on every node, or "
@@ -698,8 +698,8 @@ class _HostedProcess(WorkerProcess):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Garbage collection takes a sixth of the time of importing the framework. A standby worker may import it while
-        # Ray unpickles the arguments of `prepare_standby`, so collection stays off until `_prepare`.
+        # Garbage collection takes a sixth of the time of importing the framework. A standby worker may import the
+        # framework while Ray unpickles the arguments of `prepare_standby`, so collection stays off until `_prepare`.
         gc.disable()
         if not _gpu_ids():
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -739,7 +739,7 @@ def _drop(numbers: Sequence[int]) -> None:
 
 
 # Each of these Ray concurrency groups runs its methods in one thread. Methods in "signs" must be fast, because a worker
-# whose thread for them does not respond is killed.
+# is killed if the thread of this group does not respond.
 _GROUPS = {
     "beside": ("beside", "stack"),
     "signs": ("describe", "interrupt", "last_call"),
@@ -772,7 +772,7 @@ def _actor_class() -> Any:
 
 
 def _forwarding(name: str) -> Callable[..., Any]:
-    """Return a function that calls a method of `WorkerProcess`. Otherwise, Ray would set attributes on the method."""
+    """Return a function that calls a method of `WorkerProcess`. Ray then sets its attributes on this function only."""
 
     def method(self: WorkerProcess, *args: Any) -> Any:
         return getattr(WorkerProcess, name)(self, *args)

@@ -45,7 +45,7 @@ def describe_fault(error: BaseException, rank: int, node: str, *, portable: bool
         node: Address of this node.
         portable: True if the description is sent to another process. Otherwise, the exception keeps its live frames for
             debuggers, and `traceback_text` stays empty, because Python shows the frames anyway.
-        brief: True to omit source lines from the traceback. Python must read many files to get them.
+        brief: True to omit source lines, callers and causes. Python must read many files to get source lines.
     """
     error.__traceback__ = _from_user_code(error.__traceback__)
     message, frames = _message(error, portable), _frames(error)
@@ -179,7 +179,7 @@ def _causes(error: BaseException) -> tuple[str, ...]:
 
 
 def _own_lines(error: BaseException) -> list[str]:
-    """Return the lines of user code in an exception's traceback, then those quoted in its message, innermost last."""
+    """Return the lines of user code in an exception's traceback, then lines quoted in its message, innermost last."""
     own = _frames(error, only_own=True)
     places = [(f"{frame.filename}:{frame.lineno} in {frame.name}", frame.line) for frame in own]
     return [f"{place}: {line}" if line else place for place, line in places] + _quoted(error)[0]

@@ -107,7 +107,7 @@ class RegroupingReplica(Replica, Protocol):
     def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
         """Propose that this rank stops the running call at a step.
 
-        If the rank accepts, it waits at that step until `settle_hold` tells it whether all ranks have agreed.
+        If the rank accepts, it waits at that step until `settle_hold` delivers the decision.
 
         Args:
             number: Number of the proposal. Numbers increase, and a proposal that arrives twice or late is ignored.
@@ -119,13 +119,13 @@ class RegroupingReplica(Replica, Protocol):
         """
 
     def settle_hold(self, number: int, is_agreed: bool) -> None:
-        """Tell this rank whether all ranks have agreed to the proposal with this number.
+        """Deliver the decision on the proposal with this number to this rank.
 
-        If not, the rank continues the call.
+        If all ranks have agreed, this rank stops the call at the proposed step. Otherwise, it continues the call.
         """
 
     def last_hold(self) -> tuple[int, bool]:
-        """Return the number of the last proposal to stop, and True if this rank was told that all ranks agreed."""
+        """Return the number of the last proposal to stop, and True if `settle_hold` confirmed that proposal."""
 
     def restore_inside(self, shared_state: Any, own_state: Any, first: Any, parts: Sequence[Any]) -> None:
         """Restore a snapshot that was taken inside a call, so that the call can resume there.
@@ -217,7 +217,7 @@ def propose_hold(replica: RegroupingReplica, number: int, margin: int, at: int |
 
 
 def settle_hold(replica: Any, number: int, is_agreed: bool) -> None:
-    """Tell the rank whether all ranks have agreed to the proposal with this number.
+    """Deliver the decision on the proposal with this number to the rank.
 
     See `RegroupingReplica.settle_hold`.
     """
@@ -225,16 +225,16 @@ def settle_hold(replica: Any, number: int, is_agreed: bool) -> None:
 
 
 def last_hold(replica: Any) -> tuple[int, bool]:
-    """Return the number of the last proposal to stop, and True if the rank was told that all ranks agreed."""
+    """Return the number of the last proposal to stop, and True if `settle_hold` confirmed that proposal."""
     last_hold: tuple[int, bool] = replica.last_hold() if hasattr(replica, "last_hold") else (0, False)
     return last_hold
 
 
 def leave_call(replica: Any, number: int) -> None:
-    """Make a spare worker stop, between two batches, the call that it runs while the worker group does not need it.
+    """Make a spare worker stop the call that it runs outside the group. The call stops between two batches.
 
     Args:
         replica: The spare worker's replica.
-        number: Number of the loan, which is the permission to run that call. Calls of earlier loans are stopped, too.
+        number: Number of the loan for which the spare worker runs that call. Calls of earlier loans are stopped, too.
     """
     replica.leave_call(number)

@@ -38,7 +38,7 @@ BINS: Mapping[str, str] = {
     DRIVER: "driver (between calls)",
     OTHER: "other",
 }
-"""By bin (category of time): the name that users see."""
+"""For each bin (category of time), the name that users see."""
 
 SHOWN_FROM = 0.005
 OUTSIDE = (START_UP, EVALUATION, VALIDATION_WAIT, DRIVER)
