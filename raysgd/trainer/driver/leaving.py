@@ -172,8 +172,9 @@ def seconds_of(max_time: Any) -> float:
     Raises:
         ValueError: `max_time` is not a duration.
 
-     [seconds_of(each) for each in (90, timedelta(minutes=2), "01:00:00", "1-00:00:01")]
-    [90.0, 120.0, 3600.0, 86401.0]
+    Examples:
+        >>> [seconds_of(each) for each in (90, timedelta(minutes=2), "01:00:00", "1-00:00:01")]
+        [90.0, 120.0, 3600.0, 86401.0]
     """
     if isinstance(max_time, timedelta):
         max_time = max_time.total_seconds()

@@ -39,8 +39,9 @@ class CheckAnswers(Protocol):
 class TrainerCalls:
     """Runs the calls of one trainer.
 
-    The trainer creates a new `TrainerCalls` for each call. If the trainer kept one, which refers to methods of the
-    trainer, then a trainer that the user has dropped would not be freed at once.
+    A `TrainerCalls` refers to methods of its trainer. The trainer therefore does not keep a `TrainerCalls`, but creates
+    a new one for each call. If the two objects referred to each other, Python would not free a trainer as soon as the
+    user drops it.
 
     Attributes:
         life: The trainer's workers and settings.
