@@ -64,8 +64,9 @@ class EpochRequest(EpochOptions):
         seed: Seed of the random order in which samples are used.
         shard_key: Key that identifies a dataset that the user passed to the call. None if the call uses the data that
             the operator registered.
-        redraw: Function that a worker in the driver process calls between steps, about ten times a second, so that
-            progress is displayed. None for other workers.
+        redraw: Function that a worker in the driver process calls between steps, about ten times a second. It passes
+            the progress to listeners such as a progress bar. If the driver is the only worker, the function also stops
+            a training call that must end early. None for other workers.
     """
 
     seed: int

@@ -34,8 +34,8 @@ class TrainingCall(EpochRun):
     Args:
         hosted: The operator to train.
         copies: Takes the snapshots inside the call.
-        begun: Tells which call this is, where it starts, and how many steps it takes. Use `take_over` to continue the
-            call after the steps that are completed there.
+        begun: Says which call this is, where it starts, and how many steps it takes. The steps that are completed there
+            are ignored; use `take_over` to continue after them.
 
     Attributes:
         info: The `info` dictionary that is passed to the operator's `train_epoch`. Set while it runs.
