@@ -55,7 +55,7 @@ def epoch_options(
     reduce_results: bool = True,
     info: Mapping[str, Any] | None = None,
 ) -> EpochOptions:
-    """Check the user's arguments to `train` or `validate`, and return what the call asks of all workers."""
+    """Check the user's arguments to `train` or `validate`, and return the options of the call."""
     checks.refuse_text(profile=profile, reduce_results=reduce_results)
     return EpochOptions(checks.check_num_steps(num_steps), checks.check_info(info), profile)
 
@@ -138,7 +138,7 @@ class ProgressListeners:
 
         Args:
             kind: The type of call.
-            options: What the call asked of the workers.
+            options: Options of the call.
             answer: Rank 0's answer.
         """
         if self.listeners:
@@ -289,7 +289,7 @@ class EpochCalls:
 
         Args:
             name: "train" or "validation".
-            options: What the call asks of all ranks alike.
+            options: Options of the call, the same for all ranks.
             dataset: Data to use instead of the registered data, or None.
             worlds: The position of each rank in the group of workers.
             sharing: Divides datasets over the workers. Default: the `sharing` attribute.
@@ -320,7 +320,7 @@ class EpochCalls:
         """Run a training call.
 
         Args:
-            options: What the call asks of all ranks alike.
+            options: Options of the call, the same for all ranks.
             max_retries: How many times to retry the call after a failure.
             dataset: Data to use instead of the registered data, or None.
             can_resume: Whether, after a failure, another group of workers can continue the call with the remaining
@@ -435,7 +435,7 @@ class EpochCalls:
         If any rank raises an error, all ranks start the next validation from the first batch.
 
         Args:
-            options: What the call asks of all ranks alike.
+            options: Options of the call, the same for all ranks.
             dataset: Data to use instead of the registered data, or None.
         """
         call = Call(
@@ -471,7 +471,7 @@ class EpochCalls:
         immediately.
 
         Args:
-            options: What the call asks of the spare worker.
+            options: Options of the call.
             dataset: Data to use instead of the registered data, or None.
             settings: Settings with which the operators of the training workers were created.
             sharing: Divides datasets over workers according to `settings`.

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 class StepReports:
     """Installs a run's worker callbacks in the workers, and passes on what the workers report about their steps.
 
-    The library's own worker callbacks are added to those of the user: one averages step metrics, if a callback in the
-    driver needs them, and one records the steps for the journal.
+    The library adds up to two worker callbacks of its own to the user's worker callbacks. One averages step metrics, if
+    a callback in the driver needs these metrics. The other records the steps, if the run has a journal.
 
     Args:
         trainer: The attributes and methods of the trainer that the run uses.

@@ -22,8 +22,8 @@ from raysgd.exceptions import Preempted
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-# Seconds within which a second signal counts as the same one. `timeout` and Slurm send a signal to a process and also
-# to its process group, so that it may arrive twice.
+# Seconds within which a second signal counts as a repetition of the first. `timeout` and Slurm send a signal to a
+# process and also to its process group, so the signal may arrive twice.
 _SAME_S = 1.0
 _FIRST_SAVE_S = 60.0
 _DURATION = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
@@ -32,7 +32,7 @@ Handler = Callable[[int, Any], Any]
 
 
 class Leaving:
-    """Decides whether a run, one call to `fit`, must stop early, and for what reason.
+    """Decides whether a run, which is one call to `fit`, must stop early, and gives the reason.
 
     Args:
         max_time: Time limit of the run, or None.

@@ -1,6 +1,7 @@
 """`LiveChanges`: changes the config, the operator class or the callbacks of running workers, without new processes.
 
-Workers that start later receive the same change. If a change fails on one worker, all workers keep what they had.
+Workers that start later receive the same change. If an update of the config or a reload of the class fails on one
+worker, all workers keep the old config or class.
 """
 
 from __future__ import annotations

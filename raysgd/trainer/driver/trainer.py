@@ -153,7 +153,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         Args:
             kind: The type of call.
             answers: The answers by rank.
-            options: What the call asked of the workers.
+            options: Options of the call.
         """
 
     def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> bool:

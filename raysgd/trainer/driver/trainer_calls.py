@@ -91,7 +91,7 @@ class TrainerCalls:
         """Train for one epoch or some of its steps.
 
         Args:
-            options: What the call asks of all workers.
+            options: Options of the call, the same for all workers.
             max_retries: How many times to retry the call after a failure.
             dataset: Data to train on instead of the registered data, or None.
             reduce_results: Whether to merge the metrics of the workers.
@@ -183,7 +183,7 @@ class TrainerCalls:
         """Start validating the current training state on a spare worker, while training continues.
 
         Args:
-            options: What the call asks of the spare worker.
+            options: Options of the call.
             dataset: Data to validate on instead of the registered data, or None.
             reduce_results: Whether to merge the metrics of the workers.
             note: For `fit`: function that receives the result, in a background thread. Its first argument is the

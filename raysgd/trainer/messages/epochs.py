@@ -24,7 +24,7 @@ VALIDATES = "validates"
 
 @dataclass(frozen=True)
 class EpochOptions:
-    """What one `train` or `validate` call asks of all workers alike.
+    """Options of one `train` or `validate` call, the same for all workers.
 
     Attributes:
         num_steps: Maximum number of steps, or None for no limit.

@@ -83,7 +83,7 @@ class ClassRunner(ReplicaCalls, ABC):
         return self.setup()
 
     def follow(self, settings: Any) -> None:
-        """Change the operator's config and worker callbacks to those in newer settings. See `HostedOperator.follow`."""
+        """Apply the config and the worker callbacks of newer settings to the operator. See `HostedOperator.follow`."""
         self._hosted.follow(settings)
 
     def warm_up(self) -> None:

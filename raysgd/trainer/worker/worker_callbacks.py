@@ -211,7 +211,7 @@ class InstalledCallbacks:
     def apply(self, state: Mapping[str, Any], operator: Any) -> None:
         """Load the callbacks' states from a state dict.
 
-        For a callback whose state is missing there, `on_begin` is called, so that the callback starts anew.
+        For a callback whose state is missing there, `on_begin` is called, so that the callback starts over.
         """
         without = self._claim(copy.deepcopy(dict(state.get(CALLBACKS, {}))))
         for each in without:
