@@ -1,8 +1,8 @@
 """The driver's side of training and validation calls: sends each worker its request, and handles the answers.
 
-While a call runs, functions that are registered as listeners receive its progress. After the call, its throughput is
-known, and how the workers spent their time. A validation that runs concurrently with training uses a spare worker,
-unless that spare is needed to replace a lost worker.
+While a call runs, functions that are registered as listeners receive its progress. After the call, the driver records
+its throughput, and how the workers spent their time. A validation that runs concurrently with training uses a spare
+worker. If this spare has to replace a lost worker, the validation starts over on another spare.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def epoch_options(
     reduce_results: bool = True,
     info: Mapping[str, Any] | None = None,
 ) -> EpochOptions:
-    """Check the user's arguments to `train` or `validate`, and return what the call asks of all workers."""
+    """Check the user's arguments to `train` or `validate`, and return the options of the call."""
     checks.refuse_text(profile=profile, reduce_results=reduce_results)
     return EpochOptions(checks.check_num_steps(num_steps), checks.check_info(info), profile)
 
@@ -75,9 +75,10 @@ class EpochLeft(Exception):
 
 Listener = Callable[[CallProgress], None]
 StepReader = Callable[[bool], None]
-"""Fetches what the workers have recorded about their steps.
+"""Function that fetches what the workers have recorded about their steps.
 
-Called about ten times a second while a call runs, with False, and once after a training call has returned, with True.
+Its argument is True if a training call has just returned. While a call runs, the function is called about ten times a
+second with False.
 """
 
 _ASK_FOR_STEPS_S = 1.0
@@ -137,7 +138,7 @@ class ProgressListeners:
 
         Args:
             kind: The type of call.
-            options: What the call asked of the workers.
+            options: Options of the call.
             answer: Rank 0's answer.
         """
         if self.listeners:
@@ -179,8 +180,8 @@ class StepMetricsReader:
 
     Args:
         controller: Controller of the workers.
-        tell: Function that receives a step that all ranks have reached, and the mean metrics over all ranks since the
-            step that it received before. It receives no step twice.
+        tell: Function that receives the number of a step that all ranks have reached, and the metrics since the last
+            report, averaged over all ranks. It receives no step twice.
     """
 
     def __init__(self, controller: ElasticController, tell: Callable[[int, dict[str, float]], None]) -> None:
@@ -245,7 +246,8 @@ class EpochCalls:
         controller: Controller of the workers.
         listeners: Functions that receive the progress of calls.
         sharing: Divides datasets over the workers according to the current config.
-        samples_per_s: Samples per second in the last training call, or None before the first training call.
+        samples_per_s: Samples per second in the last training call. None before the first training call, and if the
+            call did not count samples.
         accounts: Records of how the workers spent their time in each call.
     """
 
@@ -287,7 +289,7 @@ class EpochCalls:
 
         Args:
             name: "train" or "validation".
-            options: What the call asks of all ranks alike.
+            options: Options of the call, the same for all ranks.
             dataset: Data to use instead of the registered data, or None.
             worlds: The position of each rank in the group of workers.
             sharing: Divides datasets over the workers. Default: the `sharing` attribute.
@@ -318,7 +320,7 @@ class EpochCalls:
         """Run a training call.
 
         Args:
-            options: What the call asks of all ranks alike.
+            options: Options of the call, the same for all ranks.
             max_retries: How many times to retry the call after a failure.
             dataset: Data to use instead of the registered data, or None.
             can_resume: Whether, after a failure, another group of workers can continue the call with the remaining
@@ -394,7 +396,7 @@ class EpochCalls:
             self.controller.hold_to_leave(call)
 
     def _break_off_where(self, leaves: Callable[[], bool]) -> None:
-        """Call the listeners. If `leaves` returns True, end the call at once, in the middle of a step.
+        """If `leaves` returns True, end the call at once, in the middle of a step. Otherwise, call the listeners.
 
         Used for training calls that cannot stop between two steps and continue later.
         """
@@ -433,7 +435,7 @@ class EpochCalls:
         If any rank raises an error, all ranks start the next validation from the first batch.
 
         Args:
-            options: What the call asks of all ranks alike.
+            options: Options of the call, the same for all ranks.
             dataset: Data to use instead of the registered data, or None.
         """
         call = Call(
@@ -464,11 +466,12 @@ class EpochCalls:
     ) -> Validation:
         """Reserve a spare worker for a validation, and return the function that runs the validation there.
 
-        Callers must hold the lock that lets the trainer run one call at a time, but not while the returned function
-        runs. If there is no spare worker, the workers that train validate immediately.
+        Callers of this method must hold the lock that lets the trainer run only one call at a time. They must release
+        it before they call the returned function. If there is no spare worker, the training workers run the validation
+        immediately.
 
         Args:
-            options: What the call asks of the spare worker.
+            options: Options of the call.
             dataset: Data to use instead of the registered data, or None.
             settings: Settings with which the operators of the training workers were created.
             sharing: Divides datasets over workers according to `settings`.

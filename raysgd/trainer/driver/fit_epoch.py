@@ -1,4 +1,4 @@
-"""Trains the epochs of a call to `fit`, with pauses inside them, and knows the epoch that the run leaves unfinished."""
+"""Trains the epochs of a call to `fit`, pauses inside them, and records the epoch that the run leaves unfinished."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class EpochTraining:
 
     Attributes:
         begun: The epoch that has been trained in part, and that `train` continues. None at the start of an epoch.
-        is_lost: True if all workers were lost, so that only the driver may still have the training state.
+        is_lost: True if the workers' training state was lost, because all workers were lost or because a call was ended
+            in the middle of a step. The driver may still have a snapshot.
         has_left: True if the run ends inside the epoch that `train` was called for.
         pauses: Decides at which steps the run pauses. None if no option needs pauses.
         known_step: The step that the previous process had counted before this process took over, or None. The call of
@@ -137,7 +138,7 @@ class EpochTraining:
     def _pause(self) -> bool:
         """Validate and save, if due, while the workers wait between two steps. Return False if the run stops there."""
         begun, pauses = self.begun, self.pauses
-        if begun is None or pauses is None:  # the epoch has not taken a step yet
+        if begun is None or pauses is None:  # no step of the epoch was taken yet, or the run has no pauses
             return True
         if begun.owes_validation:
             self._validate(begun)
@@ -214,7 +215,7 @@ class EpochTraining:
         """Return True if the last snapshot in the driver is newer than the last checkpoint file.
 
         Called after all workers were lost. A snapshot is a copy of the training state that the workers sent to the
-        driver.
+        driver. If the snapshot was taken inside an epoch, set `begun` to that epoch.
 
         Args:
             newest: The last checkpoint file of the run, or None if nothing was saved.
@@ -231,7 +232,7 @@ class EpochTraining:
 
     @property
     def left_snapshot(self) -> Snapshot | None:
-        """The snapshot to save in place of the workers' training state if all workers were lost. Otherwise, None."""
+        """The snapshot to save in place of the workers' training state if that state was lost. Otherwise, None."""
         if not self.is_lost:
             return None
         landed = self._trainer.calls.controller.snapshots.landed

@@ -226,7 +226,7 @@ class FitRun:
     # ------------------------------------------------------------------------------------------------ stopped early
 
     def _expect_end(self) -> None:
-        """Tell the controller not to replace lost workers anymore, because the program is about to end.
+        """Make the controller stop replacing lost workers, because the program is about to end.
 
         The handler of a signal that ends the program, such as SIGTERM, calls this method.
         """
@@ -302,7 +302,8 @@ class FitRun:
         try:
             return self._epoch()
         except (WorkersLostError, CallbackError) as error:
-            # A callback that tried to save may have failed because the workers were lost. Its cause is that loss.
+            # A callback that tried to save may have failed because the workers were lost. The cause of the
+            # `CallbackError` is then that loss.
             lost = error.__cause__ if isinstance(error, CallbackError) else error
             if self._leaving.signal is None or not isinstance(lost, WorkersLostError):
                 raise
@@ -361,7 +362,7 @@ class FitRun:
         return Sidecar(epoch, self.history, states, pending, self._run.epochs, begun, open_steps, self._max_step)
 
     def _note_progress(self) -> None:
-        """Store the run's progress if the trainer is a detached one, which outlives its program."""
+        """In a detached trainer, which outlives the program that created it, store the run's progress."""
         run, note = self._run, self._trainer.note_progress
         if note is not None:
             step = None if self._training.pauses is None else self._training.global_step()

@@ -32,8 +32,8 @@ class TrainedEpoch:
         shown: The epoch's metrics in the trainer's history, a dictionary. The trainer's history also covers calls
             outside this run.
         handle: Handle of the epoch's validation if it runs concurrently with training. Otherwise, None.
-        ended: When a concurrent validation has ended, the function that adds its result to the trainer's history.
-            Empty before.
+        ended: List with the function that adds the result of the concurrent validation to the trainer's history. Empty
+            until that validation has ended.
         is_told: True if the `on_result` method of callbacks has been called for this epoch.
     """
 
@@ -60,7 +60,7 @@ class EpochResults:
         trainer: The attributes and methods of the trainer that the run uses.
         run: The run that callbacks receive. New rows are added to its history.
         calls: Calls the callbacks of the run.
-        validation_freq: After how many epochs to validate each time. 0 to never validate after epochs.
+        validation_freq: Validate after every this many epochs. 0 to never validate after epochs.
         dataset: Data to validate on instead of the registered data, or None.
 
     Attributes:
@@ -141,7 +141,7 @@ class EpochResults:
             self.tell(epoch)
 
     def tell_events(self) -> None:
-        """Add the new losses and additions of workers to the run's history, and call the callbacks' `on_event`."""
+        """Add new events, such as lost or added workers, to the run's history, and call the callbacks' `on_event`."""
         events = self._trainer.history.events[self._num_events :]
         self._num_events += len(events)
         for event in events:

@@ -1,4 +1,7 @@
-"""What the workers report about their steps during a call to `fit`: metrics for callbacks, and the journal."""
+"""What the workers report about their steps during a call to `fit`: metrics for callbacks, and entries of the journal.
+
+The journal is the record of a run's steps, which the driver writes into the run's folder.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +29,17 @@ logger = logging.getLogger(__name__)
 class StepReports:
     """Installs a run's worker callbacks in the workers, and passes on what the workers report about their steps.
 
-    The library's own worker callbacks are added to those of the user: one averages step metrics, if a callback in the
-    driver needs them, and one records the steps for the journal.
+    The library adds up to two worker callbacks of its own to the user's worker callbacks. One averages step metrics, if
+    a callback in the driver needs these metrics. The other records the steps, if the run has a journal.
 
     Args:
         trainer: The attributes and methods of the trainer that the run uses.
         run: The run that callbacks receive.
         calls: Calls the callbacks in the driver.
         worker_callbacks: The user's worker callbacks.
-        log_every_n_steps: After how many steps callbacks receive step metrics each time. 0 for never.
-        journal: Entries that the journal's header needs beside those of the trainer. None to write no journal.
+        log_every_n_steps: Pass step metrics to callbacks after every this many steps. 0 for never.
+        journal: Entries to write into the journal's header in addition to the trainer's settings. None to write no
+            journal.
 
     Attributes:
         listeners: Functions that receive the progress of training calls.
@@ -112,7 +116,7 @@ class StepReports:
 
         def take_out() -> None:
             if self._journal is not None:
-                self._journal.fetch()  # the steps before an error are those that users ask about
+                self._journal.fetch()  # users who look for the cause of an error need the steps before it
             try:
                 use(())
             except RaySGDError as error:  # only log this error, so that it does not hide the error that ended the run
@@ -134,7 +138,8 @@ class StepReports:
     def open_steps(self) -> list[Any] | None:
         """Return the step metrics that have not been passed to callbacks yet, as plain data for the sidecar.
 
-        The list holds the step, followed by the metrics of each rank. Return None if there are no such metrics.
+        The sidecar is the file with the run's progress beside a checkpoint. The list holds the step, followed by the
+        metrics of each rank. Return None if there are no such metrics.
         """
         by_rank = () if self._steps is None else self._steps.open()
         return [by_rank[0][0], *summaries_as_data(metrics for _, metrics in by_rank)] if by_rank else None

@@ -35,7 +35,8 @@ class KeptTrainer:
     def changes(self) -> dict[str, bytes]:
         """Return the pickled entries to store for a later process, by name.
 
-        These are the trainer's current progress, and those records and settings that are new since the last call.
+        These are the trainer's current progress, and the records and settings that are new since this method was last
+        called.
         """
         from ray import cloudpickle
 

@@ -22,8 +22,8 @@ from raysgd.exceptions import Preempted
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-# Seconds within which a second signal counts as the same one. `timeout` and Slurm send a signal to a process and also
-# to its process group, so that it may arrive twice.
+# Seconds within which a second signal counts as a repetition of the first. `timeout` and Slurm send a signal to a
+# process and also to its process group, so the signal may arrive twice.
 _SAME_S = 1.0
 _FIRST_SAVE_S = 60.0
 _DURATION = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
@@ -32,7 +32,7 @@ Handler = Callable[[int, Any], Any]
 
 
 class Leaving:
-    """Decides whether a run, one call to `fit`, must stop early, and for what reason.
+    """Decides whether a run, which is one call to `fit`, must stop early, and gives the reason.
 
     Args:
         max_time: Time limit of the run, or None.
@@ -172,8 +172,9 @@ def seconds_of(max_time: Any) -> float:
     Raises:
         ValueError: `max_time` is not a duration.
 
-     [seconds_of(each) for each in (90, timedelta(minutes=2), "01:00:00", "1-00:00:01")]
-    [90.0, 120.0, 3600.0, 86401.0]
+    Examples:
+        >>> [seconds_of(each) for each in (90, timedelta(minutes=2), "01:00:00", "1-00:00:01")]
+        [90.0, 120.0, 3600.0, 86401.0]
     """
     if isinstance(max_time, timedelta):
         max_time = max_time.total_seconds()

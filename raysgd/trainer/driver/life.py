@@ -179,7 +179,7 @@ class TrainerLife:
     def facts(self) -> Any:
         """What rank 0 reported after `setup`, such as the number of models.
 
-        Other ranks may have reported other data, but are the same otherwise.
+        The reports of other ranks may describe other data, but are equal otherwise.
         """
         return self.controller.facts[0]
 

@@ -1,6 +1,7 @@
 """`LiveChanges`: changes the config, the operator class or the callbacks of running workers, without new processes.
 
-Workers that start later receive the same change. If a change fails on one worker, all workers keep what they had.
+Workers that start later receive the same change. If an update of the config or a reload of the class fails on one
+worker, all workers keep the old config or class.
 """
 
 from __future__ import annotations
@@ -85,11 +86,14 @@ class LiveChanges:
         )
 
     def follow_config(self) -> None:
-        """After another trainer's state was loaded, set the hyperparameters in all workers that the config sets."""
+        """In all workers, set the hyperparameters of the optimizers back to the values that `setup` chose.
+
+        Called after the state of a trainer with another config was loaded.
+        """
         self._life.on_all(self._runner_cls.follow_config, changes_state=True, keeps_alike=True)
 
     def use_worker_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
-        """Let all workers call these worker callbacks, and no others, from now on. This includes later workers."""
+        """Let all workers, also those that start later, call these worker callbacks, and no others, from now on."""
         life = self._life
         revision = life.settings.callbacks_revision + 1
         with life.controller.turns.take_turn():

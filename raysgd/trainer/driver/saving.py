@@ -77,9 +77,9 @@ class FileSaves:
         self._newest = ref(newest)
 
     def submitted_by(self, save: Callable[[], Any]) -> SubmittedWrite | None:
-        """Run a function that saves the trainer, and return the file that it submitted to the background thread.
+        """Run a function that saves the trainer, and return the write that it submitted to the background thread.
 
-        Return None if it submitted none, because the file is complete already.
+        Return None if the function submitted no write, because the file is complete already.
         """
         self._submitted = None
         save()
@@ -134,7 +134,7 @@ class RunCheckpoints:
 
         Args:
             location: Path or URI of the checkpoint.
-            lost: If all workers were lost, the snapshot to save in place of their training state. Otherwise, None.
+            lost: If the workers' training state was lost, the snapshot to save in its place. Otherwise, None.
         """
         began, step = time.perf_counter(), None
         if lost is not None:
@@ -185,7 +185,8 @@ class RunCheckpoints:
         newest = [each.newest_checkpoint(run) for each in run.callbacks]
         locations, left = [str(location) for location in newest if location is not None], self.trainer.left_file
         if left is not None and place_of(left)[0] >= 0:
-            locations.append(left)  # last, so that `max` prefers an equally new file with the callbacks' states
+            # Last, because `max` takes the first of equally new files, and the other files have the callbacks' states.
+            locations.append(left)
         return max(locations, key=place_of, default=None)
 
     def load(self, location: str) -> Sidecar | None:

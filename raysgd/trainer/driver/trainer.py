@@ -153,7 +153,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         Args:
             kind: The type of call.
             answers: The answers by rank.
-            options: What the call asked of the workers.
+            options: Options of the call.
         """
 
     def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> bool:
@@ -380,7 +380,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     def _save_behind(self, checkpoint: str) -> SubmittedWrite | None:
         """Save a checkpoint in a background thread.
 
-        Return an object that tells when the file is complete. Return None if the file is complete already.
+        Return an object that reports when the file is complete. Return None if the file is complete already.
         """
         return self._life.saves.submitted_by(partial(self.save, checkpoint, blocking=False))
 
@@ -557,7 +557,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @property
     def history(self) -> History:
-        """The trainer's history: all `train`, `validate` and `test` calls, and all losses and additions of workers."""
+        """The trainer's history: all `train`, `validate` and `test` calls, and all lost and added workers."""
         return self._life.recorder.history
 
     @abstractmethod

@@ -39,8 +39,9 @@ class CheckAnswers(Protocol):
 class TrainerCalls:
     """Runs the calls of one trainer.
 
-    The trainer creates a new `TrainerCalls` for each call. If the trainer kept one, which refers to methods of the
-    trainer, then a trainer that the user has dropped would not be freed at once.
+    A `TrainerCalls` refers to methods of its trainer. The trainer therefore does not keep a `TrainerCalls`, but creates
+    a new one for each call. If the two objects referred to each other, Python would not free a trainer as soon as the
+    user drops it.
 
     Attributes:
         life: The trainer's workers and settings.
@@ -90,7 +91,7 @@ class TrainerCalls:
         """Train for one epoch or some of its steps.
 
         Args:
-            options: What the call asks of all workers.
+            options: Options of the call, the same for all workers.
             max_retries: How many times to retry the call after a failure.
             dataset: Data to train on instead of the registered data, or None.
             reduce_results: Whether to merge the metrics of the workers.
@@ -182,7 +183,7 @@ class TrainerCalls:
         """Start validating the current training state on a spare worker, while training continues.
 
         Args:
-            options: What the call asks of the spare worker.
+            options: Options of the call.
             dataset: Data to validate on instead of the registered data, or None.
             reduce_results: Whether to merge the metrics of the workers.
             note: For `fit`: function that receives the result, in a background thread. Its first argument is the

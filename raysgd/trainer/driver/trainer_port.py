@@ -1,4 +1,4 @@
-"""`TrainerPort`: what a call to `fit` uses of its trainer. `FitProgress`: how far such a call is."""
+"""`TrainerPort`: what a call to `fit` uses of its trainer. `FitProgress`: how far such a call has come."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from raysgd.trainer.messages.begun import BegunEpoch
 FitProgress = tuple[Sidecar, Any, int | None]
 """What another process needs to continue a call to `fit`.
 
-A tuple of the sidecar (the run's progress, as it is also saved next to each checkpoint), the folder in which callbacks
-write if it is known, and the number of steps over all epochs if the run pauses inside epochs.
+A tuple of three values: the sidecar (the run's progress, as it is also saved next to each checkpoint); the folder in
+which callbacks write, or None if unknown; and the number of steps over all epochs, or None if the run does not pause
+inside epochs.
 """
 
 NoteProgress = Callable[[FitProgress], None]

@@ -1,8 +1,8 @@
 """Runs a trainer as one Ray Tune trial. All kinds of trainers share this module.
 
-Only this module knows which methods Ray Tune calls, in which order, and what they must return. A trainer implements
-`TuneTrial`, or derives from the class that `trainer_trainable` returns. `ray.tune` is imported inside functions,
-because not all users install it.
+Only this module depends on which methods Ray Tune calls, in which order, and what they must return. Training that is
+to run in a trial implements `TuneTrial`, or is run by a subclass of the class that `trainer_trainable` returns.
+`ray.tune` is imported inside functions, because not all users install it.
 
 ADR 72 explains why all trainers use one module.
 """
@@ -98,7 +98,7 @@ def reservation(bundles: Bundles, strategy: str = "PACK") -> Any:
     """Return the resources of a trial in the format that Ray Tune expects.
 
     Args:
-        bundles: Resources of the trial's own process, then those of each of its workers.
+        bundles: Resources of the trial's own process, followed by the resources of each of its workers.
         strategy: Placement strategy of Ray, such as "PACK" for as few nodes as possible.
     """
     return require_tune("a trial").PlacementGroupFactory([dict(bundle) for bundle in bundles], strategy=strategy)
@@ -116,8 +116,8 @@ def make_trainable(
 
     Args:
         make_trial: Function that creates a trial's `TuneTrial` in the trial's process. It must be picklable.
-        bundles_of: Function that returns the resources for a config: those of the trial's own process, then those of
-            each of its workers.
+        bundles_of: Function that returns the resources for a config: the resources of the trial's own process, followed
+            by the resources of each of its workers.
         name: Name of the class, which Tune displays.
         strategy: Placement strategy of Ray, such as "PACK" for as few nodes as possible.
         purpose: What needs Ray Tune, for the error message.
@@ -209,7 +209,7 @@ def trainer_trainable(purpose: str) -> type[Any]:
         def _reset_trainer(self, tune_config: dict[str, Any]) -> bool:
             """Give the trainer the config of another trial, and new operators.
 
-            Return False if this is not possible; a new trainer is needed then.
+            Return False if this is not possible, so that a new trainer is needed.
             """
             return False
 

@@ -24,7 +24,7 @@ VALIDATES = "validates"
 
 @dataclass(frozen=True)
 class EpochOptions:
-    """What one `train` or `validate` call asks of all workers alike.
+    """Options of one `train` or `validate` call, the same for all workers.
 
     Attributes:
         num_steps: Maximum number of steps, or None for no limit.
@@ -64,8 +64,9 @@ class EpochRequest(EpochOptions):
         seed: Seed of the random order in which samples are used.
         shard_key: Key that identifies a dataset that the user passed to the call. None if the call uses the data that
             the operator registered.
-        redraw: Function that a worker in the driver process calls between steps, about ten times a second, so that
-            progress is displayed. None for other workers.
+        redraw: Function that a worker in the driver process calls between steps, about ten times a second. It passes
+            the progress to listeners such as a progress bar. If the driver is the only worker, the function also stops
+            a training call that must end early. None for other workers.
     """
 
     seed: int

@@ -87,10 +87,10 @@ Work = Batches | Rows
 class PredictionPlace:
     """The progress of a `predict` call in one worker.
 
-    This class has those attributes of a batch stream from which the progress of other calls is read.
+    In other calls, the progress is read from a batch stream. This class has the attributes that are read there.
 
     Attributes:
-        source: Always None. The `source` of a batch stream knows the number of batches.
+        source: Always None. A batch stream has a `source` here, which returns the total number of batches.
         num_steps_taken: Estimated number of batches that all workers together have completed.
     """
 

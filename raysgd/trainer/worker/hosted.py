@@ -200,7 +200,7 @@ class HostedOperator(ABC):
     def giving_back_random_numbers(self) -> AbstractContextManager[None]:
         """Return a context manager that restores the states of random number generators when its block ends.
 
-        After the block, they are as if no random numbers had been drawn in it.
+        After the block, the generators continue as if no random numbers had been drawn in it.
         """
 
     def inside_epoch(self) -> AbstractContextManager[None]:
@@ -245,7 +245,7 @@ class HostedOperator(ABC):
         return not is_of_library(type(self.operator).validate)
 
     def follow(self, settings: Any) -> None:
-        """Change the operator's config and worker callbacks to those in newer settings.
+        """Apply the config and the worker callbacks of newer settings to the operator.
 
         Changes of the config are applied one after the other, in the order in which the user made them.
         """

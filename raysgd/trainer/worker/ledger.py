@@ -1,4 +1,4 @@
-"""`Ledger`: measures how one worker spends its time, to find out which part goes into useful training.
+"""`Ledger`: measures how one worker spends its time, to find out how much of it goes into useful training.
 
 The ledger assigns every second since the worker joined a group to one bin: a category such as waiting for data or
 taking a snapshot. The training loop reports each switch to another bin, which costs one reading of the clock.
@@ -102,7 +102,7 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------ a training call
 
     def begin_call(self) -> None:
-        """Start the time of a new call.
+        """Start to measure a new call.
 
         If an earlier call was interrupted, the time since then counts as time between calls, not as recovery.
         """
@@ -126,7 +126,7 @@ class Ledger:
         self.enter(OTHER)
 
     def end_call(self) -> None:
-        """End the time of the call. From now on, the worker waits for the driver's next call."""
+        """Stop measuring the call. From now on, the worker waits for the driver's next call."""
         self.enter(DRIVER)
 
     def timing(self, batches: Iterator[ItemT]) -> Iterator[ItemT]:
@@ -177,7 +177,7 @@ class Ledger:
         """Record that communication with other ranks has ended.
 
         Args:
-            waited_s: How many of these seconds this rank was waiting for slower ranks.
+            waited_s: How many seconds of the communication this rank was waiting for slower ranks.
         """
         if self._bin == EXCHANGE:
             self.enter(USEFUL)
@@ -247,12 +247,12 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------ readings
 
     def reading(self) -> TimeSpent:
-        """Return how long each bin has lasted up to now. A second thread may call this method."""
+        """Return how much time is in each bin up to now. A second thread may call this method."""
         seconds = self._shown()
         return TimeSpent(self._of, seconds, max(0.0, seconds[USEFUL] - self._saved_s), self._is_successor)
 
     def of_call(self) -> dict[str, float]:
-        """Return how many seconds of the running call each bin has lasted. Bins without time are left out."""
+        """Return how many seconds of the running call are in each bin. Bins without time are left out."""
         found = {name: spent - self._at_call.get(name, 0.0) for name, spent in self._shown().items()}
         return {name: spent for name, spent in found.items() if spent > 0}
 

@@ -347,7 +347,7 @@ def class_of_creators(
 
 
 def take_place(operator: BaseOperator, world: World) -> None:
-    """Tell an operator the worker's rank in a new group, and the number of workers there."""
+    """Store the worker's rank in a new group, and the number of workers there, in the operator."""
     operator._raysgd.take_place(world)
     operator.world_size = world.size
 

@@ -83,7 +83,7 @@ class ClassRunner(ReplicaCalls, ABC):
         return self.setup()
 
     def follow(self, settings: Any) -> None:
-        """Change the operator's config and worker callbacks to those in newer settings. See `HostedOperator.follow`."""
+        """Apply the config and the worker callbacks of newer settings to the operator. See `HostedOperator.follow`."""
         self._hosted.follow(settings)
 
     def warm_up(self) -> None:
@@ -256,8 +256,8 @@ class ClassRunner(ReplicaCalls, ABC):
     ) -> EpochAnswer | None:
         """Validate the training state of the training workers on this spare worker.
 
-        If the state was trained with older settings, create an operator with those settings for the validation.
-        Afterwards, create one with this worker's own settings again.
+        If the state was trained with older settings than those of this worker, create an operator with the older
+        settings for the validation. Afterward, create an operator with this worker's own settings again.
 
         Args:
             number: Number of this call on the spare worker. `leave_call` ends the call if the spare worker is needed to

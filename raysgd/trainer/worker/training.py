@@ -202,7 +202,7 @@ class ReplicaCalls:
         return step if call.gate.propose(step, lambda: call.num_completed) else None
 
     def settle_hold(self, number: int, is_agreed: bool) -> None:
-        """Tell this worker the outcome of a proposal to stop. See `RegroupingReplica`.
+        """Receive the outcome of a proposal to stop. See `RegroupingReplica`.
 
         Args:
             number: Number of the proposal.

@@ -34,8 +34,8 @@ class TrainingCall(EpochRun):
     Args:
         hosted: The operator to train.
         copies: Takes the snapshots inside the call.
-        begun: Tells which call this is, where it starts, and how many steps it takes. Use `take_over` to continue the
-            call after the steps that are completed there.
+        begun: Says which call this is, where it starts, and how many steps it takes. The steps that are completed there
+            are ignored; use `take_over` to continue after them.
 
     Attributes:
         info: The `info` dictionary that is passed to the operator's `train_epoch`. Set while it runs.
@@ -152,7 +152,7 @@ class TrainingCall(EpochRun):
     def _at_boundary(self) -> None:
         """Finish a step that all ranks have completed.
 
-        Add the step's metrics to those of the epoch, and copy the training state if a snapshot is due.
+        Add the step's metrics to the metrics of the epoch, and copy the training state if a snapshot is due.
 
         Raises:
             HeldAtBoundary: All ranks have agreed to stop after this step.
@@ -188,7 +188,7 @@ class TrainingCall(EpochRun):
     def leave_group(self) -> None:
         """Undo the step that was interrupted, and detach the call from its stream, before it continues in a new group.
 
-        The new group divides the remaining data anew.
+        The new group divides the remaining data again.
         """
         if self._hosted.loop.is_whole:  # if not, this rank will receive the training state of another rank
             self._hosted.loop.return_to_boundary()

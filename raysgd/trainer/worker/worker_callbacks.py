@@ -51,7 +51,11 @@ class InstalledCallbacks:
         self.wants_gradients, self.wants_steps = bool(on_gradients), bool(on_steps)
 
     def install(self, callbacks: Sequence[WorkerCallback], operator: Any) -> None:
-        """Replace the installed callbacks by copies of these callbacks, and call `on_begin` of each copy."""
+        """Replace the installed callbacks by copies of these callbacks, and call `on_begin` of each copy.
+
+        A copy then loads the state that is stored under its `state_key`, if there is one. The state is from an earlier
+        callback or from a checkpoint.
+        """
         states = self.states()
         self._callbacks = [copy.deepcopy(each) for each in callbacks]
         self.are_there = bool(self._callbacks)
@@ -207,7 +211,7 @@ class InstalledCallbacks:
     def apply(self, state: Mapping[str, Any], operator: Any) -> None:
         """Load the callbacks' states from a state dict.
 
-        For a callback whose state is missing there, `on_begin` is called, so that the callback starts anew.
+        For a callback whose state is missing there, `on_begin` is called, so that the callback starts over.
         """
         without = self._claim(copy.deepcopy(dict(state.get(CALLBACKS, {}))))
         for each in without:

@@ -1,4 +1,4 @@
-"""Adds the number of samples and the metrics that `self.log` reports to the result of `train_batch`.
+"""Adds the number of samples, and the metrics passed to `self.log`, to what the operator's `train_batch` returns.
 
 The same is done for `validate_batch`. For this, the operator's method is replaced by a wrapper, which is also called if
 the user writes the training loop. The wrapper adds to the result only after the user's method has returned, because
@@ -93,7 +93,7 @@ def around_batches(
     Args:
         operator: Operator whose method is wrapped.
         name: Name of the method, "train_batch" or "validate_batch".
-        place: The worker's position in the current step. It tells whether the batch is padding, whose samples do not
+        place: The worker's position in the current step. It says whether the batch is padding, whose samples do not
             count.
         after: Function that receives the metrics of each batch and returns the metrics to use instead, or None.
     """

@@ -4,8 +4,9 @@ A stream keeps an iterator over its data open between calls, so a call with `num
 call stopped. The position is the number of samples that all ranks together have used. It is therefore valid for any
 number of workers. A pass is one iteration through the whole data, and may span several calls.
 
-A step counts as done only when the training loop requests the next batch or ends. `BatchStream.take` then confirms the
-step. Until then, the operator's metrics and its `global_step` may already include a step that the position does not.
+A step counts as done only when the training loop requests the next batch, or ends. The stream then confirms the step,
+in `take` or in `settle`. Until then, the operator's metrics and its `global_step` may already include a step that the
+position does not include.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 NO_BATCH = object()
-"""Placeholder for the batch of a step in which this rank has no samples. The step still counts as one of the call."""
+"""Placeholder for the batch of a step in which this rank has no samples. The call still counts the step."""
 _REDRAW_EVERY_S = 0.1
 
 
@@ -271,7 +272,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         return batch
 
     def _place_in_step(self, item: ItemT) -> tuple[bool, bool]:
-        """Return True if a step of all ranks starts with this item, and True if such a step ends with this item."""
+        """Return two bools: True if a step of all ranks starts with this item, and True if such a step ends with it."""
         return True, True
 
     def _is_last_of_pass(self, open_pass: _OpenPass[ItemT], item: ItemT) -> bool:

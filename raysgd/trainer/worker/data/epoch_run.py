@@ -18,11 +18,14 @@ from raysgd.trainer.worker.data.rank_rows import RankRows
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics"
-"""Name of the sums of metrics in the data that each rank sends to all other ranks in every step (the rank's row)."""
+"""Name of the part of a rank's row that has the sums of its metrics.
+
+A row is the data that a rank sends to all other ranks in every step.
+"""
 
 
 class NumberedRun(Protocol):
-    """Base class of the record that a rank keeps of its last training call, also after the call has ended.
+    """Record that a rank keeps of its last training call, even after the call has ended.
 
     Attributes:
         call: Number of the training call.
@@ -54,8 +57,8 @@ class HeldAtBoundary(BaseException):
 class Gate:
     """One rank's part in an agreement by which all ranks stop a training call after the same step.
 
-    The driver proposes a step to all ranks, and then tells them whether all have agreed. A second thread of the worker
-    receives these messages. The training thread calls `stops` between two steps.
+    The driver proposes a step to all ranks, and then reports to them whether all have agreed. A second thread of the
+    worker receives these messages. The training thread calls `stops` between two steps.
 
     Args:
         planned: Number of steps after which all ranks stop without a proposal, or None for no planned stop.
@@ -76,7 +79,8 @@ class Gate:
         """
         with self._changed:
             self.proposed, self._is_agreed = at, None
-            # `proposed` is set before this check: a training thread that completes the step after it sees the proposal.
+            # `proposed` is set before this check. If the training thread completes the step after the check, it
+            # therefore sees the proposal.
             if completed() < at:
                 return True
             self.proposed = None
@@ -156,9 +160,9 @@ class RunState:
 
 @dataclass
 class EpochRun:
-    """How far one training call is on this rank, and what it has measured, also in later groups of workers.
+    """The progress and the metrics of one training call on this rank, which are kept if the group of workers changes.
 
-    Its subclass `TrainingCall` runs the call. Code of the frameworks needs to know only this class.
+    The subclass `TrainingCall` runs the call. The framework-specific code depends only on this class.
 
     Attributes:
         epoch_idx: Index of the pass over the data in which the call started.
@@ -173,7 +177,8 @@ class EpochRun:
         gate: Agreement with the other ranks to stop the call between two steps.
         ledger_before: Record of which samples were used before the call. None if this rank joined during the call.
         call: Number of the training call, by which requests for this call are recognized.
-        began_at: The stream's `num_steps_completed` at the start of the call, counted back over earlier streams.
+        began_at: The stream's `num_steps_completed`, minus the number of completed steps of the call. It would be the
+            count at the start of the call if all steps came from this stream.
         stream: The stream from which the call takes its batches. None after `detach`.
     """
 

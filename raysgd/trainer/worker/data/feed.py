@@ -26,7 +26,7 @@ class DataFeed(ABC):
 
     Subclasses create the sources of batches. The attribute `is_divided` of a source is True if the library divides its
     data over the workers. Positions in such data are valid for any number of workers. A source's method
-    `state(consumed, is_mid_pass)` returns those entries of a position that only the source knows, such as the order of
+    `state(consumed, is_mid_pass)` returns those entries of a position that only the source has, such as the order of
     the samples. Its method `load_state(position)` restores a position, and returns True if the interrupted pass can
     continue from there.
 

@@ -15,10 +15,10 @@ from raysgd.trainer.worker.data.feed import DataFeed
 
 
 class Loop:
-    """What a worker knows about the steps of its training calls. Each framework has a subclass.
+    """The framework-specific part of a worker's training calls. Each framework has a subclass.
 
-    A step boundary is the point between two steps. Subclasses know whether the worker is at a boundary or inside a
-    step. This base class assumes that the worker is always at a boundary.
+    A step boundary is the point between two steps. Subclasses keep track of whether the worker is at a boundary or
+    inside a step. This base class assumes that the worker is always at a boundary.
 
     Attributes:
         first_bin: Category of time, in the worker's `Ledger`, to which the time before the first batch is assigned. If
@@ -37,7 +37,7 @@ class Loop:
 
     @property
     def is_whole(self) -> bool:
-        """True if the worker's training state is that after a completed step, not one inside a step."""
+        """True if the worker's training state is the state after a completed step, not a state inside a step."""
         return True
 
     @property
@@ -124,7 +124,7 @@ class Loop:
     def ledger(self) -> DataLedger | None:
         """Return the record of which samples were used. Return None if the library does not divide the data.
 
-        Two threads call this method.
+        Both the training thread and the worker's second thread call this method.
         """
         return self._feed.ledger()
 

@@ -5,7 +5,7 @@ This message is called the rank's row. A row has named parts, and each part has 
 values mean. A rank sends its layout only when the layout changes, which is rare.
 
 A rank that completes a step has received the rows of all ranks for that step. If a worker is lost, the surviving ranks
-know its metrics from its last row. Ranks also keep the rows of the step before, because they continue from that step if
+have its metrics from its last row. Ranks also keep the rows of the step before, because they continue from that step if
 the latest step is interrupted.
 
 `RowExchange` sends the rows within one group of workers. `RankRows` stores the rows during a whole training call, in

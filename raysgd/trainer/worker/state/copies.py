@@ -52,7 +52,7 @@ class StateCopies:
         self.every, self._ledger = every, ledger
         self._kept: dict[int, StateCopy] = {}  # the copies by token
         self._changing = threading.Lock()
-        self._claimed: int | None = None  # token of the copy that the driver will fetch next
+        self._claimed: int | None = None  # token of the copy that the driver fetches next, or fetched last
         self._last_token = 0
         self._parts: dict[int, Capture] = {}
         self.newest = 0
