@@ -28,8 +28,6 @@ _SAME_S = 1.0
 _FIRST_SAVE_S = 60.0
 _DURATION = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
 
-Handler = Callable[[int, Any], Any]
-
 
 class Leaving:
     """Decides whether a run, which is one call to `fit`, must stop early, and gives the reason.
