@@ -59,8 +59,8 @@ class SupervisedOperator(TrainingOperator):
     def build_collator(self, config: dict[str, Any]) -> Callable[[list[Any]], Any] | None:
         """Return a function that collates samples into a batch, or None for PyTorch's `default_collate`.
 
-        The function is used for datasets, and for streams whose `batch` got no `collate`. If `build_data` returns
-        loaders, they do not use the function.
+        The function is used for datasets, and for streams whose method `batch` was called without `collate`. If
+        `build_data` returns loaders, they do not use the function.
         """
         return None
 
