@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 class TorchFeed(feed.DataFeed):
     """Opens streams of batches over the loaders that the operator registered, or over data that the user passes.
 
-    The user may pass data for one call to `train` or `validate`, as its argument `dataset`.
+    The user may pass data for one call to `train` or `validate` as the call's argument `dataset`.
 
     Args:
         data_of: Function that gets "train" or "validation" and returns the data that the operator registered under this

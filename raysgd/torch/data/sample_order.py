@@ -4,7 +4,7 @@ Each order is a function of a seed and the index of the pass, so every rank comp
 communication.
 
 A permutation of many indices is never stored. Each of its elements is computed when it is read, so reading can start at
-any position without extra work. The computation is a Feistel network: Each index is split into the row and column of a
+any position without extra work. The computation is a Feistel network: each index is split into the row and column of a
 roughly square table. Over several rounds, the row or the column is shifted by a hash of the other. Each shift is
 invertible, so different indices stay different. The table may have more cells than there are indices. An index that
 ends up in a surplus cell is sent through the network again until it leaves the surplus cells (cycle walking).
