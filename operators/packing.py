@@ -53,9 +53,9 @@ def pack(samples: Any, num_tokens: int) -> Any:
         batch packs, return `collate_packs` from `build_collator`.
 
     Raises:
-        ValueError: A text is empty or longer than a pack, or its numbers of labels and tokens differ. For a stream,
-            this is raised when the text is read.
-        ValueError: The stream is already shuffled, limited or batched, or uses seeded functions.
+        ValueError: A text is empty or longer than a pack, or its numbers of labels and tokens differ (for a stream,
+            raised when the text is read). Or the stream is already shuffled, limited or batched, or uses seeded
+            functions.
 
     Examples:
         >>> texts = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}, {"input_ids": [3, 4]}]

@@ -140,8 +140,8 @@ class SupervisedOperator(TrainingOperator):
 class MeasuredOperator(SupervisedOperator):
     """Base class of operators that compute validation metrics with torchmetrics.
 
-    At the end of a validation, the workers merge the states of their metrics. The results are therefore the same as
-    those of a single process. An average of the workers' values would differ.
+    At the end of a validation, the states of the workers' metrics are merged. The results are therefore the same as in
+    a single process. An average of the workers' values would differ.
     """
 
     def build_metrics(self, config: dict[str, Any]) -> Mapping[str, Any]:

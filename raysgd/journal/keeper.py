@@ -47,7 +47,7 @@ class StepBook:
     """Merges the reports of all workers about each step into one record of the step.
 
     After a failure, workers run a training call again in a new attempt, which repeats some steps. The reports of the
-    new attempt then replace those of earlier attempts about the same steps.
+    new attempt then replace the reports of earlier attempts about the same steps.
     """
 
     def __init__(self) -> None:

@@ -152,7 +152,7 @@ def batch_options_for(leg: Leg) -> BatchOptions:
     batch_options = BatchOptions(**options["batch_options"])
     if batch_options.is_global or num_workers == 1:
         return replace(batch_options, num_shards=batch_options.num_shards if batch_options.deterministic else 1)
-    # Each worker had a batch of its own. The single process treats these batches as the shards of one global batch.
+    # Each worker had its own batch. The single process treats these batches as the shards of one global batch.
     window = options["step_options"]["accumulate_grad_batches"]
     if window > 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The meters of one metric, and the weights of batches.
+"""Meters, which accumulate one metric each, and the weights of batches.
 
 `NumberMeter` averages numbers, and `ObjectMeter` holds a metric object. `AverageMeterCollection`, in
 `raysgd.core.numbers.meters`, has a meter for each metric.

@@ -108,7 +108,7 @@ def shard_loader(
         pin_memory: True to put batches into pinned memory, from which a GPU can copy them while it computes, even if
             the user's loader does not do this.
         rule: Rule for splitting each global batch, the batch of one step of all workers, among the workers. None if the
-            loader's `batch_size` is that of one worker.
+            loader's `batch_size` is the batch size of one worker.
 
     Raises:
         ValueError: `rank` or `world_size` is out of range.

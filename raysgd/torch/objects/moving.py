@@ -1,4 +1,4 @@
-"""Copies batches to a device, reads numbers from a device, and makes models picklable for other processes."""
+"""Copies batches to a device, reads values from a device, and makes models picklable for other processes."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def capture() -> dict[str, Any]:
 
     The result contains the states of PyTorch's CPU generator, of the generator of the current CUDA device, of the
     `random` module, and of the legacy global generator of `numpy.random`. The CUDA entry is None if this process does
-    not use CUDA. NumPy's entries are None if user code replaced NumPy's global generator with one that is not a
+    not use CUDA. NumPy's entries are None if user code replaced NumPy's global generator with a generator that is not a
     Mersenne Twister.
     """
     version, words, gauss = random.getstate()
