@@ -202,7 +202,8 @@ class HuggingFaceOperator(SupervisedOperator):
         Returns:
             `(inputs, labels)`. The only input is the batch, on the device. The labels, which are compared with the
             predictions, stay on the device where the collator created them, because counting labels on a GPU would
-            force a synchronization.
+            force a synchronization. If the loss compares each prediction with the next token, the labels are
+            shifted by one token.
 
         Raises:
             TypeError: The batch is not a dict.

@@ -1,8 +1,8 @@
 """Finds jumps in the loss of a run: steps at which the loss left its usual range.
 
 The loss of a step is outside the range if it is not finite, or too far above the median of the last 20 losses. The
-distance is the difference of the logarithms. The median follows the loss, so a quickly falling loss does not widen the
-range. A distance is too large if it exceeds a factor of 1,000, or all of these:
+distance of a loss from the median is the difference of their logarithms. The median follows the loss, so a quickly
+falling loss does not widen the range. A distance is too large if it exceeds a factor of 1,000, or all of these:
 
 - three times the largest distance of the last 200 steps;
 - ten times the spread of the distances of these steps;

@@ -26,8 +26,8 @@ _OWN_RATES = ("eta_min", "min_lrs", "max_lrs")  # rates in schedulers that do no
 def note_first_rates(schedulers: Iterable[Any]) -> None:
     """Store each parameter group's initial learning rate in the group, unless a scheduler has already done this.
 
-    `ReduceLROnPlateau` does not store the initial rate. Without it, nothing would show later by how much this scheduler
-    has reduced the rate.
+    `ReduceLROnPlateau` does not store the initial rate. Without the initial rate, nothing would show later by how much
+    this scheduler has reduced the rate.
     """
     for scheduler in schedulers:
         for group in _groups_of(scheduler, ()):

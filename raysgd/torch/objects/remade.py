@@ -396,7 +396,7 @@ def _digests_in(record: Any, index: int) -> Digests | None:
 
 
 def with_record_of(state: dict[str, Any], saved: Mapping[str, Any], key: str, part: str) -> dict[str, Any]:
-    """Return a state with updated digests, after some modules' states in it were replaced from a saved state.
+    """Return a state with updated digests, after the states of some modules in it were replaced with saved states.
 
     Args:
         state: State in which modules' states were replaced.
