@@ -115,7 +115,7 @@ class DividedLoaderSource:
         name, self._order_before = self.order.name, None
         assert own is not None, "only a rank's own order is checked"
         if start_sum is not None and not _are_alike(own, start_sum, world_size):
-            # In a resumed pass, raise the error of a lost connection. It restarts all workers, with new samplers.
+            # In a resumed pass, raise a connection error, which restarts all workers with new samplers.
             kind = DistNetworkError if is_resumed else ValueError
             raise kind(
                 f"The workers' {name} drew different orders. The library divides one order of all "
