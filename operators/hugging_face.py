@@ -62,9 +62,11 @@ _ARGUMENTS = {
     "bf16": ("", _PRECISION),
     "gradient_checkpointing": ("", "pass `activation_checkpointing=True` to the trainer"),
 }
-"""Names from `transformers.TrainingArguments` that are rejected as config keys. Each has the method that would use it,
-or "", and the advice on what to write instead. A name is accepted if the operator overrides its method, because the
-override may read the key."""
+"""Names from `transformers.TrainingArguments` that are rejected as config keys.
+
+For each name, a pair: the method that would use the key, or "" if there is none, and what to write instead. The key is
+accepted if the operator overrides this method, because the override may read the key.
+"""
 
 
 class HuggingFaceOperator(SupervisedOperator):
@@ -74,8 +76,8 @@ class HuggingFaceOperator(SupervisedOperator):
     `labels`, as `transformers` collators return it. If the model is a `PeftModel`, only its adapter is trained.
 
     The loss of a token-level model is the mean over the labels other than -100. Gradients and metrics are weighted by
-    the number of these labels. A step therefore equals a single-process step on the global batch, even if text lengths
-    differ between workers.
+    the number of these labels. A step on several workers therefore equals a single-process step on the global batch,
+    even if text lengths differ between workers.
 
     `train` reports `train_loss`. `validate` reports `val_loss` and, if the labels are integers, `val_accuracy`.
 
@@ -93,7 +95,8 @@ class HuggingFaceOperator(SupervisedOperator):
       and `num_warmup_steps` if it is not 0. Needs `TorchTrainer(scheduler_step_freq="batch")`.
     * `batch_size`: Samples per step and worker. With `split_batches=True`, samples per step over all workers.
       Default: 32. To set the global batch size in either case, use the key `raysgd.utils.BATCH_SIZE` instead.
-    * `seed`: Seeds PyTorch's generators: initial weights, data order and all later random numbers.
+    * `seed`: Seed for PyTorch's generators, which determine the initial weights, the data order and all later random
+      numbers.
 
     Examples:
         >>> from transformers import BertConfig, BertForSequenceClassification
@@ -199,7 +202,8 @@ class HuggingFaceOperator(SupervisedOperator):
         Returns:
             `(inputs, labels)`. The only input is the batch, on the device. The labels, which are compared with the
             predictions, stay on the device where the collator created them, because counting labels on a GPU would
-            force a synchronization.
+            force a synchronization. If the loss compares each prediction with the next token, the labels are
+            shifted by one token.
 
         Raises:
             TypeError: The batch is not a dict.
@@ -216,7 +220,7 @@ class HuggingFaceOperator(SupervisedOperator):
         return features, labels[..., 1:] if self._shifts_labels and labels is not None else labels
 
     def count_labels(self, target: Any) -> int | None:
-        """Return the number of labels that a batch's loss averages over, or None if it averages over samples.
+        """Return the number of labels over which a batch's loss averages, or None if the loss averages over samples.
 
         By default, labels of -100 do not count. For images, the ignored label is taken from the model's configuration.
         Override this for a model whose loss ignores other labels.
@@ -244,7 +248,7 @@ class HuggingFaceOperator(SupervisedOperator):
         return int(target.ne(ignored).sum())
 
     def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, ...]:
-        """Return the model's output, its loss, and the number of labels that the loss averages over.
+        """Return the model's output, its loss, and the number of labels over which the loss averages.
 
         Raises:
             TypeError: The model returned no loss.
@@ -261,7 +265,7 @@ class HuggingFaceOperator(SupervisedOperator):
                 f"`{name}` adds up means over {', '.join(map(repr, labels))}, whose counts differ between workers. "
                 "Override `forward`: return the output, a loss that is a mean over one count, and that count."
             )
-        with _saying_texts(features, AttributeError, TypeError, ValueError):  # other types are not caused by strings
+        with _saying_texts(features, AttributeError, TypeError, ValueError):  # strings cause no other errors
             output = call_model(self.model, features)
         loss = own_loss(output)
         if loss is None:
@@ -304,7 +308,7 @@ class HuggingFaceOperator(SupervisedOperator):
     def load_pretrained(trainer: TorchTrainer, folder: str | Path) -> None:
         """Load a saved adapter into the models of all workers.
 
-        The adapter can have been saved by this class's `save_pretrained` or by PEFT's.
+        The adapter can have been saved by `save_pretrained` of this class or of PEFT.
 
         Args:
             trainer: A trainer of a `HuggingFaceOperator` with a `PeftModel`.
@@ -411,8 +415,8 @@ def _is_text(value: Any) -> bool:
 def _shifts_labels(model: Any) -> bool:
     """Return True if the loss compares the prediction at each token with the label of the next token.
 
-    The class name is not enough to decide: some language models use `transformers`' shifted loss, others compute their
-    own loss from unshifted labels.
+    The name of the model's class does not show this: some language models use the shifted loss of `transformers`, and
+    others compute their own loss from unshifted labels.
     """
     own = [vars(each)["forward"] for each in type(model).__mro__ if "forward" in vars(each)]
     forwards = [inspect.unwrap(each) for each in own]

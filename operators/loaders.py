@@ -34,7 +34,8 @@ def make_loaders(
         data: `(train, validation)`, or only the training data.
         batch_size: Samples per batch and worker.
         collator: Function that collates samples of a dataset into a batch. Default: PyTorch's `default_collate`.
-        stream_collator: The same for rows of a stream. Default: the stream's own function.
+        stream_collator: Function that collates rows of a stream into a batch, if the stream has no `collate` function.
+            None leaves the stream unchanged.
 
     Raises:
         TypeError: `data` has another type or length.
@@ -72,7 +73,7 @@ def _loader(data: Any, options: dict[str, Any], *, shuffle: bool) -> Any:
 
 
 def _collating(data: Any, collator: Collator | None) -> Any:
-    """Return data with a collate function, if the data is a stream that forms batches and has no such function."""
+    """Add a collate function to a stream that forms batches but has no such function. Return other data unchanged."""
     lacks_one = isinstance(data, Pipeline) and data.batch_size is not None and data.collate is None
     return replace(data, collate=collator) if lacks_one and collator is not None else data
 

@@ -39,22 +39,22 @@ def pack(samples: Any, num_tokens: int) -> Any:
     The packing depends only on text lengths, so all workers create the same packs. Texts are placed from longest to
     shortest, each into the fullest pack that still has space for it (best-fit decreasing).
 
-    A stream is packed while it is read: the texts of each shard, in their order, with up to 16 packs at a time that
-    still have space. Call `pack` after `map` and `filter`, and before `shuffle`, `take` and `batch`, which then count
-    packs.
+    A stream is packed while it is read. Each shard is packed separately, and its texts are placed in their order. At
+    most 16 packs at a time wait for more texts. Call `pack` after `map` and `filter`, and before `shuffle`, `take` and
+    `batch`, which then count packs.
 
     Args:
-        samples: Tokenized texts, as tokenizers return them, with `input_ids` and optional `labels`. Default for
-            `labels`: the `input_ids`. An iterable, or a stream of such texts.
+        samples: An iterable or a stream of tokenized texts, as tokenizers return them, with `input_ids` and optional
+            `labels`. Default for `labels`: the `input_ids`.
         num_tokens: Maximum number of tokens per pack.
 
     Returns:
-        Packs with `input_ids`, `labels` and `position_ids`, in a list, or for a stream in a stream. Return
-        `collate_packs` from `build_collator` to batch them.
+        A list of packs or, for a stream, a stream of packs. A pack has `input_ids`, `labels` and `position_ids`. To
+        batch packs, return `collate_packs` from `build_collator`.
 
     Raises:
-        ValueError: A text is empty or longer than a pack, or its numbers of labels and tokens differ. For a stream,
-            this is raised when the text is read. Or the stream is already shuffled, limited or batched, or uses seeded
+        ValueError: A text is empty or longer than a pack, or its numbers of labels and tokens differ (for a stream,
+            raised when the text is read). Or the stream is already shuffled, limited or batched, or uses seeded
             functions.
 
     Examples:
@@ -121,8 +121,9 @@ class _OpenPacks:
 class _PackedStream(Stream):
     """Packs the texts of each shard of a stream. A row is a pack, or the error of a text that cannot be packed.
 
-    To start at a pack in the middle of a shard, the shard is read from its beginning, or from the last cut before this
-    pack that this object has found. At a cut, all earlier texts are in earlier packs.
+    A cut is a place between two packs of a shard, with all earlier texts of the shard in the packs before the cut. To
+    start at a pack in the middle of a shard, this object reads the shard from the last known cut before this pack, or
+    else from the beginning of the shard.
 
     Args:
         texts: The stream of texts.
@@ -131,7 +132,8 @@ class _PackedStream(Stream):
 
     def __init__(self, texts: Stream, num_tokens: int) -> None:
         self._texts, self._num_tokens = _of_texts(texts), num_tokens
-        self._cuts: dict[str, dict[int, int]] = {}  # for each shard, the number of the first text after a pack
+        # For each shard, its known cuts: for the number of the pack after a cut, the number of the first text after it.
+        self._cuts: dict[str, dict[int, int]] = {}
 
     def shards(self) -> Sequence[Shard]:
         num_filters = sum(step.is_filter for step in self._texts.steps)
@@ -149,8 +151,8 @@ class _PackedStream(Stream):
         Args:
             shard: Name of the shard.
             number: Number of the pack after the cut.
-            cuts: For the number of the pack after each known cut, the number of the first text there. Cuts that are
-                found are added.
+            cuts: The known cuts of the shard: for the number of the pack after each cut, the number of the first text
+                after the cut. This method adds the cuts that it finds.
         """
         packs, last_cut = _OpenPacks(self._num_tokens), number
         for place, text in self._checked_texts(shard, cuts[number]):
@@ -208,7 +210,7 @@ def _of_texts(stream: Stream) -> Pipeline:
 
 
 def checked_pack(row: Any) -> Any:
-    """Return a row of a packed stream, or raise the error that the row is. A stream can skip rows that raise errors."""
+    """Return a row of a packed stream. If the row is an error, raise it: a stream can skip rows that raise errors."""
     if isinstance(row, Exception):
         raise row
     return row

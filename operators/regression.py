@@ -18,7 +18,7 @@ class RegressionOperator(MeasuredOperator):
     shape as the targets. A trailing dimension of size 1 is squeezed.
 
     `train` reports `train_loss`. `validate` reports `val_loss`, `val_mae` (mean absolute error) and `val_r2` (fraction
-    of variance explained). The values equal those that a single process would compute from the samples of all workers.
+    of variance explained). The values equal what a single process would compute from the samples of all workers.
     The operator needs the extra `metrics`.
 
     You can also override `build_metrics`, `build_criterion`, `build_optimizer`, `build_scheduler`, and any method of

@@ -67,7 +67,7 @@ class SegmentationOperator(MeasuredOperator):
         }
 
     def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, ...]:
-        """Return the logits, the loss, and the number of pixels that the loss averages over.
+        """Return the logits, the loss, and the number of pixels over which the loss averages.
 
         The number of pixels is None if no pixels are ignored. It is also None if the criterion is a built-in PyTorch
         loss function; the training step then computes the number itself and takes class weights into account.

@@ -59,8 +59,8 @@ class SupervisedOperator(TrainingOperator):
     def build_collator(self, config: dict[str, Any]) -> Callable[[list[Any]], Any] | None:
         """Return a function that collates samples into a batch, or None for PyTorch's `default_collate`.
 
-        The function is used for datasets, and for streams whose `batch` got no `collate`. If `build_data` returns
-        loaders, they do not use the function.
+        The function is used for datasets, and for streams whose method `batch` was called without `collate`. If
+        `build_data` returns loaders, they do not use the function.
         """
         return None
 
@@ -140,8 +140,8 @@ class SupervisedOperator(TrainingOperator):
 class MeasuredOperator(SupervisedOperator):
     """Base class of operators that compute validation metrics with torchmetrics.
 
-    At the end of a validation, the workers merge the states of their metrics. The results are therefore the same as
-    those of a single process. An average of the workers' values would differ.
+    At the end of a validation, the states of the workers' metrics are merged. The results are therefore the same as in
+    a single process. An average of the workers' values would differ.
     """
 
     def build_metrics(self, config: dict[str, Any]) -> Mapping[str, Any]:

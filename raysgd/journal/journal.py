@@ -22,13 +22,12 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What the journal holds about one step of a run.
+    """The record of one step of a run.
 
     Attributes:
-        step: Number of the step. A step has the number of its last batch on each worker, counted from 1 over all
-            epochs.
+        step: Number of the step: the number of its last batch on each worker, counted from 1 over all epochs.
         loss: Mean loss over all samples of the step, or NaN if the step has no loss.
-        norm: Norm of the gradients before clipping, or None if nothing has computed it.
+        norm: Norm of the gradients before clipping, or None if nothing computed the norm.
         weight: Weight of the mean loss, such as the number of samples, or -1 if the step has no loss.
     """
 
@@ -40,12 +39,12 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Leg:
-    """A leg: a part of an epoch that one group of workers has run.
+    """A leg: a part of an epoch that one group of workers ran.
 
     Attributes:
         after: Number of the step after which the leg starts.
         entry: The line of the journal that describes the leg.
-        run: The line of the journal that describes the program that has run the leg.
+        run: The line of the journal that describes the program that ran the leg.
         until: Number of the last step of the leg.
     """
 
@@ -56,7 +55,7 @@ class Leg:
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch to which the leg belongs, from 1."""
+        """Number of the epoch that the leg is a part of, from 1."""
         return int(self.entry["pass"]) + 1
 
 
@@ -73,10 +72,10 @@ class JournalWriter:
         self._has_begun = False
 
     def begin_leg(self, entry: Line) -> None:
-        """Record that a group of workers starts to train at a step, and remove earlier records of later steps.
+        """Record that a group of workers starts to train after a step, and remove earlier records of later steps.
 
         Args:
-            entry: The line for the journal without `kind`. Its entry "step" is the step after which the group starts.
+            entry: The line for the journal, without `kind`. Its entry "step" is the number of that step.
 
         Raises:
             OSError: A file cannot be written.
@@ -116,7 +115,7 @@ class JournalWriter:
             file.write(block.tobytes())
 
     def note_checkpoint(self, location: str, step: int) -> None:
-        """Record that a checkpoint was saved after a step. Do nothing if no worker has started to train yet.
+        """Record that a checkpoint was saved after a step. Do nothing before the first call to `begin_leg`.
 
         Args:
             location: Path or URI of the checkpoint. A path is relative to the folder of the run.
@@ -141,10 +140,11 @@ class Journal:
 
     Attributes:
         folder: The folder of the run.
-        legs: The legs of the run, in the order of steps. A leg is a part of an epoch that one group of workers has run.
-            Steps that were repeated later are left out.
+        legs: The legs of the run, in the order of steps. A leg is a part of an epoch that one group of workers ran. If
+            steps were repeated, only their last repetition is included.
         checkpoints: Paths or URIs of checkpoints, by the step after which they were saved.
-        steps: Loss, norm and weight for each batch of a worker, as a structured array.
+        steps: Loss, norm and weight for each batch number, as a structured array. The weight is 0 for a batch that does
+            not end a step.
 
     Raises:
         FileNotFoundError: The folder has no journal.
@@ -216,7 +216,7 @@ class Journal:
         )
 
     def leg_of(self, number: int) -> Leg:
-        """Return the leg that contains a step. A leg is a part of an epoch that one group of workers has run."""
+        """Return the leg that contains a step. A leg is a part of an epoch that one group of workers ran."""
         return next(each for each in reversed(self.legs) if each.after < number)
 
     def begin_of(self, number: int) -> int:

@@ -1,18 +1,22 @@
-"""Finds jumps in the loss of a run: steps at which the loss has left its usual range.
+"""Finds jumps in the loss of a run: steps at which the loss left its usual range.
 
-A step jumps if its loss is not finite, or too far above the median of the last 20 steps. The distance is measured
-between logarithms, or between the losses if one is negative. The median follows the loss, so a quickly falling loss
-does not widen the range. A distance is too large if it exceeds a factor of 1,000, or all of these:
+The loss of a step is outside the range if it is not finite, or too far above the median of the last 20 losses. The
+distance of a loss from the median is the difference of their logarithms. The median follows the loss, so a quickly
+falling loss does not widen the range. A distance is too large if it exceeds a factor of 1,000, or all of these:
 
 - three times the largest distance of the last 200 steps;
-- ten times the spread of their distances;
-- 10 %.
+- ten times the spread of the distances of these steps;
+- about 10% (0.1 in the logarithm).
 
 The largest distance ignores outliers: it is the second largest of 20 steps and the fourth largest of 200 steps. The
 spread is the median absolute deviation times 1.48, which estimates the standard deviation of a normal distribution.
 
-Steps that jump do not enter the range. Steps that jump close together form one jump, which starts at the first of them.
-If the loss stays outside the range for 100 steps, these steps define a new range.
+Losses outside the range do not change the range. Steps close together whose losses are outside the range form one jump,
+which starts at the first of these steps. If the loss stays outside the range for 100 steps, these steps define a new
+range.
+
+If any loss of the run is negative, losses are compared directly instead of by their logarithms. The distances that
+correspond to the factor of 1,000 and to 10% are then differences of about 6.9 and of 0.1.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ _NEAR, _FEWEST_NEAR = 20, 5
 _TIMES_FARTHEST = 3.0
 _TIMES_USUAL = 10.0
 _OUTLIERS_OF = 100  # the usual range ignores one outlier, and one more outlier per 100 steps
-_LEAST = 0.1  # an increase of the loss by at most 10 % is no jump, even if the loss was steady before
+_LEAST = 0.1  # an increase of the loss by at most about 10% is no jump, even if the loss was steady before
 _MOST = math.log(1000)  # an increase of the loss by a factor of over 1,000 is a jump, even if the loss was noisy before
 _TOGETHER = 5
 _NEW_RANGE = 100

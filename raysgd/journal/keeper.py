@@ -47,7 +47,7 @@ class StepBook:
     """Merges the reports of all workers about each step into one record of the step.
 
     After a failure, workers run a training call again in a new attempt, which repeats some steps. The reports of the
-    new attempt then replace those of earlier attempts about the same steps.
+    new attempt then replace the reports of earlier attempts about the same steps.
     """
 
     def __init__(self) -> None:
@@ -61,10 +61,10 @@ class StepBook:
         self.last_step = 0
 
     def begin(self, report: LegReport) -> Line | None:
-        """Return the line for the journal if a new leg starts. None if the report is outdated or was added before.
+        """Return the line for the journal if a new leg starts. None if the leg is outdated or was reported before.
 
         Args:
-            report: A worker's report that a leg starts, which is a part of an epoch that one group of workers runs.
+            report: A worker's report that a leg starts. A leg is a part of an epoch that one group of workers runs.
         """
         if report.attempt <= self._newest:
             return None
@@ -85,7 +85,7 @@ class StepBook:
         """Add a worker's report about some steps. Steps that a later attempt repeats are left out.
 
         Args:
-            name: Name of the recorder, the object in the worker that has made the report.
+            name: Name of the recorder, the object in the worker that made the report.
             block: The report.
         """
         if block.attempt not in self._began:
@@ -100,9 +100,9 @@ class StepBook:
         self.last_step = max(self.last_step, int(block.steps[-1]))
 
     def take(self) -> Iterator[tuple[Column, Steps]]:
-        """Return the numbers and the records of steps about which reports were added since the last call.
+        """Yield the numbers and the records of the steps for which reports were added since the last call.
 
-        A record may lack reports of some workers. It is returned again when they have arrived.
+        A record may lack the reports of some workers. Once these reports arrive, the record is yielded again.
         """
         for attempt in sorted(self._changed):
             blocks = self._open[attempt]
@@ -118,7 +118,7 @@ def _merged(blocks: Sequence[StepBlock]) -> tuple[Column, Steps, Column]:
     """Merge the reports of several workers.
 
     Returns:
-        The numbers of the steps, their records, and how many workers have reported each step.
+        The numbers of the steps, their records, and the number of workers that reported each step.
     """
     numbers = np.unique(np.concatenate([each.steps for each in blocks]))
     totals, weights = np.zeros((2, len(blocks), len(numbers)))
@@ -173,10 +173,10 @@ class JournalKeeper:
         return str(self._folder())
 
     def __call__(self, is_done: bool) -> None:
-        """Fetch new reports about steps from the workers, if a second has passed since the last time.
+        """Fetch new reports about steps from the workers, unless reports were fetched less than a second ago.
 
         Args:
-            is_done: True at the end of a training call, when reports are always fetched.
+            is_done: True at the end of a training call, to fetch the reports in any case.
         """
         if is_done or time.monotonic() > self._fetched_at + _FETCH_EVERY_S:
             self.fetch(are_last=is_done)
@@ -204,11 +204,10 @@ class JournalKeeper:
             logger.warning("the journal of the run ends here: %s: %s", type(error).__name__, error)
 
     def _write(self, found: Sequence[tuple[str, int, Sequence[Report]]]) -> None:
-        """Write reports to the journal.
+        """Write reports to the journal. First sort them, to write the start of an attempt before the attempt's steps.
 
         Args:
-            found: For each worker, the name of its recorder, the number of its last report, and its reports. The
-                reports are sorted, so that the start of an attempt is written before its steps.
+            found: For each worker, the name of its recorder, the number of its last report, and its reports.
         """
         reports = [(name, report) for name, _, each in found for report in each]
         for name, report in sorted(reports, key=lambda each: (each[1].attempt, isinstance(each[1], StepBlock))):
@@ -233,7 +232,7 @@ class JournalKeeper:
 
     @property
     def last_step(self) -> int:
-        """Number of the last step about which the driver has a report."""
+        """Number of the last step for which the driver has a report."""
         return self._book.last_step
 
     def note_checkpoint(self, location: str, step: int | None) -> None:
@@ -241,8 +240,8 @@ class JournalKeeper:
 
         Args:
             location: Path or URI of the checkpoint.
-            step: Number of the step after which the state was saved. None for the last step about which the driver has
-                a report.
+            step: Number of the step after which the state was saved. None for the last step for which the driver has a
+                report.
         """
         if self._writer is None or self._is_off:
             return

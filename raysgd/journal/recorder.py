@@ -22,9 +22,9 @@ from raysgd.journal.journal import NO_NORM
 _MOST_WAITING = 100_000
 TRAIN_LOSS = "train_loss"
 Attempt = tuple[int, int]
-"""The number of a training call, and the number of the attempt to run this call. A later attempt is greater.
+"""An attempt to run a training call: the number of the call, and the number of the attempt at this call.
 
-All ranks have the same numbers.
+Later attempts compare as greater. All ranks have the same numbers.
 """
 Column: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -50,7 +50,7 @@ class StepBlock:
         steps: Numbers of the steps, in ascending order.
         totals: For each step, the weighted sum of the losses of this worker's batches.
         weights: For each step, the sum of the weights.
-        norms: For each step, the norm of the gradients, which are averaged over all workers. `NO_NORM` if nothing has
+        norms: For each step, the norm of the gradients, which are averaged over all workers. `NO_NORM` if nothing
             computed the norm.
     """
 
@@ -61,16 +61,16 @@ class StepBlock:
     norms: Column
 
     def where(self, chosen: Column) -> StepBlock:
-        """Return the part of this report that is about some of its steps.
+        """Return a report about only some of the steps in this report.
 
         Args:
-            chosen: One truth value for each step.
+            chosen: For each step, True to include the step.
         """
         columns = self.steps, self.totals, self.weights, self.norms
         return StepBlock(self.attempt, *(each[chosen] for each in columns))
 
     def and_then(self, later: StepBlock) -> StepBlock:
-        """Return one report about the steps of this report and of a later report of the same worker."""
+        """Return one report about the steps in this report and in a later report of the same worker."""
         pairs = zip(
             (self.steps, self.totals, self.weights, self.norms),
             (later.steps, later.totals, later.weights, later.norms),
@@ -110,7 +110,8 @@ Report = LegReport | StepBlock
 class StepRecorder(WorkerCallback):
     """Worker callback that records the losses and gradient norms of this worker's steps.
 
-    Each report has a number, and is kept until the driver has it.
+    Each report has a number, and is kept until the driver has it. If over 100,000 reports wait for the driver, the
+    oldest are discarded.
     """
 
     def on_begin(self, operator: Any) -> None:
@@ -175,7 +176,7 @@ class StepRecorder(WorkerCallback):
 
 
 def reports_after(replica: Any, received: Mapping[str, int]) -> tuple[str, int, list[Report]]:
-    """Return the name of the recorder in a worker, and those of its reports that the driver does not have yet.
+    """Return the name of the recorder in a worker, and the recorder's reports that the driver does not have yet.
 
     Args:
         replica: The object in the worker that holds the training operator.
@@ -218,7 +219,7 @@ def _as_block(waiting: Sequence[_Waiting], to_floats: ToFloats) -> StepBlock:
     """Read the values of some steps, and return them as a report.
 
     Args:
-        waiting: The steps, which are all of one attempt.
+        waiting: The steps, all from one attempt.
         to_floats: Function that converts a list of one-element tensors to floats.
     """
     counts = np.array([len(each.values) // 2 for each in waiting])

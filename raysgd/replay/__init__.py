@@ -1,6 +1,6 @@
 """Functions to investigate a past run.
 
-`why` shows the samples and the loss of a step, and `find_jumps` finds steps at which the loss has jumped. Both read the
+`why` shows the samples and the loss of a step, and `find_jumps` finds steps at which the loss jumped. Both read the
 journal of the run (see `raysgd.journal`). `replay` repeats a part of the run in one process, up to a given step, and
 compares each loss with the journal. `bisect` finds the first step at which two runs differ.
 

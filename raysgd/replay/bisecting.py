@@ -30,14 +30,14 @@ class Difference:
         what: What differs: "samples", "loss", "norm", or "weights" (the weights after the step).
         parameter: Name of the first parameter that differs after the step. None if the runs were not replayed, or if
             the replays have equal weights.
-        left: If the replays of both runs are equal, the run that differs from its own replay: "A" or "B". Otherwise,
-            None.
+        left: If the replays of both runs are equal, but only one of the runs equals its own replay, the other run: "A"
+            or "B". Otherwise, None.
         values: The losses or norms of the step in run A and in run B.
         num_steps: Number of steps that were compared.
-        equal_at: The last step after which both runs have saved a checkpoint with the same weights. None if there is no
-            such step.
-        different_at: The first step after which both runs have saved a checkpoint, but with different weights. None if
-            there is no such step.
+        equal_at: The last step after which both runs saved a checkpoint with the same weights. None if there is no such
+            step.
+        different_at: The first step after which both runs saved a checkpoint, but with different weights. None if there
+            is no such step.
         was_replayed: True if the steps were replayed.
     """
 
@@ -91,6 +91,7 @@ def bisect(
 
     The journals of the runs show the first step at which samples, loss or gradient norm differ. With a program, both
     runs are replayed from the last checkpoint that is equal in both, and their weights are compared after each step.
+    Nothing is replayed if no difference was found, or if the samples differ.
 
     Args:
         run_a: The folder or the history of the first run.
@@ -135,7 +136,7 @@ def _differing(one: StepRecord, other: StepRecord) -> str | None:
     """Compare the records of a step in two runs. Return "loss" or "norm" if it differs, otherwise None.
 
     Losses are compared only if both mean losses have the same weight. The weight is lower if a worker was lost before
-    it had reported its part of the step.
+    the driver had this worker's part of the loss.
     """
     if one.weight == other.weight and not _is_same(one.loss, other.loss):
         return LOSS
@@ -148,7 +149,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _compared_checkpoints(first: Journal, second: Journal, until: int) -> tuple[int | None, int | None]:
-    """Compare the weights in checkpoints that both runs have saved after the same step.
+    """Compare the weights in checkpoints that both runs saved after the same step.
 
     Args:
         first: Journal of the first run.

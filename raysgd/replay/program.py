@@ -86,7 +86,7 @@ class Program:
 
     Args:
         operator: The operator class, or its location, such as "train.py:MyOperator".
-        config: Entries to add to the config in the journal, in which objects and secrets are missing.
+        config: Entries to add to the config in the journal, which lacks objects and secrets.
     """
 
     def __init__(self, operator: str | type[TrainingOperator], config: Mapping[str, Any] | None = None) -> None:
@@ -99,7 +99,7 @@ class Program:
 
         Args:
             journal: The journal of the run.
-            leg: The part of an epoch to repeat. The trainer uses the options of the worker group that has run it.
+            leg: The part of an epoch to repeat. The trainer uses the options of the worker group that ran it.
             **others: Further arguments of the trainer.
 
         Raises:
@@ -122,11 +122,11 @@ class Program:
             yield trainer
 
     def config_of(self, leg: Leg) -> dict[str, Any]:
-        """Return the config of the run: the entries in the journal, and those that the user has passed.
+        """Return the config of the run: the entries in the journal, and the entries that the user passed.
 
         Raises:
             ValueError: An entry of the config is missing in the journal, because it is an object or a secret, and the
-                user has not passed it.
+                user did not pass it.
         """
         config = {**leg.run["config"], **self._config}
         missing = [name for name in leg.run["config_left_out"] if name not in config]
@@ -142,7 +142,7 @@ def batch_options_for(leg: Leg) -> BatchOptions:
     """Return the batch options with which one process computes the same steps as the workers of a past run.
 
     Args:
-        leg: The part of an epoch that these workers have run.
+        leg: The part of an epoch that these workers ran.
 
     Raises:
         ValueError: One process cannot compute the same steps.
@@ -152,7 +152,7 @@ def batch_options_for(leg: Leg) -> BatchOptions:
     batch_options = BatchOptions(**options["batch_options"])
     if batch_options.is_global or num_workers == 1:
         return replace(batch_options, num_shards=batch_options.num_shards if batch_options.deterministic else 1)
-    # Each worker had a batch of its own. The single process treats these batches as the shards of one global batch.
+    # Each worker had its own batch. The single process treats these batches as the shards of one global batch.
     window = options["step_options"]["accumulate_grad_batches"]
     if window > 1:
         raise ValueError(

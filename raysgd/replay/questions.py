@@ -81,10 +81,10 @@ class Why:
 
 @dataclass(frozen=True)
 class JumpsFound:
-    """The steps at which the loss of a run has left its usual range.
+    """The steps at which the loss of a run left its usual range.
 
     Attributes:
-        jumps: The jumps. `first` and `last` of each jump are numbers of steps.
+        jumps: The jumps. `first` and `last` of each jump are step numbers, from 1.
         num_steps: Number of steps of the run that have a loss.
     """
 
@@ -157,7 +157,7 @@ def why(
 
 
 def find_jumps(run: str | os.PathLike[str] | History) -> JumpsFound:
-    """Find the steps at which the loss of a run has left its usual range. `docs/replay.md` defines this range.
+    """Find the steps at which the loss of a run left its usual range. `docs/replay.md` defines this range.
 
     Args:
         run: The folder or the history of the run.

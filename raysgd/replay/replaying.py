@@ -35,12 +35,13 @@ class Replayed:
         step: The last step that was replayed.
         begin: The step after which the replay started.
         checkpoint: The checkpoint from which the replay started, or None if it started at the beginning of the run.
-        is_exact: True if the loss and the gradient norm of each step are bitwise equal to those in the journal.
+        is_exact: True if the loss and the gradient norm of each compared step are bitwise equal to the values in the
+            journal.
         difference: Largest relative difference between the loss of a step and the loss in the journal.
         first_different: The first step whose loss or norm is not bitwise equal, or None if all are equal.
         tolerance: Largest relative difference that rounding can explain. 0 with `deterministic=True`.
-        incomplete: Steps that were not compared, because a worker of the run was lost before it had reported its part
-            of the loss.
+        incomplete: Steps that were not compared, because a worker of the run was lost before the driver had this
+            worker's part of the loss.
         state: The training state after the last step, as `trainer.state_dict()` returns it.
     """
 
@@ -56,7 +57,7 @@ class Replayed:
 
     @property
     def is_same(self) -> bool:
-        """True if the losses of the replay equal those of the run, exactly or within the tolerance."""
+        """True if the losses of the replay equal the losses of the run, exactly or within the tolerance."""
         return self.is_exact or self.difference <= self.tolerance
 
     def __str__(self) -> str:
@@ -83,7 +84,7 @@ class Replayed:
 class _ReachedStep(BaseException):
     """Raised to end a replay after its last step.
 
-    It is a `BaseException`, which `except Exception` in the user's code does not catch.
+    This is a `BaseException`, so that `except Exception` in the user's code does not catch it.
     """
 
 
@@ -169,8 +170,8 @@ def replay(
         config: Entries of the config that are missing in the journal: objects and secrets.
         debug: Whether to stop in the debugger `pdb` before `train_batch` of the step.
         worker_callbacks: Worker callbacks that are called around each step of the replay.
-        begin: Start from the newest checkpoint that was saved at or before this step. Default: the newest one from
-            before `step`.
+        begin: Start from the newest checkpoint that was saved at or before this step. Default: start from the newest
+            checkpoint from before `step`.
 
     Returns:
         The comparison with the journal, and the training state after the step.
@@ -250,7 +251,7 @@ def _compared(
     checkpoint: tuple[int, str] | None,
     state: Mapping[str, Any],
 ) -> Replayed:
-    """Compare the losses and norms of the replayed steps with those in the journal of the run.
+    """Compare the losses and norms of the replayed steps with the values in the journal of the run.
 
     Args:
         journal: The journal of the run.

@@ -1,4 +1,4 @@
-"""Computes the loss of each sample of a step by itself, with the weights of a checkpoint."""
+"""Computes the loss of each sample of a step by itself, with the weights of an earlier checkpoint."""
 
 from __future__ import annotations
 

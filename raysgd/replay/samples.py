@@ -128,10 +128,10 @@ def _order_of(layout: Mapping[str, Any], data: Any) -> SampleOrder:
 
 
 def plan_of(leg: Leg, indices: Indices) -> PassPlan:
-    """Return the plan by which a group of workers has divided the rest of a pass over the data.
+    """Return the plan by which a group of workers divided the rest of a pass over the data.
 
     Args:
-        leg: The part of the epoch that the group has run.
+        leg: The part of the epoch that the group ran.
         indices: The indices of all samples, in the order of the pass.
     """
     entry, layout = leg.entry, leg.entry["data"]

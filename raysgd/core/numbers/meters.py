@@ -1,11 +1,12 @@
 """Averages over the batches of one pass, stored as sums and weights so that they can be merged exactly across workers.
 
-A mean is a float64 sum that is divided by its weight only once. A value that is not a number raises an error. A tensor
-on a GPU is not read in the batch that produced it, because the host would then wait for the GPU. A summary is a dict of
-means that also carries the sums and weights.
+To compute a mean, a float64 sum is divided by its weight, only once. A value that is not a number raises an error. A
+tensor on a GPU is not read in the batch that produced it, because the host would then wait for the GPU. A summary is a
+dict of means that also carries the sums and weights.
 
-A metric object, as in torchmetrics, accumulates batches itself and has the methods `compute` and `merge_state`. This
-module imports no framework: the caller passes functions that read tensors and capture metric objects.
+A metric object, such as a metric of torchmetrics, accumulates batches itself and has the methods `compute` and
+`merge_state`. This module imports no framework: the caller passes functions that read tensors and capture the states of
+metric objects.
 """
 
 from __future__ import annotations
@@ -130,9 +131,10 @@ class AverageMeter:
 
 
 HeldMetric = tuple[Any, ObjectMeter | NumberMeter, Any, Any]
-"""One metric of a batch: its name, the meter that read it, and the value and weight that the meter has read.
+"""One metric of a batch: its name, the meter that read it, and its value and weight.
 
-A value or weight that was on the CPU is a number. Otherwise, it is a tensor, a copy that nobody changes.
+A value or weight on the CPU is stored as a number. A tensor on another device is stored as a copy on that device,
+because user code may change the tensor. With an `ObjectMeter`, the value is the metric object itself.
 """
 
 
@@ -259,7 +261,7 @@ class AverageMeterCollection:
         NaN is not skipped: a single NaN makes the mean NaN. The mean of a metric whose total weight is 0 is also NaN. A
         metric object has a single entry, its value on this process's data.
 
-        After further updates, a new summary covers all batches.
+        Creating a summary does not reset the averages: a later summary covers these batches, too.
         """
         self._read_pending()
         values: dict[str, Any] = {BATCH_COUNT: self.num_batches, NUM_SAMPLES: self.n}

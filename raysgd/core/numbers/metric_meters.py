@@ -1,7 +1,7 @@
-"""The meters of one metric, and the weights of batches.
+"""Meters, which accumulate one metric each, and the weights of batches.
 
-`NumberMeter` averages numbers, and `ObjectMeter` holds a metric object. `raysgd.core.numbers.meters` has the collection
-of the meters of all metrics.
+`NumberMeter` averages numbers, and `ObjectMeter` holds a metric object. `AverageMeterCollection`, in
+`raysgd.core.numbers.meters`, has a meter for each metric.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ logger = logging.getLogger(__name__)
 
 
 CapturedMetric = Any
-"""A copy of a metric object's state, with methods `value` and `merged_with`. The object continues to accumulate."""
+"""A copy of a metric object's state, with methods `value` and `merged_with`."""
 
 CaptureObject = Callable[[Any], CapturedMetric]
+"""Copies the state of a metric object, and resets the object."""
 
 RememberObjects = Callable[[Sequence[Any]], Callable[[], None]]
 """Stores the states of metric objects. Returns a function that restores them."""
@@ -140,7 +141,7 @@ def value_here(state: CapturedMetric, name: str) -> Any:
     """
     try:
         return state.value()
-    # Only the metric merged over all workers matters; an error in computing that one is raised.
+    # Only the value over all workers matters. If computing that value fails, the error is raised.
     except Exception as error:
         logger.warning(
             "metric `%s` cannot be computed on this worker's share alone, so it reports NaN: %s", name, error

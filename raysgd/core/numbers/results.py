@@ -1,8 +1,8 @@
 """Merges the metrics of all workers into one result. All functions are pure.
 
-Metrics are merged by name. An average that raysgd computed arrives as a sum and a weight, and only this module divides
-the sum by the weight. N workers therefore report the same result as one process with the same samples. A value that
-user code computed is weighted by its worker's `num_samples`.
+Metrics are merged by name. For an average that raysgd computed, each worker sends a sum and a weight. The total of the
+sums is divided by the total of the weights, so N workers report the same result as one process with the same samples. A
+value that user code computed is weighted by its worker's `num_samples`.
 
 ADR 1 explains why metrics are weighted by samples.
 """
@@ -93,9 +93,9 @@ def _of_one(worker: MetricSummary) -> Metrics:
 def with_lost(worker: MetricSummary, lost: Sequence[MetricSummary], known: Collection[Any]) -> MetricSummary:
     """Merge the metrics of a surviving worker with the averages that lost workers had accumulated.
 
-    Values that user code computed stay unchanged, and metrics that it removed stay removed. Metric objects cover only
-    the survivor's batches. If the survivor's metrics contain neither averages of raysgd nor metric objects, they are
-    returned unchanged, unless the survivor counted 0 samples.
+    Values that user code computed stay unchanged, and metrics that user code removed stay removed. Metric objects cover
+    only the survivor's batches. If the survivor's metrics contain neither averages of raysgd nor metric objects, they
+    are returned unchanged, unless the survivor counted 0 samples.
 
     Args:
         worker: Metrics of the worker that survived.
@@ -115,7 +115,7 @@ def with_lost(worker: MetricSummary, lost: Sequence[MetricSummary], known: Colle
 
 
 def _averaged(*totals: tuple[float, float]) -> tuple[float, tuple[float, float]]:
-    """Return the overall mean of several (sum, weight) pairs, together with their total sum and weight."""
+    """Return the overall mean of several (sum, weight) pairs, and a pair of the total sum and the total weight."""
     total, count = sum(total for total, weight in totals if weight), math.fsum(weight for _, weight in totals)
     return total / count if count else math.nan, (total, count)
 

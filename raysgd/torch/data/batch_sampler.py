@@ -235,7 +235,7 @@ class GlobalBatchRule:
 
     @property
     def of_streams(self) -> Callable[[int, int], Division | ShardedGlobalBatch]:
-        """Like the method `division`, but for streams. A stream's batch size is always that of a global batch."""
+        """Like the method `division`, but for streams. A stream's batch size is always the size of a global batch."""
         return replace(self, multiple=1).division
 
     def division(self, global_size: int, world_size: int) -> Division | ShardedGlobalBatch:

@@ -74,7 +74,7 @@ class DividedLoaderSource:
 
     Attributes:
         seed: Seed for the order of the samples in all passes.
-        order: Function that returns the order of the samples for a seed and the index of a pass.
+        order: Order of the samples, such as a `ShuffledOrder`, which all passes use.
         check_plan: Function that is called when a pass starts or resumes. It gets the plan for the rest of the pass.
     """
 
@@ -115,7 +115,7 @@ class DividedLoaderSource:
         name, self._order_before = self.order.name, None
         assert own is not None, "only a rank's own order is checked"
         if start_sum is not None and not _are_alike(own, start_sum, world_size):
-            # In a resumed pass, raise the error of a lost connection. It restarts all workers, with new samplers.
+            # In a resumed pass, raise a connection error, which restarts all workers with new samplers.
             kind = DistNetworkError if is_resumed else ValueError
             raise kind(
                 f"The workers' {name} drew different orders. The library divides one order of all "
@@ -298,7 +298,7 @@ class PlainSource:
         return (DrawnItem(batch, 1.0, None, None) for batch in self._loader)
 
     def layout(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """Return plain data that tells the journal (`raysgd.journal`) that the samples of each step are unknown."""
+        """Return plain data that marks the samples of each step as unknown in the journal (`raysgd.journal`)."""
         return {"kind": "undivided", "name": type(self._loader).__name__}
 
     def num_steps(self) -> int | None:
@@ -361,7 +361,7 @@ def _samples_in(batch: Any) -> int | None:
 
 
 class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
-    """The stream of batches that a training call reads from a source. It also counts the samples used in the pass."""
+    """The stream of batches that a call reads from a source. It also counts the samples used in the pass."""
 
     _num_steps_in_pass = _began_at = 0
     # When this worker leaves its group during a pass: the number of samples in that pass, and how many of them were

@@ -112,7 +112,7 @@ def _without_targets(features: Any, model: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _targets_not_taken(model_class: Any) -> frozenset[str]:
-    """Return those of the `TARGET_NAMES` that are not parameters of a model's `forward`."""
+    """Return the `TARGET_NAMES` that are not parameters of a model's `forward`, or none if it takes any keyword."""
     parameters = inspect.signature(model_class.forward).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return frozenset()

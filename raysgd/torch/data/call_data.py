@@ -192,7 +192,7 @@ def divided(
         world_size: Number of workers.
         training: True for training data.
         rule: Rule for splitting each global batch, the batch of one step of all workers, among the workers. None if the
-            loader's batch size is that of one worker.
+            loader's batch size is the batch size of one worker.
 
     Raises:
         ValueError: The rule requires sharding by samples, which this loader does not support.

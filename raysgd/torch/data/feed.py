@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 class TorchFeed(feed.DataFeed):
     """Opens streams of batches over the loaders that the operator registered, or over data that the user passes.
 
-    The user may pass data for one call to `train` or `validate`, as its argument `dataset`.
+    The user may pass data for one call to `train` or `validate` as the call's argument `dataset`.
 
     Args:
         data_of: Function that gets "train" or "validation" and returns the data that the operator registered under this
@@ -50,7 +50,7 @@ class TorchFeed(feed.DataFeed):
         undo: Function that is called in training before a padding batch, the batch of a rank without samples. It
             returns a function that undoes the side effects of the padding batch.
         rank: Rank of this worker.
-        rule: Rule for splitting each batch among the workers; None if a loader's batch size is that of one worker.
+        rule: Rule for splitting each batch among the workers; None if the batches of a loader are for one worker each.
         make_batch: Function that creates batches from arrays that the user passes.
     """
 

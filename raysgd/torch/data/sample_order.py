@@ -4,7 +4,7 @@ Each order is a function of a seed and the index of the pass, so every rank comp
 communication.
 
 A permutation of many indices is never stored. Each of its elements is computed when it is read, so reading can start at
-any position without extra work. The computation is a Feistel network: Each index is split into the row and column of a
+any position without extra work. The computation is a Feistel network: each index is split into the row and column of a
 roughly square table. Over several rounds, the row or the column is shifted by a hash of the other. Each shift is
 invertible, so different indices stay different. The table may have more cells than there are indices. An index that
 ends up in a surplus cell is sent through the network again until it leaves the surplus cells (cycle walking).
@@ -199,9 +199,10 @@ class SamplerOrder:
     """The order in which a user's sampler yields indices.
 
     The sampler is iterated over once per pass. Before that, the global generators of PyTorch, `random` and NumPy, and
-    the sampler's own PyTorch `generator`, are seeded from the seed and the pass index. Their states are restored
-    afterwards. If the sampler has `set_epoch`, it is called first, with the pass index. If the sampler uses any other
-    source of randomness, the ranks may get different orders. The ranks compare their orders and raise in that case.
+    the sampler's own PyTorch `generator`, are seeded from the seed and the pass index. If the sampler has `set_epoch`,
+    it is then called with the pass index. After the iteration, the generators' states are restored. If the sampler uses
+    any other source of randomness, the ranks may get different orders. The ranks compare their orders and raise in that
+    case.
     """
 
     sampler: Any

@@ -39,8 +39,9 @@ class ShardedLoader:
         loader: Loader with the user's dataset and options, and `sampler` as its `batch_sampler`.
         sampler: Batch sampler that selects this rank's samples, and reshards them if the number of workers changes.
         own_sampler: The user's sampler, which yields sample indices or entire batches of indices.
-        seed_hint: Seed that this worker suggests for the order of the samples: that of the user's generator or, without
-            one, PyTorch's initial seed. The ranks' suggestions may differ, so all ranks use the suggestion of one rank.
+        seed_hint: Seed that this worker suggests for the order of the samples: the initial seed of a generator in
+            the user's loader or its samplers or, without such a generator, PyTorch's initial seed. The ranks'
+            suggestions may differ, so all ranks use the suggestion of one rank.
         num_samples: Number of samples in a pass, over all ranks.
         signature: String that describes the data. The ranks compare it to check that they shard the same data.
     """
@@ -107,7 +108,7 @@ def shard_loader(
         pin_memory: True to put batches into pinned memory, from which a GPU can copy them while it computes, even if
             the user's loader does not do this.
         rule: Rule for splitting each global batch, the batch of one step of all workers, among the workers. None if the
-            loader's `batch_size` is that of one worker.
+            loader's `batch_size` is the batch size of one worker.
 
     Raises:
         ValueError: `rank` or `world_size` is out of range.
@@ -164,8 +165,9 @@ def _divides(loader: DataLoader[Any]) -> bool:
 _DIVIDES = "its sampler shards the data"
 
 
-# Each row is for a condition under which a loader is not sharded: a function that checks the condition, the reason to
-# report, and whether to warn. Functions are called in this order, and may assume that all earlier conditions are false.
+# Conditions under which a loader is not sharded. Each row has a function that checks the condition, the reason to
+# report, and True to log a warning. The functions are called in this order, and may assume that all earlier conditions
+# are false.
 _RULES: tuple[tuple[Callable[[Any], bool], str, bool], ...] = (
     (lambda loader: not isinstance(loader, DataLoader), "not a torch DataLoader", False),
     (lambda loader: isinstance(loader.dataset, IterableDataset), "its dataset is iterable", False),
@@ -238,8 +240,8 @@ def _begin_process(user_function: Callable[[int], None] | None, worker_id: int) 
 class SeededRows(Dataset[Any]):
     """Wraps a map-style dataset and seeds the random number generators before each batch is loaded.
 
-    As a result, random augmentation and random numbers in `collate_fn` depend only on the batch, not on the rank. All
-    other attributes of this object are those of the wrapped dataset.
+    As a result, random augmentation and random numbers in `collate_fn` depend only on the batch, not on the rank. Any
+    other attribute is looked up in the wrapped dataset.
 
     Args:
         dataset: The user's dataset.

@@ -41,7 +41,7 @@ def blocks_of(model: torch.nn.Module, min_parameters: int = 1) -> list[torch.nn.
 def _elements(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     for child in module.children():
         is_element = isinstance(module, torch.nn.Sequential | torch.nn.ModuleList)
-        if is_element and not isinstance(child, torch.nn.ModuleList):  # no block, as it is never called
+        if is_element and not isinstance(child, torch.nn.ModuleList):  # a `ModuleList` has no forward pass
             yield child
         else:
             yield from _elements(child)

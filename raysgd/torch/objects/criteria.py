@@ -38,9 +38,10 @@ class LossCall(NamedTuple):
         target: Target that was passed to the loss.
         result: Return value of the loss.
         ignored: Label that the loss ignores (`ignore_index`); None if the loss cannot ignore labels.
-        amount: Sum of the weights of the labels that the loss averages over: a number, or a tensor if the sum is on a
-            GPU. None if the loss is the mean over the samples.
-        num_labels: Number of labels, if all labels have equal weight; otherwise None.
+        amount: Sum of the weights of the labels over which the loss averages: a number, or a tensor if the sum is on a
+            GPU. None if the loss does not average over labels.
+        num_labels: Number of all labels, including ignored labels; None if labels have class weights, or if the loss
+            does not average over labels.
     """
 
     reading: Reading
@@ -132,7 +133,7 @@ class LossCalls:
             original: The target in host memory.
             copy: The target on the GPU.
         """
-        can_tell = hasattr(torch.Tensor, "_version")  # else a change of the copy would not be noticed
+        can_tell = hasattr(torch.Tensor, "_version")  # otherwise, a change of the copy would not be noticed
         is_known = can_tell and are_classes(original) and original.is_cpu and isinstance(copy, torch.Tensor)
         self._copied = _Copied(original, copy, (original._version, copy._version)) if is_known else None
 

@@ -26,8 +26,8 @@ _OWN_RATES = ("eta_min", "min_lrs", "max_lrs")  # rates in schedulers that do no
 def note_first_rates(schedulers: Iterable[Any]) -> None:
     """Store each parameter group's initial learning rate in the group, unless a scheduler has already done this.
 
-    `ReduceLROnPlateau` does not store the initial rate. Without it, nothing would show later by how much this scheduler
-    has reduced the rate.
+    `ReduceLROnPlateau` does not store the initial rate. Without the initial rate, nothing would show later by how much
+    this scheduler has reduced the rate.
     """
     for scheduler in schedulers:
         for group in _groups_of(scheduler, ()):
@@ -36,7 +36,7 @@ def note_first_rates(schedulers: Iterable[Any]) -> None:
 
 
 def read(optimizers: Iterable[Any]) -> list[Hyperparameters]:
-    """Return the current hyperparameters of each optimizer: an empty list for one without parameter groups."""
+    """Return the current hyperparameters of each optimizer: an empty list if an optimizer has no parameter groups."""
     return [[_plain(group) for group in getattr(optimizer, "param_groups", ())] for optimizer in optimizers]
 
 
@@ -104,7 +104,7 @@ def _followed(group: Mapping[str, Any], rate: Any, before: Any) -> dict[str, Any
 
 
 def differing(before: Sequence[Hyperparameters], after: Sequence[Hyperparameters]) -> list[Hyperparameters]:
-    """Return the hyperparameters in `after` whose values differ from those in `before`, to pass to `apply`."""
+    """Return the hyperparameters in `after` that have another value in `before`, to pass to `apply`."""
     found: list[Hyperparameters] = []
     for index, groups in enumerate(after):
         others = before[index] if index < len(before) else ()
@@ -145,8 +145,9 @@ def remember(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> Callable[[
 def _moved(before: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values to set in a parameter group.
 
-    If a scheduler has changed the learning rate, the rate is scaled by the ratio of the initial rates in `before` and
-    in the group. The other values are those in `before`.
+    If the learning rate follows a schedule, the current rate is scaled by the ratio of the initial rate in `before` to
+    the initial rate in the group. The other values are taken from `before`, except that momenta are left out if a
+    scheduler cycles them.
 
     Args:
         before: Hyperparameters to set.

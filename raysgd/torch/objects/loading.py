@@ -63,8 +63,7 @@ def _fill(own: Any, saved: Any, copies: dict[int, Any], taken: set[int]) -> None
         own: Current state of the optimizer.
         saved: State to load.
         copies: Dict to which this function adds each filled tensor in `own`, by the ID of the saved tensor.
-        taken: Addresses of memory that must not be written to, because it was already filled or
-            belongs to a parameter.
+        taken: Addresses of memory that must not be written to, because it was already filled or belongs to a parameter.
     """
     if isinstance(own, Mapping) and isinstance(saved, Mapping):
         for key in own.keys() & saved.keys():
@@ -112,7 +111,7 @@ def with_plain_names(state: Any) -> Any:
 def with_names_of(model: torch.nn.Module, saved: Any) -> Any:
     """Rename the entries of a saved state dict to the names in a model.
 
-    The names in the state dict, and those in the model, may or may not have the prefixes of `torch.compile`.
+    The names in the state dict, in the model, or in both may have the prefixes of `torch.compile`.
     """
     own = model.state_dict()
     names, modules = ({plain(name): name for name in known} for known in (own, getattr(own, "_metadata", ())))
@@ -234,7 +233,7 @@ def _check_settings(optimizer: Any, own: Mapping[str, Any], saved: Mapping[str, 
         name
         for name, value in getattr(optimizer, "defaults", {}).items()
         if isinstance(value, int | float | tuple) and not isinstance(value, bool)
-    }  # a state of an older version of PyTorch may lack the others, which PyTorch then adds
+    }  # a state from an older version of PyTorch may lack other settings, which PyTorch then adds
     if missing := sorted(needed - saved.keys()):
         raise ValueError(
             "The state of an optimizer does not match, so nothing was loaded. It belongs to another kind of optimizer, "
@@ -247,7 +246,7 @@ def _check_settings(optimizer: Any, own: Mapping[str, Any], saved: Mapping[str, 
 def _check_slots(optimizer: Any, saved: Mapping[str, Any]) -> None:
     """Check the sizes of the tensors in an optimizer's state.
 
-    Fused optimizers do not check these sizes, and would access memory behind the end of a tensor that is too small.
+    Fused optimizers do not check these sizes, and would access memory past the end of a tensor that is too small.
     """
     slots = saved.get("state", {})
     require(isinstance(slots, Mapping), "the state of an optimizer's parameters is not a dict")
@@ -265,9 +264,9 @@ def _check_slots(optimizer: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _rehearse(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Check that an optimizer of PyTorch can load a state, by loading the state into a copy of the optimizer.
+    """Check that a PyTorch optimizer can load a state, by loading the state into a copy of the optimizer.
 
-    To save memory, placeholders with the same shapes replace the tensors in the state.
+    To save memory, the tensors in the state are first replaced with placeholders of the same shapes.
     """
     slots = {index: _without_memory(entry) for index, entry in saved.get("state", {}).items()}
     try:

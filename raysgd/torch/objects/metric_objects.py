@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class MetricState:
     """A copy of the state of a metric, or the merged states of several workers' metrics.
 
-    Merging only collects the copies. They are reduced to one state when `value` is called. The value therefore does not
-    depend on the order in which groups of copies were merged, even for states that torchmetrics does not reduce.
+    Merging only collects the copies. `value` then reduces all copies to one state at once. The value therefore does not
+    depend on how the copies were grouped for merging, even for states that torchmetrics does not reduce.
 
     Attributes:
         parts: Copied metrics, one for each call to `capture`, in the order in which they were merged.

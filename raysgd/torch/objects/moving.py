@@ -1,4 +1,4 @@
-"""Copies batches to a device, reads numbers from a device, and makes models picklable for other processes."""
+"""Copies batches to a device, reads values from a device, and makes models picklable for other processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def _moved_dataclass(value: Any, device: torch.device) -> Any:
-    """Copy a dataclass with all tensors on `device`. Its `__init__` is not called, because it may recompute values."""
+    """Copy a dataclass with all tensors on `device`.
+
+    Unless the dataclass is also a dict, its `__init__` is not called, because `__init__` may recompute values.
+    """
     moved = {field.name: to_device(getattr(value, field.name), device) for field in fields(value)}
     if isinstance(value, MutableMapping):  # model outputs of `transformers` are both dataclasses and dicts
         remade: Any = replace(cast("Any", value), **moved)

@@ -1,7 +1,7 @@
 """The numeric precision in which a model is trained: fp32, PyTorch's mixed precision, or NVIDIA Apex.
 
 The class `Precision` implements fp32 and is the base class of the other precisions. The functions at the end of the
-module check the user's options `use_fp16` and `precision`, and create the object that they select.
+module check the user's options `use_fp16` and `precision`, and create the object that these options select.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _NOTHING = nullcontext()
 _SHORT = (torch.bfloat16, torch.float16)
-_STATE_KEYS_OF_OLD = "amp"  # key for the state of Apex in checkpoints of the old library
+_STATE_KEYS_OF_OLD = "amp"  # key for the state of Apex in checkpoints of the old library, `ray.util.sgd`
 
 
 class Precision:
@@ -103,7 +103,7 @@ class NativeAmp(Precision):
         device: Device of the model.
         enabled: False to compute in fp32, although user code uses autocast and the gradient scaler. The old library did
             this on CPUs.
-        must_act: True to raise in an optimizer step if user code has computed without mixed precision.
+        must_act: True to check that user code uses mixed precision. See `check_use`.
     """
 
     is_mixed = True

@@ -195,11 +195,11 @@ class RemadeParameters:
     def added_to(
         self, left_out_of: Callable[[torch.nn.Module], Collection[str] | None]
     ) -> Callable[[torch.nn.Module], Collection[str] | None]:
-        """Add the parameters that saved states omit to those that the ranks do not compare.
+        """Add the parameters that saved states omit to the parameters that the ranks do not compare.
 
         Args:
             left_out_of: Function that gets a model and returns the names of the parameters that the ranks do not
-                compare. It returns None for a model whose parameters they do not compare.
+                compare. It returns None for a model if the ranks compare none of its parameters.
 
         Returns:
             A function like `left_out_of` that also returns the names of the parameters that saved states omit.
@@ -270,7 +270,7 @@ class RemadeParameters:
         )
 
     def begin_loading(self, index: int, left_out: Collection[str]) -> None:
-        """Copy the original values of those omitted parameters that loading a state will replace.
+        """Copy the original values of the omitted parameters that loading a state will replace.
 
         Args:
             index: Index of the module whose state will be loaded.
@@ -396,11 +396,11 @@ def _digests_in(record: Any, index: int) -> Digests | None:
 
 
 def with_record_of(state: dict[str, Any], saved: Mapping[str, Any], key: str, part: str) -> dict[str, Any]:
-    """Return a state with updated digests, after the states of some modules were replaced with those in a saved state.
+    """Return a state with updated digests, after the states of some modules in it were replaced with saved states.
 
     Args:
-        state: State in which the states of modules were replaced.
-        saved: Saved state from which these were taken.
+        state: State in which modules' states were replaced.
+        saved: Saved state from which these modules' states were taken.
         key: Key of the digests in both states.
         part: Which modules were replaced: "models" or "criterion".
     """

@@ -52,7 +52,7 @@ def capture() -> dict[str, Any]:
 
     The result contains the states of PyTorch's CPU generator, of the generator of the current CUDA device, of the
     `random` module, and of the legacy global generator of `numpy.random`. The CUDA entry is None if this process does
-    not use CUDA. NumPy's entries are None if user code replaced NumPy's global generator with one that is not a
+    not use CUDA. NumPy's entries are None if user code replaced NumPy's global generator with a generator that is not a
     Mersenne Twister.
     """
     version, words, gauss = random.getstate()
@@ -81,8 +81,9 @@ def part_ways(seed: int, rank: int) -> None:
 def fork(state: Mapping[str, Any], number: int) -> None:
     """Give the global generators states that depend on a captured state and a number, such as the rank.
 
-    The new seed of a generator depends only on the captured state of the same generator and on the number. If the user
-    seeded only some of the generators, their random numbers therefore stay reproducible.
+    PyTorch, Python and NumPy each get a new seed that depends only on the number and on the captured state of their own
+    generator (for PyTorch, the CPU generator). If the user seeded only some of these generators, the random numbers of
+    the seeded generators therefore stay reproducible.
 
     Args:
         state: State that `capture` returned.
