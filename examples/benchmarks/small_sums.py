@@ -33,7 +33,7 @@ from _common import OWN, Report, Target, choose_peers, dispatch, make_parser, ru
 from _network import DEVICE, Node, network
 from _ranks import on_ranks
 
-from raysgd.core.connections.torch import exchanges_at_once
+from raysgd.core.connections.torch import mesh_group
 from raysgd.core.numbers.meters import AverageMeterCollection
 from raysgd.trainer.worker.data.rank_rows import RowExchange
 
@@ -44,7 +44,7 @@ SUMS_PER_TURN = 5
 
 def by_raysgd(numbers: np.ndarray[Any, Any]) -> None:
     """Sum as for gradients of small models."""
-    group = exchanges_at_once()
+    group = mesh_group()
     assert group is not None
     group.add_up(numbers)
 
@@ -62,7 +62,7 @@ class WithRows:
     """
 
     def __init__(self, rank: int) -> None:
-        group = exchanges_at_once()
+        group = mesh_group()
         assert group is not None
         self._group, self._meters = group, AverageMeterCollection()
         self._exchange = RowExchange(str(rank), group.gather)

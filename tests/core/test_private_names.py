@@ -258,7 +258,7 @@ def test_a_step_is_copied_whole_without(name: str, process_group: None, monkeypa
 
     def take_step() -> bool:
         steps.open_call()
-        steps.begin_batch()
+        steps.begin_step()
         steps.note_step(optimizer)
         steps.note_return()
         return steps.copies_all

@@ -62,7 +62,7 @@ class TornBatch:
 
     def begin(self) -> None:
         """A batch begins."""
-        self._undo.begin_batch()
+        self._undo.begin_step()
 
     def step(self, number: int) -> None:
         """The gradients of an optimizer were exchanged; it steps."""

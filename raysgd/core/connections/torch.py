@@ -374,7 +374,7 @@ class TorchConnection(ListeningConnection):
 _joined: TorchConnection | None = None  # the connection that formed this process's default group
 
 
-def exchanges_at_once() -> Group | None:
+def mesh_group() -> Group | None:
     """Return the collectives over the mesh, whose synchronous sums are faster than gloo's.
 
     Return None without a mesh.

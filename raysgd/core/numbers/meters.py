@@ -157,7 +157,8 @@ class AverageMeterCollection:
     counted (`count_held`), or dropped if the step is interrupted (`drop_held`).
 
     Args:
-        to_floats: Reads the values of a list of tensors. Called once per summary. Default: `float` of each tensor.
+        to_floats: Reads the values of a list of tensors. Called for each summary, and when many tensors wait.
+            Default: `float` of each tensor.
         capture_object: Returns the state of a metric object, and resets the object. Default: metric objects are
             rejected.
         remember_objects: Lets metric objects discard batches of interrupted steps. Default: metric objects keep them.

@@ -297,7 +297,7 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
     def completed(self) -> int:
         return self._completed
 
-    def ledger(self) -> DataLedger | None:
+    def samples_used(self) -> DataLedger | None:
         """Return how many samples of the current pass are completed and in flight. Can be called from any thread.
 
         Return None if raysgd does not shard the data.
@@ -321,7 +321,7 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
         self.consumed = self._completed = consumed
         return iter(self.source.open(self.pass_index, consumed))
 
-    def _begin_step(self, place: TFStep, item: StreamItem, is_last: bool) -> Any:
+    def _begin_batch(self, place: TFStep, item: StreamItem, is_last: bool) -> Any:
         place.begin_batch(item.num_samples, item.num_global, item.weights)
         self.consumed += item.num_global
         return item.batch

@@ -183,9 +183,9 @@ class TFFeed(feed.DataFeed):
         known_as = {"validation": "test"}.get(name, name)
         return f"the {known_as} dataset is not sharded by the library (its auto-shard policy is OFF)"
 
-    def ledger(self) -> DataLedger | None:
+    def samples_used(self) -> DataLedger | None:
         stream = self.train_stream
-        ledger: DataLedger | None = stream.ledger() if stream is not None else None
+        ledger: DataLedger | None = stream.samples_used() if stream is not None else None
         return ledger
 
 

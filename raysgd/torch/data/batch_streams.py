@@ -44,7 +44,7 @@ class DrawnItem(NamedTuple):
         num_samples: Number of samples in the batch, without padding; None if it is unknown.
         total: Number of samples that all ranks together have in the global step; None if it is unknown.
         is_first: True if the global step starts with this batch.
-        is_last: True if the global step ends with this batch.
+        is_last_part: True if the global step ends with this batch.
         seeds: With `deterministic=True`, two seeds for the random number generators: one to set before this batch, one
             to set after the last batch of the global step. Otherwise None.
         is_last_of_pass: True if the pass ends with this batch; None if that is not known yet.
@@ -55,7 +55,7 @@ class DrawnItem(NamedTuple):
     num_samples: int | None
     total: int | None
     is_first: bool = True
-    is_last: bool = True
+    is_last_part: bool = True
     seeds: tuple[int, int] | None = None
     is_last_of_pass: bool | None = None
 
@@ -370,9 +370,9 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
 
     @property
     def completed(self) -> int:
-        return self.ledger()[1]
+        return self.samples_used()[1]
 
-    def ledger(self) -> tuple[int | None, int, int]:
+    def samples_used(self) -> tuple[int | None, int, int]:
         """Return three sample counts over all ranks: in the whole pass, used so far, and in the unfinished step.
 
         The first count is None if it is unknown. Another thread may call this method during training.
@@ -391,7 +391,7 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
 
     def break_off(self) -> None:
         super().break_off()
-        self._before = self.ledger()[:2]
+        self._before = self.samples_used()[:2]
         self._num_steps_in_pass = self._began_at = 0
 
     def _begin_pass(self, consumed: int) -> Iterator[DrawnItem]:
@@ -405,13 +405,13 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
         return bool(item.is_last_of_pass)
 
     def _place_in_step(self, item: DrawnItem) -> tuple[bool, bool]:
-        return item.is_first, item.is_last
+        return item.is_first, item.is_last_part
 
-    def _begin_step(self, leg: Leg, item: DrawnItem, is_last: bool) -> Any:
-        batch, weight, num_samples, total, is_first, is_last_of_step, seeds, _ = item
+    def _begin_batch(self, leg: Leg, item: DrawnItem, is_last: bool) -> Any:
+        batch, weight, num_samples, total, is_first, is_last_part, seeds, _ = item
         if total is None and leg.window > 1:
             total = count_samples(batch)
-        leg.begin_batch(weight, num_samples, total, is_last, is_last_of_step)
+        leg.begin_batch(weight, num_samples, total, is_last=is_last, is_last_part=is_last_part)
         self._num_steps_in_pass += is_first
         if seeds is not None and leg.shards is not None:
             fraction = (num_samples or 0) / total if total else 0.0

@@ -182,11 +182,11 @@ class TorchFeed(feed.DataFeed):
             return f"the {name} loader is not sharded by the library ({data.reason})"
         return None
 
-    def ledger(self) -> DataLedger | None:
+    def samples_used(self) -> DataLedger | None:
         stream = self.train_stream
         if not has_divided_source(stream):
             return None
-        due, used, in_flight = stream.ledger()
+        due, used, in_flight = stream.samples_used()
         source = stream.source
         return DataLedger(stream.pass_index, due, used, in_flight, left_out=source.left_out)
 

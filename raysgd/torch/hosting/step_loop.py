@@ -109,10 +109,10 @@ class StepLoop(Loop):
     def note_boundary(self) -> None:
         undo, self._global_step = self.undo, self._operator.global_step
         if not (undo.repeats and undo.has_begun):
-            undo.end_batch()
+            undo.end_step()
             return
         is_exchanged, has_stepped = undo.num_exchanges > 0, undo.has_stepped
-        undo.end_batch()
+        undo.end_step()
         is_averaged = is_exchanged and not self._has_own_gradients
         self._has_own_gradients = not is_averaged and bool(undo.waiting_parameters())
         self._has_exchanged |= is_exchanged

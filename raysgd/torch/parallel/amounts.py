@@ -6,8 +6,9 @@ amount:
 
     gradient = sum of (amount * gradient) over all batches and ranks / sum of the amounts
 
-If a step has one batch, a communication hook multiplies the gradients by the batch's weight (`Leg.outgoing_weight`)
-before they are sent to the other ranks. This works even if user code runs the backward pass. If a step has several
+If a step has one batch on each rank, a communication hook multiplies the gradients by the batch's weight before they
+are sent to the other ranks: by its share of the samples (`Leg.outgoing_weight`), or by its number of labels
+(`Counted`). This works even if user code runs the backward pass. If a step has several
 batches (a *window*), a hook would see only the sum of their gradients. In this case, the loss of each batch is
 multiplied by the batch's amount, and the summed gradient is divided by the sum of all amounts before the step.
 

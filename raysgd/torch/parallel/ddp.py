@@ -163,7 +163,7 @@ class DDP(Strategy):
 
         return defer
 
-    def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
+    def average_deferred(self, parameters: Sequence[torch.Tensor]) -> None:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if not trained:
             return
@@ -198,7 +198,7 @@ class DDP(Strategy):
         if self.leg.batch.is_boundary:
             models = [{*map(id, each.model.parameters())} for each in self._wrapped]
             done = set().union(*(ids for ids in models if ids & self.exchanged))
-            self.exchange([parameter for parameter in parameters if id(parameter) not in done])
+            self.average_deferred([parameter for parameter in parameters if id(parameter) not in done])
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.core.connections.group import Array, Group
-from raysgd.core.connections.torch import exchanges_at_once
+from raysgd.core.connections.torch import mesh_group
 from raysgd.torch.parallel.amounts import Counted, Omitted
 from raysgd.torch.parallel.exchanges import completed
 from raysgd.torch.parallel.strategy import Strategy
@@ -130,7 +130,7 @@ def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Futur
     if bucket.is_last():
         parallel.exchanged.add(id(bucket.parameters()[0]))
         parallel.note_exchange(state.work)
-    group = exchanges_at_once() if state.goes_at_once else None
+    group = mesh_group() if state.goes_at_once else None
     if group is not None and group.is_quick_for(gradients.nbytes):
         return _average_at_once(parallel, group, bucket)
     weight = parallel.leg.outgoing_weight()
@@ -176,10 +176,10 @@ def _average_at_once(parallel: Strategy, group: Group, bucket: Any) -> Any:
     with parallel.exchanges.noting(), parallel.exchanges.timed(group):
         if told is not None:
             gather = partial(_add_up_with_amounts, group, numbers, told)
-            if rows is None or not rows.exchange(leg.batch, gather):
+            if rows is None or not rows.send_rows(leg.batch, gather):
                 gather(_NO_ROW)
             divisor = divisor if counted is None else counted.total / counted.reference or 1.0
-        elif rows is None or not rows.exchange(leg.batch, partial(group.add_up_with, numbers)):
+        elif rows is None or not rows.send_rows(leg.batch, partial(group.add_up_with, numbers)):
             group.add_up(numbers)
     parallel.exchanges.count(bucket.is_last())
     return completed(gradients.div_(divisor))

@@ -27,7 +27,7 @@ from torch.distributed import DistNetworkError
 
 from raysgd.core.connections.group import Array, Group
 from raysgd.core.connections.mesh.mesh import MeshBroken
-from raysgd.core.connections.torch import exchanges_at_once, is_connection_error, is_group_broken
+from raysgd.core.connections.torch import is_connection_error, is_group_broken, mesh_group
 from raysgd.torch.parallel.batch import Batch
 from raysgd.trainer.worker.data.epoch_run import METRICS, EpochRun
 from raysgd.trainer.worker.data.rank_rows import Gather, RowExchange
@@ -48,7 +48,7 @@ class StepRows:
     def __init__(self, exchange: RowExchange, run: EpochRun) -> None:
         self._exchange, self._run = exchange, run
 
-    def exchange(self, batch: Batch, gather: Gather | None = None) -> bool:
+    def send_rows(self, batch: Batch, gather: Gather | None = None) -> bool:
         """Exchange rows with the other ranks, once per optimizer step and only in its last batch.
 
         Called when the last gradients of a backward pass are about to be sent.
@@ -77,7 +77,7 @@ class StepRows:
                 connections, too, because other ranks may be waiting on them.
         """
         try:
-            self.exchange(batch)
+            self.send_rows(batch)
         except MeshBroken as error:
             raise DistNetworkError(str(error)) from None  # with `MeshBroken`, gloo's connections would stay open
 
@@ -91,7 +91,7 @@ def gather_rows(size: int) -> Gather | None:
     Args:
         size: Number of ranks.
     """
-    group = exchanges_at_once()
+    group = mesh_group()
     return _to_itself if size == 1 else None if group is None else group.gather
 
 
@@ -104,7 +104,7 @@ def names_of_all(name: str) -> Collection[str] | None:
 
     All ranks must call this function together.
     """
-    group = exchanges_at_once()
+    group = mesh_group()
     if group is None:
         return None
     return {row.tobytes().decode() for row in group.gather(np.frombuffer(name.encode(), np.uint8))}

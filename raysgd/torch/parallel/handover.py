@@ -21,7 +21,7 @@ import torch.distributed as dist
 from raysgd.core.connections.group import Array
 from raysgd.core.connections.mesh.mesh import Bytes
 from raysgd.core.connections.mesh.sums import Chain, ChainTransfer
-from raysgd.core.connections.torch import board_of_group, exchanges_at_once
+from raysgd.core.connections.torch import board_of_group, mesh_group
 from raysgd.core.state.state_codec import EncodedState, decode, lend
 
 STAGED_BYTES = 2**24
@@ -39,7 +39,7 @@ def send(state: Any, takers: Sequence[int], device: torch.device) -> None:
         takers: Ranks that receive the state, in the order in which they forward it.
         device: Device on which to allocate the buffers if tensors are sent over NCCL.
     """
-    encoded, group = lend(state), exchanges_at_once()
+    encoded, group = lend(state), mesh_group()
     parts = [encoded.buffer, *encoded.apart]
     if group is not None:
         group.send_parts([memoryview(encoded.skeleton), *(part.data for part in parts)], takers)
@@ -55,7 +55,7 @@ def receive(source: int, takers: Sequence[int], device: torch.device) -> Any:
         takers: The argument `takers` of `send`.
         device: Device on which to allocate the buffers if tensors are sent over NCCL.
     """
-    group = exchanges_at_once()
+    group = mesh_group()
     if group is not None:
         head, buffer, *apart = group.receive_parts(source, takers)
         skeleton = head.tobytes()

@@ -59,7 +59,7 @@ class Leg:
             part of each global batch. None if there are no such models.
         rows: Exchanges metrics between the ranks in each step; None if the ranks exchange no metrics.
         batch: The batch that the training code requested last.
-        began_at: Time at which this rank got the batch; 0 once the batch's first backward pass has started.
+        began_at: Time at which this rank began to draw the batch; 0 once the batch's first backward pass has started.
         own_s: Seconds from `began_at` to the backward pass, summed over all batches. In this time, the rank does not
             wait for other ranks.
         is_used: True if a backward pass was recorded. False if user code computes all gradients without the library's
@@ -139,7 +139,7 @@ class Leg:
         if self.refresh is not None and before.is_last_part:
             self.refresh()
         if self.undo is not None and before.is_boundary:
-            self.undo.begin_batch()
+            self.undo.begin_step()
         if self.window > 1:
             assert total is not None
             index = (0 if before.is_boundary else before.index) + is_last_part

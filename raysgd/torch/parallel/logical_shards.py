@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.core.arrays.division import even_counts
-from raysgd.core.connections.torch import exchanges_at_once
+from raysgd.core.connections.torch import mesh_group
 from raysgd.torch.objects import rng
 
 
@@ -129,7 +129,7 @@ class LogicalShards:
     def _summed(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         if self._world_size == 1:
             return _in_order(rows)
-        group = exchanges_at_once()
+        group = mesh_group()
         if group is not None and rows.device.type == "cpu":
             return torch.from_numpy(group.add_rows(rows.numpy(), counts))
         most = max(counts)

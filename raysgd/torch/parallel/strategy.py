@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from raysgd.core.connections.group import Group
-from raysgd.core.connections.torch import exchanges_at_once, summation_beside
+from raysgd.core.connections.torch import mesh_group, summation_beside
 from raysgd.torch.objects.blocks import without_checkpointing
 from raysgd.torch.objects.loading import load_model, load_optimizer
 from raysgd.torch.parallel.exchanges import Exchanges, gather_rows
@@ -236,7 +236,7 @@ class Strategy:
         """
         if not self.synchronizes:
             return lambda: amount
-        group = exchanges_at_once()
+        group = mesh_group()
         if group is not None and not isinstance(amount, torch.Tensor):
             # Do not start a sum now, because the amount is usually sent together with the gradients. The returned
             # function sums the amounts if that has not happened.
@@ -268,7 +268,7 @@ class Strategy:
         if self.leg.undo is not None:
             self.leg.undo.note_exchange()
 
-    def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
+    def average_deferred(self, parameters: Sequence[torch.Tensor]) -> None:
         """Average gradients whose all-reduce was deferred to a later batch, if no later batch has followed."""
 
     def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
@@ -352,7 +352,7 @@ def quick_group(tensor: torch.Tensor) -> Group | None:
 
     The mesh consists of direct connections between the ranks.
     """
-    group = exchanges_at_once() if tensor.device.type == "cpu" else None
+    group = mesh_group() if tensor.device.type == "cpu" else None
     return group if group is not None and group.is_quick_for(tensor.nbytes) else None
 
 

@@ -173,7 +173,7 @@ class Undo:
     Attributes:
         copies_all: True if all state is copied before each batch.
         repeats: True if a batch may be repeated after a failure.
-        is_told_of_batches: True if `begin_batch` is called before each batch. It is not necessary if no batch is
+        is_told_of_batches: True if `begin_step` is called before each batch. It is not necessary if no batch is
             repeated and no gradients are kept.
     """
 
@@ -266,7 +266,7 @@ class Undo:
 
     # ---------------------------------------------------------------------------------------------------- in a batch
 
-    def begin_batch(self) -> None:
+    def begin_step(self) -> None:
         """Start a batch. Copy the state that the batch may change."""
         self._waiting = waiting = self.waiting_parameters()
         batch, watched = _OpenBatch(), self._watched
@@ -349,7 +349,7 @@ class Undo:
             self.copies_all = self.copies_all or _num_collectives() != batch.num_collectives
             batch.num_collectives = None
 
-    def end_batch(self) -> None:
+    def end_step(self) -> None:
         """Record a boundary: the batch, if one has begun, is complete. It can no longer be undone then."""
         if self._waiting is not None:
             self._not_stepped = self._without_step()

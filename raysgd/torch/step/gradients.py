@@ -68,7 +68,8 @@ class Gradients:
             trained: Function that returns all trained parameters.
         """
         leg, cleared, is_given = self._parallel.leg, [*chosen, *bystanders], weight is not None
-        if not (is_given or leg.has_several_batches):  # the step has only this batch, so its weight does not matter
+        # Without other batches in the step, on this rank or on others, the weight of the batch does not matter.
+        if not (is_given or leg.has_several_batches):
             self._clear(chosen, bystanders)
             leg.note_backward(cleared)
             if self._parallel.has_others:
@@ -203,7 +204,7 @@ class Gradients:
             self._parallel.note_exchange("gradients were exchanged")
             with self._parallel.exchanges.noting():
                 if leg.rows is not None:
-                    leg.rows.exchange(leg.batch)
+                    leg.rows.send_rows(leg.batch)
                 leg.shards.add_up(parameters, leg.shards.seed_of_step)
             self._parallel.exchanges.count(True)
 
@@ -222,7 +223,7 @@ class Gradients:
         window, omitted, parameters = leg.waiting, leg.omitted, self._precision.parameters(optimizer)
         if window is not None:
             if not window.is_exchanged:
-                self._parallel.exchange(parameters)
+                self._parallel.average_deferred(parameters)
             seen = window.total
             if window.is_weighted:
                 seen = float(self._parallel.start_total(window.own)())

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from raysgd.air._running_function import RunningSession, current_session
-from raysgd.core.connections.torch import exchanges_at_once, is_connection_error
+from raysgd.core.connections.torch import is_connection_error, mesh_group
 from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
@@ -320,7 +320,7 @@ class GlobalSteps:
             self._undo, self._num_parts = Undo(models, self._optimizers, copies=copies), num_parts
             self._undo.open_call()
         self._digests = None
-        self._undo.begin_batch()
+        self._undo.begin_step()
 
     def close_batch(self, mark: BatchStart) -> str:
         """End the batch that started at `mark`, and return its outcome.
@@ -348,7 +348,7 @@ class GlobalSteps:
             # Also clear the gradients, because user code that clears them after `step` might not do so in this batch.
             self._undo.put_back()
             return "failed"
-        self._undo.end_batch()
+        self._undo.end_step()
         if self._digests is not None and self._has_moved_since_step():
             # User code changes weights outside of optimizer steps. From now on, copy all weights before each batch.
             self._undo.copies_all = True
@@ -408,7 +408,7 @@ class GlobalSteps:
         if self._weight != 1.0:
             gradients.mul_(self._weight) if self._weight else gradients.zero_()
         try:
-            group = exchanges_at_once() if gradients.device.type == "cpu" and gradients.dtype in _DTYPES else None
+            group = mesh_group() if gradients.device.type == "cpu" and gradients.dtype in _DTYPES else None
             if group is None or not group.is_quick_for(gradients.nbytes):
                 future = allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
                 return future.then(partial(self._received, gradients))

@@ -209,7 +209,7 @@ class TrainingCall(EpochRun):
         told = answer.metrics.get(NUM_SAMPLES) if answer.metrics is not None else None
         num_samples = int(told) if isinstance(told, int | float) and math.isfinite(told) else loop.num_samples(self)
         heartbeat = hosted.heartbeat("between calls", num_samples=num_samples)
-        before, after = self.ledger_before, heartbeat.data
+        before, after = self.samples_before, heartbeat.data
         num_used = after.used_since(before) if before and after else 0
         answer = replace(
             answer,

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd.core.connections.torch import TorchConnection, exchanges_at_once
+from raysgd.core.connections.torch import TorchConnection, mesh_group
 from raysgd.core.engine.shared.types import Rendezvous, World
 from raysgd.torch.parallel.ddp import DDP
 from tests.helpers.stories import ROOT
@@ -85,7 +85,7 @@ def gradient(connection: TorchConnection, place: Rendezvous, world: World) -> tu
 
 
 def add_up(connection: TorchConnection) -> str:
-    group = exchanges_at_once()
+    group = mesh_group()
     assert group is not None
     group.add_up(np.ones(10))
     return "done"

@@ -39,18 +39,18 @@ def test_the_ledger_counts_the_samples_of_all_ranks_and_learns_from_the_first_pa
     passes = Passes(tf.data.Dataset.range(10).batch(4))
     stream = stream_of(TFDividedSource(passes, "global", World(1, 2), pads=True))
     ledgers = []
-    stream.at_boundary = lambda: ledgers.append(stream.ledger())
+    stream.at_boundary = lambda: ledgers.append(stream.samples_used())
     batches = stream.take(None)
     assert next(batches).numpy().tolist() == [2, 3]
-    assert stream.ledger() == DataLedger(0, None, used=0, in_flight=4)
+    assert stream.samples_used() == DataLedger(0, None, used=0, in_flight=4)
     assert len(list(batches)) == 2
     assert ledgers == [DataLedger(0, None, 4), DataLedger(0, None, 8), DataLedger(0, 10, 10)]
     assert len(list(stream.take(1))) == 1
-    assert stream.ledger() == DataLedger(1, due=10, used=4)
+    assert stream.samples_used() == DataLedger(1, due=10, used=4)
 
 
 def test_there_is_no_ledger_of_data_that_each_rank_has_for_itself() -> None:
-    assert stream_of(OwnSource([], None)).ledger() is None
+    assert stream_of(OwnSource([], None)).samples_used() is None
 
 
 @pytest.mark.parametrize("name", ["train", "validation"])

@@ -384,7 +384,7 @@ def test_what_was_in_flight_is_divided_among_those_who_go_on(shuffle: bool) -> N
     loaders = [divided(20, batch_size=2, shuffle=shuffle, rank=rank, world_size=3) for rank in range(3)]
     streams = [make_stream(DividedLoaderSource(loader, SEED))[0] for loader in loaders]
     seen = [number for stream in streams for batch in taken(stream, 3)[:2] for number in batch]
-    assert [stream.ledger() for stream in streams] == [(20, 12, 6)] * 3
+    assert [stream.samples_used() for stream in streams] == [(20, 12, 6)] * 3
     for rank, index in enumerate((0, 2)):
         streams[index].break_off()
         loaders[index].sampler.reshape(rank, 2, None)
@@ -398,18 +398,18 @@ def test_the_ledger_says_what_is_due_used_and_in_flight() -> None:
     batches = stream.take(None)
     ledgers = []
     for _ in batches:
-        ledgers.append(stream.ledger())
+        ledgers.append(stream.samples_used())
     assert ledgers == [(11, 0, 4), (11, 4, 4), (11, 8, 3)]
-    assert stream.ledger() == (11, 11, 0)
+    assert stream.samples_used() == (11, 11, 0)
 
 
 def test_the_ledger_of_a_pass_that_is_resumed_counts_from_its_beginning() -> None:
     stream, _ = make_stream(divided_source(10))
     taken(stream, 4)
     stream.break_off()
-    assert stream.ledger()[1:] == (3, 0)
+    assert stream.samples_used()[1:] == (3, 0)
     taken(stream, 2)
-    assert stream.ledger() == (10, 4, 1)
+    assert stream.samples_used() == (10, 4, 1)
 
 
 class Stop(Exception):

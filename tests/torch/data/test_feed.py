@@ -214,4 +214,4 @@ def test_nobody_knows_the_position_in_data_that_are_not_divided() -> None:
     assert feed.obstacle("validation") == "the validation loader is not sharded by the library (not a torch DataLoader)"
     with feed.validating(REQUEST) as stream:
         assert list(stream.take(None)) == [1, 2]
-    assert feed.position() is feed.ledger() is None
+    assert feed.position() is feed.samples_used() is None

@@ -107,14 +107,14 @@ def test_rungs_of_the_librarys_operators_are_not_the_users() -> None:
 def test_an_option_decides_for_stock_code(undo: bool | None, is_copied: bool) -> None:
     operator = Plain()
     loop = loop_of(operator, undo)
-    loop.undo.begin_batch()
+    loop.undo.begin_step()
     operator.sgd.step()
     assert loop.is_whole == loop.can_return == is_copied
 
 
 def test_without_copies_a_batch_is_not_repeated_after_a_loss_but_after_an_error_before_its_step() -> None:
     loop = loop_of(Plain(), undo=False)
-    loop.undo.begin_batch()
+    loop.undo.begin_step()
     assert (loop.is_whole, loop.can_return) == (False, True)
 
 
@@ -123,7 +123,7 @@ def test_where_copies_take_too_much_memory_a_warning_says_so_and_none_are_made(
 ) -> None:
     monkeypatch.setattr(step_loop, "lacks_memory", lambda *parts: "8 of 10 MiB that are free")
     loop = loop_of(OwnBatch())
-    loop.undo.begin_batch()
+    loop.undo.begin_step()
     assert not loop.is_whole
     assert "would need 8 of 10 MiB that are free" in caplog.text
 
@@ -132,7 +132,7 @@ def test_gradients_that_wait_for_a_step_are_kept_and_others_cleared() -> None:
     operator = OwnBatch()
     loop = loop_of(operator)
     for waits in (False, True):
-        loop.undo.begin_batch()
+        loop.undo.begin_step()
         operator.sgd.zero_grad()
         operator.compute()
         loop.undo.note_exchange()
@@ -140,7 +140,7 @@ def test_gradients_that_wait_for_a_step_are_kept_and_others_cleared() -> None:
             operator.sgd.step()
         loop.note_boundary()
         assert [each is not None for each in loop.undo.waiting_parameters()] == [waits] * 2 * waits
-        loop.undo.begin_batch()
+        loop.undo.begin_step()
         operator.compute()
         assert loop.is_whole
         loop.return_to_boundary()
@@ -150,16 +150,16 @@ def test_gradients_that_wait_for_a_step_are_kept_and_others_cleared() -> None:
 def test_gradients_that_wait_and_are_a_ranks_own_cannot_be_handed_over() -> None:
     operator = OwnBatch()
     loop = loop_of(operator)
-    loop.undo.begin_batch()
+    loop.undo.begin_step()
     operator.compute()
     loop.note_boundary()
     assert not loop.is_whole
-    loop.undo.begin_batch()
+    loop.undo.begin_step()
     operator.compute()
     loop.undo.note_exchange()
     loop.note_boundary()
     assert not loop.is_whole, "those of the batch before are among them"
-    loop.undo.begin_batch()
+    loop.undo.begin_step()
     operator.sgd.step()
     loop.note_boundary()
     assert loop.is_whole
@@ -172,7 +172,7 @@ def test_what_was_stepped_without_any_exchange_cannot_be_handed_over() -> None:
     operator = OwnBatch()
     loop = loop_of(operator, parallel=OfTwo())
     for exchanges in (False, True):
-        loop.undo.begin_batch()
+        loop.undo.begin_step()
         operator.compute()
         if exchanges:
             loop.undo.note_exchange()
@@ -184,7 +184,7 @@ def test_what_was_stepped_without_any_exchange_cannot_be_handed_over() -> None:
 def test_what_waits_after_a_state_was_restored_are_its_gradients() -> None:
     operator = OwnBatch()
     loop = loop_of(operator)
-    loop.undo.begin_batch()
+    loop.undo.begin_step()
     operator.compute()
     operator.sgd.step()
     loop.note_restored()

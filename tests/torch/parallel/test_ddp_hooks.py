@@ -78,7 +78,7 @@ def test_an_exchange_with_a_rank_that_is_elsewhere_is_none(monkeypatch: pytest.M
 
         add_up_with = add_up
 
-    monkeypatch.setattr("raysgd.torch.parallel.ddp_hooks.exchanges_at_once", Elsewhere)
+    monkeypatch.setattr("raysgd.torch.parallel.ddp_hooks.mesh_group", Elsewhere)
     parallel = DDP()
     parallel.exchanges = Exchanges(is_broken=lambda: True)
     model = parallel.wrap(a_model(), None, {})
@@ -97,7 +97,7 @@ def test_large_buckets_of_many_ranks_go_through_gloo(monkeypatch: pytest.MonkeyP
         def add_up(self, numbers: Any) -> None:
             at_once.append(numbers.nbytes)
 
-    monkeypatch.setattr("raysgd.torch.parallel.ddp_hooks.exchanges_at_once", lambda: Many(World(0, num_ranks)))
+    monkeypatch.setattr("raysgd.torch.parallel.ddp_hooks.mesh_group", lambda: Many(World(0, num_ranks)))
     parallel, sizes = DDP(), (2**8, 2**11)
     models = [parallel.wrap(torch.nn.Linear(size, size, bias=False), None, {}) for size in sizes]
     parallel.begin_leg(models, may_run_backward=False)

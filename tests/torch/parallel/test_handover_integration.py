@@ -59,7 +59,7 @@ def hand_over(replica: CountingReplica, names: list[str], piece_bytes: int | Non
     """
     with patch.object(handover, "STAGED_BYTES", piece_bytes or 0), ExitStack() as patches:
         if piece_bytes is not None:
-            patches.enter_context(patch.object(handover, "exchanges_at_once", lambda: None))
+            patches.enter_context(patch.object(handover, "mesh_group", lambda: None))
         if replica.world.rank == 1:
             for name in names:
                 handover.send(STATES[name], TAKERS, CPU)

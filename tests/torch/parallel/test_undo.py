@@ -70,15 +70,15 @@ class Program:
 
     def run(self, *parts: Callable[[], object]) -> None:
         """A whole batch."""
-        self.undo.begin_batch()
+        self.undo.begin_step()
         for part in parts:
             part()
-        self.undo.end_batch()
+        self.undo.end_step()
 
     @property
     def is_copied(self) -> bool:
         """Whether the next batch is copied before it."""
-        self.undo.begin_batch()
+        self.undo.begin_step()
         is_whole = self.undo.is_whole
         self.undo.forget()
         return is_whole
@@ -132,7 +132,7 @@ def test_a_batch_with_two_steps_leaves_nothing(make_optimizer: Any, num_batches:
     for _ in range(num_batches):
         program.run(program.step)
     before = program.state(), _plain(vars(program.optimizer).get("slow"))
-    program.undo.begin_batch()
+    program.undo.begin_step()
     program.step()
     program.scheduler.step()
     program.step()
@@ -154,7 +154,7 @@ def test_closures_that_step_many_times_leave_nothing() -> None:
 
     program.run(lambda: program.optimizer.step(closure))
     before = program.state()
-    program.undo.begin_batch()
+    program.undo.begin_step()
     program.optimizer.step(closure)
     program.undo.put_back()
     assert program.state() == before
@@ -166,7 +166,7 @@ def test_averages_that_follow_the_steps_leave_nothing() -> None:
     average.weights = [{name: each.detach().clone() for name, each in program.model.named_parameters()}]
     program.followers = [average]
     before = program.state()
-    program.undo.begin_batch()
+    program.undo.begin_step()
     program.step()
     average.weights[0]["0.weight"].lerp_(program.model[0].weight.detach(), 0.5)
     assert program.state() != before
@@ -176,7 +176,7 @@ def test_averages_that_follow_the_steps_leave_nothing() -> None:
 
 def test_what_is_frozen_in_a_batch_is_trained_again() -> None:
     program = Program()
-    program.undo.begin_batch()
+    program.undo.begin_step()
     program.model[0].requires_grad_(False)
     program.undo.put_back()
     assert all(parameter.requires_grad for parameter in program.model.parameters())
@@ -187,7 +187,7 @@ def test_weights_and_buffers_that_were_swapped_or_assigned_get_their_memory_back
     weight, mask, count = program.model[0].weight, program.model.mask, program.model[1].num_batches_tracked
     memory = weight.data_ptr()
     before = program.state()
-    program.undo.begin_batch()
+    program.undo.begin_step()
     weight.data = weight.data + 1
     program.model.mask = mask + 1
     count.data = torch.tensor(7)
@@ -204,7 +204,7 @@ def test_gradients_that_wait_for_more_batches_are_put_back_with_all_else(copies:
     program.run(program.backward)
     gradients = [parameter.grad for parameter in program.model.parameters()]
     before, state = _plain(gradients), program.state()
-    program.undo.begin_batch()
+    program.undo.begin_step()
     program.model(torch.randn(4, 2)).mean().backward()
     program.move()
     assert _plain(gradients) != before
@@ -220,7 +220,7 @@ def test_sparse_gradients_that_wait_are_put_back() -> None:
     copies = Undo([table], [torch.optim.SGD(table.parameters())], copies=True, keeps_gradients=True)
     copies.note_restored()
     copies.open_call()
-    copies.begin_batch()
+    copies.begin_step()
     table(torch.tensor([1])).sum().backward()
     copies.put_back()
     gradient = table.weight.grad
@@ -232,7 +232,7 @@ def test_a_buffer_whose_elements_share_memory_is_left_alone() -> None:
     program = Program()
     program.model.mask = torch.zeros(1).expand(2**60)
     program.undo.open_call()
-    program.undo.begin_batch()
+    program.undo.begin_step()
     program.undo.put_back()
     assert program.model.mask.shape == (2**60,)
 
@@ -241,12 +241,12 @@ def test_a_batch_that_was_not_copied_does_not_go_back_to_the_one_that_was() -> N
     model = torch.nn.Linear(1, 1)
     copies = Undo([model], [], copies=None)
     copies.open_call()
-    copies.begin_batch()
+    copies.begin_step()
     copies.note_exchange()
     copies.note_step(torch.optim.SGD(model.parameters()))
     model.weight.data.fill_(5.0)
-    copies.end_batch()
-    copies.begin_batch()
+    copies.end_step()
+    copies.begin_step()
     copies.put_back()
     assert model.weight.item() == 5.0
 
@@ -257,7 +257,7 @@ def test_a_batch_that_was_not_copied_does_not_go_back_to_the_one_that_was() -> N
 def test_stock_code_copies_buffers_alone() -> None:
     program = Program(copies=False)
     program.run(program.step)
-    program.undo.begin_batch()
+    program.undo.begin_step()
     before = program.state()
     program.backward()
     after = program.state()
@@ -268,7 +268,7 @@ def test_stock_code_copies_buffers_alone() -> None:
     assert {name: now[0][name] for name in norm} == {name: before[0][name] for name in norm}
     assert {name: now[0][name] for name in norm} != {name: after[0][name] for name in norm}
     assert now[3:] == after[3:]
-    program.undo.begin_batch()
+    program.undo.begin_step()
     program.step()
     assert not program.undo.can_put_back(has_broken=False)
 
@@ -318,20 +318,20 @@ def test_a_first_batch_without_an_exchange_shows_nothing() -> None:
 def test_a_later_batch_that_does_more_is_not_repeated_and_turns_the_copies_on(later: Any) -> None:
     program = Program(copies=None)
     program.run(program.step)
-    program.undo.begin_batch()
+    program.undo.begin_step()
     for part in later(program)[:-1]:
         part()
     assert not program.undo.can_put_back(has_broken=False)
     program.backward()
     assert not program.undo.can_put_back(has_broken=True)
-    program.undo.end_batch()
+    program.undo.end_step()
     assert program.is_copied
 
 
 def test_a_batch_like_the_first_one_is_repeated_if_its_exchange_broke_and_not_if_something_later_did() -> None:
     program = Program(copies=None)
     program.run(program.step)
-    program.undo.begin_batch()
+    program.undo.begin_step()
     assert program.undo.can_put_back(has_broken=False)
     program.backward()
     assert program.undo.can_put_back(has_broken=True)
@@ -342,7 +342,7 @@ def test_learning_rates_and_schedules_are_put_back_where_weights_are_not_copied(
     program = Program(copies=None)
     program.run(program.step)
     before = program.state()
-    program.undo.begin_batch()
+    program.undo.begin_step()
     program.scheduler.step()
     program.optimizer.param_groups[0]["lr"] *= 0.5
     program.backward()
@@ -358,7 +358,7 @@ def test_frozen_weights_that_begin_to_move_later_are_noticed(copies: bool | None
     program = Program(copies=copies, model=model)
     program.run(program.step)
     program.run(program.step, program.move)
-    program.undo.begin_batch()
+    program.undo.begin_step()
     assert not program.undo.can_put_back(has_broken=True)
 
 
@@ -388,16 +388,16 @@ def test_nothing_is_copied_where_no_batch_would_be_repeated(is_used: bool) -> No
     if is_used:
         program.undo.switch_off()
     program.undo.open_call(is_used)
-    program.undo.begin_batch()
+    program.undo.begin_step()
     assert not program.undo.can_put_back(has_broken=True)
     assert not program.ledger.reading().seconds[UNDO]
-    program.undo.end_batch()
+    program.undo.end_step()
     assert program.undo.can_put_back(has_broken=False), "between two batches"
 
 
 def test_the_time_of_copies_is_booked() -> None:
     program = Program()
-    program.undo.begin_batch()
+    program.undo.begin_step()
     assert program.ledger.reading().seconds[UNDO] > 0
 
 
@@ -408,13 +408,13 @@ def test_without_memory_for_a_copy_training_goes_on_and_nothing_counts_as_copied
     program.run(program.step)
     weight = program.model[0].weight
     kept, weight.data = weight.data, torch.zeros(1, 1).expand(2**30, 2**30)
-    program.undo.begin_batch()
+    program.undo.begin_step()
     assert "not enough memory to copy" in caplog.text
     assert program.ledger.enter(START_UP) == START_UP
     assert not program.undo.can_put_back(has_broken=True)
     weight.data = kept
     program.step()
-    program.undo.end_batch()
+    program.undo.end_step()
 
 
 @pytest.mark.parametrize(("num_bytes", "lacks"), [(10**9, False), (1000, True)])

@@ -152,7 +152,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         """
 
     @abstractmethod
-    def _begin_step(self, place: PlaceT, item: ItemT, is_last: bool) -> Any:
+    def _begin_batch(self, place: PlaceT, item: ItemT, is_last: bool) -> Any:
         """Make a batch of an item, count its samples, record the batch in `place`, and return it.
 
         Args:
@@ -263,7 +263,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
     def _hand_out(self, place: PlaceT, item: ItemT, is_first_of_step: bool, is_last_of_call: bool) -> Any:
         assert self._pass is not None
         is_last = self._is_last_of_pass(self._pass, item)
-        batch = self._begin_step(
+        batch = self._begin_batch(
             place, item, is_last or is_last_of_call
         )  # if a rank was lost, this raises an error before the step counts as started
         self.num_steps_taken += is_first_of_step

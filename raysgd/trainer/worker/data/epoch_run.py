@@ -175,7 +175,7 @@ class EpochRun:
         is_exhausted: True if all steps were completed when the last stream of batches was detached.
         place: Position in the data that the user passed to this call, as of the last `detach`.
         gate: Agreement with the other ranks to stop the call between two steps.
-        ledger_before: Record of which samples were used before the call. None if this rank joined during the call.
+        samples_before: Record of which samples were used before the call. None if this rank joined during the call.
         call: Number of the training call, by which requests for this call are recognized.
         began_at: The stream's `num_steps_completed`, minus the number of completed steps of the call. It would be the
             count at the start of the call if all steps came from this stream.
@@ -192,7 +192,7 @@ class EpochRun:
     is_exhausted: bool = False
     place: DataPosition | None = None
     gate: Gate = field(default_factory=Gate)
-    ledger_before: DataLedger | None = None
+    samples_before: DataLedger | None = None
     call: int = 0
     began_at: int = 0
     stream: Any = None

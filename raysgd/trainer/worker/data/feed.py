@@ -113,7 +113,7 @@ class DataFeed(ABC):
         return None
 
     @abstractmethod
-    def ledger(self) -> DataLedger | None:
+    def samples_used(self) -> DataLedger | None:
         """Return the record of which training samples were used, or None if this is unknown."""
 
     @abstractmethod

@@ -121,16 +121,16 @@ class Loop:
         """
         return None
 
-    def ledger(self) -> DataLedger | None:
+    def samples_used(self) -> DataLedger | None:
         """Return the record of which samples were used. Return None if the library does not divide the data.
 
         Both the training thread and the worker's second thread call this method.
         """
-        return self._feed.ledger()
+        return self._feed.samples_used()
 
     def progress_text(self) -> str:
         """Describe for the log which samples of an interrupted training call are repeated."""
-        data = self.ledger()
+        data = self.samples_used()
         return "" if data is None else f"no sample lost, {data.in_flight} in flight are repeated ({data})"
 
     def num_samples(self, run: EpochRun) -> int:

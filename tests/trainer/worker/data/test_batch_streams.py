@@ -49,7 +49,7 @@ class Numbers(BatchStream[Any, Place]):
     def _begin_pass(self, consumed: int) -> Iterator[Any]:
         return iter(self.source[consumed:])
 
-    def _begin_step(self, place: Place, item: Any, is_last: bool) -> Any:
+    def _begin_batch(self, place: Place, item: Any, is_last: bool) -> Any:
         place.is_padding = item is not NO_BATCH and item < 0
         return item
 
@@ -137,7 +137,7 @@ def test_a_look_ahead_that_fails_loses_no_batch() -> None:
 
 def test_a_step_that_fails_before_its_batch_is_handed_out_has_not_begun() -> None:
     class Broken(Numbers):
-        def _begin_step(self, place: Place, item: Any, is_last: bool) -> Any:
+        def _begin_batch(self, place: Place, item: Any, is_last: bool) -> Any:
             raise ConnectionError("noticed ahead of the batch")
 
     stream = Broken([1, 2], Place().itself, lambda: 0)
