@@ -185,7 +185,7 @@ class TrainingWorkerError(RaySGDError, RuntimeError):
 
 
 class CallbackError(RaySGDError, RuntimeError):
-    """A user's callback raised an exception while `fit` or another run called it.
+    """A user's callback raised an exception in `fit`, or in another call that runs callbacks.
 
     The message names the callback and the method that failed. `__cause__` is the original exception.
     """

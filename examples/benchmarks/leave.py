@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, Dataset
 from raysgd.torch import TrainingOperator
 
 PEERS = {"transformers": "transformers", "lightning": "lightning"}
-BATCH_SIZE, NUM_STEPS, LEFT_AT = 4, 24, 9
+BATCH_SIZE, NUM_STEPS, LEFT_AT = 4, 72, 9  # so many steps that each program is still training seconds after the signal
 _FIGURES = {
     "checkpoint_s": "signal to checkpoint, s",
     "beyond_two_steps_s": "of it beyond two steps, s",

@@ -34,7 +34,7 @@ SWITCH = "RAYSGD_EAGER_COMPILER"
 """The environment variable that disables the stand-in for PyTorch's compiler."""
 
 _NAME = "torch._dynamo"
-_KEPT = "__dynamo_disable"  # attribute in which PyTorch caches the result of `disable` on one of its functions
+_KEPT = "__dynamo_disable"  # attribute of a function, in which PyTorch caches what `torch._dynamo.disable` returned for it
 
 
 def defer_compiler() -> None:

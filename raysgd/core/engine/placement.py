@@ -712,7 +712,7 @@ class Slots:
             self._asked.append(reservation)
 
     def take_granted(self) -> None:
-        """Add the slots of pending requests that Ray has granted to the free slots."""
+        """For each pending request that Ray has granted, add its slots to the free slots."""
         for reservation in [each for each in self._asked if each.is_granted()]:
             self._asked.remove(reservation)
             self._add(reservation)

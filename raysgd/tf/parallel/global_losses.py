@@ -255,7 +255,7 @@ def refuse_by_name(gradients: Sequence[Any]) -> None:
 
 
 def _reduction_of(loss: Any) -> str | None:
-    """Return a Keras loss's reduction. Return None if `loss` is a function, or the name of a loss."""
+    """Return a Keras loss's reduction. Return None if `loss` is a function or a string that names a loss."""
     reduction = getattr(loss, "reduction", None)
     return None if reduction is None and not hasattr(loss, "call") else str(reduction)
 

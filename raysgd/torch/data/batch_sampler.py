@@ -164,7 +164,7 @@ class PassPlan:
                 yield Share(start + share.start, start + share.stop, *share[2:])
 
     def shares_of_step(self, step: int, rank: int) -> list[Share]:
-        """Return the batches of `rank` in one of the remaining global steps, counted from 0.
+        """Return the batches of `rank` in the global step `step`, where 0 is the first of the remaining steps.
 
         Raises:
             ValueError: `step` is out of range.

@@ -209,7 +209,7 @@ class BatchMetrics(Internals):
             self.evaluated.append(comparison._replace(output=None, target=None))  # do not keep large tensors in memory
 
     def _weighted(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add the weights of losses that are means over labels instead of samples to a batch's metrics."""
+        """Add to a batch's metrics the weights of losses that are means over labels, not over samples."""
         if BATCH_WEIGHT in metrics:
             return metrics
         if self.evaluated:

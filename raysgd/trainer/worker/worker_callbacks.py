@@ -140,7 +140,7 @@ class InstalledCallbacks:
             call_event(each, "on_gradients", self._operator, optimizer)
 
     def note_norm(self, norm: Any) -> None:
-        """Call `_on_norm` of the callbacks with the norm of the gradients that clipping or a callback has computed."""
+        """Call `_on_norm` of the callbacks with a gradient norm that clipping or a callback has computed."""
         for each in self._noting_norms:
             each._on_norm(norm)
 
