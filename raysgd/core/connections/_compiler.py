@@ -34,7 +34,8 @@ SWITCH = "RAYSGD_EAGER_COMPILER"
 """The environment variable that disables the stand-in for PyTorch's compiler."""
 
 _NAME = "torch._dynamo"
-_KEPT = "__dynamo_disable"  # attribute of a function, in which PyTorch caches what `torch._dynamo.disable` returned for it
+# Attribute of a function in which PyTorch caches what `torch._dynamo.disable` returned for the function.
+_KEPT = "__dynamo_disable"
 
 
 def defer_compiler() -> None:

@@ -125,7 +125,7 @@ class TrainingCall(EpochRun):
             internals.meters_to_fill = stream.at_boundary = None
             internals.place = place_before
         if not batches.was_touched and feed.epoch == epoch_before:
-            feed.begin_pass()  # the user's `train_epoch` has used other data, so the batches have not counted this epoch
+            feed.begin_pass()  # the user's `train_epoch` has used other data, so nothing has counted this epoch yet
         return self._end(returned, request, place=feed.place_of_call(stream))
 
     def _where(self, stream: Any, request: EpochRequest) -> dict[str, Any]:
