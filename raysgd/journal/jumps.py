@@ -15,8 +15,8 @@ Losses outside the range do not change the range. Steps close together whose los
 which starts at the first of these steps. If the loss stays outside the range for 100 steps, these steps define a new
 range.
 
-If any loss of the run is negative, losses are compared directly instead of by their logarithms. The distances that
-correspond to the factor of 1,000 and to 10% are then differences of about 6.9 and of 0.1.
+A negative loss has no logarithm. If any loss of the run is negative, all losses are divided by the median of their
+absolute values instead. The distances that correspond to the factor of 1,000 and to 10% are then 1,000 and 0.1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TIMES_FARTHEST = 3.0
 _TIMES_USUAL = 10.0
 _OUTLIERS_OF = 100  # the usual range ignores one outlier, and one more outlier per 100 steps
 _LEAST = 0.1  # an increase of the loss by at most about 10% is no jump, even if the loss was steady before
-_MOST = math.log(1000)  # an increase of the loss by a factor of over 1,000 is a jump, even if the loss was noisy before
+_MOST = 1000.0  # an increase of the loss by a factor of over 1,000 is a jump, even if the loss was noisy before
 _TOGETHER = 5
 _NEW_RANGE = 100
 _LEAST_LOSS = 1e-12
@@ -63,9 +63,14 @@ class Jump:
 
 
 class _Range:
-    """The usual range of the loss, which is computed from recent losses."""
+    """The usual range of the loss, which is computed from recent losses.
 
-    def __init__(self) -> None:
+    Args:
+        most: Distance from the median at which a loss is outside the range, however noisy the losses were before.
+    """
+
+    def __init__(self, most: float) -> None:
+        self._most = most
         self._begin()
 
     def _begin(self) -> None:
@@ -104,7 +109,7 @@ class _Range:
         farthest = self._sorted[-2 - len(self._sorted) // _OUTLIERS_OF]
         middle = _median(self._sorted)
         usual = _median(sorted(abs(each - middle) for each in self._sorted)) * 1.4826
-        return self.median + min(max(_TIMES_FARTHEST * farthest, _TIMES_USUAL * usual, _LEAST), _MOST)
+        return self.median + min(max(_TIMES_FARTHEST * farthest, _TIMES_USUAL * usual, _LEAST), self._most)
 
 
 def find_jumps(losses: Sequence[float]) -> list[Jump]:
@@ -116,10 +121,10 @@ def find_jumps(losses: Sequence[float]) -> list[Jump]:
         >>> [jump.first for jump in find_jumps(losses)]
         [60]
     """
-    usual, found, outside = _Range(), list[Jump](), list[float]()
-    as_logarithm, from_logarithm = _scale_of(losses)
+    to_scale, from_scale, most = _scale_of(losses)
+    usual, found, outside = _Range(most), list[Jump](), list[float]()
     for index, loss in enumerate(losses):
-        value, limit = (as_logarithm(loss) if math.isfinite(loss) else math.nan), usual.limit
+        value, limit = (to_scale(loss) if math.isfinite(loss) else math.nan), usual.limit
         if math.isfinite(loss) and not value > limit:
             usual.add(value)
             continue
@@ -130,21 +135,23 @@ def find_jumps(losses: Sequence[float]) -> list[Jump]:
             highest = highest if math.isfinite(last.highest) else last.highest
             found[-1] = Jump(last.first, index, highest, last.usual, last.limit)
         else:
-            found.append(Jump(index, index, loss, from_logarithm(usual.median), from_logarithm(limit)))
+            found.append(Jump(index, index, loss, from_scale(usual.median), from_scale(limit)))
         if len(outside) >= _NEW_RANGE and all(map(math.isfinite, outside)):
             usual.restart(outside)
             outside = []
     return found
 
 
-def _scale_of(losses: Sequence[float]) -> tuple[_Function, _Function]:
-    """Return a function that converts a loss to a logarithmic scale, and a function that converts it back.
+def _scale_of(losses: Sequence[float]) -> tuple[_Function, _Function, float]:
+    """Return a function that converts a loss to the scale in which losses are compared, and one that converts it back.
 
-    If a loss is negative, both functions leave losses unchanged.
+    The third value is the distance in this scale that is always a jump.
     """
-    if any(math.isfinite(loss) and loss < 0 for loss in losses):
-        return float, float
-    return (lambda loss: math.log(max(loss, _LEAST_LOSS))), math.exp
+    known = [loss for loss in losses if math.isfinite(loss)]
+    if min(known, default=0.0) >= 0:
+        return (lambda loss: math.log(max(loss, _LEAST_LOSS))), math.exp, math.log(_MOST)
+    size = _median(sorted(map(abs, known))) or 1.0
+    return (lambda loss: loss / size), (lambda value: value * size), _MOST
 
 
 def _median(ordered: Sequence[float]) -> float:

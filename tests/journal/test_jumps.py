@@ -108,3 +108,13 @@ def test_a_loss_that_stays_high_has_a_new_range_after_a_while() -> None:
 @pytest.mark.parametrize("losses", [[], [1.0], [0.0] * 300, [math.nan] * 3])
 def test_short_and_constant_losses_are_no_trouble(losses: Sequence[float]) -> None:
     assert len(find_jumps(losses)) == any(math.isnan(loss) for loss in losses)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_a_jump_of_negative_losses_is_found_at_any_scale(scale: float) -> None:
+    losses = (-1 + 0.02 * np.random.default_rng(0).normal(size=400)) * scale
+    losses[300] += 0.5 * scale
+    (jump,) = find_jumps(losses.tolist())
+    assert jump.first == 300
+    assert jump.usual == pytest.approx(-scale, rel=0.05)
+    assert jump.limit < losses[300]
