@@ -84,7 +84,10 @@ class _FlushedEarly(io.FileIO):
     _num_begun = 0  # bytes from the start of the file that the system has begun to write to the disk
 
     def write(self, content: Any) -> int:
-        """Write at most one piece, and let the system begin to write it to the disk. Return the number of bytes."""
+        """Write at most one piece, and return the number of bytes written.
+
+        Whenever a full piece has gathered, the system is asked to begin to write it to the disk, if it can do that.
+        """
         num_written = super().write(memoryview(content)[:_PIECE_BYTES])
         end, begin_flush = self.tell(), _find_begin_flush()
         if begin_flush is not None and end - self._num_begun >= _PIECE_BYTES:
