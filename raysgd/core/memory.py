@@ -1,8 +1,9 @@
-"""Lets worker processes reuse the memory that training steps free, instead of returning it to the operating system.
+"""Decides if a process reuses the memory that it frees, or returns this memory to the operating system.
 
-Each training step allocates and frees the same tensors. Workers train in a thread, and for threads glibc returns freed
-memory at once, so the operating system must provide and clear thousands of pages in each step. This can take a tenth of
-the time of a step (ADR 171). Processes that import this module and do not call it are not affected.
+Each training step allocates and frees the same tensors, so workers should reuse their memory. Workers train in a
+thread, and for threads glibc returns freed memory at once, so the operating system must provide and clear thousands of
+pages in each step. This can take a tenth of the time of a step (ADR 171). Processes that import this module and do not
+call it are not affected.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ctypes
 import logging
 import os
 from collections.abc import Callable
+from functools import cache
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +24,7 @@ USERS_SETTINGS = ("MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRE
 # raising the size from which it maps memory separately, so that size is set to the maximum that glibc would choose.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _SETTINGS = {_M_TRIM_THRESHOLD: 512 << 20, _M_TOP_PAD: 64 << 20, _M_MMAP_THRESHOLD: 32 << 20}
+_LARGE_BYTES = 2**17  # minimum size of a large block: one worker's shard of a 1 MiB parameter on eight workers
 
 
 def keep_freed_memory() -> None:
@@ -36,6 +39,19 @@ def keep_freed_memory() -> None:
         return
     for parameter, value in _SETTINGS.items():
         mallopt(parameter, value)
+
+
+@cache
+def return_large_blocks() -> None:
+    """Make this process return freed memory blocks of at least 128 KiB to the system immediately.
+
+    Otherwise, the C library keeps freed blocks for reuse. If long-lived small allocations are placed in such a block,
+    the rest of the block is too small for the next large request. The process then uses more and more memory. If
+    `keep_freed_memory` was called before, it still applies to smaller blocks.
+    """
+    mallopt = _of_glibc("mallopt")
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def return_freed_memory() -> None:

@@ -108,3 +108,30 @@ def test_without_glibc_nothing_is_changed(monkeypatch: pytest.MonkeyPatch, caplo
         memory.keep_freed_memory()
     memory.return_freed_memory()
     assert "no glibc" in caplog.text
+
+
+KEEPS_AND_FREES = """
+import sys
+from pathlib import Path
+import numpy as np
+from raysgd.core.memory import return_large_blocks
+if sys.argv[1] == "returns":
+    return_large_blocks()
+np.ones(4 << 20, np.uint8)  # from here on, the C library keeps what is not larger
+pairs = [(np.ones(1 << 18, np.uint8), np.ones(1 << 12, np.uint8)) for _ in range(384)]
+small = [pair[1] for pair in pairs]
+del pairs
+[kib] = [line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in line]
+print(kib)
+"""
+
+
+def kib_in_the_end(how: str) -> int:
+    """Of a process that frees 96 MiB in blocks, with something that stays behind each."""
+    command = [sys.executable, "-c", KEEPS_AND_FREES, how]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+@needs_glibc
+def test_large_blocks_are_returned_although_smaller_ones_behind_them_stay() -> None:
+    assert kib_in_the_end("returns") + 80 * 1024 < kib_in_the_end("keeps")

@@ -8,10 +8,7 @@ huge pages can take longer than accessing all the small pages for the first time
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-from contextlib import suppress
-from functools import cache
 from typing import Any
 from weakref import finalize
 
@@ -21,20 +18,6 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _MAX_BUFFERS = 2
 """Most buffers to retain: one holds the last copy while the next copy is written to the other."""
-
-_M_MMAP_THRESHOLD = -3  # the value of M_MMAP_THRESHOLD in the GNU C library's `malloc.h`
-_LARGE_BYTES = 2**17  # minimum size of a large block: one worker's shard of a 1 MiB parameter on eight workers
-
-
-@cache
-def return_large_blocks() -> None:
-    """Make this process return freed memory blocks of at least 128 KiB to the system immediately.
-
-    By default, the C library keeps freed blocks for reuse. If long-lived small allocations are placed in such a block,
-    the rest of the block is too small for the next large request. The process then uses more and more memory.
-    """
-    with suppress(OSError, AttributeError):  # raised if the system uses another C library, which has no such setting
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 class HostBuffers:

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from raysgd.core.connections.torch import new_group_beside
-from raysgd.core.state.host_buffers import return_large_blocks
+from raysgd.core.memory import return_large_blocks
 from raysgd.torch.objects.blocks import blocks_of, without_checkpointing
 from raysgd.torch.objects.filling import fill, is_empty
 from raysgd.torch.objects.moving import to_device
