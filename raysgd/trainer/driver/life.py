@@ -7,7 +7,7 @@ The public methods of the trainer, and the parts that run its calls and its chan
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -189,15 +189,13 @@ class TrainerLife:
         Each worker takes its shard of the dataset that it registered itself. Shards of different datasets could overlap
         unnoticed.
         """
-        for name in ("train_data", "validation_data"):
-            descriptions = [getattr(facts, name) for facts in self.controller.facts]
-            if len(set(descriptions)) > 1:
-                self.end(force=True)
-                raise ValueError(
-                    f"The workers registered different {name.replace('_', ' ')}: {descriptions}. The library divides "
-                    "one dataset that all workers have alike. If each worker loads its own part, "
-                    f"{self.framework.shard_advice}."
-                )
+        different = find_different_data(self.controller.facts)
+        if different is not None:
+            self.end(force=True)
+            raise ValueError(
+                f"The workers registered different {different}. The library divides one dataset that all workers have "
+                f"alike. If each worker loads its own part, {self.framework.shard_advice}."
+            )
 
     # ----------------------------------------------------------------------------------------------- settings and data
 
@@ -274,6 +272,22 @@ class TrainerLife:
         """With a worker in the driver, regard earlier snapshots as outdated: users can change its operator directly."""
         if self.group_settings.use_local:
             self.controller.snapshots.touch()
+
+
+def find_different_data(facts: Iterable[Any]) -> str | None:
+    """Return which data the workers registered differently, with a description of each worker's data.
+
+    Return None if all workers registered the same datasets.
+
+    Args:
+        facts: What each worker reported after `setup`.
+    """
+    reports = list(facts)
+    for name in ("train_data", "validation_data"):
+        descriptions = [getattr(report, name) for report in reports]
+        if len(set(descriptions)) > 1:
+            return f"{name.replace('_', ' ')}: {descriptions}"
+    return None
 
 
 def _abandon(controller: ElasticController, background: BackgroundCalls) -> None:

@@ -18,7 +18,7 @@ from raysgd.core import arguments as checks
 from raysgd.exceptions import OnFailure, RaySGDError
 from raysgd.trainer.configuration.settings import ReplicaSettings
 from raysgd.trainer.driver.changes import naming_config_entries, refuse_changes, send_by_value
-from raysgd.trainer.driver.life import TrainerLife
+from raysgd.trainer.driver.life import TrainerLife, find_different_data
 
 logger = logging.getLogger(__name__)
 
@@ -138,13 +138,12 @@ class LiveChanges:
         """
         with OnFailure(self._drop_prepared):
             answers = self._life.on_all(self._runner_cls.prepare_reload, settings, keeps_alike=True)
-            for name in ("train_data", "validation_data"):
-                descriptions = [getattr(facts, name) for facts, _ in answers]
-                if len(set(descriptions)) > 1:
-                    raise ValueError(
-                        f"`reload({settings.training_operator_cls.__name__})`: the workers registered different "
-                        f"{name.replace('_', ' ')}: {descriptions}. The old class is kept."
-                    )
+            different = find_different_data(facts for facts, _ in answers)
+            if different is not None:
+                raise ValueError(
+                    f"`reload({settings.training_operator_cls.__name__})`: the workers registered different "
+                    f"{different}. The old class is kept."
+                )
         return answers[0][1]
 
     def _drop_prepared(self) -> None:
