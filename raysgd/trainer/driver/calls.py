@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import count
 from typing import Any
+from weakref import ref
 
 from raysgd.callbacks.monitors import open_steps, summaries_of_steps
 from raysgd.core import arguments as checks
@@ -339,6 +340,8 @@ class EpochCalls:
         attempts = count(1)
 
         def requests(worlds: Sequence[World]) -> Requests:
+            call = weak_call()
+            assert call is not None, "a call that runs is referred to"
             compares = len(worlds) > 1 and (comparisons.is_due or controller.snapshots.is_due_after(call))
             of_attempt = replace(options, compares_ranks=compares, call=number(), attempt=next(attempts))
             arguments = self.requests("train", of_attempt, dataset, worlds)
@@ -368,6 +371,8 @@ class EpochCalls:
             is_repeatable=dataset is None,
             leaves=leaves if is_held else None,
         )
+        # Weak, because the call refers to `requests`: a cycle would keep the trainer alive after the program drops it.
+        weak_call = ref(call)
         began, answers = time.perf_counter(), list[EpochAnswer]()
         try:
             answers = self._run_measured(call, max_retries)

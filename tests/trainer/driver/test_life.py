@@ -29,6 +29,7 @@ def without_collection() -> Iterator[None]:
 
 
 CALLS: dict[str, Callable[[TorchTrainer], Any]] = {
+    "train": lambda trainer: trainer.train(),
     "validate": lambda trainer: trainer.validate(),
     "update_config": lambda trainer: trainer.update_config(lr=0.1),
     "reload": lambda trainer: trainer.reload(LinearOperator),
