@@ -178,9 +178,10 @@ class TrainBackendError(RaySGDError, RuntimeError):
 
 
 class TrainingWorkerError(RaySGDError, RuntimeError):
-    """A worker of a function-based trainer died in a call that a program made on the workers. New workers have started.
+    """A worker died during a function call that the program sent to the workers directly. New workers have started.
 
-    A worker that dies while a training function runs under `Trainer.run` or `fit` does not raise this error.
+    The workers belong to a function-based trainer (`raysgd.train`). A worker that dies while a training function runs
+    under `Trainer.run` or `fit` does not raise this error.
     """
 
 

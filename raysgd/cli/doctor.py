@@ -208,7 +208,7 @@ def _own_address() -> str:
 def check_private_names() -> Iterator[CheckResult]:
     """Check that installed packages still have the private functions and attributes that raysgd uses.
 
-    A package is checked only if it is newer than the version with which raysgd was tested.
+    A package is skipped if its version is not newer than the version with which raysgd was tested.
     """
     for name in ("torch", "ray"):  # import both packages, because names in compiled modules are not in the source code
         with suppress(Exception):

@@ -54,8 +54,8 @@ class StepBook:
         self._newest: Attempt = (0, 0)
         # For each attempt: the step after which the attempt starts, and its number of workers.
         self._began: dict[Attempt, tuple[int, int]] = {}
-        # For each attempt: the reports about steps that not all workers have reported yet, by the name of each worker's
-        # recorder.
+        # For each attempt, by the name of each worker's recorder: the reports about steps that some workers have not
+        # reported yet.
         self._open: dict[Attempt, dict[str, StepBlock]] = {}
         self._changed: set[Attempt] = set()
         self.last_step = 0

@@ -298,9 +298,9 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
         return self._completed
 
     def samples_used(self) -> DataLedger | None:
-        """Return how many samples of the current pass are completed and in flight. Can be called from any thread.
+        """Return how many samples of the current pass are completed, and how many are in flight.
 
-        Return None if raysgd does not shard the data.
+        Return None if raysgd does not shard the data. This method can be called from any thread.
         """
         if not has_divided_source(self):
             return None

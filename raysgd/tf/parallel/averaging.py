@@ -36,7 +36,7 @@ class ExchangeRecord:
         num_completed: Number of completed exchanges.
         num_per_step: Number of exchanges in a step of a Keras loop.
         own_s: Seconds of the training call spent outside exchanges, up to the most recent exchange.
-        ledger: Object that is told when exchanges start and finish; None before the first training call.
+        ledger: Object to which the start and end of each exchange is reported. None before the first training call.
     """
 
     def __init__(self, group: Group) -> None:
@@ -220,7 +220,10 @@ class GradientAverager:
         return [_like(gradient, averages, joined) for gradient in gradients]
 
     def _exchange(self, num_dense: int, repeat: Exchange, count: Array, *gradients: Array) -> list[Array]:
-        """All-reduce the gradients. TensorFlow calls this in one of its threads each time that the graph runs."""
+        """All-reduce the gradients. Return the averaged dense gradients, followed by the parts of the sparse gradients.
+
+        TensorFlow calls this in one of its threads each time that the graph runs.
+        """
         with self._exchanges.noting(BaseException):
             if self._exchanges.before_exchange is not None:
                 self._exchanges.before_exchange()

@@ -21,7 +21,7 @@ class Recovery:
         wait_for_workers: After a failure, new workers start immediately. True: the surviving workers wait up to 30 s
             for the new workers. "auto": they do not wait if the size of the global batch does not depend on the number
             of workers (`BATCH_SIZE`, `split_batches=True`), and if they have enough memory for their larger parts of
-            each batch. New workers then join during the epoch.
+            each batch. New workers then join during the epoch. False: they never wait.
         resize_interval_s: How often a trainer with too few workers checks for free resources during an epoch. None:
             only before each call.
         heartbeat_s: A worker process that does not respond for this many seconds, because it is stopped or frozen,

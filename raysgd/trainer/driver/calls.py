@@ -65,7 +65,7 @@ class EpochLeft(Exception):
 
     Attributes:
         states: Each rank's progress, as a `RunState`. Empty if the call could not stop between two steps.
-        seconds: How long the epoch has been trained so far.
+        seconds: Seconds spent on training the epoch so far.
     """
 
     def __init__(self, states: Sequence[Any] = ()) -> None:
@@ -317,7 +317,7 @@ class EpochCalls:
         begun: BegunEpoch | None = None,
         leaves: Callable[[], bool] | None = None,
     ) -> list[EpochAnswer]:
-        """Run a training call.
+        """Run a training call, and return the workers' answers by rank.
 
         Args:
             options: Options of the call, the same for all ranks.
@@ -406,7 +406,7 @@ class EpochCalls:
             self.listeners.on_wait()
 
     def _run_measured(self, call: Call, max_retries: int) -> list[EpochAnswer]:
-        """Run a training call, and measure how many samples per second the workers train on."""
+        """Run a training call, and return the workers' answers by rank. Measure its samples per second."""
         events = self.controller.history.events
         began, num_events = time.perf_counter(), len(events)
         self.accounts.begin_call()
@@ -430,7 +430,7 @@ class EpochCalls:
         return answers
 
     def validate(self, options: EpochOptions, dataset: Any) -> list[EpochAnswer]:
-        """Run a validation call.
+        """Run a validation call, and return the workers' answers by rank.
 
         If any rank raises an error, all ranks start the next validation from the first batch.
 

@@ -37,7 +37,7 @@ class StepReports:
         run: The run that callbacks receive.
         calls: Calls the callbacks in the driver.
         worker_callbacks: The user's worker callbacks.
-        log_every_n_steps: Pass step metrics to callbacks after every this many steps. 0 for never.
+        log_every_n_steps: Pass step metrics to callbacks after every n-th step. 0 for never.
         journal: Entries to write into the journal's header in addition to the trainer's settings. None to write no
             journal.
 

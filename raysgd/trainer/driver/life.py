@@ -263,13 +263,14 @@ class TrainerLife:
     def shared_snapshot(self) -> Snapshot:
         """Return a snapshot of the current state that all workers share, such as the model's weights.
 
-        To avoid another copy, the states of the workers' random number generators may be slightly older.
+        If the driver already has a snapshot of this state, that snapshot is returned, so that the workers need not copy
+        their state again. Its states of the workers' random number generators may be slightly older.
         """
         landed = self.controller.landed_snapshot() if not self.group_settings.use_local else None
         return self.snapshot() if landed is None else landed
 
     def _distrust_copies(self) -> None:
-        """With a worker in the driver, regard earlier snapshots as outdated: users can change its operator directly."""
+        """If rank 0 runs in the driver, mark earlier snapshots as outdated, because users can change its operator."""
         if self.group_settings.use_local:
             self.controller.snapshots.touch()
 

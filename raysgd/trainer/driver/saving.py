@@ -60,7 +60,7 @@ class FileSaves:
         """Write a checkpoint file in a background thread.
 
         Args:
-            checkpoint: Path of the file.
+            checkpoint: Path or URI of the file.
             newest: Handle to the snapshot of the training state to save. The snapshot may still be in the workers.
             content: Function that creates the file's content from the snapshot. If the snapshot is already in the
                 driver, `content` is called immediately, so that its errors are raised here.
@@ -113,7 +113,7 @@ class RunCheckpoints:
     Attributes:
         trainer: The attributes and methods of the trainer that the run uses.
         calls: Calls the callbacks of the run.
-        reports: Holds the step metrics that sidecars need, and the journal, which names the checkpoints.
+        reports: Holds the step metrics that sidecars need, and the journal, which lists the checkpoints.
         sidecar: Returns the current content of a sidecar: `sidecar(with_open_steps)`.
         note_seconds: Records how long a save took.
         newest: The last checkpoint that was saved or loaded, or None.
@@ -148,7 +148,7 @@ class RunCheckpoints:
         self._note(location, step, seconds)
 
     def save_behind(self, location: str) -> SaveBehind:
-        """Save a checkpoint in the background.
+        """Save a checkpoint in the background, and return an object that reports when the file is complete.
 
         Write the sidecar before the checkpoint. A complete checkpoint then always has a sidecar.
         """

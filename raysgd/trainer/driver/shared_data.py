@@ -83,7 +83,9 @@ class DataSharing:
         self._has_warned = False
 
     def with_registered(self, requests: Requests, name: str, batches: RayBatches, worlds: Sequence[World]) -> Requests:
-        """Add to the requests each rank's shard of the Ray Data that operators registered in `setup`.
+        """Return the requests with each rank's shard of the Ray Data that operators registered in `setup`.
+
+        If the workers already have these shards, no shards are added.
 
         Args:
             requests: The requests by rank.
@@ -96,7 +98,9 @@ class DataSharing:
         return self._with_shares(requests, shares)
 
     def with_data_of_call(self, requests: Requests, name: str, dataset: Any, worlds: Sequence[World]) -> Requests:
-        """Add to the requests each rank's shard of a dataset that the user passed to one call.
+        """Return the requests with each rank's shard of a dataset that the user passed to one call.
+
+        If the workers already have these shards, no shards are added.
 
         Args:
             requests: The requests by rank.

@@ -39,6 +39,8 @@ class JointWork:
     def can_become(self, other: JointWork) -> bool:
         """Return True if the other rank's actions begin with this rank's actions, so that this rank can catch up.
 
+        Also return True if this rank is so far behind that `other` has no hash to compare with.
+
         Args:
             other: Record of a rank that has taken at least as many actions.
         """
