@@ -112,7 +112,7 @@ def _shown(folder: Folder, kind: str, state: str, facts: Sequence[tuple[str, str
 
 
 def _experiment(folder: Folder, names: set[str], now: float) -> str:
-    """Return the status of a `fit()` run from its experiment's folder. The file `run.json` there names the trial."""
+    """Return the status of a `fit()` run from its experiment's folder. Its `run.json` names the trial's folder."""
     note = report_in(_text(folder, "run.json")) or {}
     trial = note.get("trial")
     if isinstance(trial, str) and trial in names:
@@ -141,7 +141,7 @@ def _state_of_trial(status: Any, last: Mapping[str, Any], has_error: bool, now: 
 def _function_run(folder: Folder, num_runs: int, now: float) -> str:
     """Return the status of a `Trainer.run` call.
 
-    The call's folder has the last report, but does not tell whether the run has ended.
+    The call's folder has the reports, but no file shows whether the call has ended.
     """
     content: Any = None
     with suppress(ValueError, RecursionError):
@@ -255,7 +255,7 @@ def _written_at(report: Mapping[str, Any]) -> float:
 
 
 def _running(sign: str, at: float, now: float) -> str:
-    """Return the state of a run whose files do not say that it has ended.
+    """Return, as text, the state of a run whose files do not show that it has ended.
 
     Such a run is still running, or its program was killed.
 
