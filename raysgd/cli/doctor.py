@@ -335,7 +335,7 @@ def finding_on_resources(num_nodes: int, total: Mapping[str, float], free: Mappi
 
 
 def run_self_test_with(versions: Mapping[str, str], packages: Iterable[CheckResult]) -> CheckResult:
-    """Run the self test, unless packages are missing or too old or PyTorch is not installed.
+    """Run the self test, or skip it if packages are missing or too old, or if PyTorch is not installed.
 
     Args:
         versions: Versions of the installed packages.

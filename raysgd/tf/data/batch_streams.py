@@ -356,7 +356,7 @@ class TFRanks:
 
 
 def data_of(stream: Stream, name: str, world: World) -> StreamData:
-    """Check a registered stream and read its list of shards.
+    """Check a registered stream, read its list of shards, and return both as a `StreamData`.
 
     Args:
         stream: The stream that the user registered.

@@ -56,7 +56,7 @@ class ExchangeRecord:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Around a training call or a part of it, measure the time that is spent outside gradient all-reduces."""
+        """Measure the time that the block, a training call or a part of it, spends outside gradient all-reduces."""
         self._left_at = time.perf_counter()
         try:
             yield
@@ -78,7 +78,7 @@ class ExchangeRecord:
 
     @contextmanager
     def exchanging(self, num_samples: float) -> Iterator[None]:
-        """Around a gradient all-reduce, count it and measure its time.
+        """Count and time the gradient all-reduce that runs inside the block.
 
         Args:
             num_samples: Number of samples that this rank contributes.
@@ -95,9 +95,9 @@ class ExchangeRecord:
 
     @contextmanager
     def surfacing_errors(self) -> Iterator[None]:
-        """Around a block that runs a graph, raise the original exception of a failed all-reduce.
+        """If an all-reduce fails while the block runs a graph, raise the original exception of the all-reduce.
 
-        TensorFlow would raise an exception of another class in its place.
+        TensorFlow would raise an exception of another class instead.
         """
         self._error = None
         try:

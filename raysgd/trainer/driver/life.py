@@ -240,6 +240,8 @@ class TrainerLife:
     def on_all(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         """Call `function(replica, *args)` in all workers, where `replica` is the object that holds the operator.
 
+        Return the results by rank.
+
         Args:
             function: The function to call.
             *args: Arguments of the function after the replica.
