@@ -271,7 +271,7 @@ def _running(sign: str, at: float, now: float) -> str:
 
 
 def _ago(at: float, now: float) -> str:
-    """Return how long ago something happened, as text, in the largest unit of which at least two have passed.
+    """Return the time since something happened, as text, in the largest unit that gives a number of at least 2.
 
     >>> _ago(0, 7500)
     '2 h old'

@@ -252,7 +252,10 @@ class JournalKeeper:
             logger.warning("the journal does not say that %s was saved: %s", at, error)
 
     def _relative(self, location: str) -> str:
-        """Make a path in the folder of the run relative to this folder, so that the user can move the folder."""
+        """Return a path in the folder of the run relative to this folder, so that the user can move the folder.
+
+        Return any other path or URI as it is, but without secrets.
+        """
         try:
             return str(Path(location).expanduser().absolute().relative_to(self._folder()))
         except ValueError:

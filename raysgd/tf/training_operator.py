@@ -128,7 +128,7 @@ class TrainingOperator(BaseOperator):
         return summary
 
     def _count_left_out(self) -> int:
-        """Add the steps in which only other workers had samples to `global_step`, unless already added.
+        """Add to `global_step` the steps in which only other workers had samples, unless they were added before.
 
         Returns:
             The number of added steps.

@@ -262,7 +262,7 @@ def lockstep_dataset(dataset: Any, votes: EarlyVotes) -> Any:
 
 
 class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
-    """Yields the batches of a source, and draws one batch in advance to know whether the current step is the last.
+    """Yields the batches of a source, and draws one batch in advance to detect which step is the last.
 
     Args:
         source: Source of the batches.

@@ -283,9 +283,10 @@ class EpochCalls:
         sharing: DataSharing | None = None,
         facts: Any = None,
     ) -> Requests:
-        """Return the request for each rank. If the driver divides the data, each request includes the rank's shard.
+        """Return the request for each rank.
 
-        Each attempt at a call creates new requests, because the workers may have changed since the last attempt.
+        If the driver divides the data, each rank's shard is added, unless the workers already have their shards. Each
+        attempt at a call creates new requests, because the workers may have changed since the last attempt.
 
         Args:
             name: "train" or "validation".

@@ -129,7 +129,7 @@ class StepReports:
         use(())
 
     def fetch(self) -> None:
-        """Fetch what the workers still have to report, after they have stopped between two steps."""
+        """Fetch the reports on steps that the driver lacks. Called after the workers have stopped between two steps."""
         if self._steps is not None:
             self._steps.tell_rest()
         if self._journal is not None:

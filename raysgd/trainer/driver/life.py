@@ -73,7 +73,7 @@ class TrainerLife:
     Args:
         group_settings: Number of workers, their resources, and how to handle failures.
         settings: The settings from which each worker creates its replica.
-        framework: What depends on the framework.
+        framework: What PyTorch's and Keras's trainers do differently.
         name: Name of the trainer's class.
 
     Attributes:

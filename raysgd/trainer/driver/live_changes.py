@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class LiveChanges:
-    """Changes the settings of one trainer, and the operators in its workers to match.
+    """Changes the settings of one trainer, and updates the operators in its workers to match the settings.
 
     Args:
         life: The trainer's workers and settings.

@@ -97,7 +97,7 @@ class FileSaves:
                 newest.result(_END_S)
 
     def note_file(self, shown: str) -> None:
-        """Remember the name of the file to which the training state, or a part of it, was last written."""
+        """Remember the name of the checkpoint file that was last written or loaded."""
         self._snapshots.last_file = shown
 
     def _write(self, kept_alive: Any, path: str, content: Content) -> None:

@@ -63,12 +63,12 @@ class TrainerCalls:
 
     @property
     def recorder(self) -> CallRecorder:
-        """Adds each call to the trainer's history. Used by `recorded`."""
+        """Object that adds each call to the trainer's history. The decorator `recorded` uses it."""
         return self.life.recorder
 
     @property
     def num_workers(self) -> int:
-        """Current number of workers. Used by `recorded`."""
+        """Current number of workers. The decorator `recorded` uses it."""
         return self.life.controller.num_workers
 
     def start_train(

@@ -16,7 +16,9 @@ from raysgd.core.text.log_lines import named
 
 @dataclass(frozen=True)
 class JointWork:
-    """Record of one rank's actions in a training call, such as all-reduces, that all ranks must take in the same order.
+    """Record of the all-reduces and similar actions of one rank in a training call.
+
+    All ranks must take the same actions in the same order.
 
     Attributes:
         counts: How many times the rank has taken each kind of action, by the action's name.
