@@ -48,9 +48,8 @@ class StreamItem:
 class Passes:
     """A dataset, and the number of passes over it that this process has started.
 
-    A dataset that is reshuffled in each pass has an order that depends on how many passes were started. To go back to
-    an earlier pass, this class replaces the dataset with an unused copy, and then starts a pass over the copy for each
-    pass before the wanted one.
+    The order of a dataset that is reshuffled in each pass depends on how many passes were started. To go back to an
+    earlier pass, this class replaces the dataset with an unused copy. It then starts all passes before the wanted one.
     """
 
     def __init__(self, dataset: Any) -> None:

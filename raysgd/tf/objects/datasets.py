@@ -8,8 +8,8 @@ Each replica creates the same dataset and takes its part of every step:
   them in order, and slices the result in the same way.
 
 A step of N workers therefore has the same samples in the same order as a single-process step on the global batch, and
-each sample is used once per pass. A dataset whose auto-shard policy is OFF is not sharded, because this policy says
-that each worker's dataset is already a shard.
+each sample is used once per pass. A dataset whose auto-shard policy is OFF is not sharded, because each worker's
+dataset is then already a shard.
 
 ADR 2 explains why data is sharded by global batches.
 """

@@ -75,7 +75,7 @@ class EpochLeft(Exception):
 
 Listener = Callable[[CallProgress], None]
 StepReader = Callable[[bool], None]
-"""Function that fetches what the workers have recorded about their steps.
+"""Function that fetches the workers' records of their steps.
 
 Its argument is True if a training call has just returned. While a call runs, the function is called about ten times a
 second with False.
@@ -97,7 +97,7 @@ class ProgressListeners:
 
     Attributes:
         listeners: Functions that receive the progress about ten times a second, and once after the call has returned.
-        step_readers: Functions that fetch what the workers have recorded about their steps.
+        step_readers: Functions that fetch the workers' records of their steps.
     """
 
     def __init__(self, controller: ElasticController) -> None:

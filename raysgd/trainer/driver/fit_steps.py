@@ -43,7 +43,7 @@ class StepReports:
 
     Attributes:
         listeners: Functions that receive the progress of training calls.
-        readers: Functions that fetch from the workers what they have recorded about their steps.
+        readers: Functions that fetch the workers' records of their steps.
     """
 
     def __init__(

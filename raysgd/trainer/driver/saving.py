@@ -209,7 +209,7 @@ def load_into_all(
         controller: Controller of the workers.
         restore: Method that restores the state in each worker.
         state: The state that is the same for all ranks, or a `SharedValue` with a copy of it in Ray's object store.
-        rank_states: For each rank, the state that only this rank has, such as that of its random number generators.
+        rank_states: For each rank, its own state, such as the state of its random number generators.
         is_complete: Whether `state` and `rank_states` are the whole training state. If so, they also become the last
             snapshot, from which workers restart after a failure.
     """

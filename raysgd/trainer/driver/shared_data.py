@@ -55,8 +55,8 @@ class _Division:
 class DataSharing:
     """Divides datasets over the workers, and adds each worker's shard to the request that the worker receives.
 
-    Workers keep their shards, and their positions in the shards, for later calls. The driver sends new shards only when
-    the group of workers or the data has changed, and after a failed call, because the call may have left workers at
+    Workers keep their shards, and their positions in the shards, for later calls. The driver sends new shards only if
+    the group of workers or the data has changed, or after a failed call. A failed call may have left workers at
     different positions.
 
     Args:

@@ -1,4 +1,4 @@
-"""`TrainerPort`: what a call to `fit` uses of its trainer. `FitProgress`: how far such a call has come."""
+"""`TrainerPort`: the part of a trainer that a call to `fit` uses. `FitProgress`: the progress of a call to `fit`."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class BegunEpoch:
     def for_rank(self, rank: int, num_ranks: int) -> BegunEpoch:
         """Return a copy for one rank of a new group of workers.
 
-        The copy has only those metrics of the old ranks that this new rank adds to its own metrics.
+        The old ranks' metrics are divided among the new ranks. The copy has only those that go to this rank.
         """
         return replace(self, by_rank=self.by_rank[rank::num_ranks])
 

@@ -1,4 +1,4 @@
-"""Compares which operations, such as all-reduces, the ranks of a training call have run, and in which order.
+"""Compares the operations, such as all-reduces, that the ranks have run in a training call, and their order.
 
 All ranks must run the same operations in the same order. Otherwise, they wait for each other forever, or their models
 become different. This module does no I/O.

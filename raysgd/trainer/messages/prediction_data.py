@@ -133,7 +133,7 @@ class BatchRequest:
         is kept only if the data has a transform, because the transform may read the label column.
 
         Args:
-            own: What the data specifies itself.
+            own: The columns and the conversion that the data specifies.
         """
         if self.feature_columns is not None:
             return replace(PLAIN_FORM, feature_columns=self.feature_columns)

@@ -85,7 +85,8 @@ class ComparisonPace:
 
         Args:
             seconds: Duration of the training call.
-            costs_s: For each rank, how long it took to compute sums after the call. Empty if no weights were compared.
+            costs_s: For each rank, the seconds spent on computing sums after the call. Empty if no weights were
+                compared.
         """
         if costs_s:
             self._cost_s, self._since_s = max(costs_s), 0.0
