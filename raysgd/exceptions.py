@@ -1,8 +1,8 @@
 """Defines the exceptions that raysgd raises.
 
 * Most invalid arguments raise a plain ``ValueError`` or ``TypeError``. The classes in this module are for two other
-  cases: errors for which existing programs catch several built-in classes, and failures that a program may want to
-  handle separately.
+  cases: errors that some programs catch as one built-in class and other programs as another, and failures that a
+  program may want to handle separately.
 * All exceptions in this module can be pickled with their messages. A pickled `WorkerError` includes the exceptions
   that the user's code raised.
 

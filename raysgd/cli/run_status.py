@@ -141,7 +141,7 @@ def _state_of_trial(status: Any, last: Mapping[str, Any], has_error: bool, now: 
 def _function_run(folder: Folder, num_runs: int, now: float) -> str:
     """Return the status of a `Trainer.run` call.
 
-    The call's folder has the reports, but no file shows whether the call has ended.
+    The files in the call's folder do not show whether the call has ended.
     """
     content: Any = None
     with suppress(ValueError, RecursionError):

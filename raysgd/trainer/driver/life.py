@@ -266,7 +266,7 @@ class TrainerLife:
         """Return a snapshot of the current state that all workers share, such as the model's weights.
 
         If the driver already has a snapshot of this state, that snapshot is returned, so that the workers need not copy
-        their state again. Its states of the workers' random number generators may be slightly older.
+        their state again. The states of the workers' random number generators in it may be slightly older.
         """
         landed = self.controller.landed_snapshot() if not self.group_settings.use_local else None
         return self.snapshot() if landed is None else landed

@@ -25,7 +25,8 @@ _TOLERANCES_OF_SHORT = {1: 1.0, 2: 0.3}
 # Differences in a tensor are relative to its norm, but at least to this fraction of the norm of all weights. If the
 # norm of a tensor is smaller, its elements may be noise around 0.
 _SMALLEST = 1e-3
-# Fraction of the time to spend on comparisons, except those at snapshots. All comparisons take less than 1 %.
+# Fraction of the time to spend on comparisons, except those at snapshots. All comparisons together take less than 1 %
+# of the time.
 _SHARE = 0.005
 _MOST_NAMES = 3
 _CHUNK = 1 << 16  # number of elements to convert to float64 at a time, in half a megabyte
