@@ -1,8 +1,8 @@
 """Defines the exceptions that raysgd raises.
 
 * Most invalid arguments raise a plain ``ValueError`` or ``TypeError``. The classes in this module are for two other
-  cases: errors that existing programs catch under different built-in classes, and failures that a program may want to
-  handle differently from other failures.
+  cases: errors that some programs catch as one built-in class and other programs as another, and failures that a
+  program may want to handle separately.
 * All exceptions in this module can be pickled with their messages. A pickled `WorkerError` includes the exceptions
   that the user's code raised.
 
@@ -178,9 +178,10 @@ class TrainBackendError(RaySGDError, RuntimeError):
 
 
 class TrainingWorkerError(RaySGDError, RuntimeError):
-    """A worker of a function-based trainer died in a call that a program made on the workers. New workers have started.
+    """A worker died during a function call that the program sent to the workers directly. New workers have started.
 
-    A worker that dies while a training function runs under `Trainer.run` or `fit` does not raise this error.
+    The workers belong to a function-based trainer (`raysgd.train`). A worker that dies while a training function runs
+    under `Trainer.run` or `fit` does not raise this error.
     """
 
 

@@ -208,7 +208,7 @@ def _own_address() -> str:
 def check_private_names() -> Iterator[CheckResult]:
     """Check that installed packages still have the private functions and attributes that raysgd uses.
 
-    A package is checked only if it is newer than the version with which raysgd was tested.
+    A package is skipped if its version is not newer than the version with which raysgd was tested.
     """
     for name in ("torch", "ray"):  # import both packages, because names in compiled modules are not in the source code
         with suppress(Exception):
@@ -335,7 +335,7 @@ def finding_on_resources(num_nodes: int, total: Mapping[str, float], free: Mappi
 
 
 def run_self_test_with(versions: Mapping[str, str], packages: Iterable[CheckResult]) -> CheckResult:
-    """Run the self test, unless packages are missing or too old or PyTorch is not installed.
+    """Run the self test, or skip it if packages are missing or too old, or if PyTorch is not installed.
 
     Args:
         versions: Versions of the installed packages.

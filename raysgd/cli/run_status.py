@@ -112,7 +112,7 @@ def _shown(folder: Folder, kind: str, state: str, facts: Sequence[tuple[str, str
 
 
 def _experiment(folder: Folder, names: set[str], now: float) -> str:
-    """Return the status of a `fit()` run from its experiment's folder. The file `run.json` there names the trial."""
+    """Return the status of a `fit()` run from its experiment's folder. Its `run.json` names the trial's folder."""
     note = report_in(_text(folder, "run.json")) or {}
     trial = note.get("trial")
     if isinstance(trial, str) and trial in names:
@@ -141,7 +141,7 @@ def _state_of_trial(status: Any, last: Mapping[str, Any], has_error: bool, now: 
 def _function_run(folder: Folder, num_runs: int, now: float) -> str:
     """Return the status of a `Trainer.run` call.
 
-    The call's folder has the last report, but does not tell whether the run has ended.
+    The files in the call's folder do not show whether the call has ended.
     """
     content: Any = None
     with suppress(ValueError, RecursionError):
@@ -221,9 +221,9 @@ def _number(value: Any) -> float:
 
 
 def _metrics(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return a list with one line of status: the most informative metrics of a report.
+    """Return the most informative metrics of a report as one status line.
 
-    Return an empty list if the report has no metrics.
+    The line is a pair of a name and a text, in a list. The list is empty if the report has no metrics.
     """
     names = [
         name
@@ -255,7 +255,7 @@ def _written_at(report: Mapping[str, Any]) -> float:
 
 
 def _running(sign: str, at: float, now: float) -> str:
-    """Return the state of a run whose files do not say that it has ended.
+    """Return, as text, the state of a run whose files do not show that it has ended.
 
     Such a run is still running, or its program was killed.
 
@@ -271,7 +271,7 @@ def _running(sign: str, at: float, now: float) -> str:
 
 
 def _ago(at: float, now: float) -> str:
-    """Return how long ago something happened, as text, in the largest unit of which at least two have passed.
+    """Return the time since something happened, as text, in the largest unit that gives a number of at least 2.
 
     >>> _ago(0, 7500)
     '2 h old'

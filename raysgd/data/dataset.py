@@ -44,7 +44,7 @@ class Dataset:
     """
 
     keeps_position = True
-    """Tells trainers that each worker continues its shard in the next call to `train` instead of restarting it."""
+    """If True, each worker continues its shard in the next call to `train`, instead of starting at the beginning."""
 
     def __init__(
         self,

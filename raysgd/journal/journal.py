@@ -220,9 +220,9 @@ class Journal:
         return next(each for each in reversed(self.legs) if each.after < number)
 
     def begin_of(self, number: int) -> int:
-        """Return the number of the last batch before the batches of a step.
+        """Return the number of the batch before the first batch of a step.
 
-        With gradient accumulation, a step has several batches.
+        With gradient accumulation, a step has several batches. Return 0 for the first step of the run.
         """
         leg = self.leg_of(number)
         taken = np.flatnonzero(self.steps["weight"][leg.after : number - 1])

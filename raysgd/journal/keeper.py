@@ -54,8 +54,8 @@ class StepBook:
         self._newest: Attempt = (0, 0)
         # For each attempt: the step after which the attempt starts, and its number of workers.
         self._began: dict[Attempt, tuple[int, int]] = {}
-        # For each attempt: the reports about steps that not all workers have reported yet, by the name of each worker's
-        # recorder.
+        # For each attempt, by the name of each worker's recorder: the reports about steps that some workers have not
+        # reported yet.
         self._open: dict[Attempt, dict[str, StepBlock]] = {}
         self._changed: set[Attempt] = set()
         self.last_step = 0
@@ -252,7 +252,10 @@ class JournalKeeper:
             logger.warning("the journal does not say that %s was saved: %s", at, error)
 
     def _relative(self, location: str) -> str:
-        """Make a path in the folder of the run relative to this folder, so that the user can move the folder."""
+        """Return a path in the folder of the run relative to this folder, so that the user can move the folder.
+
+        Return any other path or URI as it is, but without secrets.
+        """
         try:
             return str(Path(location).expanduser().absolute().relative_to(self._folder()))
         except ValueError:

@@ -80,7 +80,7 @@ class StepBlock:
 
 
 class _WaitingLeg(NamedTuple):
-    """The report that a leg starts, with its number."""
+    """A report that a leg starts, together with the number of the report."""
 
     number: int
     report: LegReport
@@ -90,7 +90,7 @@ class _Waiting(NamedTuple):
     """The values of one step, some of which may still be on a GPU.
 
     Attributes:
-        number: Number of this report.
+        number: Number of the report on this step.
         attempt: The attempt in which the step was taken.
         step: Number of the step.
         values: The loss and the weight of each batch of the step, one after another.
@@ -158,7 +158,7 @@ class StepRecorder(WorkerCallback):
             to_floats: Function that converts a list of one-element tensors to floats.
 
         Returns:
-            The number of the last report that is returned, or `after` if there are no new reports, and the reports.
+            A pair: the number of the last returned report, or `after` if there are no new reports; and the reports.
         """
         while self._reports and self._reports[0].number <= after:
             self._reports.popleft()
@@ -183,7 +183,8 @@ def reports_after(replica: Any, received: Mapping[str, int]) -> tuple[str, int, 
         received: For each recorder, the number of the last report that the driver has.
 
     Returns:
-        The name, the number of the last report that is returned, and the reports.
+        The recorder's name, the number of the last returned report, and the reports. "", 0 and [] if the worker has no
+        recorder.
     """
     internals = replica.operator._raysgd
     found: StepRecorder | None = internals.callbacks.of_kind(StepRecorder)
@@ -203,9 +204,9 @@ def _loss_of(metrics: Sequence[HeldMetric]) -> tuple[Any, Any]:
 
 
 def _kept(value: Any) -> Any:
-    """Return a number, or a copy of a tensor on a GPU, because the user's code may change the tensor in place.
+    """Return a value that the user's code cannot change later: a number, or a copy of a tensor on a GPU.
 
-    Return NaN for any other value.
+    Return NaN if the value is not a single number.
     """
     try:
         if not hasattr(value, "detach"):
@@ -255,7 +256,7 @@ def _sums_of(groups: Iterable[Column]) -> Column:
 def exact_sum(numbers: Sequence[float]) -> float:
     """Return the correctly rounded sum, which does not depend on the order of the numbers.
 
-    If the sum is too large for a float, or if a number is infinite or NaN, return the sum in the order of the numbers.
+    If the sum is too large for a float, or adds infinity and minus infinity, return the result of Python's `sum`.
     """
     try:
         return math.fsum(numbers)

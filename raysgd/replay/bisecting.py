@@ -27,12 +27,13 @@ class Difference:
 
     Attributes:
         step: The first step that differs, or None if all steps are equal.
-        what: What differs: "samples", "loss", "norm", or "weights" (the weights after the step).
+        what: What differs: "samples", "loss", "norm", or "weights" (the weights after the step). None if all steps are
+            equal.
         parameter: Name of the first parameter that differs after the step. None if the runs were not replayed, or if
             the replays have equal weights.
-        left: If the replays of both runs are equal, but only one of the runs equals its own replay, the other run: "A"
-            or "B". Otherwise, None.
-        values: The losses or norms of the step in run A and in run B.
+        left: The run, "A" or "B", that differs from its own replay. Set only if the replays of both runs are equal and
+            the other run equals its replay. Otherwise, None.
+        values: The losses or norms of the step in run A and in run B, or None.
         num_steps: Number of steps that were compared.
         equal_at: The last step after which both runs saved a checkpoint with the same weights. None if there is no such
             step.

@@ -82,7 +82,7 @@ class _Trainer(TorchTrainer):
 
 
 class Program:
-    """The user's operator class and config, from which trainers are created that repeat the steps of a past run.
+    """Creates trainers that repeat the steps of a past run, from the user's operator class and config.
 
     Args:
         operator: The operator class, or its location, such as "train.py:MyOperator".

@@ -35,7 +35,7 @@ class Why:
         obstacle: Reason why the samples are unknown, or None if they are known.
         losses: The loss of each sample by itself, highest first. None without `recompute=True`.
         checkpoint: The checkpoint whose weights were used to compute `losses`. None if the initial weights from
-            `setup` were used.
+            `setup` were used, or without `recompute=True`.
     """
 
     record: StepRecord

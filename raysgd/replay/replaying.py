@@ -253,6 +253,8 @@ def _compared(
 ) -> Replayed:
     """Compare the losses and norms of the replayed steps with the values in the journal of the run.
 
+    Return the result of the replay.
+
     Args:
         journal: The journal of the run.
         replayed: The journal of the replay.

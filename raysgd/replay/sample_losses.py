@@ -38,7 +38,7 @@ class SampleLoss:
 def nearest_checkpoint(journal: Journal, step: int, *, may_be_at: bool = False) -> tuple[int, str] | None:
     """Return the newest checkpoint from before a step: the step after which it was saved, and its path or URI.
 
-    Return None if there is no such checkpoint.
+    Skip checkpoints whose local files were deleted. Return None if there is no such checkpoint.
 
     Args:
         journal: The journal of the run.

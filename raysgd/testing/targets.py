@@ -48,7 +48,7 @@ def controller_of(trainer: Any) -> Any:
 
 
 def group_of(trainer: Any) -> WorkerGroup:
-    """Return the trainer's current worker group, which knows the worker process of each rank.
+    """Return the trainer's current worker group, the object that holds its workers by rank.
 
     Raises:
         RuntimeError: The trainer was shut down, or its workers are being replaced.

@@ -75,7 +75,7 @@ class Trap:
         Keras's `fit` reads batches on its own schedule. With Keras, `spring` is called before each all-reduce of
         gradients instead.
         """
-        streams: list[Any] = []  # holds one stream, the batches of the current call, once that call has created it
+        streams: list[Any] = []  # the stream of the current call; empty until the call has created its stream
 
         def watched(stream: Any) -> Any:
             if stream not in streams:

@@ -111,7 +111,10 @@ class CreatorOperator(TrainingOperator):
         return {} if history is None else {name: _last(values) for name, values in history.history.items()}
 
     def _fit_together(self, options: dict[str, Any]) -> Mapping[str, Any]:
-        """Run Keras's `fit` together with other ranks. If a `fit` was interrupted, continue that `fit`."""
+        """Run Keras's `fit` together with other ranks. If a `fit` was interrupted, continue that `fit`.
+
+        Return the latest value of each metric, under Keras's names.
+        """
         synchronizer, stream, model = self._raysgd.context.synchronizer, self._raysgd.fit, self.model
         synchronizer.watch_model(model)  # in every call, because the user may have compiled the model again
         self._keep_optimizers()
@@ -125,7 +128,7 @@ class CreatorOperator(TrainingOperator):
             model.stop_training = False
         with synchronizer.fitting(stream.before_exchange):
             self._fit_rest(options, is_resumed)
-        if is_resumed:  # on a rank that joined late, `EarlyStopping` may restore other weights than on rank 0
+        if is_resumed:  # `EarlyStopping` may have restored different weights on a rank that joined late: use rank 0's
             global_metrics.share_first(synchronizer.group, model.weights)
         assert stream.place is not None
         return stream.place.logs
@@ -275,7 +278,10 @@ class CreatorOperator(TrainingOperator):
     def validate(
         self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None, num_steps: int | None = None
     ) -> dict[str, Any]:
-        """Run Keras's `evaluate` once, with the options in `evaluate_config`. The ranks split the samples."""
+        """Run Keras's `evaluate` once, with the options in `evaluate_config`. The ranks split the samples.
+
+        Return the metrics, under Keras's names with the prefix `validation_`.
+        """
         dataset = self.validation_dataset
         if dataset is None:
             raise NoDataError("`validate` needs a test dataset, but `data_creator` returned None instead.")
@@ -371,6 +377,6 @@ def _listed(options: Mapping[str, Any]) -> list[Any]:
 
 
 def _last(values: Any) -> Any:
-    """Return the last value in the list of a metric's values by epoch, as a Python number if it is a scalar."""
+    """Return a metric's value, as a Python number if it is a scalar. If a list has a value per epoch, use the last."""
     value = values[-1] if isinstance(values, list | tuple) and values else values
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value

@@ -238,10 +238,10 @@ def _plain(value: Any) -> Any:
 def tracker(
     stream: FitStream, model: Any, steps_per_epoch: int | None, agree: Callable[[], None], rates: learning_rates.Rates
 ) -> Any:
-    """Return a Keras callback that tells `stream` when epochs start and end, and calls `agree` after each epoch.
+    """Return a Keras callback that reports the start and end of epochs to `stream`, and calls `agree` after each epoch.
 
-    It must be the last callback. If a `fit` is resumed, the callback also sets the learning rate to `rates`, because
-    the user's callbacks on a new worker have missed earlier epochs and may have set another learning rate.
+    It must be the last callback. If a `fit` is resumed, the callback also sets the learning rate to `rates`. The user's
+    callbacks on a new worker have missed earlier epochs and may have set another learning rate.
     """
 
     def keep_rate(logs: Any = None) -> None:

@@ -42,7 +42,9 @@ class TFMLDataset(ShardedFrames):
         shuffle_buffer_size: int = 1,
         seed: int | None = None,
     ) -> Any:
-        """Return the rows of one shard, or of all shards if the index is negative.
+        """Return a `tf.data.Dataset` of the rows of one shard, or of all shards if the index is negative.
+
+        The rows of all shards are not shuffled: `shuffle`, `shuffle_buffer_size` and `seed` then have no effect.
 
         Args:
             shard_index: Index of the shard.

@@ -9,7 +9,7 @@ from raysgd.trainer.driver import tune_trial
 
 
 class TFTrainable(tune_trial.trainer_trainable("`TFTrainable`")):  # type: ignore[misc]
-    """A Ray Tune trial that runs Keras's `fit` once and then one evaluation in each of its steps.
+    """A Ray Tune trial. Each of its steps runs Keras's `fit` once, and then one evaluation.
 
     The trial's config must have the keys `model_creator`, `data_creator`, `num_replicas` and `use_gpu`. Optional keys
     are `num_cpus_per_worker` (default: 1) and `trainer_config`, the trainer's config.

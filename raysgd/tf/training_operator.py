@@ -128,7 +128,7 @@ class TrainingOperator(BaseOperator):
         return summary
 
     def _count_left_out(self) -> int:
-        """Add the steps in which only other workers had samples to `global_step`, unless already added.
+        """Add to `global_step` the steps in which only other workers had samples, unless they were added before.
 
         Returns:
             The number of added steps.
@@ -335,8 +335,8 @@ class TrainingOperator(BaseOperator):
     def weighted_loss(self, loss: Any, weight: Any) -> Any:
         """Scale a loss that is a mean over `weight` units, such as tokens, so that gradients are averaged by units.
 
-        Call this method in your own `train_step`, on all workers, before you compute gradients. Report the unscaled
-        `loss` as a metric, and the weight under `raysgd.utils.BATCH_WEIGHT`.
+        Call this method in your own `train_step`, on all workers, and compute gradients of the scaled loss that it
+        returns. Report the unscaled `loss` as a metric, and the weight under `raysgd.utils.BATCH_WEIGHT`.
         """
         losses = self._raysgd.context.synchronizer.losses
         return loss if losses is None else losses.weighted(loss, weight)

@@ -47,6 +47,6 @@ class Trainer(train.Trainer):
     ) -> TrainingIterator:
         """Start a training function on all workers, and return an iterator over its reports.
 
-        The arguments are those of `run`.
+        The arguments are those of `run`, without `callbacks`.
         """
         return super().run_iterator(train_func, config, dataset, checkpoint, checkpoint_strategy)

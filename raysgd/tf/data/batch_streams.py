@@ -48,9 +48,8 @@ class StreamItem:
 class Passes:
     """A dataset, and the number of passes over it that this process has started.
 
-    A dataset that is reshuffled in each pass has an order that depends on how many passes were started. To go back to
-    an earlier pass, this class replaces the dataset with an unused copy, and then starts a pass over the copy for each
-    pass before the wanted one.
+    The order of a dataset that is reshuffled in each pass depends on how many passes were started. To go back to an
+    earlier pass, this class replaces the dataset with an unused copy. It then starts all passes before the wanted one.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -262,7 +261,7 @@ def lockstep_dataset(dataset: Any, votes: EarlyVotes) -> Any:
 
 
 class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
-    """Yields the batches of a source, and draws one batch in advance to know whether the current step is the last.
+    """Yields the batches of a source, and draws one batch in advance to detect which step is the last.
 
     Args:
         source: Source of the batches.
@@ -298,9 +297,9 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
         return self._completed
 
     def samples_used(self) -> DataLedger | None:
-        """Return how many samples of the current pass are completed and in flight. Can be called from any thread.
+        """Return how many samples of the current pass are completed, and how many are in flight.
 
-        Return None if raysgd does not shard the data.
+        Return None if raysgd does not shard the data. This method can be called from any thread.
         """
         if not has_divided_source(self):
             return None
@@ -356,7 +355,7 @@ class TFRanks:
 
 
 def data_of(stream: Stream, name: str, world: World) -> StreamData:
-    """Check a registered stream and read its list of shards.
+    """Check a registered stream, read its list of shards, and return both as a `StreamData`.
 
     Args:
         stream: The stream that the user registered.

@@ -8,8 +8,8 @@ Each replica creates the same dataset and takes its part of every step:
   them in order, and slices the result in the same way.
 
 A step of N workers therefore has the same samples in the same order as a single-process step on the global batch, and
-each sample is used once per pass. A dataset whose auto-shard policy is OFF is not sharded, because this policy says
-that each worker's dataset is already a shard.
+each sample is used once per pass. A dataset whose auto-shard policy is OFF is not sharded, because each worker's
+dataset is then already a shard.
 
 ADR 2 explains why data is sharded by global batches.
 """
@@ -353,7 +353,7 @@ def without_empty(dataset: Any) -> Any:
 
 
 def own_part_of(dataset: Any, num_workers: int) -> Any:
-    """Split each batch of this worker's own dataset into one piece per worker, and yield all pieces as batches.
+    """Split each batch of this worker's own dataset into one piece per worker, and return a dataset of the pieces.
 
     If the user batches by the global batch size, each piece has the size of one worker's batch, as with TensorFlow's
     strategies. Empty pieces are dropped.
@@ -368,7 +368,7 @@ def own_part_of(dataset: Any, num_workers: int) -> Any:
 
 
 def after_samples(dataset: Any, consumed: int) -> Any:
-    """Skip the first `consumed` samples of a dataset of batches. The first remaining batch may be incomplete."""
+    """Return a dataset of batches without its first `consumed` samples. The first remaining batch may be incomplete."""
     import tensorflow as tf
 
     def cut(seen: Any, batch: Any) -> Any:

@@ -10,7 +10,10 @@ Rates = Sequence[float | None]
 
 
 def read(optimizers: Iterable[Any]) -> list[float | None]:
-    """Return the optimizers' current learning rates. The rate is None for an optimizer whose rate cannot be set."""
+    """Return the optimizers' current learning rates.
+
+    The rate is None for an optimizer that follows a schedule or whose rate cannot be set.
+    """
     return [_read(optimizer) for optimizer in optimizers]
 
 

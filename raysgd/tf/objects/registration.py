@@ -23,7 +23,7 @@ def models_of(models: Any) -> RegisteredParts:
 
 
 def optimizers_of(optimizers: Any) -> RegisteredParts:
-    """Check that `register(optimizers=...)` got a Keras optimizer or a container of optimizers. Return them."""
+    """Check that `register(optimizers=...)` got a Keras optimizer or a container of them. Return the optimizers."""
     return parts_of("optimizers", optimizers, partial(_has, "apply_gradients"), "a Keras optimizer object, not a name")
 
 
@@ -125,7 +125,7 @@ def require_compiled(model: Any, where: str) -> None:
 
 
 def with_loss_scale(optimizer: Any, models: Sequence[Any]) -> Any:
-    """Wrap an optimizer in a `LossScaleOptimizer` if a model computes in float16. Do not wrap it twice."""
+    """Return an optimizer, wrapped in a `LossScaleOptimizer` if a model computes in float16. Do not wrap it twice."""
     policies = {_policy_of(model) for model in models}
     if "mixed_float16" not in policies or "LossScale" in type(optimizer).__name__:
         return optimizer

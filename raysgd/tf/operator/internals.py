@@ -87,7 +87,8 @@ class TFInternals(Internals):
         data: The registered datasets.
         train_function: The compiled `train_step`, or None until it is first needed.
         test_function: The compiled `test_step`, or None until it is first needed.
-        chosen_rates: The learning rates that `setup` chose, with None for an optimizer whose rate cannot be set.
+        chosen_rates: The learning rates that `setup` chose. None for an optimizer that follows a schedule or whose rate
+            cannot be set.
         num_left_out: Number of steps that `train_epoch` must still add to `global_step`. Only other ranks had samples
             in these steps.
         fit: Holds the position of Keras's `fit`, for operators created from creator functions.

@@ -36,7 +36,7 @@ class ExchangeRecord:
         num_completed: Number of completed exchanges.
         num_per_step: Number of exchanges in a step of a Keras loop.
         own_s: Seconds of the training call spent outside exchanges, up to the most recent exchange.
-        ledger: Object that is told when exchanges start and finish; None before the first training call.
+        ledger: Object to which the start and end of each exchange is reported. None before the first training call.
     """
 
     def __init__(self, group: Group) -> None:
@@ -56,7 +56,7 @@ class ExchangeRecord:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Around a training call or a part of it, measure the time that is spent outside gradient all-reduces."""
+        """Measure the time that the block, a training call or a part of it, spends outside gradient all-reduces."""
         self._left_at = time.perf_counter()
         try:
             yield
@@ -78,7 +78,7 @@ class ExchangeRecord:
 
     @contextmanager
     def exchanging(self, num_samples: float) -> Iterator[None]:
-        """Around a gradient all-reduce, count it and measure its time.
+        """Count and time the gradient all-reduce that runs inside the block.
 
         Args:
             num_samples: Number of samples that this rank contributes.
@@ -95,9 +95,9 @@ class ExchangeRecord:
 
     @contextmanager
     def surfacing_errors(self) -> Iterator[None]:
-        """Around a block that runs a graph, raise the original exception of a failed all-reduce.
+        """If an all-reduce fails while the block runs a graph, raise the original exception of the all-reduce.
 
-        TensorFlow would raise an exception of another class in its place.
+        TensorFlow would raise an exception of another class instead.
         """
         self._error = None
         try:
@@ -220,7 +220,10 @@ class GradientAverager:
         return [_like(gradient, averages, joined) for gradient in gradients]
 
     def _exchange(self, num_dense: int, repeat: Exchange, count: Array, *gradients: Array) -> list[Array]:
-        """All-reduce the gradients. TensorFlow calls this in one of its threads each time that the graph runs."""
+        """All-reduce the gradients. Return the averaged dense gradients, followed by the parts of the sparse gradients.
+
+        TensorFlow calls this in one of its threads each time that the graph runs.
+        """
         with self._exchanges.noting(BaseException):
             if self._exchanges.before_exchange is not None:
                 self._exchanges.before_exchange()

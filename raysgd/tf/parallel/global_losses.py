@@ -301,7 +301,7 @@ def _is_masked(keras: Any, output: Any) -> bool:
 
 
 def _counting(keras: Any, values: Callable[[Any, Any], Any], reduction: str) -> Any:
-    """Return a Keras loss with the given reduction that computes its unreduced values with the function `values`."""
+    """Return a Keras loss that computes values with the function `values`, and then applies the given reduction."""
 
     class Counting(keras.losses.Loss):
         def call(self, y_true: Any, y_pred: Any) -> Any:
@@ -360,7 +360,7 @@ def _name_of(loss: Any) -> str:
 
 
 def _by_output(model: Any, name: str, entries: Any, outputs: Any) -> list[Any]:
-    """Split something that the user gave per model output, such as losses or targets, into a list by output.
+    """Return a list with one entry for each model output, from the user's losses, targets or sample weights.
 
     Entries are matched with outputs in the same way as in Keras.
 

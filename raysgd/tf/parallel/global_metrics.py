@@ -41,13 +41,13 @@ class GlobalMetrics:
         self._batches: dict[bool, list[Array]] = {}  # by `is_test`, for each batch: its size, and metrics after it
 
     def note_batch(self, count: Any) -> None:
-        """To the step that is being traced, add operations that store the number of samples in its batch."""
+        """Make the step that is being traced store the number of samples in its batch."""
         import tensorflow as tf
 
         self._last = _assigned(self._last, tf.stack([tf.cast(count, tf.int64), int(self._traced.is_test)]))
 
     def note_returned(self, numbers: Any) -> None:
-        """To the step that is being traced, add operations that store the metrics that the user's own step returns."""
+        """Make the step that is being traced store the metrics that the user's own step returns."""
         import tensorflow as tf
 
         before, is_test = self._returned.get(self._traced.is_test, {}), self._traced.is_test
@@ -58,7 +58,7 @@ class GlobalMetrics:
         self._returned[is_test] = {**dict.fromkeys(numbers), **noted} if is_known else {}
 
     def note_means(self, model: Any, count: Any) -> None:
-        """To the step that is being traced, add an operation that records the model's mean metrics after each batch.
+        """Make the step that is being traced record the model's mean metrics after each batch.
 
         Some of these metrics may weight all batches equally, although shards of a batch differ in size.
         `get_metrics_result` corrects these metrics at the end of an epoch.

@@ -31,7 +31,7 @@ from raysgd.tf.parallel.step import TFStep, TracedStep, applying_zeros, repeat_w
 
 
 class Synchronizer:
-    """Makes one replica's optimizers and models work across ranks, by replacing some of their methods.
+    """Keeps one replica's optimizers and models in sync with other ranks, by replacing some of their methods.
 
     An optimizer or model with replaced methods is called watched.
 
@@ -336,7 +336,7 @@ def _name_of_apply(optimizer: Any) -> str:
 
 
 def _after(averaged: Sequence[Any]) -> Any:
-    """Return a context manager inside which new graph operations are made to run after an all-reduce.
+    """Return a context manager. Graph operations that are created inside it run after an all-reduce.
 
     If the all-reduce fails, these operations do not run, and not even the optimizer's step counter changes.
 

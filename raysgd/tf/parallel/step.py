@@ -25,7 +25,8 @@ class TFStep:
         num_global: The step's total number of samples over all ranks, or 0 if unknown.
         weights: This rank's sum of sample weights, and the sum over all ranks. Both are 0 without sample weights.
         began_at: Time at which the loop started to draw the batch.
-        usual: Functions that repeat the all-reduces of the last step that had any, with zero samples from this rank.
+        usual: Functions that repeat all-reduces with zero samples from this rank. They repeat those of the last step
+            that ran all-reduces.
     """
 
     num_samples: int | None = None
@@ -179,6 +180,8 @@ class TracedStep:
 
 def repeat_with_zeros(exchanges: Sequence[Exchange], result: Any) -> Any:
     """Run a step without samples: repeat the all-reduces and updates of the usual step with zero gradients.
+
+    Return zeros in the structure of `result`.
 
     Args:
         exchanges: Functions that repeat the all-reduces of a usual step, which is a step on a non-empty batch.

@@ -18,10 +18,11 @@ class Recovery:
     Args:
         in_place: True: the workers that survive a failure keep their processes and continue the call, if possible; see
             `docs/fault-tolerance.md`. If that is not possible, or if False, all workers restart from the last snapshot.
-        wait_for_workers: After a failure, new workers start immediately. True: the surviving workers wait up to 30 s
-            for the new workers. "auto": they do not wait if the size of the global batch does not depend on the number
-            of workers (`BATCH_SIZE`, `split_batches=True`), and if they have enough memory for their larger parts of
-            each batch. New workers then join during the epoch.
+        wait_for_workers: Whether the workers that survive a failure wait for new workers, which start immediately.
+            True: they wait up to 30 s. False: they never wait. "auto": they wait only if the global batch would shrink
+            without new workers, or if they lack the memory for larger parts of each batch. With `BATCH_SIZE` or
+            `split_batches=True`, the global batch does not shrink. If they do not wait, new workers join during the
+            epoch.
         resize_interval_s: How often a trainer with too few workers checks for free resources during an epoch. None:
             only before each call.
         heartbeat_s: A worker process that does not respond for this many seconds, because it is stopped or frozen,

@@ -66,7 +66,7 @@ class EpochLeft(Exception):
 
     Attributes:
         states: Each rank's progress, as a `RunState`. Empty if the call could not stop between two steps.
-        seconds: How long the epoch has been trained so far.
+        seconds: Seconds spent on training the epoch so far.
     """
 
     def __init__(self, states: Sequence[Any] = ()) -> None:
@@ -76,7 +76,7 @@ class EpochLeft(Exception):
 
 Listener = Callable[[CallProgress], None]
 StepReader = Callable[[bool], None]
-"""Function that fetches what the workers have recorded about their steps.
+"""Function that fetches the workers' records of their steps.
 
 Its argument is True if a training call has just returned. While a call runs, the function is called about ten times a
 second with False.
@@ -98,7 +98,7 @@ class ProgressListeners:
 
     Attributes:
         listeners: Functions that receive the progress about ten times a second, and once after the call has returned.
-        step_readers: Functions that fetch what the workers have recorded about their steps.
+        step_readers: Functions that fetch the workers' records of their steps.
     """
 
     def __init__(self, controller: ElasticController) -> None:
@@ -284,9 +284,10 @@ class EpochCalls:
         sharing: DataSharing | None = None,
         facts: Any = None,
     ) -> Requests:
-        """Return the request for each rank. If the driver divides the data, each request includes the rank's shard.
+        """Return the request for each rank.
 
-        Each attempt at a call creates new requests, because the workers may have changed since the last attempt.
+        If the driver divides the data, each rank's shard is added, unless the workers already have their shards. Each
+        attempt at a call creates new requests, because the workers may have changed since the last attempt.
 
         Args:
             name: "train" or "validation".
@@ -318,7 +319,7 @@ class EpochCalls:
         begun: BegunEpoch | None = None,
         leaves: Callable[[], bool] | None = None,
     ) -> list[EpochAnswer]:
-        """Run a training call.
+        """Run a training call, and return the workers' answers by rank.
 
         Args:
             options: Options of the call, the same for all ranks.
@@ -411,7 +412,7 @@ class EpochCalls:
             self.listeners.on_wait()
 
     def _run_measured(self, call: Call, max_retries: int) -> list[EpochAnswer]:
-        """Run a training call, and measure how many samples per second the workers train on."""
+        """Run a training call, and return the workers' answers by rank. Measure its samples per second."""
         events = self.controller.history.events
         began, num_events = time.perf_counter(), len(events)
         self.accounts.begin_call()
@@ -435,7 +436,7 @@ class EpochCalls:
         return answers
 
     def validate(self, options: EpochOptions, dataset: Any) -> list[EpochAnswer]:
-        """Run a validation call.
+        """Run a validation call, and return the workers' answers by rank.
 
         If any rank raises an error, all ranks start the next validation from the first batch.
 

@@ -42,7 +42,7 @@ def refuse_changes(config: Mapping[str, Any], names: Collection[str]) -> None:
         names: The names of the entries to change.
 
     Raises:
-        ValueError: The config has no such entry, or it cannot be changed.
+        ValueError: The config has no such entry, or the entry is `BATCH_SIZE`, from which `setup` created the loaders.
     """
     for name in names:
         if name == BATCH_SIZE:

@@ -60,7 +60,7 @@ class EpochResults:
         trainer: The attributes and methods of the trainer that the run uses.
         run: The run that callbacks receive. New rows are added to its history.
         calls: Calls the callbacks of the run.
-        validation_freq: Validate after every this many epochs. 0 to never validate after epochs.
+        validation_freq: Validate every `validation_freq` epochs. 0 to never validate after epochs.
         dataset: Data to validate on instead of the registered data, or None.
 
     Attributes:
@@ -81,7 +81,7 @@ class EpochResults:
     # ------------------------------------------------------------------------------------------------------ the rows
 
     def add(self, result: Any) -> TrainedEpoch:
-        """Add the row of an epoch to the run's history.
+        """Add the row of an epoch to the run's history, and return the epoch as a `TrainedEpoch`.
 
         Args:
             result: The metrics that the training call returned.

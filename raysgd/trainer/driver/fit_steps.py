@@ -37,13 +37,13 @@ class StepReports:
         run: The run that callbacks receive.
         calls: Calls the callbacks in the driver.
         worker_callbacks: The user's worker callbacks.
-        log_every_n_steps: Pass step metrics to callbacks after every this many steps. 0 for never.
+        log_every_n_steps: Pass step metrics to callbacks after every n-th step. 0 for never.
         journal: Entries to write into the journal's header in addition to the trainer's settings. None to write no
             journal.
 
     Attributes:
         listeners: Functions that receive the progress of training calls.
-        readers: Functions that fetch from the workers what they have recorded about their steps.
+        readers: Functions that fetch the workers' records of their steps.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class StepReports:
         use(())
 
     def fetch(self) -> None:
-        """Fetch what the workers still have to report, after they have stopped between two steps."""
+        """Fetch the reports on steps that the driver lacks. Called after the workers have stopped between two steps."""
         if self._steps is not None:
             self._steps.tell_rest()
         if self._journal is not None:

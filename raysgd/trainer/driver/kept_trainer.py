@@ -25,7 +25,7 @@ class KeptTrainer:
 
     Args:
         life: The trainer's workers and settings.
-        keeper: Counts the trainer's calls to its workers.
+        keeper: Counts the trainer's calls that change the training state.
     """
 
     def __init__(self, life: TrainerLife, keeper: Keeper) -> None:

@@ -92,7 +92,7 @@ class Leaving:
 
     @contextmanager
     def listening(self, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Handle signals that end the program inside the block, and restore the old signal handlers afterward.
+        """Inside the block, handle the signals that ask the program to end. Afterward, restore the old handlers.
 
         Where this is not possible, for example outside the main thread, signals are not handled.
 
@@ -152,7 +152,7 @@ class Leaving:
 
 
 def _obstacle() -> str | None:
-    """If signals cannot be handled where this code runs, return that place, such as "a worker of Ray".
+    """Return the place where this code runs, such as "a worker of Ray", if signals cannot be handled there.
 
     Otherwise, return None.
     """

@@ -73,7 +73,7 @@ class TrainerLife:
     Args:
         group_settings: Number of workers, their resources, and how to handle failures.
         settings: The settings from which each worker creates its replica.
-        framework: What depends on the framework.
+        framework: What PyTorch's and Keras's trainers do differently.
         name: Name of the trainer's class.
 
     Attributes:
@@ -240,6 +240,8 @@ class TrainerLife:
     def on_all(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         """Call `function(replica, *args)` in all workers, where `replica` is the object that holds the operator.
 
+        Return the results by rank.
+
         Args:
             function: The function to call.
             *args: Arguments of the function after the replica.
@@ -263,13 +265,14 @@ class TrainerLife:
     def shared_snapshot(self) -> Snapshot:
         """Return a snapshot of the current state that all workers share, such as the model's weights.
 
-        To avoid another copy, the states of the workers' random number generators may be slightly older.
+        If the driver already has a snapshot of this state, that snapshot is returned, so that the workers need not copy
+        their state again. The states of the workers' random number generators in it may be slightly older.
         """
         landed = self.controller.landed_snapshot() if not self.group_settings.use_local else None
         return self.snapshot() if landed is None else landed
 
     def _distrust_copies(self) -> None:
-        """With a worker in the driver, regard earlier snapshots as outdated: users can change its operator directly."""
+        """If rank 0 runs in the driver, mark earlier snapshots as outdated, because users can change its operator."""
         if self.group_settings.use_local:
             self.controller.snapshots.touch()
 

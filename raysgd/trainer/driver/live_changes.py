@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class LiveChanges:
-    """Changes the settings of one trainer, and the operators in its workers to match.
+    """Changes the settings of one trainer, and updates the operators in its workers to match the settings.
 
     Args:
         life: The trainer's workers and settings.
@@ -93,7 +93,7 @@ class LiveChanges:
         self._life.on_all(self._runner_cls.follow_config, changes_state=True, keeps_alike=True)
 
     def use_worker_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
-        """Let all workers, also those that start later, call these worker callbacks, and no others, from now on."""
+        """From now on, make all workers, including later ones, call exactly these worker callbacks."""
         life = self._life
         revision = life.settings.callbacks_revision + 1
         with life.controller.turns.take_turn():

@@ -42,7 +42,7 @@ def usual_batch_size(settings: ReplicaSettings, num_workers: int) -> Any:
 def next_round_size(size: int, seconds: float, num_bytes: int, num_batches: int, num_workers: int) -> int:
     """Return how many batches to send to each worker in the next round.
 
-    The number doubles after a short round and halves after a long round, but stays within a memory limit.
+    The number doubles after a short round and halves after a long round. It is limited to 1,024 batches, and by memory.
 
     Args:
         size: Number of batches that each worker predicted in the last round.

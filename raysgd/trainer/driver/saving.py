@@ -60,7 +60,7 @@ class FileSaves:
         """Write a checkpoint file in a background thread.
 
         Args:
-            checkpoint: Path of the file.
+            checkpoint: Path or URI of the file.
             newest: Handle to the snapshot of the training state to save. The snapshot may still be in the workers.
             content: Function that creates the file's content from the snapshot. If the snapshot is already in the
                 driver, `content` is called immediately, so that its errors are raised here.
@@ -97,7 +97,7 @@ class FileSaves:
                 newest.result(_END_S)
 
     def note_file(self, shown: str) -> None:
-        """Remember the name of the file to which the training state, or a part of it, was last written."""
+        """Remember the name of the checkpoint file that was last written or loaded."""
         self._snapshots.last_file = shown
 
     def _write(self, kept_alive: Any, path: str, content: Content) -> None:
@@ -113,7 +113,7 @@ class RunCheckpoints:
     Attributes:
         trainer: The attributes and methods of the trainer that the run uses.
         calls: Calls the callbacks of the run.
-        reports: Holds the step metrics that sidecars need, and the journal, which names the checkpoints.
+        reports: Holds the step metrics that sidecars need, and the journal, which lists the checkpoints.
         sidecar: Returns the current content of a sidecar: `sidecar(with_open_steps)`.
         note_seconds: Records how long a save took.
         newest: The last checkpoint that was saved or loaded, or None.
@@ -148,7 +148,7 @@ class RunCheckpoints:
         self._note(location, step, seconds)
 
     def save_behind(self, location: str) -> SaveBehind:
-        """Save a checkpoint in the background.
+        """Save a checkpoint in the background, and return an object that reports when the file is complete.
 
         Write the sidecar before the checkpoint. A complete checkpoint then always has a sidecar.
         """
@@ -209,7 +209,7 @@ def load_into_all(
         controller: Controller of the workers.
         restore: Method that restores the state in each worker.
         state: The state that is the same for all ranks, or a `SharedValue` with a copy of it in Ray's object store.
-        rank_states: For each rank, the state that only this rank has, such as that of its random number generators.
+        rank_states: For each rank, its own state, such as the state of its random number generators.
         is_complete: Whether `state` and `rank_states` are the whole training state. If so, they also become the last
             snapshot, from which workers restart after a failure.
     """

@@ -55,8 +55,8 @@ class _Division:
 class DataSharing:
     """Divides datasets over the workers, and adds each worker's shard to the request that the worker receives.
 
-    Workers keep their shards, and their positions in the shards, for later calls. The driver sends new shards only when
-    the group of workers or the data has changed, and after a failed call, because the call may have left workers at
+    Workers keep their shards, and their positions in the shards, for later calls. The driver sends new shards only if
+    the group of workers or the data has changed, or after a failed call. A failed call may have left workers at
     different positions.
 
     Args:
@@ -83,7 +83,9 @@ class DataSharing:
         self._has_warned = False
 
     def with_registered(self, requests: Requests, name: str, batches: RayBatches, worlds: Sequence[World]) -> Requests:
-        """Add to the requests each rank's shard of the Ray Data that operators registered in `setup`.
+        """Return the requests with each rank's shard of the Ray Data that operators registered in `setup`.
+
+        If the workers already have these shards, no shards are added.
 
         Args:
             requests: The requests by rank.
@@ -96,7 +98,9 @@ class DataSharing:
         return self._with_shares(requests, shares)
 
     def with_data_of_call(self, requests: Requests, name: str, dataset: Any, worlds: Sequence[World]) -> Requests:
-        """Add to the requests each rank's shard of a dataset that the user passed to one call.
+        """Return the requests with each rank's shard of a dataset that the user passed to one call.
+
+        If the workers already have these shards, no shards are added.
 
         Args:
             requests: The requests by rank.

@@ -177,7 +177,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         From these records, a detached trainer continues in a new process if its process ends.
 
         Args:
-            keeper: Store of the records.
+            keeper: Counts the trainer's calls that change the training state.
             note_fit: Function that stores the progress of `fit`.
         """
         self._life.note_fit = note_fit
@@ -269,7 +269,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
                 finishes. With `use_local`, the call has already finished when you get the handle.
 
         Returns:
-            `num_samples`, `epoch`, `batch_count`, and for each metric its mean over the samples and its last value.
+            A dict with `num_samples`, `epoch`, `batch_count`, and each metric's mean over the samples and last value.
             With creator functions, `train_<name>` is the last value of each entry in Keras's history.
 
         Raises:
@@ -420,12 +420,13 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
                 epochs. Optional if you pass `max_steps`.
             max_steps: Stop after this many more steps, even inside an epoch. A step is one batch on each worker. With
                 `resume_from`, the total number. A later run can continue at the next step. For `TorchTrainer`.
-            max_time: Time limit of this call: seconds, a `timedelta`, "23:30:00" or "1-12:00:00". The run stops at a
-                step shortly before the limit and is saved if a callback saves. Time for two saves is reserved.
+            max_time: Time limit of this call: seconds, a `timedelta`, or a string such as "23:30:00" (hours, minutes,
+                seconds) or "1-12:00:00" (1 day and 12 hours). The run stops at a step shortly before the limit and is
+                saved if a callback saves. Time for two saves is reserved.
             callbacks: Instances of `raysgd.callbacks.Callback` or `WorkerCallback`, called in this order.
-            validation_freq: Validate after every this many epochs; 0 for never. Without validation data, `fit`
+            validation_freq: Validate every `validation_freq` epochs; 0 for never. Without validation data, `fit`
                 validates only if your class overrides `validate` with a method that needs no data.
-            validate_every_n_steps: Also validate inside epochs, after every this many steps, counted over all epochs.
+            validate_every_n_steps: Also validate inside epochs, after every n-th step, counted over all epochs.
                 This does not affect training. The results are passed to the callbacks' `on_validation` and added to
                 `history.records`, but not to the history's rows. For `TorchTrainer`.
             dataset: Data to train on instead of the registered data, as in `train`.
@@ -440,8 +441,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
                 complete, and callbacks have received it, at the end of the next epoch. No validation is skipped: each
                 epoch ends by waiting for the previous epoch's validation.
             progress: Whether to show a `raysgd.callbacks.ProgressBar`. None shows it in a terminal or a notebook.
-            log_every_n_steps: Pass training metrics to loggers and reports after every this many steps inside an epoch;
-                0 for epochs only. For `TorchTrainer`.
+            log_every_n_steps: Pass training metrics to loggers and reports after every n-th step inside an epoch; 0 for
+                epochs only. For `TorchTrainer`.
 
         Returns:
             The history of the run: one row per epoch, and all events.
@@ -606,6 +607,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             TypeError: The type of the data is not supported.
             ValueError: The order of the data cannot be preserved, a column is missing, or an output has a different
                 number of rows than its batch.
+            KeyError: A data frame lacks one of the `feature_columns`.
             WorkerError: The operator raised an error. It can also be caught by the class of that error. The call is not
                 retried.
             WorkersLostError: Workers were lost and no retries are left.

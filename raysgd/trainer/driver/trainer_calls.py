@@ -63,12 +63,12 @@ class TrainerCalls:
 
     @property
     def recorder(self) -> CallRecorder:
-        """Adds each call to the trainer's history. Used by `recorded`."""
+        """Object that adds each call to the trainer's history. The decorator `recorded` uses it."""
         return self.life.recorder
 
     @property
     def num_workers(self) -> int:
-        """Current number of workers. Used by `recorded`."""
+        """Current number of workers. The decorator `recorded` uses it."""
         return self.life.controller.num_workers
 
     def start_train(
@@ -88,7 +88,7 @@ class TrainerCalls:
         begun: BegunEpoch | None = None,
         leaves: Callable[[], bool] | None = None,
     ) -> Any:
-        """Train for one epoch or some of its steps.
+        """Train for one epoch or some of its steps, and return the result for the user.
 
         Args:
             options: Options of the call, the same for all workers.
@@ -139,12 +139,12 @@ class TrainerCalls:
 
     @recorded("validation")
     def validate(self, options: EpochOptions, dataset: Any, reduce_results: bool = True) -> Any:
-        """Evaluate on the validation data, or on `dataset` if it is not None."""
+        """Evaluate on the validation data, or on `dataset` if it is not None. Return the result for the user."""
         return self._evaluated(options, dataset, reduce_results)
 
     @recorded("test")
     def test(self, options: EpochOptions, dataset: Any) -> Metrics:
-        """Evaluate on `dataset`. The names of the metrics start with `test_`."""
+        """Evaluate on `dataset`, and return the metrics. Their names start with `test_`."""
         return as_test(self._evaluated(options, dataset))
 
     def _evaluated(self, options: EpochOptions, dataset: Any, reduce_results: bool = True) -> Any:
@@ -181,6 +181,8 @@ class TrainerCalls:
         note: Callable[[RecordBeside, Any, float, float], object] | None = None,
     ) -> CallHandle[Any]:
         """Start validating the current training state on a spare worker, while training continues.
+
+        Return a handle to the validation.
 
         Args:
             options: Options of the call.

@@ -1,4 +1,4 @@
-"""`TrainerPort`: what a call to `fit` uses of its trainer. `FitProgress`: how far such a call has come."""
+"""`TrainerPort`: the part of a trainer that a call to `fit` uses. `FitProgress`: the progress of a call to `fit`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class TrainerPort:
         once: Remembers which warnings have been logged, so that no warning is logged twice.
         runs_worker_callbacks: True if the workers can call worker callbacks around their steps.
         use_worker_callbacks: Installs exactly the given callbacks in the workers.
-        train: Trains for one epoch: `train(request, dataset=..., of_fit=True)`.
-        validate: Validates once: `validate(request, dataset, of_fit=True)`.
+        train: Trains for one epoch: `train(options, dataset=..., of_fit=True)`.
+        validate: Validates once: `validate(options, dataset, of_fit=True)`.
         validates_beside: Returns True if validation can run concurrently with training.
         begin_validation: Starts a validation concurrently with training.
         after_validation: Steps the learning rate schedulers that depend on validation metrics. Returns True if this

@@ -1,7 +1,8 @@
 """Runs a trainer as one Ray Tune trial. All kinds of trainers share this module.
 
-Only this module depends on which methods Ray Tune calls, in which order, and what they must return. Training that is
-to run in a trial implements `TuneTrial`, or is run by a subclass of the class that `trainer_trainable` returns.
+Only this module depends on Ray Tune's interface: the methods that Tune calls, their order, and what they must return.
+Training that is to run in a trial implements `TuneTrial`, or is run by a subclass of the class that
+`trainer_trainable` returns.
 `ray.tune` is imported inside functions, because not all users install it.
 
 ADR 72 explains why all trainers use one module.
@@ -223,7 +224,10 @@ def trainer_trainable(purpose: str) -> type[Any]:
             self._trainer = self._create_trainer(dict(config))
 
         def reset_config(self, new_config: dict[str, Any]) -> bool:
-            """Prepare this actor for another trial. Reuse the worker processes if possible."""
+            """Prepare this actor for another trial. Reuse the worker processes if possible.
+
+            Always return True: Ray Tune can use the actor for the new trial.
+            """
             if not self._reset_trainer(dict(new_config)):
                 self.cleanup()
                 self.setup(new_config)

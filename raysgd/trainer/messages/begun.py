@@ -23,7 +23,7 @@ class BegunEpoch:
         epoch_idx: Index of the epoch, starting at 0.
         by_rank: Metrics that each rank has measured in this epoch.
         lost: Metrics of ranks that were lost before the run left the epoch.
-        seconds: How long the epoch has been trained so far.
+        seconds: Seconds spent on training the epoch so far.
         global_step: Number of batches that each worker has trained on over all epochs.
         is_exhausted: True if all batches are done, but user code after the last batch may still have to run.
         owes_validation: True if a validation is due at this step but has not run yet.
@@ -58,7 +58,7 @@ class BegunEpoch:
     def for_rank(self, rank: int, num_ranks: int) -> BegunEpoch:
         """Return a copy for one rank of a new group of workers.
 
-        The copy has only those metrics of the old ranks that this new rank adds to its own metrics.
+        The old ranks' metrics are divided among the new ranks. The copy has only those that go to this rank.
         """
         return replace(self, by_rank=self.by_rank[rank::num_ranks])
 

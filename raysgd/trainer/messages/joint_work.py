@@ -1,4 +1,4 @@
-"""Compares which operations, such as all-reduces, the ranks of a training call have run, and in which order.
+"""Compares the operations, such as all-reduces, that the ranks have run in a training call, and their order.
 
 All ranks must run the same operations in the same order. Otherwise, they wait for each other forever, or their models
 become different. This module does no I/O.
@@ -16,7 +16,9 @@ from raysgd.core.text.log_lines import named
 
 @dataclass(frozen=True)
 class JointWork:
-    """Record of one rank's actions in a training call, such as all-reduces, that all ranks must take in the same order.
+    """Record of the all-reduces and similar actions of one rank in a training call.
+
+    All ranks must take the same actions in the same order.
 
     Attributes:
         counts: How many times the rank has taken each kind of action, by the action's name.
@@ -38,6 +40,8 @@ class JointWork:
 
     def can_become(self, other: JointWork) -> bool:
         """Return True if the other rank's actions begin with this rank's actions, so that this rank can catch up.
+
+        Also return True if this rank is so far behind that `other` has no hash to compare with.
 
         Args:
             other: Record of a rank that has taken at least as many actions.

@@ -27,7 +27,7 @@ class PredictionSource:
 
     Attributes:
         pieces: The pieces, in row order.
-        work: Function that converts consecutive pieces to the object that is sent to one worker, a `Work`.
+        work: Function that packs consecutive pieces into a `Work`, the object that is sent to one worker.
         nbytes: Function that returns the number of bytes to send for a piece.
         num_batches: Number of batches in the whole data, or None if unknown.
         share: Data to send once to every worker, such as the dataset to which row indices refer. None if no such data
@@ -133,7 +133,7 @@ class BatchRequest:
         is kept only if the data has a transform, because the transform may read the label column.
 
         Args:
-            own: What the data specifies itself.
+            own: The columns and the conversion that the data specifies.
         """
         if self.feature_columns is not None:
             return replace(PLAIN_FORM, feature_columns=self.feature_columns)
@@ -154,6 +154,7 @@ def source_of(data: Any, asked: BatchRequest) -> Found | None:
 
     Raises:
         TypeError, ValueError: The columns are invalid, or the data has no columns.
+        KeyError: A data frame lacks one of the columns.
     """
     kind = kind_of(data)
     if kind == "ray":

@@ -25,7 +25,8 @@ _TOLERANCES_OF_SHORT = {1: 1.0, 2: 0.3}
 # Differences in a tensor are relative to its norm, but at least to this fraction of the norm of all weights. If the
 # norm of a tensor is smaller, its elements may be noise around 0.
 _SMALLEST = 1e-3
-# Fraction of the time to spend on comparisons. Together with the comparisons at snapshots, they take less than 1 %.
+# Fraction of the time to spend on comparisons, except those at snapshots. All comparisons together take less than 1 %
+# of the time.
 _SHARE = 0.005
 _MOST_NAMES = 3
 _CHUNK = 1 << 16  # number of elements to convert to float64 at a time, in half a megabyte
@@ -56,7 +57,7 @@ class WeightSums:
         shapes: Shapes of the weight tensors.
         numbers: The sums, one row per weight tensor. Integers are compared exactly.
         tolerances: For each weight tensor, the allowed relative difference of floating-point sums.
-        seconds: How long it took to compute the sums.
+        seconds: Seconds that it took to compute the sums.
     """
 
     names: tuple[str, ...]
@@ -85,7 +86,8 @@ class ComparisonPace:
 
         Args:
             seconds: Duration of the training call.
-            costs_s: For each rank, how long it took to compute sums after the call. Empty if no weights were compared.
+            costs_s: For each rank, the seconds spent on computing sums after the call. Empty if no weights were
+                compared.
         """
         if costs_s:
             self._cost_s, self._since_s = max(costs_s), 0.0
