@@ -204,11 +204,11 @@ def cache_folder(environment: Mapping[str, str], home: str) -> str:
 
 
 def missing_tools(has_command: Callable[[str], bool], cmake_versions: Mapping[str, str]) -> list[str]:
-    """Return a message for each build tool that this machine lacks. Each message says how to install the tool.
+    """Return a message for each tool that the build needs and this machine lacks. It says how to install the tool.
 
     Args:
         has_command: Function that returns True if this machine has a command with the given name.
-        cmake_versions: For each CMake on this machine, by its path, the output of `cmake --version`.
+        cmake_versions: For the path of each CMake on this machine, what it prints with `--version`.
     """
     missing = []
     if not any(has_command(name) for name in ("c++", "g++", "clang++")):
@@ -226,7 +226,7 @@ def usable_cmake(cmake_versions: Mapping[str, str]) -> str | None:
     """Return the path of the first CMake that can build Horovod (3.13 or later, before 4), or None.
 
     Args:
-        cmake_versions: For each CMake on this machine, by its path, the output of `cmake --version`.
+        cmake_versions: For the path of each CMake on this machine, what it prints with `--version`.
     """
     for path, text in cmake_versions.items():
         found = re.search(r"version (\d+)\.(\d+)", text)
