@@ -51,7 +51,7 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def without_arguments(
     function: Callable[..., Any], config: Any, name: str = "train_func", config_name: str = "config"
 ) -> Callable[[], Any]:
-    """Return a callable without arguments that calls the user's function, with `config` if it takes an argument.
+    """Return a callable without arguments that calls `function`, with `config` if `function` takes an argument.
 
     Args:
         function: The user's function, which takes either no argument or `config`.

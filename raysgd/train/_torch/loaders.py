@@ -51,13 +51,14 @@ def prepare_data_loader(
 
     Args:
         data_loader: The loader, or a stream, or a shard of a stream from `get_dataset_shard`. With a stream, workers
-            notify each other where it ends, and `loader.state_dict()` is a position for any number of workers.
+            notify each other where the stream ends. Its `loader.state_dict()` is a position in the stream, and can be
+            loaded with any number of workers.
         add_dist_sampler: True to shard a map-style dataset across the workers.
         move_to_device: True to move the batches to the device.
         auto_transfer: True to copy the next batch while the current batch is processed. Only on GPUs, and not for
             loaders that track a position, such as streams.
         exact: True to use each sample exactly once, as in an evaluation. Workers may then get different numbers of
-            batches, so training a `DistributedDataParallel` model needs `model.join()` around such a pass.
+            batches, so training a `DistributedDataParallel` model needs `model.join()` around the loop over the loader.
             With `elastic=True`, all workers get the same number of batches. The size of a global batch is `batch_size`
             times the number of workers at the start of the function. Each global batch is divided among the remaining
             workers, and each worker's gradient is weighted by its number of samples. With a stream, the stream sets

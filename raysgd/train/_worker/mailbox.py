@@ -156,9 +156,9 @@ class Mailbox:
             return self._ended
 
     def break_off(self, error: BaseException) -> None:
-        """Let `next_message` raise an exception until `mend` is called, because the function cannot go on.
+        """Let `next_message` raise an exception, instead of waiting for a message, until `mend` is called.
 
-        For example, its worker group has lost a worker.
+        For example, the worker group has lost a worker, or new workers are about to join the group.
         """
         with self._changed:
             self._broken = error
