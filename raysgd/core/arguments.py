@@ -412,7 +412,7 @@ def check_max_retries(max_retries: Any) -> None:
 
 
 def warn_of_obstacle(obstacle: str | None, **options: Any) -> None:
-    """Log a warning about options that have no effect inside an epoch, because the epoch cannot be resumed there.
+    """Log a warning about options that have no effect inside an epoch that cannot be resumed in the middle.
 
     Args:
         obstacle: Why the epoch cannot be resumed in the middle. None if it can be resumed: nothing is then logged.

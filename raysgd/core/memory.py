@@ -2,8 +2,7 @@
 
 Each training step allocates and frees the same tensors, so workers should reuse their memory. Workers train in a
 thread, and for threads glibc returns freed memory at once, so the operating system must provide and clear thousands of
-pages in each step. This can take a tenth of the time of a step (ADR 171). Processes that import this module and do not
-call it are not affected.
+pages in each step. This can take a tenth of the time of a step (ADR 171). Importing this module changes nothing.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class FunctionRun:
             self._call(FunctionReplica.start)
 
     def next_step(self) -> FunctionStep:
-        """Return the next step of all workers. If the step has a checkpoint, store it.
+        """Wait for the next `FunctionStep` of all workers, and return it. If it has a checkpoint, take it over.
 
         Raises:
             StepMismatchError: The workers' functions did not make the same calls of `report` and `save_checkpoint`.
@@ -263,7 +263,7 @@ class FunctionRun:
         self._leave_if_late()
 
     def _find_preemption(self) -> PreemptionInfo | None:
-        """Return the nodes that will soon be taken away, which `get_preemption_info` returns in the functions.
+        """Return the answer to `get_preemption_info`: the workers' nodes that will soon be taken away.
 
         If a signal is ending the program, return all of the workers' nodes.
         """
@@ -545,7 +545,7 @@ class MessageQueues:
 
 @dataclass(frozen=True)
 class FunctionStep:
-    """One step of the functions on all workers.
+    """The messages that all workers sent at the same step of their functions: a report, a checkpoint, or the end.
 
     Attributes:
         kind: The type of the messages in this step, such as a report; None once all functions have finished.

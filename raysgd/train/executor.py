@@ -674,7 +674,7 @@ class CallableFlag(int):
     """
 
     def __call__(self) -> bool:
-        """Return the value."""
+        """Return the flag as a `bool`."""
         return bool(self)
 
     def __repr__(self) -> str:

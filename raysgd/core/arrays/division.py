@@ -124,7 +124,7 @@ class Division:
         return 1 if self.cap is None else max(1, -(-largest // self.cap))
 
     def counts(self, num_samples: int) -> list[int]:
-        """Return the number of samples that each worker gets of a global batch with `num_samples` samples."""
+        """Return each worker's number of samples in a global batch with `num_samples` samples, by rank."""
         return list(map(sum, self._batches(num_samples)))
 
     def parts(self, num_samples: int, rank: int) -> list[BatchShare]:

@@ -424,7 +424,7 @@ class CallRecorder:
     def begin_beside(self, of_fit: bool) -> RecordBeside:
         """Return a function that records a validation on a spare worker. Call it when the validation has finished.
 
-        It adds the metrics to the row that is current now, even if later calls finish before the validation does.
+        The function adds the metrics to the row that is current now, even if later calls finish before the validation.
 
         Args:
             of_fit: True if `fit` started the validation.

@@ -207,7 +207,7 @@ class AverageMeterCollection:
         self.held = waiting
 
     def hold(self, metrics: Mapping[str, Any], n: int | float = 1, *, is_strict: bool = True) -> None:
-        """Store the metrics of a batch until its step has completed. They do not count until `count_held` is called.
+        """Store the metrics of a batch until its step has completed. `count_held` then adds them to the averages.
 
         If the step is interrupted, call `drop_held` instead. Arguments and exceptions are the same as for `update`,
         because values are checked now. Metric objects have already accumulated the batch themselves.

@@ -166,7 +166,7 @@ class GlobalSteps:
         self._is_checked = True
 
     def refuse_unprepared(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that an optimizer which trains a prepared model is prepared too, or is part of a prepared optimizer.
+        """If an optimizer trains a prepared model, check that it is prepared, or is part of a prepared optimizer.
 
         Raises:
             ValueError: The optimizer is not prepared.
@@ -279,7 +279,7 @@ class GlobalSteps:
         """Record that the function starts to train on a batch of a prepared loader.
 
         Args:
-            place: The group among whose ranks the samples of the global batch were divided.
+            place: The group whose ranks share the samples of the global batch, and the rank in it.
             weight: Weight of this rank's gradients: its fraction of the global batch, times the number of ranks.
             has_trained: True if steps were taken on earlier batches of the same loader.
             at: Number of the batch, which must be equal on all ranks.

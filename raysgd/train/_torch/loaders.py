@@ -174,7 +174,7 @@ def _seeded(loader: DataLoader[Any], seed: int | None, rank: int) -> DataLoader[
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return the sampler that chooses a loader's samples: the one inside the batch sampler, if the loader has one.
+    """Return the sampler that chooses a loader's samples: the batch sampler's sampler, or else the loader's own.
 
     `loader.sampler` may be a default that the loader does not use.
     """
@@ -224,12 +224,12 @@ def _over(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> DataLoad
 
 
 def _accept_epochs(sampler: Any) -> None:
-    """Give a sampler without a `set_epoch` method one that does nothing.
+    """Add a `set_epoch` method that does nothing to a sampler, unless the sampler has its own.
 
     Training functions call `loader.sampler.set_epoch`, but with a single worker, the loader keeps the user's sampler.
     """
     if not hasattr(sampler, "set_epoch"):
-        with suppress(AttributeError):  # no attribute can be set on some samplers, such as a list
+        with suppress(AttributeError):  # some samplers, such as a list, accept no new attributes
             sampler.set_epoch = _ignore_epoch
 
 
@@ -312,7 +312,7 @@ class DeviceLoader(DataLoader[Any]):
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Return a batch whose tensors are on `device`. Dicts, lists and tuples in the batch are kept."""
+    """Return a batch with its tensors moved to `device`. Its dicts, lists and tuples keep their structure."""
     return _map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 

@@ -249,7 +249,7 @@ class FunctionReplica:
         return True
 
     def refuse(self, token: int) -> None:
-        """Tell the function that the driver will not fetch the checkpoint with this token."""
+        """Let the function continue, because the driver will not fetch the checkpoint with this token."""
         self._pending_checkpoints.refuse(token)
 
     def restore(self, shared_state: Any, own_state: Any) -> None:

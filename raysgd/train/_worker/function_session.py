@@ -132,8 +132,8 @@ class Session:
         """Send metrics, optionally with a checkpoint, which is a dict or a `Checkpoint`.
 
         Raises:
-            TypeError: `checkpoint` has another type, or `options` were passed, which are supported only in functions
-                that `fit` runs.
+            TypeError: `checkpoint` has another type. Or `options` were passed: only functions that `fit` runs support
+                them.
         """
         if options is not None:
             raise TypeError(f"`{options}`: only functions that `fit` runs can choose how a checkpoint is stored.")

@@ -207,11 +207,11 @@ class Mailbox:
 
 
 class PendingCheckpoints:
-    """The copies of checkpoints in this worker that the driver has not fetched yet.
+    """The copies of this worker's checkpoints that the driver has not fetched yet.
 
     The driver always fetches rank 0's checkpoints, so they are copied immediately. A checkpoint of another rank is
     copied only if the driver fetches it, which happens if no lower rank has a checkpoint. The function waits until the
-    driver has decided.
+    driver has fetched or refused the checkpoint.
     """
 
     def __init__(self) -> None:

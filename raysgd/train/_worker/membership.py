@@ -51,10 +51,10 @@ class BatchStart:
 class Membership:
     """Decides which optimizer steps of a function count, and blocks the function between batches while a group forms.
 
-    A step counts if all ranks have its averaged gradients. Otherwise its batch is repeated. Each rank reports that it
-    has the gradients before it steps, and steps once all ranks have reported. If the group breaks in the meantime, some
-    ranks may have stepped, but only if all ranks have the gradients. In this case, the other survivors take the step,
-    too. So either all survivors take the step, or no survivor does.
+    A step counts if all ranks have its averaged gradients. Otherwise its batch is repeated. Before a rank steps, it
+    reports that it has the gradients, and waits until all ranks have reported. If the group breaks in the meantime,
+    some ranks may have stepped, but only if all ranks have the gradients. In this case, the other survivors take the
+    step, too. So either all survivors take the step, or no survivor does.
 
     A function steps in if its worker joins a group that is already training, usually to replace a lost worker. Such a
     function runs alone until it requests its rank. It gets the rank when its worker joins a group. At its first batch,
@@ -287,7 +287,7 @@ class Membership:
             self._break(error)
 
     def leave(self) -> None:
-        """Keep the function from using its group, whose connections were closed. Wait until its collectives fail.
+        """Keep the function from using its group, whose connections are closed. Wait until its collectives have failed.
 
         Raises:
             TimeoutError: A collective does not end in time.

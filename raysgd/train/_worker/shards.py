@@ -66,7 +66,7 @@ def divided(dataset: Any, num_workers: int, actors: Sequence[Any] = ()) -> list[
 
 
 def with_to_torch(shard: Any) -> Any:
-    """Add the method `to_torch`, which Ray Data datasets used to have, to a shard or to each shard in a dict."""
+    """Add a method `to_torch` to a shard, or to each shard in a dict. Ray Data datasets used to have this method."""
     for each in shard.values() if isinstance(shard, dict) else (shard,):
         if hasattr(each, "iterator") and not hasattr(each, "to_torch"):
             each.to_torch = partial(_to_torch, each)

@@ -376,7 +376,7 @@ def _seen_by_ray(session: FitSession) -> Iterator[None]:
 
 @contextmanager
 def _errors_for_calls_of_ray() -> Iterator[None]:
-    """Inside the block, turn Ray's warning that a session function has no effect into an exception."""
+    """Inside the block, raise an exception where Ray would only warn that its session function has no effect."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", f".*{_MISUSE}", UserWarning)
         yield

@@ -175,7 +175,7 @@ class Logs:
     def upload_all(self) -> None:
         """Copy the log files to remote storage now, and then delete the local copies.
 
-        If copying fails, keep the local files and log where they are.
+        If copying fails, keep the local files, and log an error with their folder.
         """
         if self._folder.is_local:
             return

@@ -262,7 +262,8 @@ class FitRun:
         is_over = self._run is not None and self._run.is_over
         self._executor.shutdown(patience_s=5 if is_over else 0)
         self._give_reservation_back()
-        # An error here is not new: if the run succeeded, its last step has called `flush` without an error.
+        # Ignore an error of `flush`: after a failed run, the run's own error is raised. The last step of a successful
+        # run has already called `flush` without an error.
         with suppress(Exception):
             self._checkpoints.flush()
         self._delete_too_late()
