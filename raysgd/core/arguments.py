@@ -330,7 +330,7 @@ def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], *
         trainer: Name of the trainer class that the user called.
         unknown: Keywords in the user's call that the class does not accept.
         known: Keywords that the class accepts.
-        **objects: Keywords of the class whose value is an options object, each with the class of that object.
+        **objects: Keywords whose value is an options object, such as `scaling_config`, each with that object's class.
     """
     place = trainer if "training_operator_cls" in known else FUNCTION
     for name in unknown:

@@ -67,7 +67,7 @@ def as_folder(place: Path | Folder) -> Folder:
 
 
 def as_place(folder: Folder) -> Path | Folder:
-    """Convert a `Folder` on disk to a path, as users get it. Return a `Folder` in a remote store unchanged."""
+    """Convert a `Folder` on disk to a path for the user. Return a `Folder` in a remote store unchanged."""
     return folder.local_path if folder.is_local else folder
 
 

@@ -94,7 +94,7 @@ def get_devices() -> list[torch.device]:
 
 
 def enable_reproducibility(seed: int = 0) -> None:
-    """Make runs with the same seed give the same results. GPUs are then slower. Call this before other helpers."""
+    """Make runs with the same seed give the same results, at a lower speed on GPUs. Call this before other helpers."""
     shared_accelerator().seed = seed
     torch.manual_seed(seed)
     random.seed(seed)

@@ -182,7 +182,7 @@ class GlobalStream:
         return self._part.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the stream's epoch, which determines the order of the rows, and move to the start of that epoch."""
+        """Set the stream's epoch, which determines the order of the rows. A new epoch starts at its first row."""
         self._part.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:

@@ -287,7 +287,7 @@ class Membership:
             self._break(error)
 
     def leave(self) -> None:
-        """Keep the function from using its group, whose connections are closed. Wait until its collectives have failed.
+        """Keep the function from using its group, whose connections are closed. Then wait until its collectives fail.
 
         Raises:
             TimeoutError: A collective does not end in time.

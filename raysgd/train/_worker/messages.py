@@ -36,8 +36,7 @@ class CheckpointRef:
         data: The encoded checkpoint, if it is small and will certainly be stored.
         token: Number with which to fetch the checkpoint from the worker, if it was not sent in `data`.
         files: Names of the checkpoint's files, if the worker itself writes them to storage and nothing is sent. If
-            there is a token too, the worker does not write until the driver has sent it the names that lower ranks also
-            use.
+            there is a token too, the worker first waits until the driver sends the names that lower ranks also use.
     """
 
     score: Any = None

@@ -113,10 +113,10 @@ class _StreamGroup:
 class StreamPart:
     """One worker's batches of a stream. Iterate over this object once per epoch.
 
-    All workers get the same number of batches if the stream's rows are counted before they are read. The rows are not
-    counted if the lengths of the stream's shards are unknown, or if a filter drops rows. Each worker then gets as many
-    batches as its own rows yield. To get equal numbers in this case too, use `prepare_data_loader`, which connects the
-    workers.
+    All workers get the same number of batches if the stream's rows are counted before they are read. The rows cannot be
+    counted if, for example, a filter drops rows or the lengths of the stream's shards are unknown. Each worker then
+    gets as many batches as its own rows yield. `prepare_data_loader` connects the workers, so that their numbers of
+    batches are equal in this case, too.
 
     The position does not depend on the number of workers, so store `state_dict()` in your checkpoints.
 

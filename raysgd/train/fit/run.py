@@ -96,7 +96,7 @@ class FitJob:
         """
         try:
             train()
-        except BaseException as error:  # also Ctrl-C, because the run's files must contain what ended the run
+        except BaseException as error:  # also Ctrl-C, because the run's files must record what ended the run
             self._end_failed(error)
             if not isinstance(error, Exception) or self.run_config.failure_config.fail_fast == "raise":
                 raise
@@ -379,7 +379,7 @@ def _executor(
 
 
 def followed(placement_strategy: str) -> Literal["PACK", "SPREAD"] | None:
-    """Convert the `placement_strategy` of a scaling config to that of an executor, which has no strict strategies.
+    """Convert the `placement_strategy` of a scaling config for an executor, which has no strict strategies.
 
     A strict strategy becomes the plain strategy, which Ray follows as far as possible. "PACK", the default, becomes
     None.
