@@ -322,7 +322,7 @@ def check_info(info: Any) -> dict[str, Any]:
 
 
 def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], **objects: type[Any]) -> None:
-    """Raise an error for the first keyword argument that a trainer class does not accept, if there are any.
+    """Raise an error for the first keyword argument that a trainer class does not accept, if there is one.
 
     The message says where the keyword belongs or what was probably meant.
 
@@ -330,7 +330,7 @@ def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], *
         trainer: Name of the trainer class that the user called.
         unknown: Keywords in the user's call that the class does not accept.
         known: Keywords that the class accepts.
-        **objects: Keywords of the class whose value is an options object, each with the class of that object.
+        **objects: Keywords whose value is an options object, such as `scaling_config`, each with that object's class.
     """
     place = trainer if "training_operator_cls" in known else FUNCTION
     for name in unknown:
@@ -412,10 +412,10 @@ def check_max_retries(max_retries: Any) -> None:
 
 
 def warn_of_obstacle(obstacle: str | None, **options: Any) -> None:
-    """If an epoch cannot be resumed in the middle, log a warning about options that therefore have no effect in it.
+    """Log a warning about options that have no effect inside an epoch that cannot be resumed in the middle.
 
     Args:
-        obstacle: Why the epoch cannot be resumed in the middle. None if it can be resumed.
+        obstacle: Why the epoch cannot be resumed in the middle. None if it can be resumed: nothing is then logged.
         **options: The values of these options, by name. None for an option that the user did not set.
     """
     named = ", ".join(f"`{name}={value!r}`" for name, value in options.items() if value is not None)

@@ -1,9 +1,9 @@
 """Writes local files atomically, and checks that paths are local.
 
-A write goes to a temporary file next to the target, which is renamed to the target once it is completely on disk. If a
-process is killed during a write, the earlier file stays intact, and a file `.raysgd-*.tmp` is left over. The next write
-to the same folder deletes this leftover: immediately if its name shows that its process ran on this machine and has
-ended, otherwise when it is old. Without this cleanup, frequently preempted training runs would fill the disk.
+A write goes to a temporary file next to the target. Once the temporary file is completely on disk, it is renamed to the
+target. If a process is killed during a write, the earlier file stays intact, and a file `.raysgd-*.tmp` is left over.
+The next write to the same folder deletes a leftover if its name shows that its process ran on this machine and has
+ended, or if it is older than an hour. Without this cleanup, frequently preempted training runs would fill the disk.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
         file.close()
         os.replace(temporary, target)
     except BaseException as error:
-        # An error that names no file, for example because the disk is full, gets the target's name.
+        # Some errors name no file, such as the error for a full disk. Add the target's name.
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:
             error.filename = target
         with contextlib.suppress(OSError):  # `close` tries to write the remaining data again, which may fail again
@@ -75,7 +75,7 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
 
 
 class _FlushedEarly(io.FileIO):
-    """A file that Linux begins to write to the disk while the program still writes the rest.
+    """A file that Linux starts to write to the disk before the program has written all of it.
 
     Without this, Linux would keep a large file in memory until `fsync`, which would then wait for the whole file. Other
     systems write the file as usual.
@@ -84,9 +84,9 @@ class _FlushedEarly(io.FileIO):
     _num_begun = 0  # bytes from the start of the file that the system has begun to write to the disk
 
     def write(self, content: Any) -> int:
-        """Write at most one piece, and return the number of bytes written.
+        """Write at most `_PIECE_BYTES` bytes of `content`, and return the number of bytes written.
 
-        Whenever a full piece has gathered, the system is asked to begin to write it to the disk, if it can do that.
+        Whenever this many bytes have gathered, Linux is asked to start writing them to the disk.
         """
         num_written = super().write(memoryview(content)[:_PIECE_BYTES])
         end, begin_flush = self.tell(), _find_begin_flush()
@@ -98,7 +98,7 @@ class _FlushedEarly(io.FileIO):
 
 @functools.cache
 def _find_begin_flush() -> Callable[[int, int, int, int], int] | None:
-    """Return the function of the C library that begins to write a part of a file to the disk. Only Linux has it."""
+    """Return the C library's function that starts to write a part of a file to the disk. Return None outside Linux."""
     import ctypes  # imported here, because programs that write no file do not need it
 
     try:
@@ -155,7 +155,7 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> None:
 
 
 def _last_change(entry: os.DirEntry[str]) -> float:
-    """Return when a file or folder was last changed. For a folder, also consider the entries directly inside it."""
+    """Return the time of a file's or folder's last change. For a folder, also consider the entries directly in it."""
     times = [entry.stat(follow_symlinks=False).st_mtime]
     if entry.is_dir(follow_symlinks=False):
         with os.scandir(entry) as inner:

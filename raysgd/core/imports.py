@@ -145,9 +145,9 @@ def _broken_message(module: str, extra: str, who: str, error: Exception) -> str:
 
 
 def lazy_names(package: str, modules: Mapping[str, str], shown: Iterable[str] | None = None) -> Callable[[str], Any]:
-    """Add a `__getattr__` to a package that imports the package's names and public modules on first use.
+    """Make a package import its names and public modules on first use, by adding a `__getattr__` to the package.
 
-    This also adds a `__dir__` that lists the public names. Type checkers see neither function, so they still report
+    This also adds a `__dir__` that lists the public names. Type checkers ignore both functions, so they still report
     misspelled names.
 
     Args:

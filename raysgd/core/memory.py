@@ -2,8 +2,7 @@
 
 Each training step allocates and frees the same tensors, so workers should reuse their memory. Workers train in a
 thread, and for threads glibc returns freed memory at once, so the operating system must provide and clear thousands of
-pages in each step. This can take a tenth of the time of a step (ADR 171). Processes that import this module and do not
-call it are not affected.
+pages in each step. This can take a tenth of the time of a step (ADR 171). Importing this module changes nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ USERS_SETTINGS = ("MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRE
 """Environment variables with which users configure glibc. If one is set, the library changes nothing."""
 
 # Numbers of the parameters in glibc's `malloc.h`, and their new values. A thread's memory consists of heaps of 64 MiB.
-# glibc keeps an empty heap if the padding is at least that large. Setting one parameter also stops glibc from
-# raising the size from which it maps memory separately, so that size is set to the maximum that glibc would choose.
+# glibc keeps an empty heap if the padding is at least that large. Setting one parameter also stops glibc from raising
+# the mmap threshold, the block size from which it maps each block separately. So set the maximum that it would choose.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _SETTINGS = {_M_TRIM_THRESHOLD: 512 << 20, _M_TOP_PAD: 64 << 20, _M_MMAP_THRESHOLD: 32 << 20}
 _LARGE_BYTES = 2**17  # minimum size of a large block: one worker's shard of a 1 MiB parameter on eight workers

@@ -66,14 +66,14 @@ class FunctionRun:
 
     Args:
         controller: Runs the calls to the workers and replaces workers that die.
-        hooks: Object that knows the current workers.
+        hooks: Connects the workers of each group, and tracks the current workers.
         spec: The function, and how to run it.
         checkpoints: Object that receives the checkpoints from the workers and writes them.
         budget: Number of retries that are left for the run.
         decode: Function that converts data from a worker to the format of the backend.
         data: Object that shards the data; None for a run without data.
-        max_workers: While the group is smaller, look for resources for more workers whenever a restart would lose no
-            progress: at the start and after a checkpoint.
+        max_workers: Number of workers to grow to. While the group is smaller, look for resources for more workers
+            whenever a restart would lose no progress: at the start and after a checkpoint.
         resize_interval_s: Seconds between two searches for resources.
         on_wait: Called about ten times a second while waiting for a step.
         preemption: Function that returns the nodes that will soon be taken away. Its argument is the time at which the
@@ -102,7 +102,7 @@ class FunctionRun:
         self._max_workers, self._resize_interval_s = max_workers, resize_interval_s
         self._on_wait, self._preemption = on_wait, preemption
         self._leaving = leaving or Leaving()
-        self._know_of_signal = False  # True once the workers' functions were told that the program must end
+        self._know_of_signal = False  # True once `get_preemption_info` has reported a signal to the functions
         self._queues = MessageQueues()
         self._attempt: int | None = None  # `hooks.num_started` when the function was last started
         self._joined_attempt: int | None = None
@@ -124,7 +124,7 @@ class FunctionRun:
             self._call(FunctionReplica.start)
 
     def next_step(self) -> FunctionStep:
-        """Return the next step of all workers. If the step has a checkpoint, store it.
+        """Wait for the next `FunctionStep` of all workers, and return it. If it has a checkpoint, take it over.
 
         Raises:
             StepMismatchError: The workers' functions did not make the same calls of `report` and `save_checkpoint`.
@@ -257,13 +257,13 @@ class FunctionRun:
                 self._leave()
 
     def _watch(self) -> None:
-        """Call the user's `on_wait`, and check whether a signal must end the program. Called while a call waits."""
+        """Call `on_wait`, and end the program if a signal requires it. Called while the driver waits for workers."""
         if self._on_wait is not None:
             self._on_wait()
         self._leave_if_late()
 
     def _find_preemption(self) -> PreemptionInfo | None:
-        """Return the nodes that will soon be taken away, which `get_preemption_info` returns in the functions.
+        """Return the answer to `get_preemption_info`: the workers' nodes that will soon be taken away.
 
         If a signal is ending the program, return all of the workers' nodes.
         """
@@ -304,7 +304,7 @@ class FunctionRun:
 
     @property
     def _is_running(self) -> bool:
-        """True if the current workers have started the function, not just workers that were since replaced."""
+        """True if the function was started on the current workers, and not only on workers that were replaced since."""
         return self._attempt == self._hooks.num_started
 
     @property
@@ -407,7 +407,10 @@ class FunctionRun:
         ]
 
     def _take(self, step: FunctionStep, checkpoint_ref: CheckpointRef) -> bool:
-        """Let workers store a step's checkpoint, or start to receive it. Return False if the checkpoint was lost."""
+        """Take over a step's checkpoint: let workers store it, or start its transfer to the driver.
+
+        Return False if the checkpoint was lost.
+        """
         for rank, token in step.refused:
             self._controller.ensure_group().submit_beside(rank, FunctionReplica.refuse, token)
         if not self._store(step.stored):
@@ -419,7 +422,7 @@ class FunctionRun:
     def _store(self, stored: Mapping[int, CheckpointRef]) -> bool:
         """Let waiting ranks store their checkpoint folders, omitting files that lower ranks also have.
 
-        Return False if a checkpoint was lost because its function was restarted.
+        Return False if a checkpoint was not stored, because its function was restarted or could not store it.
         """
         # Do not let the next call restart the function on more workers, because that would lose the folders.
         self.may_restart = False
@@ -542,16 +545,16 @@ class MessageQueues:
 
 @dataclass(frozen=True)
 class FunctionStep:
-    """One step of the functions on all workers.
+    """The messages that all workers sent at the same step of their functions: a report, a checkpoint, or the end.
 
     Attributes:
         kind: The type of the messages in this step, such as a report; None once all functions have finished.
         data: Encoded metrics of all reporting workers, or return values of the functions, in rank order.
-        checkpoint_ref: The step's checkpoint, if it has one. A checkpoint to send takes precedence over a checkpoint
-            that workers store.
+        checkpoint_ref: The step's checkpoint; None if the step has none. If some ranks send a checkpoint to the driver
+            and others store their own, this is the checkpoint that is sent.
         source: Rank from which the driver gets the checkpoint.
         refused: Ranks whose checkpoint will not be used, each with the checkpoint's token. The functions on these ranks
-            wait until the driver tells them so.
+            wait until the driver calls `FunctionReplica.refuse`.
         stored: By rank, the checkpoints that the workers themselves store.
     """
 

@@ -75,7 +75,7 @@ class PluginHooks(GroupHooks):
 
     @property
     def workers(self) -> WorkerGroup:
-        """The current workers, as the `WorkerGroup` that plug-ins and users see."""
+        """The current workers, as the `WorkerGroup` that plug-ins and users get."""
         assert self._workers is not None, "no group was started"
         return self._workers
 

@@ -67,14 +67,14 @@ def as_folder(place: Path | Folder) -> Folder:
 
 
 def as_place(folder: Folder) -> Path | Folder:
-    """Convert a `Folder` on disk to its path, which is what users see. Return any other `Folder` unchanged."""
+    """Convert a `Folder` on disk to a path for the user. Return a `Folder` in a remote store unchanged."""
     return folder.local_path if folder.is_local else folder
 
 
 def make_run_dir(logdir: Path | Folder, number: int) -> tuple[int, Path | Folder]:
     """Create a run's folder with the lowest free number that is at least `number`. Return the number and the folder.
 
-    A number is free if no other trainer has created the folder of that number.
+    A number is free if its folder does not exist yet.
     """
     while not _is_new(run_dir := logdir / f"run_{number:03d}"):
         number += 1

@@ -1,8 +1,8 @@
 """Runs trainers as trials of Ray Tune, which stores their checkpoints and receives every report of rank 0.
 
-A `FunctionTrial` runs a `Trainer`. A `FitTrial` runs a trainer with a `fit()` method, whose arguments Tune may have
-chosen. Users may override the training loop of such a trainer. The loop therefore runs in a thread of the trial and
-waits at each report until Tune requests the next report.
+A `FunctionTrial` runs a `Trainer`. A `FitTrial` runs a trainer with a `fit()` method. Tune may choose the arguments of
+this trainer, and users may override its training loop. The loop therefore runs in a thread of the trial and waits at
+each report until Tune requests the next report.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ class FitTrial:
         self._begin_from = Checkpoint.from_directory(copy)
 
     def end(self) -> None:
-        """Stop the trainer's thread wherever it is, and delete the trial's storage."""
+        """Stop the trainer's thread, even in the middle of a step, and delete the trial's storage."""
         mailbox, folder = self._mailbox, self._folder
         self._mailbox = self._folder = self._newest = None
         self._has_ended = False

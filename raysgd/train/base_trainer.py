@@ -159,7 +159,7 @@ class BaseTrainer(ABC):
             )
             return Result.from_path(restored.folder.trial.uri)
         trainer = copy.copy(self)
-        if self.resume_from_checkpoint is not None:  # pickle only its location, when the trainer is sent to a worker
+        if self.resume_from_checkpoint is not None:  # send workers only the checkpoint's location, not its content
             trainer.resume_from_checkpoint = self.resume_from_checkpoint.by_place()
             trainer._arguments = {**self._arguments, "resume_from_checkpoint": trainer.resume_from_checkpoint}
         trainer._job = trainer._make_job(restored.folder if restored is not None else None)
@@ -315,10 +315,10 @@ def _run_loop(trainer: BaseTrainer) -> None:
 
 
 def checked_scaling(value: Any) -> ScalingConfig:
-    """Check a `ScalingConfig`, or create a `ScalingConfig` from a dict of its fields.
+    """Return a valid `ScalingConfig`. Create it from a dict of its fields, or with defaults if `value` is None.
 
     Raises:
-        ValueError: `value` is neither a `ScalingConfig` nor a dict, or a field is invalid.
+        ValueError: `value` is neither a `ScalingConfig`, a dict nor None, or a field is invalid.
     """
     if isinstance(value, Mapping):
         return changed_scaling(ScalingConfig(), value)
@@ -343,10 +343,10 @@ def changed_scaling(before: ScalingConfig, values: Mapping[str, Any]) -> Scaling
 
 
 def checked_resume(value: Any) -> Checkpoint | None:
-    """Check the checkpoint that a run starts from, and return it.
+    """Check the checkpoint that a run starts from, which may be None, and return it.
 
     Raises:
-        ValueError: `value` is not a checkpoint.
+        ValueError: `value` is neither a `Checkpoint` nor None.
     """
     if value is None or isinstance(value, Checkpoint):
         return value
@@ -356,10 +356,10 @@ def checked_resume(value: Any) -> Checkpoint | None:
 
 
 def checked_metadata(metadata: Any) -> dict[str, Any]:
-    """Validate the `metadata` that a user passed to a trainer, and return it converted to JSON and back.
+    """Return a copy of a trainer's `metadata`, converted to JSON and back. Return an empty dict for None.
 
     Raises:
-        TypeError: `metadata` is not a dict.
+        TypeError: `metadata` is neither a dict nor None.
         ValueError: `metadata` cannot be represented in JSON.
     """
     through_json: dict[str, Any] = {} if metadata is None else json.loads(json.dumps(dict(checked_dict(metadata))))

@@ -100,7 +100,7 @@ class CheckpointTaker(ABC):
 
     @property
     def restart_point(self) -> Any:
-        """The checkpoint from which the function restarts: the newest, or else the one from which the run started."""
+        """The checkpoint for a restart: the newest checkpoint, or else the checkpoint from which the run started."""
         self.flush()
         return self._restart_point
 
@@ -206,7 +206,7 @@ def checked_strategy(strategy: CheckpointStrategy | CheckpointConfig | None) -> 
     """Validate the strategy of a run and return it. Convert a `CheckpointConfig`, which Ray 2.0 also accepts.
 
     Raises:
-        TypeError: `strategy` has any other type.
+        TypeError: `strategy` is neither a `CheckpointStrategy`, a `CheckpointConfig` nor None.
     """
     if isinstance(strategy, CheckpointConfig):
         score = strategy.checkpoint_score_attribute or TIMESTAMP
@@ -392,11 +392,11 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path | str) -> None:
 def load_checkpoint(checkpoint: Mapping[str, Any] | str | Path | None) -> dict[str, Any] | None:
     """Return the content of a checkpoint: a copy of the dict, or the content of the file at a path or URI.
 
-    Loading a file may run code from it, as with any pickle.
+    Return None for None. Loading a file may run code from the file, as with any pickle.
 
     Raises:
         ValueError: The file does not exist.
-        TypeError: `checkpoint` is neither a dict nor a path.
+        TypeError: `checkpoint` is neither a dict, a path nor None.
         StorageError: The store could not be reached.
     """
     if checkpoint is None:

@@ -1,4 +1,4 @@
-"""The exception classes for training functions, importable under the old library's module name."""
+"""`SessionMisuseError`, importable under the old library's module name."""
 
 from __future__ import annotations
 

@@ -334,7 +334,8 @@ class BackendExecutor:
             train_func: The function. It takes either no argument or the config.
             run_dir: Folder of the run, to which checkpoints are written. None to write no files.
             dataset: Data to shard across the workers: an object with `split(n, equal=True)`, or a dict of such objects.
-            checkpoint: What `load_checkpoint` returns at first: a dict, or the path of a saved checkpoint.
+            checkpoint: The checkpoint that `load_checkpoint` returns at first: a dict, or the path of a saved
+                checkpoint.
             checkpoint_strategy: Decides which checkpoints to keep.
             latest_checkpoint_id: Number of the last checkpoint before this run. The run continues the numbering.
             config: Argument of the function, passed unchanged; None for an empty dict.
@@ -381,7 +382,7 @@ class BackendExecutor:
             data: Object that shards the function's data whenever workers start; None for no data.
             make_session: See `FunctionSpec`.
             on_wait: Function to call about ten times a second while the driver waits for the workers.
-            leaving: Object that tells whether a signal has asked the program to end; see `listening`.
+            leaving: Reports whether a signal has asked the program to end; see `listening`.
         """
         self.check_free()
         spec = FunctionSpec(
@@ -673,7 +674,7 @@ class CallableFlag(int):
     """
 
     def __call__(self) -> bool:
-        """Return the value."""
+        """Return the flag as a `bool`."""
         return bool(self)
 
     def __repr__(self) -> str:

@@ -63,7 +63,7 @@ class RayFSDPStrategy(_PlaceOfWorker, _FSDPStrategy):
 
 
 class RayLightningEnvironment(_Environment):
-    """The cluster environment that tells Lightning this worker's rank, and that the workers are already running."""
+    """Gives Lightning this worker's rank, and makes Lightning use the running workers instead of new processes."""
 
     @property
     def creates_processes_externally(self) -> bool:

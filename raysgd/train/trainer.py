@@ -82,8 +82,8 @@ class Trainer:
         runtime_env: Ray runtime environment for the worker processes, but not for this process. Default: the job's
             runtime environment.
         elastic: True to let the remaining workers continue in the middle of the function after a failure, instead of
-            restarting the function from its checkpoint. Works for PyTorch functions on gloo that prepare their models,
-            optimizers and loaders, the loaders with `exact=True`. Requires a pair as `num_workers`.
+            restarting the function from its checkpoint. Works for PyTorch functions on gloo. The function must prepare
+            its models, optimizers and loaders, the loaders with `exact=True`. Requires a pair as `num_workers`.
         spare_workers: Number of extra workers that are ready to replace lost workers in the middle of the function.
             They occupy resources. Requires `elastic=True`, and a function that counts its epochs by `loader.epoch`.
         detached: A name, or a `raysgd.Detached`, to let the trainer outlive this program. You then get a handle with
@@ -179,7 +179,8 @@ class Trainer:
         """Start the workers and connect them.
 
         Args:
-            initialization_hook: Called in each worker process before anything else, including replacement workers.
+            initialization_hook: Called in each worker process before anything else, also in workers that replace lost
+                workers.
 
         Raises:
             RuntimeError: The workers have already started.
@@ -227,7 +228,8 @@ class Trainer:
                 order, then `raysgd.callbacks` callbacks.
             dataset: Data to shard across the workers: an object with `split(n, equal=True)`, or a dict of such objects.
                 See `get_dataset_shard`.
-            checkpoint: What `load_checkpoint` returns at first: a dict, or the path of a saved checkpoint.
+            checkpoint: The checkpoint that `load_checkpoint` returns at first: a dict, or the path of a saved
+                checkpoint.
             checkpoint_strategy: Decides which checkpoints stay on disk; may be a `CheckpointConfig`. Default: all.
 
         Returns:
@@ -324,7 +326,7 @@ class Trainer:
         return make_logdir(log_dir)
 
     def create_run_dir(self) -> Path | Folder:
-        """Create the folder of the next run and return it. Its name has the next number that is free."""
+        """Create the folder of the next run and return it. Its name contains the next free number."""
         self._num_runs, run_dir = make_run_dir(self.logdir, self._num_runs + 1)
         self.latest_run_dir = run_dir
         return run_dir
@@ -509,7 +511,7 @@ class TrainerCallbacks:
                 self._of_trainer.on("start_training", logdir=str(local), config={} if config is None else config)
                 self._calls.begin_run()
                 yield
-            except BaseException as error:  # also Ctrl-C, because callbacks are told what ended the run
+            except BaseException as error:  # also Ctrl-C, because callbacks are notified of what ended the run
                 failure = error
                 raise
             finally:

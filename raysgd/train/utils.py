@@ -37,7 +37,7 @@ def in_thread(function: Callable[[], None], name: str) -> Future[None]:
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of a function for which a caller may have to pass values.
+    """Return the parameters that a caller of a function may have to pass.
 
     Keyword-only parameters that have a default, or a value from `partial`, are left out.
     """
@@ -51,7 +51,7 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def without_arguments(
     function: Callable[..., Any], config: Any, name: str = "train_func", config_name: str = "config"
 ) -> Callable[[], Any]:
-    """Return a callable without arguments that calls the user's function, with `config` if it takes an argument.
+    """Return a callable without arguments that calls `function`, with `config` if `function` takes an argument.
 
     Args:
         function: The user's function, which takes either no argument or `config`.

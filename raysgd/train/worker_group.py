@@ -81,7 +81,7 @@ class RemoteMethod:
     name: str
 
     def __call__(self) -> None:
-        """With `handle.kill()`, stop the worker's process immediately, as `ray.kill` does, even during a call.
+        """Stop the worker's process immediately, even during a call. Only `handle.kill` can be called without `remote`.
 
         Raises:
             TypeError: The method is not `kill`.
@@ -129,9 +129,9 @@ class WorkerGroup:
         actor_cls: Class of an object that every worker creates. You use the object through its handle.
         actor_cls_args: Positional arguments for the class.
         actor_cls_kwargs: Keyword arguments for the class.
-        placement_group: Source of the resources. Your own placement group, with enough resources for all workers;
-            "default" for the placement group of this process if it has one, else a new placement group; None to
-            always create a new placement group.
+        placement_group: Source of the resources: your own placement group with enough resources for all workers,
+            "default", or None. "default" uses the placement group of this process if it has one, else a new placement
+            group. None always creates a new placement group.
 
     Raises:
         ValueError: The number of workers is not positive, a resource is negative, or arguments were passed without a

@@ -15,7 +15,7 @@ from raysgd.core.arrays.ray_batches import BatchForm, Columns
 class Arrays:
     """A dataset of arrays or a data frame, together with the settings that say how its rows become batches.
 
-    A column name selects that column. A list of names selects one array with these columns.
+    To select columns, pass a name for a single column, or a list of names for one array with these columns.
 
     Args:
         data: An array or tensor, a tuple or dict of arrays or tensors, or a pandas data frame. Each row is a sample.

@@ -116,7 +116,7 @@ def _inside(outer: str, inner: str) -> str:
 
 
 def _columns(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of the data-frame columns that an output array becomes.
+    """Convert an output array to columns of a data frame. Yield the name and values of each column.
 
     A matrix becomes several columns, one for each of its columns. An array with more dimensions becomes a column of
     objects.

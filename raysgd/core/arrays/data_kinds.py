@@ -74,9 +74,9 @@ class CallData:
         return self.kind in ("ray", "creator") or getattr(self.data, "keeps_position", False)
 
     def shares(self, num_workers: int) -> list[CallData]:
-        """Return what to send to each worker, by rank.
+        """Return the `CallData` to send to each worker, by rank.
 
-        This is the worker's shard, or the same object for all workers if every worker gets all of the data.
+        It contains the worker's shard. If every worker gets all of the data, all workers get this object itself.
         """
         if self.kind == "ray":
             return [replace(self, data=share) for share in self.data.shares(num_workers)]

@@ -1,4 +1,4 @@
-"""Splits a global batch across workers, possibly unevenly. The classes compute with counts and see no data.
+"""Splits a global batch across workers, possibly unevenly. The classes only compute counts and do not touch the data.
 
 A global batch of any size can be split across any number of workers. Each worker gets consecutive samples, lower ranks
 first. If a worker's part is larger than a cap, the worker processes it in several batches and accumulates their
@@ -57,7 +57,7 @@ class ShardedGlobalBatch:
         return -(-self.num_shards // self.world_size)
 
     def parts(self, num_samples: int, rank: int) -> list[BatchShare]:
-        """Return the shards that rank `rank` processes of a global batch with `num_samples` samples.
+        """Return the shards that rank `rank` processes for one global batch with `num_samples` samples.
 
         Empty shards are left out, unless the rank has no other shard: it then gets one empty shard. No rank gets more
         than `num_batches` shards, so `num_batches` gradient buffers always suffice.
@@ -124,11 +124,11 @@ class Division:
         return 1 if self.cap is None else max(1, -(-largest // self.cap))
 
     def counts(self, num_samples: int) -> list[int]:
-        """Return the number of samples that each worker gets of a global batch with `num_samples` samples."""
+        """Return each worker's number of samples in a global batch with `num_samples` samples, by rank."""
         return list(map(sum, self._batches(num_samples)))
 
     def parts(self, num_samples: int, rank: int) -> list[BatchShare]:
-        """Return the batches of a global batch that rank `rank` processes.
+        """Return the batches that rank `rank` processes for one global batch with `num_samples` samples.
 
         All ranks have the same number of batches.
         """

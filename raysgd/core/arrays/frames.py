@@ -15,7 +15,8 @@ class ShardedFrames(ABC):
     The docstrings of the subclasses explain the arguments.
 
     Raises:
-        AssertionError: A list's length differs from that of `feature_columns`, or no column is named.
+        AssertionError: `feature_columns` or `label_column` is missing. Or `feature_shapes` or `feature_types` has
+            another length than `feature_columns`.
     """
 
     def __init__(

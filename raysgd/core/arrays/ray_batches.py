@@ -51,8 +51,8 @@ PLAIN_FORM = BatchForm(None, None, None, None, 1)
 class RayBatches:
     """A Ray Data dataset, together with the settings that say how its rows become batches.
 
-    Pass it to `register_data` or to `train(dataset=...)`. A column name selects that column. A list of names selects
-    one array with these columns.
+    Pass it to `register_data` or to `train(dataset=...)`. To select columns, pass a name for a single column, or a list
+    of names for one array with these columns.
 
     Args:
         dataset: The Ray Data dataset.

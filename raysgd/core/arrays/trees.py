@@ -86,6 +86,6 @@ def _check_alike(trees: Sequence[Any], kind_of: Callable[[Any], Any]) -> None:
 def own(leaf: Any) -> Any:
     """Return an array that the caller may modify.
 
-    An array that is read-only, as arrays from Ray's object store are, is copied.
+    A read-only array, such as an array from Ray's object store, is copied. Any other array is returned unchanged.
     """
     return leaf.copy() if isinstance(leaf, np.ndarray) and not leaf.flags.writeable else leaf

@@ -126,7 +126,7 @@ class Accounts:
         """Continue the accounts of another process. Its clock may differ from the clock of this process.
 
         Args:
-            kept: What `kept` returned in that process.
+            kept: The result of `kept` in that process.
         """
         at, read, self._accounts, self._known, self._waited_s = kept
         later_s = self._clock() - read - (time.time() - at)
@@ -149,7 +149,8 @@ class Accounts:
             for rank, heartbeat in heartbeats.items():
                 if heartbeat.time is not None:
                     self._note(rank, heartbeat.time, now)
-            # Update these reports only after all ranks' accounts, because two ranks may have swapped their processes.
+            # First update the accounts of all ranks, which need each process's previous report: two ranks may have
+            # swapped their processes. Only then store the new reports.
             for heartbeat in heartbeats.values():
                 spent = heartbeat.time
                 before = None if spent is None else self._known.get(spent.of)
@@ -207,7 +208,7 @@ class Accounts:
                 yet.
         """
         ranks = {rank: dict(account.seconds) for rank, account in sorted(self._accounts.items())}
-        # Ranks report the time in which the driver waited for a validation as time between calls, so move that time.
+        # Ranks report time in which the driver waited for a validation as time between calls. Move it to its own bin.
         for seconds in ranks.values():
             waited_s = min(self._waited_s, seconds[DRIVER])
             seconds[DRIVER] -= waited_s

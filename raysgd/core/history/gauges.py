@@ -51,7 +51,7 @@ _NUMBERS: dict[str, tuple[str, Callable[[TrainerStatus], float | None]]] = {
         for name, words in BINS.items()
     },
 }
-"""By metric name: a description, and a function that reads the value from a status and returns None if unknown."""
+"""For each metric, its description, and a function that returns its value in a status, or None if it is unknown."""
 
 _ZERO_AT_THE_END = ("raysgd_workers", "raysgd_spare_workers", "raysgd_samples_per_second")
 

@@ -379,8 +379,8 @@ class CallRecorder:
     Attributes:
         history: The history with the calls so far.
         trained: The epoch, from 1, in which the last call to `train` started.
-        told_s: Returns the seconds that the ranks have spent in training calls after an earlier process of this trainer
-            died. None if no process has died, or once a later training call has been recorded.
+        told_s: Returns the seconds of training calls, the maximum over the ranks, since an earlier process of this
+            trainer stored its state. None without an earlier process, or once a later training call has been recorded.
     """
 
     def __init__(self, events: list[GroupEvent]) -> None:
@@ -424,7 +424,7 @@ class CallRecorder:
     def begin_beside(self, of_fit: bool) -> RecordBeside:
         """Return a function that records a validation on a spare worker. Call it when the validation has finished.
 
-        It adds the metrics to the row that is current now, even if later calls finish before the validation does.
+        The function adds the metrics to the row that is current now, even if later calls finish before the validation.
 
         Args:
             of_fit: True if `fit` started the validation.

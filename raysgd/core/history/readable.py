@@ -123,7 +123,7 @@ def metrics_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def most_telling(names: Iterable[str], most: int) -> list[str]:
-    """Return up to `most` metrics that tell the most about training, in their original order.
+    """Return up to `most` of the most informative metrics, in their original order.
 
     Validation metrics come before training metrics, losses before other metrics, and the learning rate comes last.
 

@@ -207,7 +207,7 @@ class AverageMeterCollection:
         self.held = waiting
 
     def hold(self, metrics: Mapping[str, Any], n: int | float = 1, *, is_strict: bool = True) -> None:
-        """Store the metrics of a batch until its step has completed. They do not count until `count_held` is called.
+        """Store the metrics of a batch until its step has completed. `count_held` then adds them to the averages.
 
         If the step is interrupted, call `drop_held` instead. Arguments and exceptions are the same as for `update`,
         because values are checked now. Metric objects have already accumulated the batch themselves.
@@ -302,7 +302,7 @@ class AverageMeterCollection:
         return tuple(meters), [float(after.n), *itertools.chain(*sums)]
 
     def summary_of(self, names: tuple[Any, ...], row: Sequence[float]) -> MetricSummary:
-        """Return the summary of another rank's collection, from what that collection's `tally` returned.
+        """Return the summary of another rank's collection, rebuilt from the result of that collection's `tally`.
 
         Args:
             names: The names of the metrics.
@@ -318,7 +318,9 @@ class AverageMeterCollection:
         return MetricSummary(values, totals)
 
     def go_on_from(self, summary: MetricSummary) -> None:
-        """Add the metrics and counts of another collection, for example of a process that has ended.
+        """Add the metrics and samples of another collection, for example of a process that has ended.
+
+        The number of batches is not added up: the larger of both numbers counts.
 
         Args:
             summary: The summary of that collection.

@@ -109,7 +109,7 @@ class ObjectMeter:
         self._live = value
 
     def add_captured(self, state: CapturedMetric) -> None:
-        """Merge into this metric a state that another collection captured."""
+        """Merge another collection's captured state into this metric."""
         self._captured = state if self._captured is None else self._captured.merged_with([state])
 
     def captured(self, already: dict[int, CapturedMetric]) -> CapturedMetric:

@@ -92,7 +92,7 @@ class _FormerUnpickler(pickle.Unpickler):
     """Reads a pickle that may contain only plain values and NumPy arrays."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the safe function that replaces the function `module.name`, which the pickle wants to call.
+        """Return the safe replacement for the function `module.name`, which the pickle names.
 
         Raises:
             NotPlainError: The pickle may not call this function.

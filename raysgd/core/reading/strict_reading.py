@@ -44,7 +44,7 @@ def require(holds: bool, finding: str) -> None:
 
 
 def check_depth(value: Any, what: str = "it") -> None:
-    """Raise an error for a value that is nested too deeply. Training states are processed by recursive functions.
+    """Raise an error for a value that is nested too deeply for the recursive functions that process training states.
 
     Args:
         value: Nested dicts, lists and tuples. A container may contain itself.

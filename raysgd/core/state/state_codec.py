@@ -2,8 +2,8 @@
 
 An encoded state consists of a skeleton and a buffer. The skeleton is a small pickle with a number in place of each
 tensor. The buffer is one flat array with the bytes of all tensors. With `lend`, large tensors are not copied into the
-buffer but are sent from their own memory. Pickle protocol 5 sends such arrays out of band. Ray therefore copies them
-into its object store once, and the receiver can use the tensors there without another copy.
+buffer but are sent from their own memory. Pickle protocol 5 sends all of these arrays out of band. Ray therefore copies
+them into its object store once, and the receiver can use the tensors there without another copy.
 
 The encoding preserves types and order of containers, classes of other objects (through cloudpickle), the identity of
 tensors, dtypes, strides of dense tensors, and `requires_grad`. It does not preserve the device (everything arrives on

@@ -1,4 +1,4 @@
-"""Finds and masks keys and passwords in output. All other modules use this one for that."""
+"""Finds and masks keys and passwords in output. No other module does this itself."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ class EventFile(Sink):
     """Writes metrics to a TensorBoard event file. A background thread flushes the file within two seconds.
 
     tensorboardX imports PyTorch, which takes a second if the driver has not imported it. Another thread therefore opens
-    the file after the first row. Neither the start of a run nor a row waits for the import, unless rows are flushed.
+    the file after the first row. The start of a run never waits for the import. A row waits for it only with `flushes`.
 
     Args:
         folder: The file's folder: an absolute path, or a path relative to the run's folder. "" stands for the run's

@@ -29,8 +29,8 @@ class ServiceRun(Sink):
         name: Name of a new run. Default: the name of the raysgd run.
 
     Attributes:
-        run_id: ID of the service's run. If this ID is set before `open`, the run with this ID is continued, unless the
-            raysgd run is new.
+        run_id: ID of the service's run. If this ID is set before `open`, the run with this ID is continued. A new
+            raysgd run ignores the ID.
 
     Raises:
         ModuleNotFoundError: The package is not installed.
@@ -154,7 +154,7 @@ class MLflowRun(ServiceRun):
         self._service.end_run(status="FAILED" if has_failed else "FINISHED")
 
     def _log_parameters(self, parameters: Mapping[str, Any]) -> None:
-        """Log the parameters of a run. If MLflow rejects any of them, log the parameters that it accepts one by one.
+        """Log the parameters of a run. If MLflow rejects any of them, log them one by one and skip the rejected ones.
 
         MLflow rejects a parameter to which an active run has already assigned another value.
         """

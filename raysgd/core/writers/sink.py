@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunInFolder:
-    """A stand-in for a run that has only a folder. It is for sinks that need no other part of a run."""
+    """A stand-in for a run: a folder, a config and a name. It is for sinks that need no other part of a run."""
 
     folder: Path
     config: Any = None

@@ -66,13 +66,13 @@ class TorchCheckpoint(Checkpoint):
         return cls.from_dict({PREPROCESSOR_KEY: preprocessor, MODEL_KEY: dict(state_dict)})
 
     def get_model(self, model: torch.nn.Module | None = None) -> Any:
-        """Return the saved model, or load the saved state dict into `model` and return it.
+        """Return the saved model, or load the saved state dict into `model` and return `model`.
 
         Args:
             model: The model to load the state dict into. Ignored if the checkpoint contains a whole model.
 
         Raises:
-            RuntimeError: The checkpoint has no model, or its state dict is that of another model.
+            RuntimeError: The checkpoint has no model, or its state dict does not fit `model`.
             ValueError: The checkpoint contains only a state dict, and `model` was not passed. Or the state dict omits
                 parameters of `model`, as saved states of a trainer with `remakes_frozen = True` do.
         """
@@ -113,7 +113,7 @@ class TorchCheckpoint(Checkpoint):
 
 
 def _missing_parameters(model: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
-    """Return the parameters that a state dict omits, or an empty list if it differs from the model in other ways."""
+    """Return the names of a model's parameters that a state dict omits, or [] if the two also differ in other ways."""
     names = model.state_dict().keys()
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     missing = [name for name in names if name not in state]

@@ -166,7 +166,7 @@ class GlobalSteps:
         self._is_checked = True
 
     def refuse_unprepared(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that an optimizer which trains a prepared model is prepared too, or is part of a prepared optimizer.
+        """If an optimizer trains a prepared model, check that it is prepared, or is part of a prepared optimizer.
 
         Raises:
             ValueError: The optimizer is not prepared.
@@ -186,11 +186,11 @@ class GlobalSteps:
     # ---------------------------------------------------------------------------------------------------------- a batch
 
     def enter(self, takes_steps: bool = True) -> GroupPlace:
-        """Wait until this worker is in a working group, let the models use it, and return this worker's rank in it.
+        """Wait until this worker is in a working group, let the models use the group, and return its `GroupPlace`.
 
         Args:
             takes_steps: True if the function is about to train. A worker that steps in then receives the other workers'
-                state here.
+                state here. False if the function is about to evaluate. A worker that steps in then does not wait.
         """
         while True:
             if self._membership.is_new and not takes_steps:
@@ -279,7 +279,7 @@ class GlobalSteps:
         """Record that the function starts to train on a batch of a prepared loader.
 
         Args:
-            place: The group among whose ranks the samples of the global batch were divided.
+            place: The group whose ranks share the samples of the global batch, and the rank in it.
             weight: Weight of this rank's gradients: its fraction of the global batch, times the number of ranks.
             has_trained: True if steps were taken on earlier batches of the same loader.
             at: Number of the batch, which must be equal on all ranks.
@@ -439,7 +439,7 @@ class GlobalSteps:
     def _may_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return True if an optimizer may step. Before the last step of a batch, all ranks agree on the answer.
 
-        In the first batch, the ranks do not know yet which step is the last. They agree when that batch ends.
+        In the first batch, the number of steps per batch is still unknown, so the ranks agree when that batch ends.
         """
         self._check_prepared()
         self._num_steps += 1
@@ -521,7 +521,7 @@ class GlobalSteps:
         self._agreed_at = now
 
     def _as_lost(self, error: Exception) -> Exception:
-        """Return the error that tells the driver that the group is broken.
+        """Return the error that reports a broken group to the driver.
 
         Raises:
             Exception: `error` itself, if the group is not broken.

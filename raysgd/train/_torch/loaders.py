@@ -51,13 +51,14 @@ def prepare_data_loader(
 
     Args:
         data_loader: The loader, or a stream, or a shard of a stream from `get_dataset_shard`. With a stream, workers
-            notify each other where it ends, and `loader.state_dict()` is a position for any number of workers.
+            notify each other where the stream ends. `loader.state_dict()` is then a position in the stream, which any
+            number of workers can load.
         add_dist_sampler: True to shard a map-style dataset across the workers.
         move_to_device: True to move the batches to the device.
         auto_transfer: True to copy the next batch while the current batch is processed. Only on GPUs, and not for
             loaders that track a position, such as streams.
         exact: True to use each sample exactly once, as in an evaluation. Workers may then get different numbers of
-            batches, so training a `DistributedDataParallel` model needs `model.join()` around such a pass.
+            batches, so training a `DistributedDataParallel` model needs `model.join()` around the loop over the loader.
             With `elastic=True`, all workers get the same number of batches. The size of a global batch is `batch_size`
             times the number of workers at the start of the function. Each global batch is divided among the remaining
             workers, and each worker's gradient is weighted by its number of samples. With a stream, the stream sets
@@ -173,7 +174,7 @@ def _seeded(loader: DataLoader[Any], seed: int | None, rank: int) -> DataLoader[
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return the sampler that chooses a loader's samples: the one inside the batch sampler, if the loader has one.
+    """Return the sampler that chooses a loader's samples: the batch sampler's sampler, or else the loader's own.
 
     `loader.sampler` may be a default that the loader does not use.
     """
@@ -223,12 +224,12 @@ def _over(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> DataLoad
 
 
 def _accept_epochs(sampler: Any) -> None:
-    """Give a sampler without a `set_epoch` method one that does nothing.
+    """Add a `set_epoch` method that does nothing to a sampler, unless the sampler has its own.
 
     Training functions call `loader.sampler.set_epoch`, but with a single worker, the loader keeps the user's sampler.
     """
     if not hasattr(sampler, "set_epoch"):
-        with suppress(AttributeError):  # no attribute can be set on some samplers, such as a list
+        with suppress(AttributeError):  # some samplers, such as a list, accept no new attributes
             sampler.set_epoch = _ignore_epoch
 
 
@@ -311,7 +312,7 @@ class DeviceLoader(DataLoader[Any]):
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Return a batch whose tensors are on `device`. Dicts, lists and tuples in the batch are kept."""
+    """Return a batch with its tensors moved to `device`. Its dicts, lists and tuples keep their structure."""
     return _map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 

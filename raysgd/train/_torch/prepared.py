@@ -1,7 +1,7 @@
 """Prepares a training function's models and optimizers for several workers, and gathers and loads their state.
 
-The helper functions share one `Accelerator` per run. It holds the device, precision, seed, and the strategy for
-gathering state.
+The helper functions, such as `prepare_model`, share one `Accelerator` per run. It holds the device, precision, seed,
+and the strategy for gathering state.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Accelerator:
     Attributes:
         seed: Seed of the random number generators; None if it was not set.
         parallel: Strategy that gathers and loads the state of models and optimizers.
-        steps: The object that lets all ranks take an optimizer step or none, so that the function can continue after a
-            worker was lost. None without `elastic=True`.
+        steps: Makes all ranks take an optimizer step, or no rank. The function can therefore continue after a worker
+            was lost. None without `elastic=True`.
     """
 
     def __init__(self, precision: Precision, device: torch.device, steps: GlobalSteps | None = None) -> None:
@@ -94,7 +94,7 @@ def get_devices() -> list[torch.device]:
 
 
 def enable_reproducibility(seed: int = 0) -> None:
-    """Make runs with the same seed give the same results, which is slower on GPUs. Call this before other helpers."""
+    """Make runs with the same seed give the same results, at a lower speed on GPUs. Call this before other helpers."""
     shared_accelerator().seed = seed
     torch.manual_seed(seed)
     random.seed(seed)
@@ -157,7 +157,8 @@ def prepare_model(
             `parallel_strategy`.
         ddp_kwargs: Arguments for `DistributedDataParallel`.
         parallel_strategy: Alternative to `wrap_ddp`: "ddp", "fsdp" (shard the model with `fully_shard`), or None.
-        parallel_strategy_kwargs: Arguments for the strategy. For "fsdp", those of `TorchTrainer(strategy_options=...)`.
+        parallel_strategy_kwargs: Arguments for the strategy. "fsdp" has the same arguments as in
+            `TorchTrainer(strategy_options=...)`.
 
     Raises:
         ValueError: The strategy or one of its options is unknown, or does not work with `elastic=True`.
@@ -210,8 +211,8 @@ def _strategy_of(
 def gather_state(part: torch.nn.Module | torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state of a model or optimizer for `save_checkpoint`. Call this on all workers.
 
-    The state is that of the whole, unwrapped model. If "fsdp" shards the model, the state is gathered on rank 0, and
-    other ranks get the state without its tensors.
+    For a model, this is the state of the whole model without its wrapper. If "fsdp" shards the model, the state is
+    gathered on rank 0, and other ranks get the state without its tensors.
     """
     return shared_accelerator().parallel.state_of(unwrapped(part))
 
@@ -221,7 +222,7 @@ def load_state(part: torch.nn.Module | torch.optim.Optimizer, state: Mapping[str
 
     Args:
         part: The model or the optimizer.
-        state: A result of `gather_state`, or of the `state_dict` of a model or optimizer that was not prepared.
+        state: The result of `gather_state`, or of `state_dict()` of a model or optimizer that was not prepared.
     """
     parallel = shared_accelerator().parallel
     if isinstance(part, torch.nn.Module):

@@ -25,7 +25,7 @@ class TorchConfig(BackendConfig):
 
     Attributes:
         backend: "nccl", "gloo", ...; None for NCCL if each worker has a GPU, else gloo.
-        init_method: "env" to also set `MASTER_ADDR` and `MASTER_PORT` in the workers, or "tcp".
+        init_method: "env" to also set `MASTER_ADDR` and `MASTER_PORT` in the workers; "tcp" to leave them unset.
         timeout_s: How long a collective operation may wait for the other ranks.
         form_timeout_s: How long the workers may take to form the group. Capped at `timeout_s`.
 

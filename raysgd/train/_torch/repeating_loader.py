@@ -26,7 +26,7 @@ class DrawnSampler(DistributedSampler[Any]):
     Args:
         sampler: The user's sampler. With the same seed, it must draw the same indices on all ranks.
         world: This worker's rank and the number of workers.
-        exact: True to repeat no samples. The first ranks may then have one more sample.
+        exact: True to repeat no samples. The first ranks may then have one more sample than the other ranks.
     """
 
     def __init__(self, sampler: Any, world: World, exact: bool) -> None:
@@ -60,7 +60,8 @@ class GlobalBatches(Sampler[list[Any]]):
 
     Attributes:
         size: Number of samples in a global batch.
-        consumed: Always 0, because a pass over a dataset does not start in the middle. See `GlobalStream`.
+        consumed: Number of samples before the first global batch of a pass. Always 0, because a pass over a dataset
+            starts at its beginning. In a `GlobalStream`, a pass may start later.
     """
 
     consumed = 0
@@ -82,7 +83,7 @@ class GlobalBatches(Sampler[list[Any]]):
         return self._num_of(len(self._order))
 
     def start_at(self, first: int, world: World) -> None:
-        """Set where the next iteration starts, and for which rank it yields its part of each global batch.
+        """Set the global batch at which the next iteration starts, and the rank whose parts it yields.
 
         Args:
             first: Index of the first global batch.
@@ -91,7 +92,7 @@ class GlobalBatches(Sampler[list[Any]]):
         self._first, self._world = first, world
 
     def count_given(self, num_given: int) -> None:
-        """Do nothing, because a loader over a dataset has no position that is saved."""
+        """Do nothing, because the position in a dataset is not saved."""
 
     def end_pass(self) -> None:
         """Do nothing, because the training function sets the next epoch itself, with `loader.sampler.set_epoch`."""
@@ -146,7 +147,7 @@ class GlobalStream:
         return -(-(self._num_rows - self.consumed) // self.size)
 
     def start_at(self, first: int, world: World) -> None:
-        """Set where the next iteration starts, and for which rank it yields its part of each global batch.
+        """Set the global batch at which the next iteration starts, and the rank whose parts it yields.
 
         Args:
             first: Index of the first global batch.
@@ -181,7 +182,7 @@ class GlobalStream:
         return self._part.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the stream's epoch, which determines the order of the rows. The next pass starts at its beginning."""
+        """Set the stream's epoch, which determines the order of the rows. A new epoch starts at its first row."""
         self._part.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -237,7 +238,7 @@ class RepeatingLoader(DataLoader[Any]):
         self._epoch = epoch
 
     def position(self) -> dict[str, Any]:
-        """Return the loader's position to send to workers that step in."""
+        """Return the loader's position, which is sent to workers that step in."""
         return {
             "epoch": self._epoch,
             "order": self._sampler.epoch,
@@ -298,9 +299,10 @@ class RepeatingLoader(DataLoader[Any]):
         self.is_open = False
 
     def _leave(self, has_trained: bool, is_last: bool) -> None:
-        """Count a pass that the function leaves early as an epoch.
+        """Count a pass as an epoch if the function leaves the pass early.
 
-        Do not count the pass if no step was taken, or if the next pass continues where this pass leaves a stream.
+        Do not count a pass in which no step was taken. Do not count a pass that leaves a stream before its last batch
+        either, because the next pass continues there.
 
         Args:
             has_trained: True if the function has taken a step in the pass.

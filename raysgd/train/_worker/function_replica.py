@@ -237,7 +237,7 @@ class FunctionReplica:
             start: Arguments of `start`, if the function is not running yet.
 
         Returns:
-            False if the checkpoint was lost together with its function.
+            False if the checkpoint was not stored, because its function was restarted or could not store it.
         """
         self.start(*start)
         if start or token is None:
@@ -249,7 +249,7 @@ class FunctionReplica:
         return True
 
     def refuse(self, token: int) -> None:
-        """Tell the function that the driver will not fetch the checkpoint with this token."""
+        """Let the function continue, because the driver will not fetch the checkpoint with this token."""
         self._pending_checkpoints.refuse(token)
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
@@ -258,7 +258,8 @@ class FunctionReplica:
     def replica_progress(self) -> ReplicaProgress:
         """Return the number of steps taken, and the reason why the function cannot continue in another group, if any.
 
-        A worker that has not loaded the other ranks' state yet is marked as not whole. It does not send its state.
+        A worker that has not loaded the other ranks' state yet is marked as not whole, so that its state is not sent to
+        other workers.
         """
         membership = self._membership
         if membership is None:

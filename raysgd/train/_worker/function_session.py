@@ -132,8 +132,8 @@ class Session:
         """Send metrics, optionally with a checkpoint, which is a dict or a `Checkpoint`.
 
         Raises:
-            TypeError: `checkpoint` has another type, or `options` were passed, which are supported only in functions
-                that `fit` runs.
+            TypeError: `checkpoint` has another type. Or `options` were passed: only functions that `fit` runs support
+                them.
         """
         if options is not None:
             raise TypeError(f"`{options}`: only functions that `fit` runs can choose how a checkpoint is stored.")
@@ -173,7 +173,7 @@ class Session:
         """Ask the driver a question and return its answer, which is the same on all ranks. All ranks must ask.
 
         Args:
-            name: Name of the question, which tells the driver how to compute the answer.
+            name: Name of the question. It determines how the driver computes the answer.
             data: This rank's data, from which the driver computes the answer.
 
         Raises:
@@ -187,7 +187,7 @@ class Session:
     def _send_metrics(self, data: Any) -> None:
         """Send metrics without a checkpoint to the driver.
 
-        Encoded metrics are in a buffer that the next report reuses, so the function waits until they are taken.
+        Encoded metrics are in a buffer that the next report reuses, so the function waits until the metrics are read.
         """
         self.mailbox.offer(
             FunctionMessage(TrainingResultType.REPORT, data), may_wait=not isinstance(data, EncodedState)
@@ -203,7 +203,7 @@ class Session:
         self._announce(data, ref, lambda _: self._checkpoints.encode(self._spec.encode(content)))
 
     def _announce(self, data: Any, checkpoint_ref: CheckpointRef, make: Callable[[Any], Any]) -> None:
-        """Send metrics that announce a checkpoint. If the driver then asks for the checkpoint, create it.
+        """Send metrics that announce a checkpoint. If the driver then requests the checkpoint, create it.
 
         Args:
             data: The metrics.
@@ -215,7 +215,7 @@ class Session:
         self._pending_checkpoints.copy_if_fetched(token, make)
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """Return the newest checkpoint that the function has saved, or else the one from which it started."""
+        """Return the newest checkpoint that the function has saved, or else the checkpoint from which it started."""
         return self.checkpoint
 
     def current_checkpoint(self) -> Any:

@@ -156,9 +156,9 @@ class Mailbox:
             return self._ended
 
     def break_off(self, error: BaseException) -> None:
-        """Let `next_message` raise an exception until `mend` is called, because the function cannot go on.
+        """Let `next_message` raise an exception, instead of waiting for a message, until `mend` is called.
 
-        For example, its worker group has lost a worker.
+        For example, the worker group has lost a worker, or new workers are about to join the group.
         """
         with self._changed:
             self._broken = error
@@ -207,11 +207,11 @@ class Mailbox:
 
 
 class PendingCheckpoints:
-    """The copies of checkpoints in this worker that the driver has not fetched yet.
+    """The copies of this worker's checkpoints that the driver has not fetched yet.
 
     The driver always fetches rank 0's checkpoints, so they are copied immediately. A checkpoint of another rank is
     copied only if the driver fetches it, which happens if no lower rank has a checkpoint. The function waits until the
-    driver has decided.
+    driver has fetched or refused the checkpoint.
     """
 
     def __init__(self) -> None:

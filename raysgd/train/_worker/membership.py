@@ -1,8 +1,8 @@
 """A training function's membership in its worker group, which may change while the function runs.
 
 Two threads use a `Membership`. One runs the function, which takes steps together with the other ranks. The other serves
-the driver: it leaves a broken group and joins the next group. Neither thread waits for the other longer than a broken
-collective takes to fail.
+the driver: it leaves a broken group, waits until the function's collectives in that group have failed, and joins the
+next group. The function waits before its next batch until the next group is complete.
 
 ADR 121 explains why a function can continue in place, and what makes a step count.
 """
@@ -19,8 +19,8 @@ from raysgd.exceptions import OnFailure
 
 _BREAKS_IN_S = 60.0  # how long a collective may take to fail once its connections are closed
 # After the group broke and its known collectives failed, wait this long for the function to call this module.
-# Collectives in user code, which this module does not see, fail in the meantime. A function that is busy between two
-# passes may take longer than this.
+# Collectives that user code calls directly, without this module, fail in the meantime. A function that is busy between
+# two passes may take longer than this.
 _REST_S = 0.2
 _FIRST_BATCH_S = 120.0  # how long a new worker's function may take from getting its rank to its first batch
 _LOOK_S = 0.05
@@ -51,18 +51,19 @@ class BatchStart:
 class Membership:
     """Decides which optimizer steps of a function count, and blocks the function between batches while a group forms.
 
-    A step counts if all ranks have its averaged gradients. Otherwise its batch is repeated. Each rank reports that it
-    has the gradients before it steps, and steps once all ranks have reported. If the group breaks during this, a rank
-    may have stepped only if all ranks have the gradients. So either all survivors take the step, or none does.
+    A step counts if all ranks have its averaged gradients. Otherwise its batch is repeated. Before a rank steps, it
+    reports that it has the gradients, and waits until all ranks have reported. If the group breaks in the meantime,
+    some ranks may have stepped, but only if all ranks have the gradients. In this case, the other survivors take the
+    step, too. So either all survivors take the step, or no survivor does.
 
-    A function steps in if its worker joins a group that is already training, usually to replace a lost worker. It runs
-    alone until it requests its rank, which it receives together with a group. At its first batch it meets the other
-    ranks: it loads their state.
+    A function steps in if its worker joins a group that is already training, usually to replace a lost worker. Such a
+    function runs alone until it requests its rank. It gets the rank when its worker joins a group. At its first batch,
+    it meets the other ranks: it loads their state.
 
     Args:
         world: The function's first rank and group size.
-        tell: Function that tells the driver that the group is broken. Called at most once per group.
-        is_held: Returns True if the training function has ended, or is waiting, but not for other ranks.
+        tell: Function that reports to the driver that the group is broken. Called at most once per group.
+        is_held: Returns True if the training function has ended, or is waiting for the driver.
         is_new: True if the function will step into a running group.
         note: Function to call with a group's number when all its ranks have the same state. From then on, all ranks of
             the group send reports.
@@ -142,7 +143,7 @@ class Membership:
         """Return True if a batch has failed.
 
         Args:
-            mark: What `open_batch` returned for the batch.
+            mark: The result of `open_batch` for the batch.
         """
         return mark.has_failed or self._num_failed != mark.num_failed
 
@@ -286,7 +287,7 @@ class Membership:
             self._break(error)
 
     def leave(self) -> None:
-        """Keep the function from using its group, whose connections were closed. Wait until its collectives fail.
+        """Keep the function from using its group, whose connections are closed. Then wait until its collectives fail.
 
         Raises:
             TimeoutError: A collective does not end in time.

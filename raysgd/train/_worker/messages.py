@@ -36,7 +36,7 @@ class CheckpointRef:
         data: The encoded checkpoint, if it is small and will certainly be stored.
         token: Number with which to fetch the checkpoint from the worker, if it was not sent in `data`.
         files: Names of the checkpoint's files, if the worker itself writes them to storage and nothing is sent. If
-            there is a token too, the worker waits until it is told which of these names lower ranks also use.
+            there is a token too, the worker first waits until the driver sends the names that lower ranks also use.
     """
 
     score: Any = None
@@ -74,7 +74,7 @@ class Question:
 
 @dataclass(frozen=True)
 class RanksMet:
-    """Tells the driver that all ranks of a group report from now on, including workers that were added to it.
+    """A message to the driver: all ranks of a group report from now on, including workers that were added later.
 
     Attributes:
         number: Number of the group: how many groups came before it since the function started.

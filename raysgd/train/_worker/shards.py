@@ -66,7 +66,7 @@ def divided(dataset: Any, num_workers: int, actors: Sequence[Any] = ()) -> list[
 
 
 def with_to_torch(shard: Any) -> Any:
-    """Add the method `to_torch`, which Ray Data datasets used to have, to a shard or to each shard in a dict."""
+    """Add a method `to_torch` to a shard, or to each shard in a dict. Ray Data datasets used to have this method."""
     for each in shard.values() if isinstance(shard, dict) else (shard,):
         if hasattr(each, "iterator") and not hasattr(each, "to_torch"):
             each.to_torch = partial(_to_torch, each)
@@ -113,8 +113,10 @@ class _StreamGroup:
 class StreamPart:
     """One worker's batches of a stream. Iterate over this object once per epoch.
 
-    All workers get the same number of batches. If the lengths of the stream's shards are unknown, or a filter drops
-    rows, each worker gets as many batches as its own rows yield, unless `prepare_data_loader` connects the workers.
+    All workers get the same number of batches if the stream's rows are counted before they are read. The rows cannot be
+    counted if, for example, a filter drops rows or the lengths of the stream's shards are unknown. Each worker then
+    gets as many batches as its own rows yield. `prepare_data_loader` connects the workers, so that their numbers of
+    batches are equal in this case, too.
 
     The position does not depend on the number of workers, so store `state_dict()` in your checkpoints.
 
@@ -151,9 +153,9 @@ class StreamPart:
         return self
 
     def joined(self, ranks: StreamGroup, collate: Collate, *, exact: bool) -> StreamPart:
-        """Connect this worker to the other workers. They tell each other how many rows they have read.
+        """Connect this worker to the other workers, and return this object.
 
-        Return this object.
+        The workers then notify each other how many rows they have read.
 
         Args:
             ranks: The group through which the workers communicate.
@@ -173,7 +175,7 @@ class StreamPart:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next iteration at the beginning of this epoch, unless it is the epoch of a loaded state."""
+        """Set the epoch, and move to its beginning. If this epoch is already set, keep the position in it."""
         if epoch != self.epoch:
             self.epoch, self.consumed = epoch, 0
 
@@ -210,7 +212,7 @@ class StreamPart:
         return (batch for batch, _ in self._source.open(self.epoch, consumed))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the stream after the last batch, as plain data that is equal on all workers.
+        """Return the position in the stream after the most recent batch, as plain data that is equal on all workers.
 
         Raises:
             ValueError: Each worker has a different position in the epoch.

@@ -1,8 +1,8 @@
 """Runs in the driver, and moves a run's checkpoints from the workers to the trial's folder.
 
-A dict is sent to the driver, which writes it. A folder is stored by the workers: all ranks write to the same staging
-folder, and the driver commits the staging folder, which means that it becomes a checkpoint with its final name. ADR 94
-explains why the driver numbers the checkpoints.
+A checkpoint is a dict or a folder. A dict is sent to the driver, which writes it to a file. A folder is stored by the
+workers: all ranks write their files to the same staging folder. The driver then commits the staging folder: it turns
+the folder into a checkpoint with its final name. ADR 94 explains why the driver numbers the checkpoints.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raysgd.train.constants import TUNE_CHECKPOINT_ID
 from raysgd.train.fit.fit_session import METADATA_KEY, checkpoint_at
 
 Landing: TypeAlias = "Future[Checkpoint | None]"
-"""A future of a checkpoint, which is done when the checkpoint was written. Its result is None if it was lost."""
+"""A future of a checkpoint. It is done when the checkpoint was written or lost. Its result is None if it was lost."""
 
 
 class FitCheckpoints(CheckpointTaker):

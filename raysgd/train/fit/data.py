@@ -167,7 +167,7 @@ def check_datasets(datasets: Any) -> dict[str, Any]:
     """Check the `datasets` that a user passed to a trainer, and return them without entries that are None.
 
     Raises:
-        ValueError: `datasets` is not a dict of datasets by name.
+        ValueError: `datasets` is neither None nor a dict of datasets by name.
     """
     if datasets is None:
         return {}
@@ -235,7 +235,7 @@ def prepared(datasets: Mapping[str, Any], preprocessor: Any = None, config: Any 
     Args:
         datasets: Datasets by name, or functions without arguments that return a dataset.
         preprocessor: An object with `fit(dataset)` and `transform(dataset)`, or None.
-        config: The result of `merged_config`.
+        config: The result of `merged_config`; None for the default.
     """
     made = {name: dataset() if _makes_one(dataset) else dataset for name, dataset in datasets.items()}
     configs = OWN_CONFIG if config is None or is_data_config(config) else config
@@ -296,7 +296,7 @@ def _lacks_fit(preprocessor: Any) -> bool:
 
 
 def _shuffled(dataset: Any, config: DatasetConfig) -> Any:
-    """Shuffle the rows or blocks of a dataset if the config asks for it. Otherwise, return the dataset unchanged."""
+    """Shuffle the rows or blocks of a dataset if the config requests it. Otherwise, return the dataset unchanged."""
     if config.global_shuffle:
         return dataset.random_shuffle()
     if config.randomize_block_order and is_of_ray(dataset):

@@ -53,7 +53,7 @@ class FitSession(Session):
             start from the beginning.
         shard: This worker's shard of the data, by dataset name.
         pending: Holds large checkpoints until the driver fetches them.
-        facts: What the function can query about the run, such as its folder and metadata.
+        facts: Facts about the run that the function can query, such as the run's folder and metadata.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class FitSession(Session):
         return self.world.rank == 0 or self.membership is not None
 
     def current_checkpoint(self) -> Checkpoint | None:
-        """Return the checkpoint that the function has reported last, or else the one from which it started."""
+        """Return the checkpoint that the function has reported last, or else the checkpoint from which it started."""
         self._await_upload()
         if self._is_newest_stored:
             self.mailbox.await_request()  # the driver commits the checkpoint before it requests the next message
@@ -162,7 +162,7 @@ class FitSession(Session):
             upload.result()
 
     def _delete_local(self, checkpoint: Checkpoint, options: UploadOptions) -> None:
-        """Delete the local folder of a reported checkpoint, if the user's options ask for it.
+        """Delete the local folder of a reported checkpoint, if the user's options request this.
 
         Never delete a folder inside the trial's folder, because it may be a stored checkpoint.
         """
@@ -186,7 +186,7 @@ class FitSession(Session):
     def _store_folder(self, data: Any, source: Path, target: Folder) -> None:
         """Copy a folder to the staging folder and send the metrics.
 
-        A rank above 0 sends the metrics first. The driver then tells the rank which files to leave out, because lower
+        A rank above 0 sends the metrics first. The driver answers with the names of files to leave out, because lower
         ranks have files with the same names.
 
         Args:
@@ -376,7 +376,7 @@ def _seen_by_ray(session: FitSession) -> Iterator[None]:
 
 @contextmanager
 def _errors_for_calls_of_ray() -> Iterator[None]:
-    """Inside the block, turn Ray's warning that a session function has no effect into an exception."""
+    """Inside the block, raise an exception where Ray would only warn that its session function has no effect."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", f".*{_MISUSE}", UserWarning)
         yield

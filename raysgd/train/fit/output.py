@@ -4,7 +4,7 @@ The files are `result.json`, `progress.csv`, `params.json`, `error.txt` and Tens
 content as Ray Tune's files. A report is on disk when the call that writes it returns; TensorBoard's file follows within
 seconds. A driver that is killed loses at most the report that it was writing.
 
-With remote storage, a thread in the driver copies the files there during the run.
+With remote storage, a thread in the driver copies the files to the storage during the run.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _pickled(value: Any, shown: str, file: str) -> bytes | None:
 
     Args:
         value: The value.
-        shown: What the value is, for the warning.
+        shown: Description of the value for the warning, such as "the config".
         file: Name of the file that would contain the pickle, for the warning.
     """
     content, reason = pickled(value)
@@ -175,7 +175,7 @@ class Logs:
     def upload_all(self) -> None:
         """Copy the log files to remote storage now, and then delete the local copies.
 
-        If copying fails, keep the local files and log where they are.
+        If copying fails, keep the local files, and log an error with their folder.
         """
         if self._folder.is_local:
             return

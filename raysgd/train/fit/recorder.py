@@ -386,7 +386,7 @@ def make_stop(stop: Any) -> Stop:
         return _limits(stop)
     if isinstance(stop, Sequence) and not isinstance(stop, str | bytes):
         conditions = [make_stop(each) for each in stop]
-        # `any` gets a list and not a generator, so that every condition sees every report.
+        # `any` gets a list and not a generator, so that every condition receives every report.
         return lambda trial_id, result: any([each(trial_id, result) for each in conditions])
     if hasattr(stop, "stop_all"):
         return lambda trial_id, result: bool(stop(trial_id, dict(result))) or bool(stop.stop_all())

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 TRAINER_FILE = "trainer.pkl"
 SWEEP_FILE = "swept_trainer.pkl"
-"""The `trainer.pkl` of a Tune sweep. Only `Tuner.restore` can continue it, not the trainer's `restore`."""
+"""The `trainer.pkl` of a Tune sweep. Only `Tuner.restore` can continue the sweep, not the trainer's `restore`."""
 _RUN_CONFIG_EXTRAS = ("callbacks", "progress_reporter", "stop")
 
 

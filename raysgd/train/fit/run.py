@@ -72,7 +72,7 @@ class FitJob:
         begin_from: The checkpoint that the function starts from.
         num_ahead: Number of reports that may wait for the driver before the function is blocked.
         aborts: Functions that end the run from another thread. `FitRun` adds its function when it is created.
-        leaving: Object that tells whether a signal has asked the program to end.
+        leaving: Reports whether a signal has asked the program to end.
     """
 
     folder: TrialFolder
@@ -96,7 +96,7 @@ class FitJob:
         """
         try:
             train()
-        except BaseException as error:  # also Ctrl-C, because the run's files must say what ended the run
+        except BaseException as error:  # also Ctrl-C, because the run's files must record what ended the run
             self._end_failed(error)
             if not isinstance(error, Exception) or self.run_config.failure_config.fail_fast == "raise":
                 raise
@@ -150,7 +150,7 @@ class RenewingPolicy(FailurePolicy):
     take_landing: Callable[[], bool]
 
     def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_continue: bool) -> Decision:
-        """Return whether to continue in place, restart or give up after a failure.
+        """Decide whether to continue in place, restart or give up after a failure. Return the decision.
 
         If the workers must restart or no retry is left, first wait for a checkpoint that is just being received. Such a
         checkpoint may reset the count of retries.
@@ -262,7 +262,8 @@ class FitRun:
         is_over = self._run is not None and self._run.is_over
         self._executor.shutdown(patience_s=5 if is_over else 0)
         self._give_reservation_back()
-        # An error here is not new: if the run succeeded, its last step has called `flush` without an error.
+        # Ignore an error of `flush`: after a failed run, the run's own error is raised. The last step of a successful
+        # run has already called `flush` without an error.
         with suppress(Exception):
             self._checkpoints.flush()
         self._delete_too_late()
@@ -378,9 +379,10 @@ def _executor(
 
 
 def followed(placement_strategy: str) -> Literal["PACK", "SPREAD"] | None:
-    """Convert the `placement_strategy` of a scaling config to that of an executor, which has no strict strategies.
+    """Convert the `placement_strategy` of a scaling config for an executor, which has no strict strategies.
 
-    A strict strategy becomes the plain strategy, which Ray follows as far as possible. None is the default.
+    A strict strategy becomes the plain strategy, which Ray follows as far as possible. "PACK", the default, becomes
+    None.
 
     >>> [followed(strategy) for strategy in ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")]
     [None, 'PACK', 'SPREAD', 'SPREAD']

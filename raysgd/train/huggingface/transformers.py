@@ -48,7 +48,7 @@ class _Batches(IterableDataset[Any]):
 
 
 def prepare_trainer(trainer: Any) -> Any:
-    """Let a `transformers.Trainer` use Ray Data batches, `shard.iter_torch_batches(...)`, as its datasets.
+    """Let a `transformers.Trainer` use batches of Ray Data, such as `shard.iter_torch_batches(...)`, as its datasets.
 
     Returns:
         The same trainer. Its class is replaced by a subclass.
