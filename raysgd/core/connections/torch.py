@@ -480,7 +480,8 @@ def ordinal_of(gpu_id: str, visible: str | None) -> int:
 
     Args:
         gpu_id: ID of the GPU.
-        visible: The process's `CUDA_VISIBLE_DEVICES`. If it is empty or None, the process sees all GPUs.
+        visible: The process's `CUDA_VISIBLE_DEVICES`. None if it is not set: the process then sees all GPUs. An empty
+            value is treated like None.
 
     Raises:
         RuntimeError: The process cannot see that GPU.

@@ -389,7 +389,7 @@ class ElasticController(Lifecycle):
             try:
                 if isinstance(self.snapshot().shared_state, DividedValue):
                     return False
-            except RaySGDError as error:  # that trainer's next call raises this error to the user
+            except RaySGDError as error:  # this trainer's next call raises the error to the user
                 logger.debug("no snapshot of an idle trainer: %r", error)
                 return False
             cause = f"{spec.words.name} is idle, and another trainer of this program needs the room"
@@ -726,9 +726,9 @@ class ElasticController(Lifecycle):
         args: Sequence[Sequence[Any]],
         number: CallNumber | None,
     ) -> tuple[GroupReport, list[Any] | None]:
-        """Run a call once.
+        """Run a call once. If all ranks completed it, store the snapshot that was sent with the answers, if any.
 
-        If the call changed the training state, record the call and store the snapshot sent with the answers.
+        Also record the call if a restart must not lose its effect.
 
         Returns:
             The outcomes, and the values by rank. The values are None unless all ranks completed the call.

@@ -219,10 +219,7 @@ class WorkerGroup:
             self._startup.watch_worker(each.worker)
 
     def _build(self, rendezvous: Rendezvous, *, captures: bool) -> Mapping[int, Any]:
-        """Start a call on each rank in which the rank joins the group and builds its replica.
-
-        Return the calls by rank.
-        """
+        """Make each rank join the group and build its replica, in a remote call. Return the calls by rank."""
         make_replica = self._spec.make_replica
         return {
             rank: worker.submit("build", self.worlds[rank], rendezvous, make_replica, captures)
@@ -273,7 +270,7 @@ class WorkerGroup:
         self.slots.take_over(kept.slots, [worker.slot for worker in kept.workers])
 
     def to_keep(self, facts: Sequence[Any]) -> KeptGroup:
-        """Return what a later process of the trainer needs to adopt these workers.
+        """Return a description of the group with which the trainer's next process can adopt these workers.
 
         Args:
             facts: What the replicas' `setup` returned, by rank.
@@ -528,9 +525,9 @@ class WorkerGroup:
         return [rank for rank in range(len(self.workers)) if rank not in lost]
 
     def settle_any(self) -> list[int]:
-        """Do the same as `settle` without knowing which call the ranks run.
+        """Do the same as `settle`, but for any call that the ranks may be running.
 
-        A previous process may have started that call.
+        The trainer's previous process may have started that call.
         """
         self.interrupt()
         behind = self._submit("execute", _nothing, ranks=self.remote_ranks)
@@ -608,8 +605,8 @@ class WorkerGroup:
         """Make the survivors leave their group. Return a report with each survivor's progress.
 
         The survivors also start to listen for the ranks of the next group, which saves a round trip later. The
-        addresses at which they listen can be used only if the next group needs the same host names, for example if no
-        other worker joins.
+        ports can be used only if the next group listens at the same host addresses, for example if no other worker
+        joins.
 
         Args:
             survivors: The ranks that leave.

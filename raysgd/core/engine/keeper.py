@@ -36,7 +36,7 @@ class CallNumber:
 
 @dataclass(frozen=True)
 class KeptGroup:
-    """What a later process needs to adopt a worker group.
+    """Describes a worker group, so that the trainer's next process can adopt it.
 
     Attributes:
         workers: The driver's handles to the workers, by rank.

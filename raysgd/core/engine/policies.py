@@ -56,7 +56,7 @@ class WaitForWorkers:
 
     Attributes:
         delay_s: Seconds to wait before the next attempt. None to give up.
-        reason: Message for the log or error that says how many workers fit.
+        reason: States how many workers fit, for a log or error message.
     """
 
     delay_s: float | None
@@ -423,7 +423,7 @@ class FailurePolicy:
     retries_user_errors: bool = False
 
     def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_continue: bool) -> Decision:
-        """Return what to do after a failed call.
+        """Decide what to do after a failed call. Return one of the values of `Decision`.
 
         Args:
             diagnosis: The cause of the failure.

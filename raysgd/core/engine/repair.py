@@ -288,7 +288,10 @@ class GroupRepair:
         ) from diagnosis.faults[0].error
 
     def _end_if_parted(self, call: Call, diagnosis: Diagnosis, report: GroupReport) -> str:
-        """After an exception in user code, kill the group unless all ranks are alive, connected and in the same state.
+        """After an exception in user code, kill the group if it cannot run another call.
+
+        This is the case if a rank died, lost a connection or is still inside the call, or if the ranks may be out of
+        sync.
 
         Args:
             call: The failed call.

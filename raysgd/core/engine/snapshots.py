@@ -55,7 +55,7 @@ class Snapshot:
     reference: Any = None
 
     def for_ranks(self, num_ranks: int) -> list[tuple[Any, ...]]:
-        """Return what each rank of a new group restores in addition to the shared state.
+        """Return the values that each rank of a new group restores in addition to the shared state.
 
         A rank restores its own state. From a snapshot taken inside a call, it also restores the progress of rank 0, and
         the progress of the old ranks whose metrics it takes over. The new group may have a different size.

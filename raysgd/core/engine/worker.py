@@ -197,7 +197,7 @@ def pack(
 
 
 class _Calls:
-    """The calls of a worker process.
+    """Records which thread runs the calls of a worker process, and how the last numbered call was answered.
 
     Attributes:
         thread: ID of the thread that runs the current call or ran the last call. None before the first call.
@@ -306,7 +306,7 @@ class WorkerProcess:
     @_guarded
     def open_endpoint(self, host: str, rank: int) -> int:
         """Leave the current group, if any, and listen on a port for the ranks of the next group. Return the port."""
-        # True even for a standby worker, which is in a group of its own, and for a worker whose `join` failed.
+        # Also leave the group of one in which a standby worker was prepared, and a group that `join` failed to form.
         if self._replica is not None or self._world.size:
             self._connection.leave()
         return self._connection.open_endpoint(host, rank)
@@ -322,7 +322,7 @@ class WorkerProcess:
             capture: True to copy the replica's state after `setup`.
 
         Returns:
-            The answer with what the replica's `setup` returned.
+            An answer that contains the return value of the replica's `setup`.
         """
         self._world = world
         if self._replica is not None:
@@ -376,7 +376,7 @@ class WorkerProcess:
 
     @_guarded
     def regroup(self, world: World, rendezvous: Rendezvous, handover: StateHandover) -> Any:
-        """Join a new group and continue the training there. Return what the replica's `regroup` returns."""
+        """Join a new group and continue the training there. Return the value that the replica's `regroup` returns."""
         self._world = world
         self._connection.join(rendezvous, world, even_alone=True)
         replica: Any = self.replica
@@ -772,7 +772,10 @@ def _actor_class() -> Any:
 
 
 def _forwarding(name: str) -> Callable[..., Any]:
-    """Return a function that calls a method of `WorkerProcess`. Ray then sets its attributes on this function only."""
+    """Return a function that calls a method of `WorkerProcess`.
+
+    `ray.method` adds attributes to the function that it receives. `WorkerProcess` itself thus stays unchanged.
+    """
 
     def method(self: WorkerProcess, *args: Any) -> Any:
         return getattr(WorkerProcess, name)(self, *args)
