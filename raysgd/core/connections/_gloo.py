@@ -62,7 +62,7 @@ class DelayedCalls:
 
 
 class GlooConnections:
-    """One rank's gloo sockets in all process groups that connect it to the same ranks.
+    """One rank's gloo sockets, in all process groups over the same ranks.
 
     Args:
         board: The group's key-value store. It contains the addresses at which ranks listen, in gloo's own encoding or

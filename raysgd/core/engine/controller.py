@@ -52,7 +52,7 @@ class PlaceInLine:
     """A position in a trainer's queue of calls. A background call reserves its position before its thread starts.
 
     Attributes:
-        thread: ID of the thread that runs the call. None until the call's turn has come.
+        thread: ID of the thread that runs the call. None until this thread waits for its turn.
         is_interrupted: True if the call was interrupted and must not continue.
     """
 
@@ -438,7 +438,7 @@ class ElasticController(Lifecycle):
         return kept_by is not None and kept_by.found is not None and kept_by.found.call > kept_by.num_calls
 
     def _copy_only_state(self, call: Call, budget: RetryBudget) -> None:
-        """Before a call, copy training state that exists only in the workers to the driver.
+        """Before a call, copy the training state to the driver, because only the workers have it.
 
         If the call could not continue with the survivors of a failure, also wait until the copy has arrived.
 

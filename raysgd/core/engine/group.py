@@ -493,7 +493,10 @@ class WorkerGroup:
         return SharedValue(value, None) if self.is_driver_only else self._platform.store(value)
 
     def share(self, value: Any) -> list[Any]:
-        """Return a value in a form to pass to each rank, by rank. Remote ranks get a reference to one stored copy."""
+        """Return one object per rank with which to pass a value to all ranks.
+
+        For a remote rank, this is a reference to one stored copy. For a local rank, it is the value itself.
+        """
         stored = value if isinstance(value, SharedValue) else SharedValue(value, None)
         if stored.reference is None:  # `store` does not use Ray's store if the driver is the only worker
             stored = self.store(stored.value)

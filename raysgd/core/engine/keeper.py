@@ -52,7 +52,7 @@ class KeptGroup:
 
 
 class Keeper:
-    """Saves what the next process of a detached trainer needs to find the trainer's workers.
+    """Saves a description of a detached trainer's workers, so that the trainer's next process finds them.
 
     Args:
         trainer: Name of the trainer.

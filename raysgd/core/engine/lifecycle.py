@@ -543,7 +543,7 @@ class Lifecycle(ABC):
     def has_session_ended(self) -> bool:
         """True if the workers' Ray session has ended, and the workers with it.
 
-        This process may have a new session since.
+        This process may have started a new session since then.
         """
         return self._session is not None and self._session != session()
 

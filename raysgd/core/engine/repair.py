@@ -672,7 +672,7 @@ class GroupRepair:
         """
         standby, min_workers = self._lifecycle.running.standby, self._scaling.min_workers
         formed = self._leave_old_group(change, staying, without_state)
-        # Ignore obstacles to continuing: a replica that cannot continue can still copy its state.
+        # Ignore obstacles to continuing: a replica that cannot continue can still send its state.
         if change.only_copies:
             reports = [replace(each, obstacle=None) for each in formed.progress_reports]
             self._remove_others(formed.staying)

@@ -402,7 +402,8 @@ class WorkerProcess:
     def attend(self, name: str, packed: bytes) -> WorkerAnswer | None:
         """Run a call and send the answer over a Unix socket.
 
-        Then run the calls that arrive on the socket until it closes.
+        Then run the calls that arrive on the socket until it closes. This method ends early if a call fails, because
+        failures are sent through Ray.
 
         Args:
             name: Address of the socket.
@@ -567,7 +568,7 @@ def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ())
 
 
 def cannot_import(module: str | None) -> ModuleNotFoundError:
-    """Return the error for a worker process that cannot import the module of an object that was sent to it."""
+    """Return the error to raise if a worker process cannot import the module of an object that it received."""
     message = (
         f"No module named '{module}' in the worker process: something that was sent there, such as the operator class "
         "or a function, is defined in it. Define it in the script that you run, install the module on every node, or "
@@ -650,7 +651,7 @@ class RemoteWorker:
         return getattr(self.actor, method).remote(*args, **kwargs)
 
     def ask(self, packed: bytes, *values: Any) -> Any:
-        """Send a call that `pack` pickled to the worker. Use a Unix socket if possible, otherwise Ray.
+        """Send the worker a call that `pack` has pickled. Use a Unix socket if possible, otherwise Ray.
 
         Return a `LineCall` or Ray's reference to the result.
         """

@@ -107,7 +107,7 @@ class Connection(ABC):
         """Return True if an exception raised in this process means that the connections of the group are broken.
 
         The exception must still have its traceback. Return False for errors of user code, such as a lost database
-        connection, because a call that fails with a broken group is retried.
+        connection: a call is retried if the group is broken, but an error of user code must be raised.
         """
 
 

@@ -49,7 +49,7 @@ class Replica(Protocol):
         """Build the user's objects, such as the model. Called after the worker has joined its group.
 
         Returns:
-            Facts about the objects that the front end needs, such as the number of models.
+            Facts about these objects, such as the number of models. The front end needs these facts.
         """
 
     def capture(self, landed_token: int | None) -> Capture:

@@ -1,4 +1,4 @@
-"""The data types that the engine's code in the driver and in the workers exchanges. All are frozen dataclasses."""
+"""The types of the data that the engine exchanges between driver and workers. All are frozen dataclasses."""
 
 from __future__ import annotations
 
