@@ -34,8 +34,8 @@ class GroupEvent:
             * "left": Workers left a node that is being removed.
             * "hung": A worker was killed because it did not respond.
             * "lost": A failure ended the call with an error.
-            * "ended": All workers were stopped. That happens after Ctrl-C, after an exception that left workers stuck or
-              out of sync, and if another trainer of the program needs the resources.
+            * "ended": All workers were stopped. That happens after Ctrl-C, after an exception that left workers stuck
+              or out of sync, and if another trainer of the program needs the resources.
         old_size: Number of workers before the event.
         new_size: Number of workers after the event.
         seconds: Duration of the event.
