@@ -220,7 +220,7 @@ def crossings(places: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
 
 
 def place(rendezvous: Rendezvous, world: World, crossing: tuple[int, int]) -> dict[str, str]:
-    """Return the environment variables that tell Horovod this process's rank and the rendezvous server's address."""
+    """Return the environment variables that give Horovod this process's rank and the rendezvous server's address."""
     return {
         "HOROVOD_HOSTNAME": f"node-{world.node_rank}",
         "HOROVOD_RANK": str(world.rank),

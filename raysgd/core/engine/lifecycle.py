@@ -376,7 +376,7 @@ class Lifecycle(ABC):
         return report
 
     def allow_replacements(self) -> None:
-        """Set how many workers that die during the next start may be replaced, over all attempts of that start."""
+        """Set the number of replacements for workers that die during the next start, in all its attempts together."""
         num_allowed = _REPLACEMENTS * self.scaling.max_workers
         self._replacements.num_left = num_allowed if self.spec.keeps_processes else 0
 
@@ -417,7 +417,7 @@ class Lifecycle(ABC):
 
     @property
     def resizing(self) -> Resizing:
-        """The rules that say when the number of workers changes, for the current settings and group."""
+        """The rules for when the number of workers changes, with the current settings and group."""
         keeps_global_batch = self.spec.regroups and self._rules.keeps_global_batch()
         rules, most = self._rules, self.scaling.max_workers
         return resizing(rules.wait, rules.resize_interval_s, keeps_global_batch, most, self._num_short)

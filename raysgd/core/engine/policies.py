@@ -165,7 +165,7 @@ AUTO: Literal["auto"] = "auto"
 
 @dataclass(frozen=True)
 class Resizing:
-    """The rules that say when the number of workers changes.
+    """The rules for when the number of workers changes.
 
     Attributes:
         check_s: Seconds between checks for free resources during a call. None to grow only between calls.
@@ -185,7 +185,7 @@ class Resizing:
 def resizing(
     wait: Wait, interval_s: float | None, keeps_global_batch: bool, max_workers: int, num_short: int = 0
 ) -> Resizing:
-    """Return the rules that say when the number of workers changes.
+    """Return the rules for when the number of workers changes.
 
     Args:
         wait: The user's choice of whether survivors wait for new workers.
@@ -443,8 +443,8 @@ def choose_source(reports: Sequence[ReplicaProgress]) -> int | None:
     Return None if the survivors cannot continue.
 
     The source is the most advanced replica that is not in the middle of a step. Replicas that have not completed the
-    source's last step may copy its state, too, because that step already includes the gradients of all ranks, even of
-    lost ranks.
+    source's last step may copy its state, too: that step already includes the gradients of all ranks, even of lost
+    ranks.
 
     Args:
         reports: The progress of each survivor's replica.

@@ -218,7 +218,7 @@ class GroupRepair:
         Return True if the call can resume where it stopped, or False if it must start over.
 
         Args:
-            report: The ranks' answers, which say where they stopped.
+            report: The ranks' answers to the call that has stopped.
         """
         self._lifecycle.check_active()
         reason = self._monitor.reason

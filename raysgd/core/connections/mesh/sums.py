@@ -3,7 +3,8 @@
 Results are bitwise identical on all ranks, because each part of a sum is either computed by one rank and sent to the
 others, or computed by all ranks in the same order.
 
-The algorithm depends on the number of ranks, their nodes, and the array's size, which all ranks know:
+The algorithm depends on the number of ranks, their nodes, and the array's size. These are the same on all ranks, so all
+ranks choose the same algorithm:
 
 =================  ====================================  ==================================================
 ranks              up to `MAX_WHOLE_BYTES`               larger
