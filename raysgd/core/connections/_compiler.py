@@ -197,7 +197,7 @@ class _StandIn(ModuleType):
             vars(self).pop(name, None)
 
     def __getattr__(self, name: str) -> Any:
-        # Code that scans all modules reads such names, and must not cause the import of the compiler.
+        # Code that scans all modules reads names that begin with "__". This must not import the compiler.
         if self._deferred.module is None and name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._deferred.real(), name)

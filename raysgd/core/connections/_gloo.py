@@ -62,7 +62,7 @@ class DelayedCalls:
 
 
 class GlooConnections:
-    """One rank's gloo sockets in all process groups that connect it to the same ranks.
+    """One rank's gloo sockets, in all process groups over the same ranks.
 
     Args:
         board: The group's key-value store. It contains the addresses at which ranks listen, in gloo's own encoding or
@@ -85,7 +85,10 @@ class GlooConnections:
         self.found = self._find()
 
     def cut(self) -> None:
-        """Shut down all of this rank's gloo sockets, including those of a group that is still forming."""
+        """Shut down the sockets in `found`. If it is None, shut down all of this rank's gloo sockets.
+
+        These then include the sockets of a group that is still forming.
+        """
         known = self.found
         for connection in self._find() if known is None else known:
             connection.shut()
@@ -108,7 +111,7 @@ def as_written(address: str) -> bytes:
 
 
 def addresses_in(values: Iterable[bytes], hosts: Iterable[str]) -> set[str]:
-    """Return the socket addresses that occur in values that gloo wrote to the board.
+    """Return the socket addresses in the values that gloo wrote to the board.
 
     Args:
         values: The values on the board.
@@ -144,7 +147,7 @@ class OpenSocket:
 
     Attributes:
         number: The socket's file descriptor.
-        identity: The socket's inode, which tells it apart from a later socket with the same file descriptor.
+        identity: The socket's inode, which distinguishes it from a later socket with the same file descriptor.
         ends: Local and remote address.
     """
 

@@ -14,8 +14,8 @@ def is_of(error: BaseException, package: str, passing_on: str = "") -> bool:
     """Return True if the library raised the exception, rather than a `raise` statement in other Python code.
 
     If compiled code raised the exception, the traceback ends in the Python code that called it, at an instruction other
-    than `raise`. The traceback does not show which library the compiled code belongs to. This function then assumes
-    that it belongs to the library.
+    than `raise`. The traceback does not show which library the compiled code belongs to, so this function assumes that
+    the code belongs to the given library.
 
     Args:
         error: The exception to classify.

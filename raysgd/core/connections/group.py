@@ -231,7 +231,7 @@ class Group:
 
 
 class EarlyVotes:
-    """Votes without waiting: each rank says yes or no, and learns later whether any rank said yes.
+    """Votes without waiting: each rank says yes or no now, and checks later whether any rank said yes.
 
     Ranks use these votes to agree on whether any rank has data left. All ranks must vote on the same questions in the
     same order.

@@ -48,8 +48,8 @@ class HorovodConnection(Connection):
     network interface, that variable stays unchanged.
 
     Attributes:
-        timeout_s: How long a collective may wait for other ranks before it raises. Horovod counts whole seconds and
-            checks four times per period, at least once a minute, so raising may take up to 50% longer.
+        timeout_s: How long a collective may wait for other ranks before it raises. Horovod counts whole seconds. It
+            checks for late ranks four times per timeout, and at least once a minute, so it may raise up to 50% later.
         start_timeout_s: How long ranks wait for other ranks while the group forms. Default: `timeout_s`.
         interfaces: Names of allowed network interfaces. Each node uses the first interface in the list that exists
             there. If empty, each node uses the interface that leads to rank 0.
@@ -220,7 +220,7 @@ def crossings(places: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
 
 
 def place(rendezvous: Rendezvous, world: World, crossing: tuple[int, int]) -> dict[str, str]:
-    """Return the environment variables that tell Horovod this process's rank and the rendezvous server's address."""
+    """Return the environment variables that give Horovod this process's rank and the rendezvous server's address."""
     return {
         "HOROVOD_HOSTNAME": f"node-{world.node_rank}",
         "HOROVOD_RANK": str(world.rank),

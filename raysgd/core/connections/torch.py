@@ -452,8 +452,9 @@ def _abort_process_group() -> None:
 def end_process_group() -> None:
     """Leave PyTorch's default group. If forming the group failed, reset PyTorch's group counter.
 
-    PyTorch numbers its groups, and ranks find each other by this number. Without the reset, a rank whose attempt failed
-    would be one ahead of a rank that failed before its attempt, and both would wait forever in the next group.
+    PyTorch numbers its groups, and ranks find each other by this number. A rank whose attempt failed has counted the
+    group, but a rank that failed before its attempt has not. Without the reset, both would wait for each other forever
+    in the next group.
     """
     import torch.distributed as dist
 
@@ -480,7 +481,8 @@ def ordinal_of(gpu_id: str, visible: str | None) -> int:
 
     Args:
         gpu_id: ID of the GPU.
-        visible: The process's `CUDA_VISIBLE_DEVICES`. If it is empty or None, the process sees all GPUs.
+        visible: The process's `CUDA_VISIBLE_DEVICES`. None if it is not set: the process then sees all GPUs. An empty
+            value is treated like None.
 
     Raises:
         RuntimeError: The process cannot see that GPU.

@@ -7,7 +7,8 @@ It guarantees:
 * After `stop`, no actor, placement group or thread of the engine is left.
 
 The rest of the library plugs into three interfaces: `Replica` holds the framework's model in a worker, `Connection`
-connects workers with each other, and a front end (such as `TorchTrainer`) makes the calls and words the errors.
+connects workers with each other, and a front end (such as `TorchTrainer`) makes the calls and supplies the wording of
+errors.
 
 No module of the engine imports a training framework. The modules that only make decisions (`policies`, `liveness`,
 `ranks`) do not import Ray either.

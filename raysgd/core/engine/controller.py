@@ -52,7 +52,7 @@ class PlaceInLine:
     """A position in a trainer's queue of calls. A background call reserves its position before its thread starts.
 
     Attributes:
-        thread: ID of the thread that runs the call. None until the call's turn has come.
+        thread: ID of the thread that runs the call. None until this thread waits for its turn.
         is_interrupted: True if the call was interrupted and must not continue.
     """
 
@@ -389,7 +389,7 @@ class ElasticController(Lifecycle):
             try:
                 if isinstance(self.snapshot().shared_state, DividedValue):
                     return False
-            except RaySGDError as error:  # that trainer's next call raises this error to the user
+            except RaySGDError as error:  # this trainer's next call raises the error to the user
                 logger.debug("no snapshot of an idle trainer: %r", error)
                 return False
             cause = f"{spec.words.name} is idle, and another trainer of this program needs the room"
@@ -438,7 +438,7 @@ class ElasticController(Lifecycle):
         return kept_by is not None and kept_by.found is not None and kept_by.found.call > kept_by.num_calls
 
     def _copy_only_state(self, call: Call, budget: RetryBudget) -> None:
-        """Before a call, copy training state that exists only in the workers to the driver.
+        """Before a call, copy the training state to the driver, because only the workers have it.
 
         If the call could not continue with the survivors of a failure, also wait until the copy has arrived.
 
@@ -726,9 +726,9 @@ class ElasticController(Lifecycle):
         args: Sequence[Sequence[Any]],
         number: CallNumber | None,
     ) -> tuple[GroupReport, list[Any] | None]:
-        """Run a call once.
+        """Run a call once. If all ranks completed it, store the snapshot that was sent with the answers, if any.
 
-        If the call changed the training state, record the call and store the snapshot sent with the answers.
+        Also record the call if a restart must not lose its effect.
 
         Returns:
             The outcomes, and the values by rank. The values are None unless all ranks completed the call.

@@ -159,7 +159,7 @@ def grace_s(
 def roll_call(
     platform: Platform, references: Mapping[int, Any], num_others: int, heartbeat_s: float
 ) -> dict[int, Outcome]:
-    """Wait until live ranks have answered a poll that finds out which ranks are alive.
+    """Gather the answers to a poll, to find out which ranks are alive.
 
     Args:
         platform: Fetches the answers from Ray.

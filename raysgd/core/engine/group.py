@@ -219,10 +219,7 @@ class WorkerGroup:
             self._startup.watch_worker(each.worker)
 
     def _build(self, rendezvous: Rendezvous, *, captures: bool) -> Mapping[int, Any]:
-        """Start a call on each rank in which the rank joins the group and builds its replica.
-
-        Return the calls by rank.
-        """
+        """Make each rank join the group and build its replica, in a remote call. Return the calls by rank."""
         make_replica = self._spec.make_replica
         return {
             rank: worker.submit("build", self.worlds[rank], rendezvous, make_replica, captures)
@@ -273,7 +270,7 @@ class WorkerGroup:
         self.slots.take_over(kept.slots, [worker.slot for worker in kept.workers])
 
     def to_keep(self, facts: Sequence[Any]) -> KeptGroup:
-        """Return what a later process of the trainer needs to adopt these workers.
+        """Return a description of the group with which the trainer's next process can adopt these workers.
 
         Args:
             facts: What the replicas' `setup` returned, by rank.
@@ -496,7 +493,10 @@ class WorkerGroup:
         return SharedValue(value, None) if self.is_driver_only else self._platform.store(value)
 
     def share(self, value: Any) -> list[Any]:
-        """Return a value in a form to pass to each rank, by rank. Remote ranks get a reference to one stored copy."""
+        """Return one object per rank with which to pass a value to all ranks.
+
+        For a remote rank, this is a reference to one stored copy. For a local rank, it is the value itself.
+        """
         stored = value if isinstance(value, SharedValue) else SharedValue(value, None)
         if stored.reference is None:  # `store` does not use Ray's store if the driver is the only worker
             stored = self.store(stored.value)
@@ -528,9 +528,9 @@ class WorkerGroup:
         return [rank for rank in range(len(self.workers)) if rank not in lost]
 
     def settle_any(self) -> list[int]:
-        """Do the same as `settle` without knowing which call the ranks run.
+        """Do the same as `settle`, but for any call that the ranks may be running.
 
-        A previous process may have started that call.
+        The trainer's previous process may have started that call.
         """
         self.interrupt()
         behind = self._submit("execute", _nothing, ranks=self.remote_ranks)
@@ -608,8 +608,8 @@ class WorkerGroup:
         """Make the survivors leave their group. Return a report with each survivor's progress.
 
         The survivors also start to listen for the ranks of the next group, which saves a round trip later. The
-        addresses at which they listen can be used only if the next group needs the same host names, for example if no
-        other worker joins.
+        ports can be used only if the next group listens at the same host addresses, for example if no other worker
+        joins.
 
         Args:
             survivors: The ranks that leave.

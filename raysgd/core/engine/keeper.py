@@ -36,7 +36,7 @@ class CallNumber:
 
 @dataclass(frozen=True)
 class KeptGroup:
-    """What a later process needs to adopt a worker group.
+    """Describes a worker group, so that the trainer's next process can adopt it.
 
     Attributes:
         workers: The driver's handles to the workers, by rank.
@@ -52,7 +52,7 @@ class KeptGroup:
 
 
 class Keeper:
-    """Saves what the next process of a detached trainer needs to find the trainer's workers.
+    """Saves a description of a detached trainer's workers, so that the trainer's next process finds them.
 
     Args:
         trainer: Name of the trainer.

@@ -44,7 +44,7 @@ RELEASE_S = 60.0  # longest wait until Ray has released a reservation
 _REPLACEMENTS = START_ATTEMPTS - 1
 SETTLE_S = 1.0  # Ray's view of free resources lags by a few hundred milliseconds
 _RETURN_S = 10.0  # on a busy machine, it takes seconds until a removed placement group has freed its resources
-_IN_THE_WAY_S = 5.0  # shorter timeout if this program's other trainers hold the resources, which they rarely release
+_IN_THE_WAY_S = 5.0  # reservation timeout if this program's other trainers hold the resources: they rarely release them
 # Timeout for reserving free resources: Ray grants them at once unless another program took them.
 _GROWTH_RESERVATION_S = 1.0
 _SUSPICION_S = 60.0
@@ -98,7 +98,7 @@ class Lifecycle(ABC):
         view: Returns the state of the cluster.
         clock: The clock, sleep and locks. Default: real time, with a sleep that ends early if the trainer is stopped.
         rules: How the group responds to changes of the cluster.
-        hooks: The front end's hooks.
+        hooks: The front end's callbacks for when the group starts, changes or ends.
 
     Attributes:
         group: The worker group. None before the first start and after the group was killed.
@@ -156,7 +156,11 @@ class Lifecycle(ABC):
 
     @abstractmethod
     def make_room(self) -> str:
-        """Release resources of this program's other trainers if too few resources are free. See `ElasticController`."""
+        """If resources are short, release resources that this program's other trainers hold.
+
+        If resources are still short afterwards, return a description of the trainers that hold them. Otherwise, return
+        an empty string. See `ElasticController.make_room`.
+        """
 
     @property
     def running(self) -> WorkerGroup:
@@ -307,9 +311,10 @@ class Lifecycle(ABC):
         self.keep_facts([answer.value for answer in report.values])
 
     def _start_group(self, group: WorkerGroup, timeout_s: float) -> GroupReport:
-        """Start a group and call the front end's hooks.
+        """Start a group and call the front end's hook `on_start`.
 
-        If the start or a hook fails, kill the group and release its resources.
+        Return the report of the start. If the hook reports that a worker died, return the hook's report instead. After
+        any failure, kill the group and release its resources.
         """
         self._starting = group
         group.standby.replacements = self._replacements
@@ -371,7 +376,7 @@ class Lifecycle(ABC):
         return report
 
     def allow_replacements(self) -> None:
-        """Set how many workers that die during the next start may be replaced, over all attempts of that start."""
+        """Set the number of replacements for workers that die during the next start, in all its attempts together."""
         num_allowed = _REPLACEMENTS * self.scaling.max_workers
         self._replacements.num_left = num_allowed if self.spec.keeps_processes else 0
 
@@ -412,7 +417,7 @@ class Lifecycle(ABC):
 
     @property
     def resizing(self) -> Resizing:
-        """The rules that say when the number of workers changes, for the current settings and group."""
+        """The rules for when the number of workers changes, with the current settings and group."""
         keeps_global_batch = self.spec.regroups and self._rules.keeps_global_batch()
         rules, most = self._rules, self.scaling.max_workers
         return resizing(rules.wait, rules.resize_interval_s, keeps_global_batch, most, self._num_short)
@@ -538,7 +543,7 @@ class Lifecycle(ABC):
     def has_session_ended(self) -> bool:
         """True if the workers' Ray session has ended, and the workers with it.
 
-        This process may have a new session since.
+        This process may have started a new session since then.
         """
         return self._session is not None and self._session != session()
 

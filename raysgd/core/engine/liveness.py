@@ -55,7 +55,7 @@ _TIMES_TYPICAL = 10
 
 
 def quiet_s(heartbeat_s: float) -> float:
-    """Return after how many seconds missing ranks count as silent if no rank answers at all."""
+    """Return the number of seconds after which missing ranks count as silent if no rank answers at all."""
     return max(_SHORTEST_S, heartbeat_s / _PART_OF_HEARTBEAT)
 
 
@@ -84,7 +84,8 @@ def max_silence_s(answered_after_s: Sequence[float], num_missing: int, num_other
 KeyT = TypeVar("KeyT")
 
 _ROUND_S = 1.0
-# At least this many rounds fit into `heartbeat_s`; with 30 s and 1,000 ranks, polling stays below `_SHARE`.
+# At least this many rounds of polls fit into `heartbeat_s`. With `heartbeat_s=30` and more than 1,000 ranks, polling
+# therefore exceeds `_SHARE`.
 _ROUNDS_PER_HEARTBEAT = 3
 _QUESTION_S = 0.0005  # seconds of the driver's time for one poll and its answer
 _SHARE = 0.05  # polling may take at most this fraction of the driver's time

@@ -197,8 +197,8 @@ class Monitor:
         """Return True if Ray was stopped. If no worker responds either, end the call.
 
         Called after a signal that ends the program. If all processes of the program got the signal, Ray was stopped,
-        too. It then reports no lost worker, and kills the driver after a minute without its head node. Before that, the
-        driver must save the newest snapshot.
+        too. Ray then no longer reports lost workers. After a minute without the head node, it kills the driver, which
+        must save the newest snapshot before that.
 
         Raises:
             WorkersLostError: No worker has responded for a while.
@@ -236,7 +236,10 @@ class Monitor:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples per second in the running training call since its first heartbeats. None if not known yet."""
+        """Samples per second of all ranks together in the running training call. None if it cannot be calculated yet.
+
+        Each rank's share is measured from its first heartbeat in the call to its last heartbeat so far.
+        """
         group = self._lifecycle.group
         spans = [(first, self.heartbeats[rank]) for rank, first in self._first.items()]
         if group is None or len(spans) < len(group) or not all(last.at > first.at for first, last in spans):

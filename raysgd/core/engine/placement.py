@@ -238,8 +238,8 @@ def cluster_view() -> ClusterView:
 def _is_settling(free: Mapping[str, float], groups: Collection[str]) -> bool:
     """Return True if a removed placement group still holds resources of the node.
 
-    Ray lists a group as removed as soon as its removal is requested. The group's resources become free later, after
-    seconds on a busy machine. Only then do the group's bundles disappear from the node's resources.
+    Ray lists a group as removed as soon as its removal is requested. The group's resources become free later. On a busy
+    machine, this can take several seconds. Only then do the group's bundles disappear from the node's resources.
 
     Args:
         free: The node's free resources, including Ray's entries for bundles.
@@ -496,7 +496,8 @@ class Reservation:
     def nodes(self) -> list[str | None]:
         """Return the node ID of each bundle.
 
-        For a bundle on a lost node, the ID is None until Ray moves the bundle to another node.
+        For a bundle on a lost node, the ID is None until Ray moves the bundle to another node. If this reservation
+        created no placement group, the nodes are not known, and the ID of one live node is returned for all bundles.
         """
         ray, alive = _ray(), living_nodes()
         if self._own is None:

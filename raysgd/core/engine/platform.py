@@ -25,7 +25,8 @@ from raysgd.core.private_names import find_name
 from raysgd.exceptions import WorkerFault
 
 _TOGETHER_S = 0.01  # how long to wait for all calls before waiting for any call: one query for many answers is faster
-# Additional wait per call: with one query for each answer, the total time would be quadratic.
+# The same wait, in seconds per call. It applies to more than 200 calls, for which it is longer. With one query for each
+# answer, the total time would be quadratic.
 _TOGETHER_S_EACH = 0.00005
 _MISSING_MODULE = re.compile(r"No module named '([^']+)'")
 
@@ -163,7 +164,10 @@ def _fault(rank: int, error: BaseException, traceback_text: str) -> WorkerFault:
 
 
 def _run_beside(info: WorkerInfo, function: Callable[[int], Any]) -> Any:
-    """Call `function` with the process ID in `info`, in a new Ray task on the same node as that process."""
+    """Call `function` with the process ID in `info`, in a new Ray task on the same node as that process.
+
+    Return Ray's reference to the result, without waiting for the task.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -56,7 +56,7 @@ class WaitForWorkers:
 
     Attributes:
         delay_s: Seconds to wait before the next attempt. None to give up.
-        reason: Message for the log or error that says how many workers fit.
+        reason: States how many workers fit, for a log or error message.
     """
 
     delay_s: float | None
@@ -165,7 +165,7 @@ AUTO: Literal["auto"] = "auto"
 
 @dataclass(frozen=True)
 class Resizing:
-    """The rules that say when the number of workers changes.
+    """The rules for when the number of workers changes.
 
     Attributes:
         check_s: Seconds between checks for free resources during a call. None to grow only between calls.
@@ -185,7 +185,7 @@ class Resizing:
 def resizing(
     wait: Wait, interval_s: float | None, keeps_global_batch: bool, max_workers: int, num_short: int = 0
 ) -> Resizing:
-    """Return the rules that say when the number of workers changes.
+    """Return the rules for when the number of workers changes.
 
     Args:
         wait: The user's choice of whether survivors wait for new workers.
@@ -423,7 +423,7 @@ class FailurePolicy:
     retries_user_errors: bool = False
 
     def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_continue: bool) -> Decision:
-        """Return what to do after a failed call.
+        """Decide what to do after a failed call. Return one of the values of `Decision`.
 
         Args:
             diagnosis: The cause of the failure.
@@ -443,8 +443,8 @@ def choose_source(reports: Sequence[ReplicaProgress]) -> int | None:
     Return None if the survivors cannot continue.
 
     The source is the most advanced replica that is not in the middle of a step. Replicas that have not completed the
-    source's last step may copy its state, too, because that step already includes the gradients of all ranks, even of
-    lost ranks.
+    source's last step may copy its state, too: that step already includes the gradients of all ranks, even of lost
+    ranks.
 
     Args:
         reports: The progress of each survivor's replica.

@@ -218,7 +218,7 @@ class GroupRepair:
         Return True if the call can resume where it stopped, or False if it must start over.
 
         Args:
-            report: The ranks' answers, which say where they stopped.
+            report: The ranks' answers to the call that has stopped.
         """
         self._lifecycle.check_active()
         reason = self._monitor.reason
@@ -288,7 +288,10 @@ class GroupRepair:
         ) from diagnosis.faults[0].error
 
     def _end_if_parted(self, call: Call, diagnosis: Diagnosis, report: GroupReport) -> str:
-        """After an exception in user code, kill the group unless all ranks are alive, connected and in the same state.
+        """After an exception in user code, kill the group if it cannot run another call.
+
+        This is the case if a rank died, lost a connection or is still inside the call, or if the ranks may be out of
+        sync.
 
         Args:
             call: The failed call.
@@ -669,7 +672,7 @@ class GroupRepair:
         """
         standby, min_workers = self._lifecycle.running.standby, self._scaling.min_workers
         formed = self._leave_old_group(change, staying, without_state)
-        # Ignore obstacles to continuing: a replica that cannot continue can still copy its state.
+        # Ignore obstacles to continuing: a replica that cannot continue can still send its state.
         if change.only_copies:
             reports = [replace(each, obstacle=None) for each in formed.progress_reports]
             self._remove_others(formed.staying)

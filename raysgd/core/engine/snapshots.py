@@ -55,7 +55,7 @@ class Snapshot:
     reference: Any = None
 
     def for_ranks(self, num_ranks: int) -> list[tuple[Any, ...]]:
-        """Return what each rank of a new group restores in addition to the shared state.
+        """Return the values that each rank of a new group restores in addition to the shared state.
 
         A rank restores its own state. From a snapshot taken inside a call, it also restores the progress of rank 0, and
         the progress of the old ranks whose metrics it takes over. The new group may have a different size.
@@ -532,10 +532,10 @@ class Snapshots:
         return self.is_current or (self.landed is not None and is_whole)
 
     def take_from(self, group: WorkerGroup, parts: Sequence[Capture], *, is_first: bool = False) -> None:
-        """Create a snapshot from the ranks' captures. Fetch the rest of the training state from the workers.
+        """Create a snapshot from the ranks' captures. If they lack the shared state, start to fetch it.
 
-        The rest is the state that all ranks share, which rank 0 stores. If this state is sharded, each rank stores one
-        shard.
+        Shared state is what all ranks have in common, such as the model. Rank 0 stores it. If it is sharded, each rank
+        stores one shard.
 
         Args:
             group: The group that took the captures.

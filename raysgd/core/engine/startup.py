@@ -301,8 +301,8 @@ class StandbyWorkers:
     ) -> list[StandbyWorker] | None:
         """Wait until at least `count` workers are ready.
 
-        Then remove up to `most` workers from the standby workers and return them. Return None if `count` workers can
-        never become ready.
+        Then remove up to `most` workers from the standby workers and return them. If `count` workers can never become
+        ready, kill the workers that are ready and return None.
 
         Args:
             count: Smallest number of workers to return.

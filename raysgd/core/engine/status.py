@@ -81,9 +81,9 @@ class TrainerStatus:
         samples_per_s: Throughput of the current or last training call. None before the first training call.
         straggler: The rank that the other ranks wait for. None if no rank is clearly slower, or if not measured.
         data: Samples used in the current epoch. None if raysgd does not shard the data.
-        failures: For each failure, oldest first, a description of its effect on the training: where survivors continued
-            and what happened to the samples, what a restart started from, or, if neither was possible, which state
-            remained.
+        failures: For each failure, oldest first, a description of its effect on the training. If survivors continued,
+            it says where, and what happened to the samples. After a restart, it says what the restart started from. If
+            neither was possible, it says which state remained.
         num_failures: Number of failures from which the trainer recovered.
         num_continued: Number of failures after which survivors kept their processes and continued.
         num_restored: Number of failures after which all workers restarted.

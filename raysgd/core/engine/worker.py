@@ -197,7 +197,7 @@ def pack(
 
 
 class _Calls:
-    """The calls of a worker process.
+    """Records which thread runs the calls of a worker process, and how the last numbered call was answered.
 
     Attributes:
         thread: ID of the thread that runs the current call or ran the last call. None before the first call.
@@ -306,7 +306,7 @@ class WorkerProcess:
     @_guarded
     def open_endpoint(self, host: str, rank: int) -> int:
         """Leave the current group, if any, and listen on a port for the ranks of the next group. Return the port."""
-        # True even for a standby worker, which is in a group of its own, and for a worker whose `join` failed.
+        # Also leave the group of one in which a standby worker was prepared, and a group that `join` failed to form.
         if self._replica is not None or self._world.size:
             self._connection.leave()
         return self._connection.open_endpoint(host, rank)
@@ -322,7 +322,7 @@ class WorkerProcess:
             capture: True to copy the replica's state after `setup`.
 
         Returns:
-            The answer with what the replica's `setup` returned.
+            An answer that contains the return value of the replica's `setup`.
         """
         self._world = world
         if self._replica is not None:
@@ -376,7 +376,7 @@ class WorkerProcess:
 
     @_guarded
     def regroup(self, world: World, rendezvous: Rendezvous, handover: StateHandover) -> Any:
-        """Join a new group and continue the training there. Return what the replica's `regroup` returns."""
+        """Join a new group and continue the training there. Return the value that the replica's `regroup` returns."""
         self._world = world
         self._connection.join(rendezvous, world, even_alone=True)
         replica: Any = self.replica
@@ -402,7 +402,8 @@ class WorkerProcess:
     def attend(self, name: str, packed: bytes) -> WorkerAnswer | None:
         """Run a call and send the answer over a Unix socket.
 
-        Then run the calls that arrive on the socket until it closes.
+        Then run the calls that arrive on the socket until it closes. This method ends early if a call fails, because
+        failures are sent through Ray.
 
         Args:
             name: Address of the socket.
@@ -567,7 +568,7 @@ def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ())
 
 
 def cannot_import(module: str | None) -> ModuleNotFoundError:
-    """Return the error for a worker process that cannot import the module of an object that was sent to it."""
+    """Return the error to raise if a worker process cannot import the module of an object that it received."""
     message = (
         f"No module named '{module}' in the worker process: something that was sent there, such as the operator class "
         "or a function, is defined in it. Define it in the script that you run, install the module on every node, or "
@@ -650,7 +651,7 @@ class RemoteWorker:
         return getattr(self.actor, method).remote(*args, **kwargs)
 
     def ask(self, packed: bytes, *values: Any) -> Any:
-        """Send a call that `pack` pickled to the worker. Use a Unix socket if possible, otherwise Ray.
+        """Send the worker a call that `pack` has pickled. Use a Unix socket if possible, otherwise Ray.
 
         Return a `LineCall` or Ray's reference to the result.
         """
@@ -772,7 +773,10 @@ def _actor_class() -> Any:
 
 
 def _forwarding(name: str) -> Callable[..., Any]:
-    """Return a function that calls a method of `WorkerProcess`. Ray then sets its attributes on this function only."""
+    """Return a function that calls a method of `WorkerProcess`.
+
+    `ray.method` adds attributes to the function that it receives. `WorkerProcess` itself thus stays unchanged.
+    """
 
     def method(self: WorkerProcess, *args: Any) -> Any:
         return getattr(WorkerProcess, name)(self, *args)

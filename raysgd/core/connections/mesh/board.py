@@ -154,7 +154,7 @@ class BoardTimeout(MeshBroken):
 class Board:
     """One rank's copy of the board, the key-value store that all ranks of a group share.
 
-    If one connection ends, this rank shuts down all its connections, so that all ranks learn of the failure.
+    If one connection ends, this rank shuts down all its connections, so that all ranks notice the failure.
 
     Args:
         rank: This rank.
@@ -241,7 +241,7 @@ class Board:
     def _receive_once(self) -> None:
         """Wait for messages from neighbors, then forward the messages and store their values.
 
-        If a connection has ended, raise an error after that.
+        Afterwards, raise `MeshBroken` if the connection to a neighbor has ended.
         """
         messages: list[BoardMessage] = []
         ends: list[MeshBroken] = []

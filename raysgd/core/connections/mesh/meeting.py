@@ -115,7 +115,7 @@ class Endpoint:
     listens at the TCP port.
 
     Attributes:
-        port: The number that other ranks need to connect, the second item of an `Address`.
+        port: The number with which other ranks connect: the second item of an `Address`.
     """
 
     def __init__(self, host: str) -> None:

@@ -3,7 +3,8 @@
 Results are bitwise identical on all ranks, because each part of a sum is either computed by one rank and sent to the
 others, or computed by all ranks in the same order.
 
-The algorithm depends on the number of ranks, their nodes, and the array's size, which all ranks know:
+The algorithm depends on the number of ranks, their nodes, and the array's size. These are the same on all ranks, so all
+ranks choose the same algorithm:
 
 =================  ====================================  ==================================================
 ranks              up to `MAX_WHOLE_BYTES`               larger
@@ -50,7 +51,7 @@ class RankSums:
     Args:
         rank: This rank.
         mesh: Connections to the other ranks.
-        nodes: Tells which ranks are on the same node.
+        nodes: The ranks, grouped by node.
     """
 
     def __init__(self, rank: int, mesh: Mesh, nodes: Nodes) -> None:
@@ -109,7 +110,8 @@ class RankSums:
     def _by_lanes(self, flat: Array, kind: int) -> None:
         """Reduce-scatter an array on each node, all-reduce each part between nodes, then all-gather on each node.
 
-        Each node sends about twice the array's bytes, no matter how many ranks it has, like a ring over all ranks.
+        Each node sends about twice the array's bytes, no matter how many ranks it has. This is no more than in a ring
+        over all ranks.
         """
         beside, lanes = self._beside, self._nodes.lanes
         parts, owners = _divided(flat, len(lanes)), beside[: len(lanes)]
@@ -128,7 +130,8 @@ class RankSums:
             ranks: The ranks that take part in the sum.
             flat: One-dimensional array.
             kind: Identifies the type of collective, see `Mesh.swap`.
-            is_small: True if a rank may send the array more than twice to save messages.
+            is_small: True to send the whole array. This takes fewer messages than sending it in parts, but a rank may
+                then send it more than twice.
         """
         if len(ranks) == 1:
             return
@@ -273,7 +276,7 @@ def _add_in_order(terms: Mapping[int, Array], target: Array) -> None:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Tells which ranks of a group are on the same node.
+    """The ranks of a worker group, by node.
 
     Attributes:
         hosts: The address of each rank's node, by rank. Must be identical on all ranks.

@@ -34,12 +34,12 @@ class Call:
         check: Called with the values of all ranks before the call counts as completed. If it raises, the group is
             killed, because its replicas are out of sync.
         divergence: Checks whether ranks ran different steps, so that some would wait for other ranks forever. Returns a
-            description of the difference, or "". Takes one object per rank: the rank's heartbeat while the call runs,
-            its value or failure after the call failed.
+            description of the difference, or "". Takes one object per rank: while the call runs, the rank's heartbeat;
+            after the call has failed, the rank's value or failure.
         may_continue: False if survivors of a failure must not continue the call in a new group.
         is_short: True if the call may be so short that the time to send it matters.
-        is_repeatable: True if repeating the call later gives the same result. False for a function that reads objects
-            that the user may change in the meantime.
+        is_repeatable: True if repeating the call later gives the same result. False for a function that reads the
+            user's objects, because the user may change them before the call is repeated.
         leaves: Called regularly while the call runs. Once it returns True, the call ends early: all ranks stop at an
             upcoming step, and the call returns a copy of each rank's state at that step. Only for calls that can be
             resumed. See ADR 140.

@@ -56,9 +56,10 @@ class Connection(ABC):
 
     @abstractmethod
     def open_endpoint(self, host: str, rank: int) -> int:
-        """Start listening for the other ranks of the next group, if needed, and return the port.
+        """Start listening for the other ranks of the next group, and return the endpoint's number.
 
-        The returned number may have more bits than a port number. Only `join` interprets it: see `Rendezvous`.
+        The number holds the port, and may have further bits: see `Rendezvous`. A rank to which no other rank connects
+        need not listen, and returns any number.
 
         Args:
             host: Address of this machine to listen on. Only ranks that can reach this address can connect.
@@ -78,8 +79,8 @@ class Connection(ABC):
     def interrupt(self) -> None:  # noqa: B027 - most connections have nothing to interrupt
         """Abort `join` and all collectives of this rank. Afterwards, the group is unusable.
 
-        May be called from any thread. If a connection class lacks this method, ranks that wait for a lost rank can only
-        be restarted.
+        May be called from any thread. If a connection class does not override this method, ranks that wait for a lost
+        rank can only be restarted.
         """
 
     def give_up(self, error: BaseException) -> None:
@@ -106,7 +107,7 @@ class Connection(ABC):
         """Return True if an exception raised in this process means that the connections of the group are broken.
 
         The exception must still have its traceback. Return False for errors of user code, such as a lost database
-        connection, because a call that fails with a broken group is retried.
+        connection: a call is retried if the group is broken, but an error of user code must be raised.
         """
 
 

@@ -140,7 +140,7 @@ def _quoted(error: BaseException) -> tuple[list[str], str]:
 
 
 def _location(error: BaseException, frames: traceback.StackSummary) -> str:
-    """Return the innermost line of user code in the traceback. If there is none, return the innermost line of all."""
+    """Return the innermost line of user code in the traceback. If there is none, return the place of the last frame."""
     if not frames:
         return "an unknown place"
     own = _own_lines(error)

@@ -28,13 +28,14 @@ class GroupEvent:
             * "started": The first group was started.
             * "continued": Survivors of a failure kept their processes and continued in a new group.
             * "restored": After a failure, all workers restored a snapshot.
-            * "restarted": New workers restored a snapshot because the old workers had been stopped. That happens after
-              Ctrl-C, after an exception that left some workers stuck, and after a call has used up its retries.
+            * "restarted": New workers restored a snapshot because the old workers had been stopped, for example
+              with the event "lost" or "ended".
             * "grown": More workers joined.
             * "left": Workers left a node that is being removed.
             * "hung": A worker was killed because it did not respond.
             * "lost": A failure ended the call with an error.
-            * "ended": All workers were stopped after Ctrl-C or after an exception that left some workers stuck.
+            * "ended": All workers were stopped. That happens after Ctrl-C, after an exception that left workers stuck
+              or out of sync, and if another trainer of the program needs the resources.
         old_size: Number of workers before the event.
         new_size: Number of workers after the event.
         seconds: Duration of the event.

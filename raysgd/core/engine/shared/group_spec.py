@@ -17,7 +17,7 @@ EverySeconds = float | Literal["auto"] | None
 
 @dataclass(frozen=True)
 class FrontEndWords:
-    """Parts of the engine's errors and log messages that a front end, such as `TorchTrainer`, words for its users.
+    """The wording of a front end, such as `TorchTrainer`, for parts of the engine's errors and log messages.
 
     Attributes:
         when_shut_down: Added to the error raised by calls to a trainer that was shut down.

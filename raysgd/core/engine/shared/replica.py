@@ -49,7 +49,7 @@ class Replica(Protocol):
         """Build the user's objects, such as the model. Called after the worker has joined its group.
 
         Returns:
-            Facts about the objects that the front end needs, such as the number of models.
+            Facts about these objects, such as the number of models. The front end needs these facts.
         """
 
     def capture(self, landed_token: int | None) -> Capture:
@@ -175,10 +175,10 @@ def replica_progress(replica: RegroupingReplica) -> ReplicaProgress:
 
 
 def heartbeat(replica: Any) -> Heartbeat | None:
-    """Return a heartbeat that contains the lines that the worker process has logged since its last heartbeat or answer.
+    """Return the replica's heartbeat, with the log lines of the worker process. Return None if it has no heartbeats.
 
-    Return None if the replica has no heartbeats. The answer to the running call repeats these lines, because the call
-    may end before the driver reads the heartbeat.
+    The lines are those since the process's last heartbeat or answer. The answer to the running call repeats them,
+    because the call may end before the driver reads the heartbeat.
     """
     heartbeat = sign_of_life(replica)
     return None if heartbeat is None else replace(heartbeat, notes=log_lines.glance())
@@ -209,7 +209,7 @@ def hold(replica: Any) -> None:
 
 
 def propose_hold(replica: RegroupingReplica, number: int, margin: int, at: int | None) -> int | None:
-    """Propose that the rank stops at a step. Return the step at which it will stop.
+    """Propose that the rank stops at a step. Return the step at which it will stop, or None if it cannot stop there.
 
     See `RegroupingReplica.propose_hold`.
     """

@@ -19,7 +19,7 @@ ClassT = TypeVar("ClassT", bound=type[Any])
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 _SAYS_ALL = (RaySGDError, KeyboardInterrupt)  # errors whose messages say everything, so raysgd's frames do not help
-# Errors that are usually caused by a wrong argument or path.
+# Errors that a wrong argument or path usually causes. If the traceback has no user code, only its last frame is kept.
 _MOSTLY_SAYS_ALL = (ValueError, TypeError, OSError, ImportError)
 _MOST_FRAMES = 3
 

@@ -1,4 +1,4 @@
-"""The data types that the engine's code in the driver and in the workers exchanges. All are frozen dataclasses."""
+"""The types of the data that the engine exchanges between driver and workers. All are frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class World:
         node_rank: Index of its node.
         num_nodes: Number of nodes that have workers of the group.
         gpu_ids: GPUs that Ray assigned to this worker.
-        node_gpu_ids: GPUs that Ray assigned to any worker on its node, in order.
+        node_gpu_ids: GPUs that Ray assigned to any worker on its node, sorted by ID and without duplicates.
     """
 
     rank: int
@@ -335,7 +335,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class HeldAtStep:
-    """What a call returns on every rank if it stopped between two steps, for example to let workers join.
+    """The value that each rank returns if a call stopped between two steps, for example to let workers join.
 
     Attributes:
         step: Number of completed steps of the call.
