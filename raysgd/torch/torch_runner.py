@@ -72,7 +72,8 @@ class TorchRunner(ClassRunner):
 
         Args:
             copied: True to return picklable copies on the CPU. If models are sharded, all ranks must call this method
-                together, and only rank 0 gets the copies. False to return the models themselves.
+                together. Rank 0 then gets the copies, and other ranks get None instead of each copy. False to return
+                the models themselves.
         """
         parallel, models = self._hosted.parallel, self._hosted.state.registered.original_models
         if not copied:

@@ -127,7 +127,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
 
     Raises:
         ValueError, TypeError: An argument is invalid; nothing was started.
-        ImportError: `backend` or `use_fp16` needs a package that is not installed; nothing was started.
+        ImportError: `backend`, `use_fp16` or `precision` needs a package that is not installed; nothing was started.
         DeprecationWarning: An argument of an older version was passed.
         ReservationTimeoutError: Ray did not reserve the workers' resources in time. This error is a `TimeoutError`.
         WorkerError: The operator's `setup` raised an exception. The error is also an instance of that exception's
@@ -476,6 +476,10 @@ class TorchTrainer(ClassTrainer[OperatorT]):
 
         With `use_local=True`, the result is the live model, unless you pass `to_cpu=True` or the model is sharded.
         Otherwise, it is a copy.
+
+        Args:
+            to_cpu: True for a copy on the CPU. By default, the model is on a GPU if the workers use GPUs and this
+                process has one.
         """
         is_local = self._life.controller.ensure_group().local_replica is not None
         is_sharded = self._life.facts.is_sharded

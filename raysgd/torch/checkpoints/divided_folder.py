@@ -44,7 +44,7 @@ RANKS = "ranks.pt"
 """File with the random number generators' states of all ranks. Its size grows with the number of ranks."""
 
 DIVIDED = "divided"
-"""Key in `REST` for the folder's version, the index of the tensors, and the size and checksum of each rank's file."""
+"""Key in `REST` for the layout's version, the index of the tensors, and the size and checksum of each rank's file."""
 
 FORMAT_VERSION = 3
 """Version of the folder's layout that this module reads and writes."""
@@ -193,7 +193,8 @@ def finish(folder: Path, parts: Sequence[WrittenPart], rest: dict[str, Any]) -> 
         rest: The state without tensors.
 
     Raises:
-        OSError: The driver cannot see a rank's file, or cannot write its own files.
+        OSError: On the driver's machine, a rank's file is missing or has another size. Or the driver cannot write its
+            own files.
     """
     files = {part_name(rank): part.file for rank, part in enumerate(parts)}
     missing = [name for name, (num_bytes, _) in files.items() if _size_of(folder / name) != num_bytes]

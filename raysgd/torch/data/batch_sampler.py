@@ -43,7 +43,8 @@ class Share(NamedTuple):
         num_samples: Number of samples that count: `stop - start`, or 0 for padding, whose samples do not count.
         weight: Factor by which the rank's gradient is multiplied before the unweighted mean over the ranks is taken. It
             is exactly 1.0 if all ranks have the same number of samples. The ranks' weights always average to 1.
-        num_global: Number of samples that all ranks together get in the step.
+        num_global: Total number of samples in the batches that all ranks process at the same time. With
+            `deterministic=True`, the number of samples in the entire step.
         is_first: True if this is the rank's first batch of the step.
         is_last: True if this is the rank's last batch of the step.
     """

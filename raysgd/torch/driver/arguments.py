@@ -415,7 +415,7 @@ def take_creators(given: dict[str, Any]) -> None:
 
 
 def take_others(given: dict[str, Any]) -> Any:
-    """Remove from the keyword arguments in `given` all other arguments that older versions accepted.
+    """Remove arguments of older versions, except creator functions, from the keyword arguments in `given`.
 
     Raises:
         DeprecationWarning: One of these arguments was passed with a value that would have an effect.

@@ -36,8 +36,8 @@ from raysgd.trainer.worker.state.state_checks import check_parts, check_progress
 Content = tuple[dict[str, Any], tuple[Any, ...], bool]
 """A state to load: the state that all ranks share, the separate state of each rank, and a flag.
 
-The flag is True if the second item has a state for each rank of the current worker group. The loaded state is then the
-complete state of the workers, and recovery can restart from it.
+The flag is True if the state comes from a file and the second item has a state for each rank of the current worker
+group. The loaded state is then the complete state of the workers, and recovery can restart from it.
 """
 
 

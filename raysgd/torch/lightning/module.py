@@ -53,7 +53,7 @@ def instantiate(module_cls: type[Any], config: dict[str, Any], says_so: bool) ->
     """Create a module from the operator's config.
 
     If the constructor has a parameter `config`, it gets the config. Otherwise, each entry of the config is passed to
-    the parameter with its name. ADR 86 explains why.
+    the parameter with its name. ADR 86 explains why the config is passed in this way.
 
     Args:
         module_cls: The user's module class.
@@ -109,6 +109,9 @@ class LightningHooks:
             name: Name of the method.
             arguments: Positional arguments that Lightning 2 passes. The method may accept fewer.
             by_name: Arguments that Lightning 1 passed. Each is passed only if the method has such a parameter.
+
+        Returns:
+            The return value of the method; None if the module has no such method.
         """
         method = getattr(self._module, name, None)
         if method is None:
@@ -198,7 +201,7 @@ class _NoLogger:
 
 
 class SteppingOptimizer:
-    """Wraps an optimizer of a module. The module's hooks and `self.optimizers()` get the wrapper.
+    """Wraps a module's optimizer. The module's hooks get this wrapper, and `self.optimizers()` returns it.
 
     The wrapper's `step` first averages, unscales and clips the gradients, then steps the optimizer.
     """

@@ -101,8 +101,8 @@ class NativeAmp(Precision):
     Args:
         dtype: `torch.float16` or `torch.bfloat16`.
         device: Device of the model.
-        enabled: False to compute in fp32, although user code uses autocast and the gradient scaler. The old library did
-            this on CPUs.
+        enabled: False to compute in fp32, although user code uses autocast and the gradient scaler. The old library,
+            `ray.util.sgd`, did this on CPUs.
         must_act: True to check that user code uses mixed precision. See `check_use`.
     """
 
@@ -342,7 +342,7 @@ def choose_precision(use_fp16: Any, precision: Any = None) -> str:
     """Check the options `use_fp16` and `precision`, and return the name of the precision that they select.
 
     Args:
-        use_fp16: Option of the old library; see `choose_amp_backend`.
+        use_fp16: Option of the old library, `ray.util.sgd`. See `choose_amp_backend`.
         precision: One of `PRECISIONS`, or None to let `use_fp16` decide.
 
     Returns:
