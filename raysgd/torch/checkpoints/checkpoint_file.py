@@ -321,7 +321,7 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[Any, torch.Tensor]:
 
 @contextlib.contextmanager
 def _former_functions() -> Iterator[None]:
-    """Let PyTorch's `weights_only` reader load NumPy values in files of the old library, during the `with` block.
+    """During the `with` block, let PyTorch's `weights_only` reader load NumPy values from files of `ray.util.sgd`.
 
     Such files name NumPy functions that would be unsafe to call. Safe functions of raysgd are called instead.
     """

@@ -119,7 +119,7 @@ def write_part(folder: str, state: Mapping[str, Any], own: Any, rank: int) -> Wr
 
 
 def _each_with_its_memory(tensors: Tensors) -> Tensors:
-    """Clone each tensor that shares its storage with another tensor, or covers only a part of its storage.
+    """Return the tensors. Clone each one that shares its storage with another, or covers only a part of its storage.
 
     Otherwise, `torch.save` would write a shared storage only once, and would write the whole storage of a tensor that
     covers only a part of it.

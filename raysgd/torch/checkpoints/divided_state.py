@@ -274,8 +274,8 @@ def overlaps(total: int, num_ranks: int, begin: int, end: int) -> list[tuple[int
         end: Index after the last row.
 
     Returns:
-        For each rank that holds some of the rows: the rank, the index of the first of them, and the index after the
-        last of them.
+        For each rank that holds some of these rows: the rank, the index of its first such row, and the index after its
+        last such row.
 
     Examples:
         >>> overlaps(10, 3, 2, 9)  # the ranks have 4, 4 and 2 rows

@@ -236,7 +236,7 @@ class GlobalBatchRule:
 
     @property
     def of_streams(self) -> Callable[[int, int], Division | ShardedGlobalBatch]:
-        """Like the method `division`, but for streams. A stream's batch size is always the size of a global batch."""
+        """The method `division` for streams. It ignores `multiple`: a stream's batch size is that of a global batch."""
         return replace(self, multiple=1).division
 
     def division(self, global_size: int, world_size: int) -> Division | ShardedGlobalBatch:
@@ -249,7 +249,7 @@ class GlobalBatchRule:
 
 
 class SeededIndices(list[int]):
-    """The sample indices of a logical shard, with a seed. The seed is set before the samples are loaded."""
+    """The sample indices of a logical shard, and the seed for random numbers that loading the samples draws."""
 
     def __init__(self, indices: Iterable[int], seed: int) -> None:
         super().__init__(indices)

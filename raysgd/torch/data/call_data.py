@@ -40,9 +40,9 @@ from raysgd.trainer.messages.prediction_data import (
 
 
 def kind_of(dataset: Any) -> Kind | None:
-    """Return how the data that a user passed to a call is read, such as "rows" or "batches".
+    """Return the kind of the data that a user passed to a call, such as "rows" or "batches".
 
-    Return None if the type of the data is not supported.
+    The kind determines how the data is read. Return None if the type of the data is not supported.
     """
     kind = data_kinds.kind_of(dataset)
     if kind is None and isinstance(dataset, DataLoader | Stream):

@@ -27,7 +27,7 @@ NEVER_CALLED = {
     "configure_callbacks": "Lightning's callbacks are not supported: use callbacks of `trainer.fit`",
     "configure_sharded_model": "use `configure_model`, and `TorchTrainer(strategy='fsdp')` to shard a model",
 }
-"""Lightning hooks that raysgd never calls, with advice. Overriding one of them logs a warning.
+"""Lightning hooks that raysgd never calls, with advice. If a module overrides one, a warning is logged.
 
 Tests compare this table with Lightning, and `docs/lightning.md` shows it to users.
 """
@@ -40,7 +40,7 @@ def lightning_base(module_cls: Any) -> type[Any]:
     """Return the class `LightningModule`, from `lightning` or `pytorch_lightning`, that `module_cls` derives from.
 
     Raises:
-        TypeError: The class derives from neither.
+        TypeError: The class does not derive from `LightningModule`.
     """
     for base in module_cls.__mro__ if isinstance(module_cls, type) else ():
         package = base.__module__.partition(".")[0]

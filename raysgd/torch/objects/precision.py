@@ -298,7 +298,7 @@ def saved_state(precision: Precision, state: dict[str, Any]) -> dict[str, Any] |
 
     Args:
         precision: The precision.
-        state: State from a checkpoint of this library or of the old library.
+        state: State from a checkpoint of this library or of the old library, `ray.util.sgd`.
     """
     if precision.state_key is None:
         return None
@@ -371,7 +371,7 @@ def make_precision(use_fp16: Any, device: torch.device, precision: Any = None) -
     """Create the `Precision` for the options `use_fp16` and `precision`. See `choose_precision` for allowed values.
 
     Args:
-        use_fp16: Option of the old library.
+        use_fp16: Option of the old library, `ray.util.sgd`.
         device: Device of the model.
         precision: One of `PRECISIONS`, or None to let `use_fp16` decide.
     """

@@ -152,7 +152,7 @@ class RemadeParameters:
         return {"by": self._by_whole_name, "parts": parts}
 
     def tensors(self) -> list[dict[str, torch.Tensor]]:
-        """Return a dict of the omitted parameters, by name, for each module. `completed` adds them to a state."""
+        """Return a dict of the omitted parameters, by name, for each module. The function `completed` adds them."""
         pairs = zip(self._made, self._left_out, strict=True)
         return [{name: made[name].parameter.detach() for name in made if name in names} for made, names in pairs]
 
@@ -328,7 +328,7 @@ class RemadeParameters:
 
 
 def refuse_left_out(record: Any, operator_cls: type) -> None:
-    """Raise if a saved state omits frozen parameters. Called if this operator does not set `remakes_frozen`.
+    """Raise if a saved state omits frozen parameters. Called for operators that do not set `remakes_frozen`.
 
     Args:
         record: Digests in the saved state.
