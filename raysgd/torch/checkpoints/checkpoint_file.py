@@ -278,7 +278,7 @@ def _load_strictly(source: str | IO[bytes], maps: bool = False) -> Any:
     """Load a file with PyTorch's `weights_only` reader.
 
     Raises:
-        NotPlainError: The file needs a class or function that the reader does not know.
+        NotPlainError: The file needs a class or function that the reader does not allow.
         Exception: The file is damaged.
     """
     try:

@@ -366,7 +366,7 @@ def _together(folder: DividedFolder, group: Any, read: Callable[[], None]) -> No
     found: Exception | None = None
     try:
         read()
-    except Exception as error:  # raised below, after this rank has told the other ranks that it failed
+    except Exception as error:  # raised below, after the other ranks have been notified
         found = error
     verdict = torch.tensor([found is not None], dtype=torch.uint8)
     dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)

@@ -41,8 +41,10 @@ class Share(NamedTuple):
         start: Position of the batch's first sample in the order of the pass.
         stop: Position after the batch's last sample.
         num_samples: Number of samples that count: `stop - start`, or 0 for padding, whose samples do not count.
-        weight: Factor by which the rank's gradient is multiplied before the unweighted mean over the ranks is taken. It
-            is exactly 1.0 if all ranks have the same number of samples. The ranks' weights always average to 1.
+        weight: Factor by which the batch's gradient is multiplied before the unweighted mean over the ranks is taken.
+            The weights of batches that the ranks process at the same time average to 1, and are exactly 1.0 if these
+            batches have the same size. With `deterministic=True`, only each rank's sum of weights in the step counts:
+            these sums average to 1.
         num_global: Total number of samples in the batches that all ranks process at the same time. With
             `deterministic=True`, the number of samples in the entire step.
         is_first: True if this is the rank's first batch of the step.

@@ -27,7 +27,7 @@ def is_empty(model: torch.nn.Module) -> bool:
 
 
 def fill(part: torch.nn.Module, device: torch.device) -> None:
-    """Allocate and initialize the tensors on the meta device in a model or submodule.
+    """Allocate and initialize those tensors of a model or submodule that are on the meta device.
 
     Args:
         part: Model or submodule. Tensors that already have memory are moved to `device`, unless they are sharded.
