@@ -1,4 +1,7 @@
-"""A second import path for the functions of `raysgd.tune.torch`. Programs for the old library import them from here."""
+"""A second import path for the functions of `raysgd.tune.torch`.
+
+Programs for the old library, `ray.util.sgd`, import the functions from here.
+"""
 
 from __future__ import annotations
 

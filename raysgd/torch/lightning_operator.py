@@ -95,7 +95,7 @@ class LightningOperator(TrainingOperator):
     _train_dataloader: Any = None
     _val_dataloader: Any = None
     ddp_args: Mapping[str, Any] = {"find_unused_parameters": True}
-    _freezes_in_batches = True  # freezing is no error: a module with several networks may freeze one in some batches
+    _freezes_in_batches = True  # freezing is no error: a GAN, for example, may freeze one network in some batches
     warms_up = False  # a warm-up batch would run before `on_train_start`, contrary to what the module's hooks expect
 
     def setup(self, config: dict[str, Any]) -> None:
@@ -218,7 +218,10 @@ class LightningOperator(TrainingOperator):
         self._progress.end_batch(self.global_step)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Train on one batch. With manual optimization, the module's `training_step` steps the optimizers itself."""
+        """Train on one batch, and return the batch's metrics.
+
+        With manual optimization, the module's `training_step` steps the optimizers itself.
+        """
         batch_idx = batch_info["batch_idx"]
         if self._module.automatic_optimization:
             output = self._optimize(batch, batch_idx)
@@ -242,6 +245,9 @@ class LightningOperator(TrainingOperator):
 
         With gradient accumulation, the module's `optimizer_step` is called only in the last batch before an optimizer
         step. In the other batches, this method calls the closure directly.
+
+        Returns:
+            The detached output of the training step.
         """
         optimizer = self.optimizers[0] if self.optimizers else None
         where = self._trainer.current_epoch, batch_idx
@@ -346,7 +352,7 @@ class LightningOperator(TrainingOperator):
         stops = self._hooks.call("on_train_batch_start", batch, batch_idx, dataloader_idx=0) == -1
         if not (self._raysgd.parallel.synchronizes and self._hooks.overrides("on_train_batch_start")):
             return stops
-        return self._raysgd.sum_over_workers(float(stops))[0] > 0  # if one rank stops, the others would wait for it
+        return self._raysgd.sum_over_workers(float(stops))[0] > 0  # stop on all ranks, or the others would wait
 
     def _skip_rest(self, iterator: Iterable[Any]) -> None:
         """Consume the epoch's remaining batches, so that the next epoch starts at the beginning of the data."""

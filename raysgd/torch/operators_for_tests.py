@@ -28,9 +28,10 @@ def get_test_operator(operator_cls: type[Operator]) -> type[Operator]:
 
 
 def get_test_metrics_operator(operator_cls: type[Operator]) -> type[Operator]:
-    """Return a subclass that reports one of `config["scores"]` or `config["val_scores"]` for each batch.
+    """Return a subclass that reports a score from the config for each batch, as the metric `config["key"]`.
 
-    The metric's name is `config["key"]`.
+    The scores of training batches are in the list `config["scores"]`, those of validation batches in
+    `config["val_scores"]`. The metric is the score divided by the number of samples in the batch.
     """
 
     class _TestMetricsOperator(operator_cls):  # type: ignore[valid-type, misc]

@@ -45,7 +45,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A residual block with a 3x3 convolution between two 1x1 convolutions. The last quadruples the number of channels.
+    """A residual block with a 3x3 convolution between two 1x1 ones. The last one quadruples the number of channels.
 
     Args:
         in_planes: Number of input channels.

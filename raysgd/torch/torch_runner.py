@@ -62,7 +62,7 @@ class TorchRunner(ClassRunner):
     def remade_tensors(self) -> EncodedState:
         """Return the frozen parameters that snapshots and checkpoints omit because `setup` recreates them.
 
-        The result has one dict per module, with parameter names as keys.
+        The result is an encoded list of dicts, one for each module, with parameter names as keys.
         """
         tensors = self._hosted.state.remade_tensors()
         return lend([{name: each.cpu() for name, each in part.items()} for part in tensors])
@@ -72,7 +72,8 @@ class TorchRunner(ClassRunner):
 
         Args:
             copied: True to return picklable copies on the CPU. If models are sharded, all ranks must call this method
-                together, and only rank 0 gets the copies. False to return the models themselves.
+                together. Rank 0 then gets the copies, and other ranks get None instead of each copy. False to return
+                the models themselves.
         """
         parallel, models = self._hosted.parallel, self._hosted.state.registered.original_models
         if not copied:
@@ -89,7 +90,7 @@ class TorchRunner(ClassRunner):
             scheduler.step(metric)
 
     def step_plateaus(self, values: Mapping[str, float]) -> None:
-        """Step the `ReduceLROnPlateau` schedulers that are due after the last epoch and whose metrics are in `values`.
+        """Step each `ReduceLROnPlateau` scheduler that is due after the latest epoch, if its metric is in `values`.
 
         Args:
             values: Metrics of the epoch and its validation, by name.

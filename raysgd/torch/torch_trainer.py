@@ -72,8 +72,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         num_workers: Number of workers. After a failure, training may continue with fewer workers for a while.
         num_cpus_per_worker: CPUs to reserve for each worker. Also sets the worker's number of threads.
         use_gpu: True to reserve GPUs for each worker; "auto" to reserve them if the driver sees a GPU.
-        num_gpus_per_worker: Number of GPUs to reserve for each worker if `use_gpu` is True. With a fraction, workers
-            share a GPU and communicate over gloo.
+        num_gpus_per_worker: Number of GPUs to reserve for each worker if `use_gpu` reserves GPUs. With a fraction,
+            workers share a GPU and communicate over gloo.
         resources_per_worker: Custom Ray resources for each worker, such as `{"fast_disk": 1}`.
         accelerator_type: Ray's name for the type of GPU that workers need, such as "A100".
         placement_strategy: "PACK" to use as few nodes as possible, "SPREAD" to use as many as possible. None packs
@@ -84,8 +84,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             set environment variables.
         backend: "nccl", "gloo", "auto" (NCCL if each worker has a GPU, otherwise gloo), or "horovod", which you must
             build first with `python -m raysgd.horovod.install`.
-        timeout_s: Timeout of a collective in seconds. With NCCL, the default is the environment variable
-            NCCL_TIMEOUT_S.
+        timeout_s: Timeout of a collective in seconds. Default: 1800 or, with NCCL, the environment variable
+            NCCL_TIMEOUT_S if it is set.
         use_local: True to run the worker with rank 0 in this process. With `num_workers=1`, the trainer does not use
             Ray, and you can attach a debugger.
         detached: Name of a trainer that outlives this program, or a `raysgd.Detached` with the name and options. The
@@ -127,7 +127,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
 
     Raises:
         ValueError, TypeError: An argument is invalid; nothing was started.
-        ImportError: `backend` or `use_fp16` needs a package that is not installed; nothing was started.
+        ImportError: `backend`, `use_fp16` or `precision` needs a package that is not installed; nothing was started.
         DeprecationWarning: An argument of an older version was passed.
         ReservationTimeoutError: Ray did not reserve the workers' resources in time. This error is a `TimeoutError`.
         WorkerError: The operator's `setup` raised an exception. The error is also an instance of that exception's
@@ -376,8 +376,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             weights_only: False to allow arbitrary objects in the operator's own state. Load such a file with
                 `load(..., weights_only=False)`.
             format: "torch" for the whole state, "safetensors" for the model weights only.
-            whole: True to gather sharded models in the driver and write one file. Always the case for "safetensors" and
-                URIs.
+            whole: True to gather sharded models in the driver and write one file. This is always done for
+                "safetensors" and URIs.
             frozen: True to include frozen parameters that the file omits by default, because the operator's
                 `remakes_frozen` says that `setup` recreates them.
 
@@ -421,7 +421,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         strict: bool = True,
         parts: Sequence[str] | None = None,
     ) -> LoadReport | Any:
-        """Load a checkpoint into all workers: a file or folder from `save`, or a file of the old library.
+        """Load a checkpoint into all workers: a file or folder from `save`, or a file of `ray.util.sgd`.
 
         Args:
             checkpoint: A path or URI. A safetensors file has only the models; the rest of the state does not change.
@@ -476,6 +476,10 @@ class TorchTrainer(ClassTrainer[OperatorT]):
 
         With `use_local=True`, the result is the live model, unless you pass `to_cpu=True` or the model is sharded.
         Otherwise, it is a copy.
+
+        Args:
+            to_cpu: True for a copy on the CPU. By default, the model is on a GPU if the workers use GPUs and this
+                process has one.
         """
         is_local = self._life.controller.ensure_group().local_replica is not None
         is_sharded = self._life.facts.is_sharded

@@ -17,11 +17,11 @@ it is complete on disk. If the process is killed before that, the earlier checkp
 `.raysgd-*.tmp` remains. The next write into the folder deletes the temporary file.
 
 The checksum is verified before torch reads the file. This takes about 10 ms for 200 MiB. There are two functions to
-read a file. `read` copies the tensors into new memory. `mapped` maps the tensors from the file, for just long enough to
-copy them to their destination. For a large state, `mapped` is faster, because allocating memory takes longer than
-everything else. No program may write to the file while it is mapped. raysgd itself never writes to an existing file but
-replaces the file. If another program writes to the file, this is detected afterwards. If another program truncates the
-file, this process may crash.
+read a file. `read` copies the tensors into new memory. `mapped` maps the tensors from the file, and the caller copies
+them directly to their destination. For a large state, `mapped` is faster, because `read` spends most of its time on
+allocating memory. No program may write to the file while it is mapped. raysgd itself never writes to an existing file
+but replaces the file. If another program writes to the file, this is detected afterwards. If another program truncates
+the file, this process may crash.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def read(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str
 
 @dataclass(frozen=True)
 class StateInFile:
-    """Reference to a verified checkpoint file, sent to ranks on the same node instead of the state.
+    """Reference to a verified checkpoint file. The driver sends it, instead of the state, to ranks on its own node.
 
     Each rank maps the file itself, and checks that it is the file whose checksum the driver has verified.
 
@@ -180,7 +180,7 @@ def mapped(
 def mapped_with_place(
     path: str | os.PathLike[str], *, weights_only: bool = True, name: str | None = None, maps: bool = True
 ) -> Iterator[tuple[dict[str, Any], StateInFile | None]]:
-    """Read a checkpoint as `mapped` does. Also yield a reference to it for other processes on this node.
+    """Yield the state in a checkpoint file, as `mapped` does, and a reference to the file for ranks on this node.
 
     The reference is None if the tensors are not mapped from the file, or if the file may contain arbitrary objects.
     """
@@ -264,7 +264,7 @@ def _load_trusted(source: str, maps: bool, name: str, is_sealed: bool) -> Any:
 
     Raises:
         CheckpointCorruptedError: The file seems to be damaged.
-        Exception: Loading failed, but the file is intact, or the exception is of a type that does not suggest damage.
+        Exception: Loading failed for another reason, for example because a class cannot be imported.
     """
     try:
         return torch.load(source, map_location="cpu", weights_only=False, mmap=maps)
@@ -278,7 +278,7 @@ def _load_strictly(source: str | IO[bytes], maps: bool = False) -> Any:
     """Load a file with PyTorch's `weights_only` reader.
 
     Raises:
-        NotPlainError: The file needs a class or function that the reader does not know.
+        NotPlainError: The file needs a class or function that the reader does not allow.
         Exception: The file is damaged.
     """
     try:
@@ -321,7 +321,7 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[Any, torch.Tensor]:
 
 @contextlib.contextmanager
 def _former_functions() -> Iterator[None]:
-    """Let PyTorch's `weights_only` reader load NumPy values in files of the old library, during the `with` block.
+    """During the `with` block, let PyTorch's `weights_only` reader load NumPy values from files of `ray.util.sgd`.
 
     Such files name NumPy functions that would be unsafe to call. Safe functions of raysgd are called instead.
     """

@@ -44,7 +44,7 @@ RANKS = "ranks.pt"
 """File with the random number generators' states of all ranks. Its size grows with the number of ranks."""
 
 DIVIDED = "divided"
-"""Key in `REST` for the folder's version, the index of the tensors, and the size and checksum of each rank's file."""
+"""Key in `REST` for the layout's version, the index of the tensors, and the size and checksum of each rank's file."""
 
 FORMAT_VERSION = 3
 """Version of the folder's layout that this module reads and writes."""
@@ -119,7 +119,7 @@ def write_part(folder: str, state: Mapping[str, Any], own: Any, rank: int) -> Wr
 
 
 def _each_with_its_memory(tensors: Tensors) -> Tensors:
-    """Clone each tensor that shares its storage with another tensor, or covers only a part of its storage.
+    """Return the tensors. Clone each one that shares its storage with another, or covers only a part of its storage.
 
     Otherwise, `torch.save` would write a shared storage only once, and would write the whole storage of a tensor that
     covers only a part of it.
@@ -193,7 +193,8 @@ def finish(folder: Path, parts: Sequence[WrittenPart], rest: dict[str, Any]) -> 
         rest: The state without tensors.
 
     Raises:
-        OSError: The driver cannot see a rank's file, or cannot write its own files.
+        OSError: On the driver's machine, a rank's file is missing or has another size. Or the driver cannot write its
+            own files.
     """
     files = {part_name(rank): part.file for rank, part in enumerate(parts)}
     missing = [name for name, (num_bytes, _) in files.items() if _size_of(folder / name) != num_bytes]
@@ -365,7 +366,7 @@ def _together(folder: DividedFolder, group: Any, read: Callable[[], None]) -> No
     found: Exception | None = None
     try:
         read()
-    except Exception as error:  # raised below, after this rank has told the other ranks that it failed
+    except Exception as error:  # raised below, after the other ranks have been notified
         found = error
     verdict = torch.tensor([found is not None], dtype=torch.uint8)
     dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)

@@ -40,10 +40,12 @@ _PARTS = ("models", "criterion", "optimizers")
 
 
 def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Path_, torch.Tensor]]:
-    """Split a state into the tensors of its models, criterion and optimizers, by path, and the remaining state.
+    """Separate the tensors of a state's models, criterion and optimizers from the remaining state.
+
+    Tensors without dimensions, such as an optimizer's step count, stay in the remaining state.
 
     Returns:
-        The remaining state, and the tensors. The state passed to this function does not change.
+        The remaining state, and the tensors by path. The state passed to this function does not change.
 
     Examples:
         >>> rest, tensors = split({"epoch": 1, "models": [{"weight": torch.ones(2)}]})
@@ -126,13 +128,13 @@ class DividedState:
     """A sharded state, with one part for each rank that wrote the state. A part is read when it is first needed.
 
     Args:
-        rest: State without the tensors of its models and optimizers.
+        rest: State without the tensors of its models, criterion and optimizers. See `split`.
         index: Dtype and shape of each of these tensors, and whether it is sharded.
         num_parts: Number of ranks that wrote the state.
         read_part: Function that gets a rank and returns the tensors in its part, by path.
 
     Attributes:
-        rest: State without the tensors of its models and optimizers.
+        rest: State without the tensors of its models, criterion and optimizers.
         index: Dtype and shape of each of these tensors, and whether it is sharded.
     """
 
@@ -272,8 +274,8 @@ def overlaps(total: int, num_ranks: int, begin: int, end: int) -> list[tuple[int
         end: Index after the last row.
 
     Returns:
-        For each rank that holds some of the rows: the rank, the index of the first of them, and the index after the
-        last of them.
+        For each rank that holds some of these rows: the rank, the index of its first such row, and the index after its
+        last such row.
 
     Examples:
         >>> overlaps(10, 3, 2, 9)  # the ranks have 4, 4 and 2 rows

@@ -25,7 +25,10 @@ NUMPY_KEY = "raysgd_numpy"
 
 _PLAIN_TYPES = frozenset({type(None), bool, float, complex, str, bytearray, torch.Size, torch.dtype, torch.device})
 _MAX_INT_BITS = 2000
-"""Largest integer that counts as plain. PyTorch's reader does not support the pickle opcode for larger integers."""
+"""Largest size, in bits, of an integer that counts as plain.
+
+PyTorch's reader does not support the pickle opcode for larger integers.
+"""
 
 _MAX_EXPANSION = 16
 """Largest allowed ratio of a state's size in memory to the size of its file.
@@ -38,8 +41,8 @@ def packed(state: Any, *, allow_pickle: bool = False) -> Any:
     """Return a plain state with the content of `state`. Containers are copied, tensors are not.
 
     NumPy scalars become Python numbers, and NumPy arrays become dicts with the key `raysgd_numpy` and a tensor. A value
-    of any other type is saved and loaded once, to test whether PyTorch's reader accepts it. The reader also accepts
-    classes that were passed to `torch.serialization.add_safe_globals`.
+    whose type may not be plain is saved and loaded once, to test whether PyTorch's reader accepts it. The reader also
+    accepts classes that were passed to `torch.serialization.add_safe_globals`.
 
     Args:
         state: State to write.
@@ -167,7 +170,7 @@ def _quoted(key: Any) -> str:
 
 
 def unpacked(loaded: Any, num_bytes: int) -> Any:
-    """Undo `packed` on a state that PyTorch's reader has loaded.
+    """Undo `packed`: return a loaded state with NumPy arrays in place of the marked tensors.
 
     Args:
         loaded: Loaded state. Its dicts and lists are changed in place.

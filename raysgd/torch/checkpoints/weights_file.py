@@ -92,7 +92,7 @@ def read(path: str, name: str) -> dict[str, Any]:
 
 
 def with_tied(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's saved state dict, in which tied weights occur under all their names.
+    """Return a copy of a model's saved state dict in which tied weights occur under all their names.
 
     A weights file stores tied weights under only one of their names.
 

@@ -41,9 +41,12 @@ class Share(NamedTuple):
         start: Position of the batch's first sample in the order of the pass.
         stop: Position after the batch's last sample.
         num_samples: Number of samples that count: `stop - start`, or 0 for padding, whose samples do not count.
-        weight: Factor by which the rank's gradient is multiplied before the unweighted mean over the ranks is taken. It
-            is exactly 1.0 if all ranks have the same number of samples. The ranks' weights always average to 1.
-        num_global: Number of samples that all ranks together get in the step.
+        weight: Factor by which the batch's gradient is multiplied before the unweighted mean over the ranks is taken.
+            The weights of batches that the ranks process at the same time average to 1, and are exactly 1.0 if these
+            batches have the same size. With `deterministic=True`, only each rank's sum of weights in the step counts:
+            these sums average to 1.
+        num_global: Total number of samples in the batches that all ranks process at the same time. With
+            `deterministic=True`, the number of samples in the entire step.
         is_first: True if this is the rank's first batch of the step.
         is_last: True if this is the rank's last batch of the step.
     """
@@ -235,7 +238,7 @@ class GlobalBatchRule:
 
     @property
     def of_streams(self) -> Callable[[int, int], Division | ShardedGlobalBatch]:
-        """Like the method `division`, but for streams. A stream's batch size is always the size of a global batch."""
+        """The method `division` for streams. It ignores `multiple`: a stream's batch size is that of a global batch."""
         return replace(self, multiple=1).division
 
     def division(self, global_size: int, world_size: int) -> Division | ShardedGlobalBatch:
@@ -248,7 +251,7 @@ class GlobalBatchRule:
 
 
 class SeededIndices(list[int]):
-    """The sample indices of a logical shard, with a seed. The seed is set before the samples are loaded."""
+    """The sample indices of a logical shard, and the seed for random numbers that loading the samples draws."""
 
     def __init__(self, indices: Iterable[int], seed: int) -> None:
         super().__init__(indices)

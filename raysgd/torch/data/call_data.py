@@ -40,9 +40,9 @@ from raysgd.trainer.messages.prediction_data import (
 
 
 def kind_of(dataset: Any) -> Kind | None:
-    """Return how the data that a user passed to a call is read, such as "rows" or "batches".
+    """Return the kind of the data that a user passed to a call, such as "rows" or "batches".
 
-    Return None if the type of the data is not supported.
+    The kind determines how the data is read. Return None if the type of the data is not supported.
     """
     kind = data_kinds.kind_of(dataset)
     if kind is None and isinstance(dataset, DataLoader | Stream):
@@ -130,7 +130,7 @@ def _taken(array: Any, indices: list[int]) -> Any:
 
 
 def batches_of(share: CallData, collate_fn: Any, make_batch: AsBatch = as_batch) -> Any:
-    """Return the data that a worker received as an iterable of batches.
+    """Return an iterable of batches over the data that a worker received.
 
     From a Ray Data dataset or an object with `get_shard`, a worker receives only its shard. From any other data, it
     receives all samples, and the caller passes the result to `divided`.
@@ -224,7 +224,8 @@ def source_to_predict(data: Any, asked: BatchRequest) -> Found:
 
     Raises:
         TypeError: The data's type is not supported.
-        ValueError: The results could not be assigned to the rows, because the loader may yield rows in another order.
+        ValueError: The loader may yield rows in another order, so the results could not be assigned to the rows. Or the
+            loader forms no batches.
     """
     leaf = as_tensor if _is_of_tensors(data.data if isinstance(data, Arrays) else data) else trees.own
     found = prediction_data.source_of(data, BatchRequest(asked.batch_size, asked.has_size, asked.feature_columns, leaf))

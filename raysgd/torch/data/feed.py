@@ -50,7 +50,7 @@ class TorchFeed(feed.DataFeed):
         undo: Function that is called in training before a padding batch, the batch of a rank without samples. It
             returns a function that undoes the side effects of the padding batch.
         rank: Rank of this worker.
-        rule: Rule for splitting each batch among the workers; None if the batches of a loader are for one worker each.
+        rule: Rule for splitting each batch among the workers; None if each batch of a loader is for one worker.
         make_batch: Function that creates batches from arrays that the user passes.
     """
 

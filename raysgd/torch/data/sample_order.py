@@ -1,4 +1,4 @@
-"""The order in which a pass (one time through the data) visits the samples: sequential, shuffled, or a user's sampler.
+"""The order in which a pass over the data visits the samples: sequential, shuffled, or that of a user's sampler.
 
 Each order is a function of a seed and the index of the pass, so every rank computes the same order without
 communication.

@@ -227,7 +227,7 @@ def kept_options(loader: Any, *more: str) -> dict[str, Any]:
 
 
 def ending_with_parent(user_function: Callable[[int], None] | None) -> Callable[[int], None]:
-    """Return a `worker_init_fn` that calls the user's, and makes the loader process exit when its parent dies."""
+    """Return a `worker_init_fn` that calls `user_function`, and makes the loader process exit when its parent dies."""
     return partial(_begin_process, user_function)
 
 

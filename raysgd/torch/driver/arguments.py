@@ -282,8 +282,8 @@ def fsdp_options(strategy_options: Any, strategy: str) -> FSDPOptions:
 def check_global_batches(settings: TorchSettings) -> None:
     """Reject options that do not work with `split_batches` or `deterministic`.
 
-    With these two options, the library splits each batch among the workers. To do so, it must shard the data by samples
-    and weight the gradients by sample counts.
+    With either option, the library splits each batch among the workers. To do so, it must shard the data by samples and
+    weight the gradients by sample counts.
     """
     strategy, is_deterministic = settings.strategy, settings.batch_options.deterministic
     way_out = 'it needs `strategy="ddp"` on gloo or NCCL. Use that, or omit it'
@@ -415,7 +415,7 @@ def take_creators(given: dict[str, Any]) -> None:
 
 
 def take_others(given: dict[str, Any]) -> Any:
-    """Remove from the keyword arguments in `given` all other arguments that older versions accepted.
+    """Remove arguments of older versions, except creator functions, from the keyword arguments in `given`.
 
     Raises:
         DeprecationWarning: One of these arguments was passed with a value that would have an effect.

@@ -21,8 +21,8 @@ def check_alike(answers: Sequence[EpochAnswer]) -> None:
         answers: The workers' results, in the order of the ranks.
 
     Raises:
-        UnevenStepsError: The workers trained on different numbers of batches, or their all-reduces and optimizer steps
-            differ.
+        UnevenStepsError: The workers trained on different numbers of batches, or their sequences of all-reduces and
+            optimizer steps differ.
         RanksDifferError: The workers' weights differ.
     """
     counts = [answer.num_steps for answer in answers]

@@ -91,7 +91,7 @@ def read(path: str, name: str, weights_only: bool, held: ExitStack) -> dict[str,
         path: Path of the file or folder.
         name: Name of the file or folder to show in errors.
         weights_only: False to unpickle arbitrary objects.
-        held: Exit stack that closes the file.
+        held: Exit stack to which the open file is added. Closing the stack closes the file.
     """
     if divided_folder.is_folder(path):
         return divided_folder.opened(path, weights_only).read_whole()

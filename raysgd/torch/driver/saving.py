@@ -36,8 +36,8 @@ from raysgd.trainer.worker.state.state_checks import check_parts, check_progress
 Content = tuple[dict[str, Any], tuple[Any, ...], bool]
 """A state to load: the state that all ranks share, the separate state of each rank, and a flag.
 
-The flag is True if the second item has a state for each rank of the current worker group. The loaded state is then the
-complete state of the workers, and recovery can restart from it.
+The flag is True if the state comes from a file and the second item has a state for each rank of the current worker
+group. The loaded state is then the complete state of the workers, and recovery can restart from it.
 """
 
 
@@ -143,7 +143,7 @@ def _load_by_mapping(
         return [(reference, own) for own in own_states(rank_states, len(worlds))]
 
     def check(values: Sequence[bool | None]) -> None:
-        """Raise if a worker may hold a damaged state. The workers are then replaced, and get the earlier state."""
+        """Raise if a worker may hold a damaged state. New workers then restore the earlier state."""
         if False in values:
             raise corrupted(name, "it was written to while it was read")
         if None in values and any(values):
@@ -159,7 +159,7 @@ def _load_by_mapping(
 
 
 def _copied_later(group: WorkerGroup, whole: dict[str, Any], held: ExitStack) -> Transfer:
-    """Copy a state from its mapped file to the object store in a thread, then close the file."""
+    """Start a thread that copies a state from its mapped file to the object store. Return the transfer."""
 
     def copy() -> SharedValue:
         with held:  # closing the file raises if another process has written to it

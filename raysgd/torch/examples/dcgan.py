@@ -149,7 +149,7 @@ def read_mnist_file(folder: Path, name: str) -> np.ndarray[Any, Any]:
     """Read a file of MNIST, gzipped or not.
 
     Args:
-        folder: Folder that contains the file, itself or in a subfolder.
+        folder: Folder that contains the file, directly or in a subfolder.
         name: Name of the file, without the ending `.gz`.
     """
     found = sorted(path for ending in ("", ".gz") for path in folder.rglob(name + ending))

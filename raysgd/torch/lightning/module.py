@@ -27,7 +27,7 @@ NEVER_CALLED = {
     "configure_callbacks": "Lightning's callbacks are not supported: use callbacks of `trainer.fit`",
     "configure_sharded_model": "use `configure_model`, and `TorchTrainer(strategy='fsdp')` to shard a model",
 }
-"""Lightning hooks that raysgd never calls, with advice. Overriding one of them logs a warning.
+"""Lightning hooks that raysgd never calls, with advice. If a module overrides one, a warning is logged.
 
 Tests compare this table with Lightning, and `docs/lightning.md` shows it to users.
 """
@@ -40,7 +40,7 @@ def lightning_base(module_cls: Any) -> type[Any]:
     """Return the class `LightningModule`, from `lightning` or `pytorch_lightning`, that `module_cls` derives from.
 
     Raises:
-        TypeError: The class derives from neither.
+        TypeError: The class does not derive from `LightningModule`.
     """
     for base in module_cls.__mro__ if isinstance(module_cls, type) else ():
         package = base.__module__.partition(".")[0]
@@ -53,7 +53,7 @@ def instantiate(module_cls: type[Any], config: dict[str, Any], says_so: bool) ->
     """Create a module from the operator's config.
 
     If the constructor has a parameter `config`, it gets the config. Otherwise, each entry of the config is passed to
-    the parameter with its name. ADR 86 explains why.
+    the parameter with its name. ADR 86 explains why the config is passed in this way.
 
     Args:
         module_cls: The user's module class.
@@ -109,6 +109,9 @@ class LightningHooks:
             name: Name of the method.
             arguments: Positional arguments that Lightning 2 passes. The method may accept fewer.
             by_name: Arguments that Lightning 1 passed. Each is passed only if the method has such a parameter.
+
+        Returns:
+            The return value of the method; None if the module has no such method.
         """
         method = getattr(self._module, name, None)
         if method is None:
@@ -198,7 +201,7 @@ class _NoLogger:
 
 
 class SteppingOptimizer:
-    """Wraps an optimizer of a module. The module's hooks and `self.optimizers()` get the wrapper.
+    """Wraps a module's optimizer. The module's hooks get this wrapper, and `self.optimizers()` returns it.
 
     The wrapper's `step` first averages, unscales and clips the gradients, then steps the optimizer.
     """

@@ -184,7 +184,7 @@ _KEY = "raysgd_progress"
 class LightningProgress:
     """Counts optimizer steps, as Lightning does, and the batches of the current epoch.
 
-    With gradient accumulation or manual optimization, the number of optimizer steps differs from that of batches.
+    With gradient accumulation or manual optimization, the number of optimizer steps differs from the number of batches.
 
     Args:
         counts_batches: True if a scheduler depends on the number of batches since the epoch started. Otherwise,

@@ -113,7 +113,7 @@ class _Copied(NamedTuple):
     versions: tuple[int, int]
 
     def in_host_memory(self, target: torch.Tensor) -> torch.Tensor:
-        """Return the original if `target` is the copy and neither has changed since. Otherwise, return `target`."""
+        """Return the original if `target` is its copy and both are unchanged. Otherwise, return `target`."""
         is_same = target is self.copy and self.versions == (self.original._version, self.copy._version)
         return self.original if is_same else target
 

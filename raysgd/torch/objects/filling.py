@@ -27,7 +27,7 @@ def is_empty(model: torch.nn.Module) -> bool:
 
 
 def fill(part: torch.nn.Module, device: torch.device) -> None:
-    """Allocate and initialize all tensors of a model, or of a submodule, that are on the meta device.
+    """Allocate and initialize those tensors of a model or submodule that are on the meta device.
 
     Args:
         part: Model or submodule. Tensors that already have memory are moved to `device`, unless they are sharded.
@@ -105,5 +105,5 @@ def _reset(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> None:
 
 def _is_untouched(tensor: torch.Tensor, version: int) -> bool:
     if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
-        return bool(tensor.isnan().all())  # do not compare versions, because writes through `tensor.data` keep them
+        return bool(tensor.isnan().all())  # a write through `tensor.data` would not change the version
     return bool(tensor.numel()) and tensor._version == version

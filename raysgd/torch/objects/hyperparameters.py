@@ -36,7 +36,7 @@ def note_first_rates(schedulers: Iterable[Any]) -> None:
 
 
 def read(optimizers: Iterable[Any]) -> list[Hyperparameters]:
-    """Return the current hyperparameters of each optimizer: an empty list if an optimizer has no parameter groups."""
+    """Return the current hyperparameters of each optimizer: an empty list for one without parameter groups."""
     return [[_plain(group) for group in getattr(optimizer, "param_groups", ())] for optimizer in optimizers]
 
 
@@ -104,7 +104,11 @@ def _followed(group: Mapping[str, Any], rate: Any, before: Any) -> dict[str, Any
 
 
 def differing(before: Sequence[Hyperparameters], after: Sequence[Hyperparameters]) -> list[Hyperparameters]:
-    """Return the hyperparameters in `after` that have another value in `before`, to pass to `apply`."""
+    """Return the hyperparameters in `after` that have another value in `before`, to pass to `apply`.
+
+    If a learning rate of a parameter group differs, all learning rates of the group are included, because `apply` needs
+    them.
+    """
     found: list[Hyperparameters] = []
     for index, groups in enumerate(after):
         others = before[index] if index < len(before) else ()

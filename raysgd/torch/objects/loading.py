@@ -94,7 +94,7 @@ _COMPILED = "_orig_mod"
 
 
 def plain(name: Any) -> Any:
-    """Remove the parts that `torch.compile` adds from the name of a parameter or module.
+    """Return the name of a parameter or module without the prefixes of `torch.compile`.
 
     Examples:
         >>> plain("encoder._orig_mod.0.weight")
@@ -104,7 +104,7 @@ def plain(name: Any) -> Any:
 
 
 def with_plain_names(state: Any) -> Any:
-    """Remove the parts that `torch.compile` adds from the names in a model's state dict."""
+    """Return a model's state dict, with the prefixes of `torch.compile` removed from its names."""
     return _renamed(state, plain, plain)
 
 

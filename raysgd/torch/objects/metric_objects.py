@@ -5,7 +5,7 @@ workers' values would differ: the F1 score, AUROC or correlation of all data is 
 of the data.
 
 The state of a worker's metric is copied to a `MetricState`, which can be pickled, sent to the driver and merged there.
-It is on the CPU, detached from the autograd graph, and does not communicate with other processes.
+The copy is on the CPU, detached from the autograd graph, and does not communicate with other processes.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class MetricState:
         """Compute the metric over all data in this state.
 
         Returns:
-            The result of the metric's `compute`, with a float in place of each scalar tensor, and nested lists in place
-            of each other tensor. A tuple becomes a list.
+            The result of the metric's `compute`, with a float in place of each scalar tensor. All other tensors become
+            nested lists, and tuples become lists.
         """
         return _plain(_joined(self.parts).compute())
 

@@ -101,8 +101,8 @@ class NativeAmp(Precision):
     Args:
         dtype: `torch.float16` or `torch.bfloat16`.
         device: Device of the model.
-        enabled: False to compute in fp32, although user code uses autocast and the gradient scaler. The old library did
-            this on CPUs.
+        enabled: False to compute in fp32, although user code uses autocast and the gradient scaler. The old library,
+            `ray.util.sgd`, did this on CPUs.
         must_act: True to check that user code uses mixed precision. See `check_use`.
     """
 
@@ -298,7 +298,7 @@ def saved_state(precision: Precision, state: dict[str, Any]) -> dict[str, Any] |
 
     Args:
         precision: The precision.
-        state: State from a checkpoint of this library or of the old library.
+        state: State from a checkpoint of this library or of the old library, `ray.util.sgd`.
     """
     if precision.state_key is None:
         return None
@@ -342,7 +342,7 @@ def choose_precision(use_fp16: Any, precision: Any = None) -> str:
     """Check the options `use_fp16` and `precision`, and return the name of the precision that they select.
 
     Args:
-        use_fp16: Option of the old library; see `choose_amp_backend`.
+        use_fp16: Option of the old library, `ray.util.sgd`. See `choose_amp_backend`.
         precision: One of `PRECISIONS`, or None to let `use_fp16` decide.
 
     Returns:
@@ -371,7 +371,7 @@ def make_precision(use_fp16: Any, device: torch.device, precision: Any = None) -
     """Create the `Precision` for the options `use_fp16` and `precision`. See `choose_precision` for allowed values.
 
     Args:
-        use_fp16: Option of the old library.
+        use_fp16: Option of the old library, `ray.util.sgd`.
         device: Device of the model.
         precision: One of `PRECISIONS`, or None to let `use_fp16` decide.
     """

@@ -1,4 +1,4 @@
-"""Leaves frozen parameters, which `setup` recreates, out of snapshots and checkpoints. Stores their digests instead.
+"""Omits frozen parameters, which `setup` recreates, from snapshots and checkpoints. Stores their digests instead.
 
 A digest is a hash of the parameter's values, with its dtype and shape. This module is imported only if an operator sets
 `remakes_frozen = True`. Saved states then omit the parameters that are frozen at the end of `setup`. Once such a
@@ -25,7 +25,7 @@ Digests = Mapping[str, str]
 _ROW_WORDS = 512
 _NUM_SAMPLES = 64  # maximum number of values per parameter that each check compares
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by size in bytes
-_PIECE_BITS, _NUM_PIECES = 8, 8  # ranks compare a hash in 8-bit pieces, whose squares floats can sum without rounding
+_PIECE_BITS, _NUM_PIECES = 8, 8  # ranks compare a hash in 8-bit pieces, so that sums of squares are exact floats
 
 
 class _Parameter:
@@ -152,7 +152,7 @@ class RemadeParameters:
         return {"by": self._by_whole_name, "parts": parts}
 
     def tensors(self) -> list[dict[str, torch.Tensor]]:
-        """Return a dict of the omitted parameters, by name, for each module. `completed` adds them to a state."""
+        """Return a dict of the omitted parameters, by name, for each module. The function `completed` adds them."""
         pairs = zip(self._made, self._left_out, strict=True)
         return [{name: made[name].parameter.detach() for name in made if name in names} for made, names in pairs]
 
@@ -195,14 +195,14 @@ class RemadeParameters:
     def added_to(
         self, left_out_of: Callable[[torch.nn.Module], Collection[str] | None]
     ) -> Callable[[torch.nn.Module], Collection[str] | None]:
-        """Add the parameters that saved states omit to the parameters that the ranks do not compare.
+        """Extend `left_out_of`, which selects parameters that the ranks do not compare.
 
         Args:
             left_out_of: Function that gets a model and returns the names of the parameters that the ranks do not
                 compare. It returns None for a model if the ranks compare none of its parameters.
 
         Returns:
-            A function like `left_out_of` that also returns the names of the parameters that saved states omit.
+            A function like `left_out_of`. The names that it returns include the parameters that saved states omit.
         """
 
         def more_left_out_of(model: torch.nn.Module) -> Collection[str] | None:
@@ -223,11 +223,13 @@ class RemadeParameters:
             record: Digests in the saved state (see the method `record`); None if the state omits no parameters.
 
         Returns:
-            The state to load, and the names of the parameters that it may omit.
+            The state to load, and the names of the parameters that it omits. It also omits parameters that the saved
+            state contains but `setup` has already created with the same values.
 
         Raises:
-            ValueError: A parameter that the saved state omits has other values than in the saved run, or is not frozen
-                in this operator's `setup`, or was trained and there is no copy of its original values.
+            ValueError: A parameter that the saved state omits is not frozen in this operator's `setup`. Or it was
+                trained, and there is no copy of its original values. Or a frozen parameter has other values than in
+                the saved run.
         """
         if not isinstance(saved, Mapping):
             return saved, ()  # the caller rejects a state that is not a dict
@@ -270,7 +272,7 @@ class RemadeParameters:
         )
 
     def begin_loading(self, index: int, left_out: Collection[str]) -> None:
-        """Copy the original values of the omitted parameters that loading a state will replace.
+        """Before a state is loaded, copy the original values of the omitted parameters that the state contains.
 
         Args:
             index: Index of the module whose state will be loaded.
@@ -326,7 +328,7 @@ class RemadeParameters:
 
 
 def refuse_left_out(record: Any, operator_cls: type) -> None:
-    """Raise if a saved state omits frozen parameters. Called if this operator does not set `remakes_frozen`.
+    """Raise if a saved state omits frozen parameters. Called for operators that do not set `remakes_frozen`.
 
     Args:
         record: Digests in the saved state.
