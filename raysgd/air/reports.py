@@ -236,7 +236,7 @@ class MetricsFiller:
 
 @cache
 def node_ip() -> str:
-    """Return this node's IP address, as Ray knows it."""
+    """Return the IP address that Ray uses for this node."""
     import ray
 
     return str(ray.util.get_node_ip_address())

@@ -132,7 +132,7 @@ class Dispatcher:
             self.call(callback, hook, *args, **info)
 
     def call(self, callback: Any, hook: str, *args: Any, **info: Any) -> Any:
-        """Call a method of one callback, and return the result.
+        """Call a method of one callback, and return the result. Return None if the callback has no such method.
 
         Args:
             callback: The callback.
@@ -419,7 +419,11 @@ class RunCallbacks(Dispatcher):
         self._events = events
 
     def setup(self, stop: Any) -> None:
-        """Call `setup` of the Ray Tune callbacks. This is done once, before the first attempt of the run."""
+        """Call `setup` of the Ray Tune callbacks. This is done once, before the first attempt of the run.
+
+        Args:
+            stop: The condition `RunConfig(stop=...)` that the user passed.
+        """
         self._unless_failed(self.on, "setup", stop=stop, num_samples=1, total_num_samples=1)
 
     def start(self, *, after_failure: bool, restores: bool, num_reports: int = 0) -> None:

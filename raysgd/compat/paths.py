@@ -522,7 +522,7 @@ _GONE = {
 
 @dataclass(frozen=True)
 class NewPlace:
-    """The current name for an old name, or the reason why raysgd has no such name.
+    """The current name for an old name, or the reason why there is none.
 
     Attributes:
         old: The old name, including its module.
@@ -660,7 +660,7 @@ def _means_two(name: str) -> bool:
 
 
 def table(group: Group) -> list[tuple[str, str, str]]:
-    """Return a tuple for each old module of a group: the module, the current module, and its names in one string."""
+    """Return three strings for each old module of a group: the old and the current module, and their common names."""
     return [(old, new, names) for old, (new, names) in _GROUPS[group].items()]
 
 

@@ -19,7 +19,7 @@ from raysgd.detached.protocol import Detached, packed_arguments, unpacked_answer
 from raysgd.exceptions import OnFailure, TrainerLostError, UnknownTrainerError
 
 _NOT_ANSWERING = "not answering"
-_RESTARTS = 100  # maximum number of times that Ray restarts a trainer's process, which may die on every start
+_RESTARTS = 100  # maximum number of restarts by Ray, because a trainer's process may die on every start
 _NO_RAY = (
     "{}, and a Ray that a program starts ends with it. A detached trainer needs one that stays: run `ray start --head` "
     "in a shell, and this program again, which finds it. `ray stop` ends it."
@@ -220,7 +220,7 @@ def stop(name: str, *, force: bool = False) -> str:
 
 
 def _saved(actor: Any) -> str:
-    """Tell a trainer to save itself, and return a phrase that says where it was saved, or why it was not.
+    """Make a trainer save itself, and return a phrase that says where it was saved, or why it was not.
 
     Wait until the trainer has been saved, but give up if its process no longer answers.
     """

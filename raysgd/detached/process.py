@@ -114,8 +114,8 @@ class TrainerProcess:
     async def stay(self, program: str) -> None:
         """Wait until a program detaches. If the program ends without detaching, Ray cancels this request.
 
-        From the end of this request, the trainer's process learns that the program is gone. If this process dies and
-        Ray restarts it, Ray also repeats the request in the restarted process.
+        When this request ends, this process records that the program is gone. If this process dies and Ray restarts it,
+        Ray also repeats the request in the restarted process.
         """
         await self._leaving.setdefault(program, asyncio.Event()).wait()
 
@@ -425,12 +425,13 @@ class TrainerProcess:
     ) -> tuple[int, list[Piece], str | None, bool]:
         """Wait until the trainer prints something, or a program's call has ended, but at most about a second.
 
-        If the program's call still waits for another call, and the program does not know this, return at once.
+        Return at once if the program's call still waits for another call and `knows_other` is False.
 
         Args:
             token: ID of the program's call. None for the call that is running now.
             seen: Number of pieces of output that the program has received. None if it has received none.
-            knows_other: True if the program knows that its call waits for another call.
+            knows_other: True if an earlier result of this method described the other call that the program's call waits
+                for.
 
         Returns:
             The number of pieces of output so far; the pieces that are new to the program; a description of the other

@@ -188,7 +188,7 @@ class Stream(ABC):
         return replace(rows, steps=(*rows.steps, RowStep(function, is_filter, is_seeded)))
 
     def _of_rows(self, name: str) -> Pipeline:
-        """Return the stream to which a method such as `map` adds a step. Raise if the stream is already batched.
+        """Return the stream to which a method such as `map` adds a step. Raise an error if it is already batched.
 
         Args:
             name: Name of the method, for the error message.

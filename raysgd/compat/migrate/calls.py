@@ -222,7 +222,7 @@ class Calls:
         names_of: Function that returns the current dotted names that an expression may refer to.
         tell: Function that reports a call to the user. Takes the call, advice for a person, and `is_error`, which is
             True if the call cannot work.
-        datasets: Knows which variables of the program are Ray Data datasets.
+        datasets: Tracks which variables of the program are Ray Data datasets.
 
     Attributes:
         needs: Names of the modules that the rewritten program must import. The rewritten calls use full names such as
