@@ -468,7 +468,7 @@ class ScalingConfig:
     # ------------------------------------------------------------------------------------------------------ comparison
 
     def __eq__(self, other: object) -> bool:
-        """Return True if both configs request the same bundles with the same placement."""
+        """Return True if both configs request the same resources, number of workers, placement and node labels."""
         return isinstance(other, ScalingConfig) and self._needs() == other._needs()
 
     __hash__ = None  # type: ignore[assignment]  # configs are mutable
@@ -559,7 +559,7 @@ class DatasetConfig:
 
     @staticmethod
     def merge(a: Mapping[str, DatasetConfig], b: Mapping[str, DatasetConfig] | None) -> dict[str, DatasetConfig]:
-        """Merge a user's configs `b` into a trainer's configs `a`, field by field.
+        """Return a trainer's configs `a`, updated field by field with a user's configs `b`. `a` itself is unchanged.
 
         Raises:
             ValueError: `b` has a dataset name that is not in `a`, and `a` has no "*" entry for all other names; or `b`

@@ -112,7 +112,7 @@ class StreamData:
 
 
 def stream_data(stream: Stream, name: str, divide: Divide, world_size: int) -> StreamData:
-    """Check a stream that an operator has registered, and read its list of shards.
+    """Check a stream that an operator has registered, and return it together with its list of shards.
 
     Args:
         stream: The stream.
@@ -121,7 +121,8 @@ def stream_data(stream: Stream, name: str, divide: Divide, world_size: int) -> S
         world_size: Number of workers.
 
     Raises:
-        ValueError: The stream has no batch size or no shards, or there are more workers than lanes.
+        ValueError: The stream has no batch size or no shards, or there are more workers than lanes. Or the stream is
+            for validation and limited by `take`, and the lengths of its shards are unknown.
     """
     stream = check_batched(stream, f"the {name} stream")
     if world_size > NUM_LANES:

@@ -97,7 +97,8 @@ class Stream(ABC):
     def filter(self, function: Callable[..., Any], *, seeded: bool = False) -> Pipeline:
         """Keep only the rows for which `function` returns true. Arguments and errors are the same as for `map`.
 
-        The function runs in every worker that reads the row, so it may run more than once per row.
+        Calling this method after `take` also raises a `ValueError`. The function runs in every worker that reads the
+        row, so it may run more than once per row.
         """
         return self._with_step("filter", function, seeded)
 

@@ -164,7 +164,7 @@ _METHODS_OF_DATASETS = {
 }
 """Methods of earlier Ray Data datasets whose names other classes have too, each with advice.
 
-They are reported only if the source code shows that the object is a dataset.
+They are reported only if the source code shows that the object is a dataset or a shard of one.
 """
 _FIRST_TRAINERS = re.compile(
     r"ray\.(util|experimental)\.sgd|PyTorchTrainer|from raysgd(\.torch)? import .*TorchTrainer"
