@@ -178,7 +178,8 @@ class RunConfig:
         sync_config: Accepted for programs written for Ray AIR. See `SyncConfig`.
         verbose: Verbosity, from 0 (silent) to 3 (most output).
         stop: Condition that stops the run before your function returns: a dict of metrics and the values at which to
-            stop, or a function that gets the trial's id and the metrics and returns True to stop.
+            stop; or a function that gets the trial's id and the metrics and returns True to stop; or a list of such
+            conditions, each of which stops the run.
         callbacks: Ray Tune callbacks, such as loggers, or raysgd callbacks.
         progress_reporter: A Ray Tune progress reporter, for a `Tuner`.
         log_to_file: For a `Tuner`. True to redirect output to files in the trial's folder; or one file name; or two,
