@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESULTS_FOLDER = Path("~/ray_results")
-"""Folder in which a new folder is created for each run whose `folder` the user does not set."""
+"""Folder that contains the folders of all runs for which the user sets no `folder`."""
 
 
 class Callback:

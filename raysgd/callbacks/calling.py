@@ -57,7 +57,7 @@ def checked(callbacks: Any) -> tuple[list[Callback], list[WorkerCallback]]:
         The callbacks for the driver, in the order in which they are called, and the worker callbacks.
 
     Raises:
-        TypeError: `callbacks` is not a list, or contains an object that is not a callback.
+        TypeError: `callbacks` is neither a list nor None, or contains an object that is not a callback.
         ValueError: A callback is in the list twice.
     """
     listed = as_list(callbacks)
@@ -76,10 +76,10 @@ def checked(callbacks: Any) -> tuple[list[Callback], list[WorkerCallback]]:
 
 
 def as_list(callbacks: Any) -> list[Any]:
-    """Return the `callbacks` that the user passed, as a list.
+    """Return the `callbacks` that the user passed, as a list. For None, the list is empty.
 
     Raises:
-        TypeError: `callbacks` is not a list.
+        TypeError: `callbacks` is neither a list or another iterable nor None.
     """
     if isinstance(callbacks, Callback | str | bytes) or not isinstance(callbacks, Iterable | None):
         raise TypeError(f"`callbacks={callbacks!r}`: need a list of callbacks, or None.")

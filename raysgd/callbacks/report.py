@@ -1,4 +1,4 @@
-"""`HTMLReport`: a callback that shows a run in one self-contained HTML file, which it updates after every epoch.
+"""`HTMLReport`: a callback that shows a run in one self-contained HTML file, which it updates during the run.
 
 This module writes the text and the tables of the page. In the browser, uPlot and `page/page.js` draw the charts.
 """
