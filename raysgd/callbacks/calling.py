@@ -79,7 +79,7 @@ def as_list(callbacks: Any) -> list[Any]:
     """Return the `callbacks` that the user passed, as a list. For None, the list is empty.
 
     Raises:
-        TypeError: `callbacks` is neither a list or another iterable nor None.
+        TypeError: `callbacks` is neither an iterable nor None, or it is a string or a single callback.
     """
     if isinstance(callbacks, Callback | str | bytes) or not isinstance(callbacks, Iterable | None):
         raise TypeError(f"`callbacks={callbacks!r}`: need a list of callbacks, or None.")

@@ -96,7 +96,7 @@ class DetachedTrainer:
         return DetachedCall(self, token, method)
 
     def shutdown(self, force: bool = False) -> None:
-        """End the trainer, its workers and its process, and free their resources. A second call does nothing.
+        """End the trainer, its workers and its process, and free their resources. Calling this again does nothing.
 
         If the trainer is running a call for any program, that call raises `TrainerShutdownError`.
 

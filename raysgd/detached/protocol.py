@@ -125,7 +125,7 @@ class DetachedTraceback(Exception):
 
 
 def _place(fault: WorkerFault) -> str:
-    """Describe where an exception was raised: in which lines of user code, or with RAYSGD_TRACEBACK=full, all lines."""
+    """Return the lines of user code that raised an exception, or with RAYSGD_TRACEBACK=full, the whole traceback."""
     if shows_all_frames():
         return fault.traceback_text
     return "\n  called from ".join([f"raised at {fault.location}", *fault.callers])

@@ -122,7 +122,7 @@ def stream_data(stream: Stream, name: str, divide: Divide, world_size: int) -> S
 
     Raises:
         ValueError: The stream has no batch size or no shards, or there are more workers than lanes. Or the stream is
-            for validation and limited by `take`, and the lengths of its shards are unknown.
+            for validation and limited by `take`, and its number of rows is unknown.
     """
     stream = check_batched(stream, f"the {name} stream")
     if world_size > NUM_LANES:
