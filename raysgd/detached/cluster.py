@@ -127,7 +127,7 @@ def _new_actor(settings: Detached, is_lasting: bool) -> Any:
         "lifetime": "detached",
         "num_cpus": 0,
         "max_restarts": _RESTARTS if is_lasting else 0,
-        # With -1, Ray sends requests that have not been answered to the restarted process.
+        # With -1, Ray sends each unanswered request again, to the restarted process.
         "max_task_retries": -1 if is_lasting else 0,
     }
     if settings.resources:

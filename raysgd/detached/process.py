@@ -33,11 +33,11 @@ _NEWS_S = 1.0
 _LOOK_S = 0.05
 _DEATH_S = 4.0
 _MOST_DEATHS = 3  # a call fails after this process has died this many times at the same point of the call
-_START_S = 60.0  # seconds without an attached program after which this process ends, before the trainer is created
+_START_S = 60.0  # before the trainer is created: seconds without an attached program after which this process ends
 _END_S = 5.0
 _CALL = "call:"  # prefix of the journal entries that store calls
 _PROGRAM = "program:"  # prefix of the journal entries that store attached programs
-_TAKEN = "taken:"  # prefix of the journal entries that store which program `pending` has assigned a call to
+_TAKEN = "taken:"  # prefix of the journal entries that store to which program `pending` has assigned a call
 _FATAL = (
     "{} times at the same place, so it is not taken up again: look for a callback that ends the process or takes too "
     "much memory. The trainer can be used"
@@ -262,7 +262,7 @@ class TrainerProcess:
             logger.warning(words, self._settings.name, error)
 
     def _note_answer(self, call: LoggedCall, answer: bytes) -> None:
-        """In the journal, store the answer of a call that has ended, and what the call changed in the trainer."""
+        """Store in the journal the answer of a call that has ended, and what the call changed in the trainer."""
         if self._kept_trainer is not None and call.token == self._taken_up:
             self._kept_trainer.leave_call(is_interrupted=self._log.is_interrupted(call.token))
         asked: CallRequest | None = call.asked

@@ -22,7 +22,7 @@ def open_folder(path: str | os.PathLike[str], filesystem: Any = None, *, argumen
 
     Args:
         path: A path on disk (`~` is your home folder), or a URI such as `s3://bucket/results`, `gs://...`,
-            `abfs://...`, `file://...`, or a URI of any other file system that fsspec knows.
+            `abfs://...`, `file://...`, or a URI of any other file system that fsspec supports.
         filesystem: A PyArrow or fsspec file system. `path` is then a path in this file system, such as
             `bucket/results`.
         argument: Name of the `path` argument in error messages.
