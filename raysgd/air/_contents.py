@@ -39,7 +39,7 @@ class DictContent:
     """The content of a checkpoint that is a dict, in memory or in Ray's object store.
 
     Args:
-        data: The content, or a `ray.ObjectRef` to it in Ray's object store. It is fetched on each use.
+        data: The dict, or a `ray.ObjectRef` to a dict in Ray's object store, which is fetched each time it is needed.
         metadata: The checkpoint's metadata, which users set with `Checkpoint.set_metadata`.
     """
 

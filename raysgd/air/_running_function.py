@@ -72,9 +72,9 @@ class RunningSession(Protocol):
         """Send metrics to the driver, optionally with a checkpoint."""
 
     def ask(self, name: str, data: Any = None) -> Any:
-        """Ask the driver a question, such as the nodes that will go away, and return its answer.
+        """Ask the driver a question, such as which nodes will go away, and return the driver's answer.
 
-        All ranks must ask the same question. Each rank may pass its own data.
+        All ranks must ask the question with this name. Each rank may pass its own data.
         """
 
     def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -174,9 +174,9 @@ def session_or_warning(function: str, stacklevel: int = 3) -> RunningSession | N
 
 
 def tune_here() -> Any:
-    """Return `ray.tune` if Ray Tune itself runs the training function as a trial, else None.
+    """Return the module `ray.tune` if Ray Tune itself runs the training function as a trial. Otherwise, return None.
 
-    This uses a private function of Ray. If the function is missing, return None.
+    This check uses a private function of Ray. In versions of Ray without this private function, return None.
     """
     if _current is not None:
         return None

@@ -178,7 +178,8 @@ class RunConfig:
         sync_config: Accepted for programs written for Ray AIR. See `SyncConfig`.
         verbose: Verbosity, from 0 (silent) to 3 (most output).
         stop: Condition that stops the run before your function returns: a dict of metrics and the values at which to
-            stop, or a function that gets the trial's id and the metrics and returns True to stop.
+            stop; or a function that gets the trial's id and the metrics and returns True to stop; or a list of such
+            conditions, each of which stops the run.
         callbacks: Ray Tune callbacks, such as loggers, or raysgd callbacks.
         progress_reporter: A Ray Tune progress reporter, for a `Tuner`.
         log_to_file: For a `Tuner`. True to redirect output to files in the trial's folder; or one file name; or two,
@@ -468,7 +469,7 @@ class ScalingConfig:
     # ------------------------------------------------------------------------------------------------------ comparison
 
     def __eq__(self, other: object) -> bool:
-        """Return True if both configs request the same bundles with the same placement."""
+        """Return True if both configs request the same resources, number of workers, placement and node labels."""
         return isinstance(other, ScalingConfig) and self._needs() == other._needs()
 
     __hash__ = None  # type: ignore[assignment]  # configs are mutable
@@ -559,7 +560,7 @@ class DatasetConfig:
 
     @staticmethod
     def merge(a: Mapping[str, DatasetConfig], b: Mapping[str, DatasetConfig] | None) -> dict[str, DatasetConfig]:
-        """Merge a user's configs `b` into a trainer's configs `a`, field by field.
+        """Return a trainer's configs `a`, updated field by field with a user's configs `b`. `a` itself is unchanged.
 
         Raises:
             ValueError: `b` has a dataset name that is not in `a`, and `a` has no "*" entry for all other names; or `b`

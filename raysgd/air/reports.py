@@ -220,7 +220,7 @@ class MetricsFiller:
             )
 
     def initial(self) -> dict[str, Any]:
-        """Return those added values that are known before the first report, such as the host and the config."""
+        """Return the values added by raysgd that are known before the first report, such as the host and the config."""
         return {**self._where_and_when(int(self._clock())), "config": self._constant["config"]}
 
     def _where_and_when(self, timestamp: Any) -> dict[str, Any]:
@@ -236,7 +236,7 @@ class MetricsFiller:
 
 @cache
 def node_ip() -> str:
-    """Return this node's IP address, as Ray knows it."""
+    """Return the IP address that Ray uses for this node."""
     import ray
 
     return str(ray.util.get_node_ip_address())

@@ -61,17 +61,17 @@ class Result:
 
     @property
     def path(self) -> str | Any:
-        """The path of the trial's folder, without a URI scheme."""
+        """The path of the trial's folder, without a URI scheme. None if the run has no folder."""
         return self.folder.path if self.folder is not None else None
 
     @property
     def log_dir(self) -> Path | None:
-        """The local path of the trial's folder. None if the folder is in remote storage."""
+        """The local path of the trial's folder. None if the folder is in remote storage, or the run has no folder."""
         return self.folder.local_path if self.folder is not None and self.folder.is_local else None
 
     @property
     def filesystem(self) -> Any:
-        """The `pyarrow.fs.FileSystem` of the trial's folder."""
+        """The `pyarrow.fs.FileSystem` of the trial's folder. None if the run has no folder."""
         return self.folder.filesystem if self.folder is not None else None
 
     @property

@@ -151,7 +151,8 @@ class TrainContext:
     def get_experiment_name(self) -> str | None:
         """Return the run's name.
 
-        This method, and the `get_trial_...` methods, return None if neither `fit` nor Ray Tune runs the function.
+        This method, the `get_trial_...` methods, `get_metadata` and `get_storage` return None if neither `fit` nor Ray
+        Tune runs the function.
         """
         return _of_trial("get_experiment_name", lambda facts: facts.experiment_name)
 

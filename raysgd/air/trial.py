@@ -131,7 +131,7 @@ class TrialFolder:
     def next_index(self) -> int:
         """The number to give to the next checkpoint: one more than the highest number of an existing checkpoint.
 
-        Incomplete checkpoints count, too.
+        Incomplete checkpoints count, too. The first checkpoint gets the number 0.
         """
         present = [] if self.is_new else checkpoints_in(self.trial.names())
         return 1 + max((checkpoint_index(name) or 0 for name in present), default=-1)

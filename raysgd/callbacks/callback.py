@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESULTS_FOLDER = Path("~/ray_results")
-"""Folder in which a new folder is created for each run whose `folder` the user does not set."""
+"""Folder that contains the folders of all runs for which the user sets no `folder`."""
 
 
 class Callback:
@@ -39,14 +39,14 @@ class Callback:
         ...             run.stop("good enough")
 
     Attributes:
-        runs_last: If True, this callback is called after all callbacks where this is False, whatever its position in
-            the list. A callback that saves the state of other callbacks needs this.
+        runs_last: If True, this callback is called after all callbacks for which it is False, whatever its position in
+            the list. Set it to True in a callback that saves the states of other callbacks.
     """
 
     runs_last: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Warn if the subclass defines a method whose name starts with `on_` but that is never called."""
+        """Warn if the subclass defines a method that is never called although its name starts with `on_`."""
         super().__init_subclass__(**options)
         warn_of_unknown_events(cls, Callback)
 
@@ -163,7 +163,7 @@ class Callback:
         """Return the step after which this callback needs the next pause, or None if it needs no pause at a fixed step.
 
         Args:
-            global_step: The current step. Both steps are counted over all epochs.
+            global_step: The current step. Like the returned step, it is counted over all epochs.
         """
         return None
 
@@ -262,7 +262,8 @@ class Run:
             one after `epoch`) that each worker has trained on. Otherwise 0.
         epochs: The number of the epoch with which the run ends if it does not stop early. None for a training function,
             or if only `max_steps` limits the run.
-        history: The results so far. In a resumed run, this includes the results up to its checkpoint.
+        history: The results so far. If the run was resumed, this includes the earlier results that were saved with the
+            checkpoint.
         callbacks: The callbacks of the run, in the order in which they are called.
         started_at: Start of the run, in seconds since the Unix epoch.
         validates_beside: True if validation runs concurrently with training, so that each epoch's results arrive one

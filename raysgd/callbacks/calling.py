@@ -57,7 +57,7 @@ def checked(callbacks: Any) -> tuple[list[Callback], list[WorkerCallback]]:
         The callbacks for the driver, in the order in which they are called, and the worker callbacks.
 
     Raises:
-        TypeError: `callbacks` is not a list, or contains an object that is not a callback.
+        TypeError: `callbacks` is neither a list nor None, or contains an object that is not a callback.
         ValueError: A callback is in the list twice.
     """
     listed = as_list(callbacks)
@@ -76,10 +76,10 @@ def checked(callbacks: Any) -> tuple[list[Callback], list[WorkerCallback]]:
 
 
 def as_list(callbacks: Any) -> list[Any]:
-    """Return the `callbacks` that the user passed, as a list.
+    """Return the `callbacks` that the user passed, as a list. For None, the list is empty.
 
     Raises:
-        TypeError: `callbacks` is not a list.
+        TypeError: `callbacks` is neither an iterable nor None, or it is a string or a single callback.
     """
     if isinstance(callbacks, Callback | str | bytes) or not isinstance(callbacks, Iterable | None):
         raise TypeError(f"`callbacks={callbacks!r}`: need a list of callbacks, or None.")
@@ -132,7 +132,7 @@ class Dispatcher:
             self.call(callback, hook, *args, **info)
 
     def call(self, callback: Any, hook: str, *args: Any, **info: Any) -> Any:
-        """Call a method of one callback, and return the result.
+        """Call a method of one callback, and return the result. Return None if the callback has no such method.
 
         Args:
             callback: The callback.
@@ -419,7 +419,11 @@ class RunCallbacks(Dispatcher):
         self._events = events
 
     def setup(self, stop: Any) -> None:
-        """Call `setup` of the Ray Tune callbacks. This is done once, before the first attempt of the run."""
+        """Call `setup` of the Ray Tune callbacks. This is done once, before the first attempt of the run.
+
+        Args:
+            stop: The condition `RunConfig(stop=...)` that the user passed.
+        """
         self._unless_failed(self.on, "setup", stop=stop, num_samples=1, total_num_samples=1)
 
     def start(self, *, after_failure: bool, restores: bool, num_reports: int = 0) -> None:

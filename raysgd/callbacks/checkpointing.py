@@ -42,9 +42,9 @@ class Checkpointing(WritesFiles):
     small file beside each checkpoint holds the history of the run and the states of all callbacks.
     `trainer.fit(..., resume_from="auto")` resumes from the newest checkpoint in `folder`.
 
-    A run does not begin if the folder is not writable. If a save fails later, because the disk is full or the storage
-    is unreachable, the callback logs a warning, training continues, and the next epoch is saved instead. After
-    `max_failures` consecutive failures, the run ends with an error, but the trainer keeps its state.
+    A run does not begin if the folder is not writable. If a save fails later, for example because the disk is full, the
+    callback logs a warning, training continues, and the next epoch is saved instead. After `max_failures` consecutive
+    failures, the run ends with an error, but the trainer keeps its state.
 
     Args:
         folder: A path or a URI, such as `s3://bucket/run`. Default: `checkpoints` in the run's folder. To resume from
@@ -266,7 +266,10 @@ class Checkpointing(WritesFiles):
         self._unsaved = None
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
-        """Save the last epoch, write how the run ended to the index file, and load the best checkpoint if requested."""
+        """Write to the index file how the run ended.
+
+        If the run succeeded, also save its last epoch, and load the best checkpoint if requested.
+        """
         self._end = _end_in_words(run, error)
         self._finish_write(run)
         if error is None and self._unsaved is not None:
@@ -427,8 +430,8 @@ class Checkpointing(WritesFiles):
     def _look_around(self) -> None:
         """Compare the list of checkpoints with the files in the folder before the run begins.
 
-        Checkpoints whose files were deleted are removed from the list. If the folder has checkpoints of another run,
-        log a warning, and keep them in the index file.
+        Checkpoints whose files were deleted are removed from the list. If the list is then empty, but the index file
+        lists checkpoints of another run, log a warning, and keep them in the index file.
         """
         assert self._folder is not None
         present = set(self._folder.names())

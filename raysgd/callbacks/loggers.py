@@ -34,7 +34,7 @@ class MetricsLogger(Callback):
         self._sink = SafeSink(sink, type(self).__name__, hidden)
 
     def on_run_begin(self, run: Run) -> None:
-        """Open the file or service. A resumed run continues there with the epoch after its checkpoint."""
+        """Open the file or service. A resumed run adds the epochs after the checkpoint from which it resumes."""
         with self._sink.warns():
             self._sink.open(run, first_step=run.epoch if run._last_told is None else run._last_told)
 
@@ -61,7 +61,7 @@ class MetricsLogger(Callback):
 class _FileLogger(WritesFiles, MetricsLogger):
     """Base class of loggers that write two files: one for the metrics of epochs, and one for the metrics of steps.
 
-    A resumed run keeps the rows of the files up to its checkpoint. Any other run overwrites the files.
+    A resumed run keeps the rows up to the checkpoint from which it resumes. Any other run overwrites the files.
     """
 
     _format: ClassVar[type[CsvTable | JsonLines]]

@@ -56,7 +56,7 @@ class ThroughputMonitor(Callback):
 
     Both are averages over the training call, including recoveries but not validation. For training functions, they are
     averages over the time since the previous report, and reports must contain `num_samples`. With gradient
-    accumulation, an optimizer step takes several batches.
+    accumulation, `batches_per_s` counts every batch, not only one per optimizer step.
     """
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
@@ -182,8 +182,8 @@ class StepMetrics(WorkerCallback):
         every: Number of steps over which metrics are averaged.
 
     Attributes:
-        begun: If the run resumes from a checkpoint, a pair: the checkpoint's step, and the metrics that each rank had
-            measured since its last average. Otherwise, None.
+        begun: If the run resumes from a checkpoint, a pair: the checkpoint's step, and for each rank, the metrics of
+            those earlier steps that no finished average includes. Otherwise, None.
     """
 
     def __init__(self, every: int) -> None:
@@ -211,14 +211,14 @@ class StepMetrics(WorkerCallback):
         self._last = step
 
     def open(self) -> MetricSummary:
-        """Return the metrics that this worker has measured since its last complete average."""
+        """Return this worker's metrics of the most recent steps, which are not part of a finished average yet."""
         return self._open.summary()
 
     def summaries(self, after: int) -> dict[int, MetricSummary]:
-        """Return the complete averages. The key of each average is the last step that it includes.
+        """Return the finished averages. The key of each average is the last step that it includes.
 
         Args:
-            after: Return averages whose last step is later than this step, and discard the others.
+            after: Return the averages whose last step is later than this step. Discard the earlier averages.
         """
         for step in [step for step in list(self._closed) if step <= after]:
             del self._closed[step]
@@ -239,7 +239,9 @@ def summaries_of_steps(replica: Any, after: int) -> dict[int, MetricSummary]:
 
 
 def open_steps(replica: Any) -> tuple[int, MetricSummary]:
-    """Return one worker's current step, and the metrics that the worker has measured since its last complete average.
+    """Return one worker's current step, and its metrics of the most recent steps.
+
+    These are the steps that are not part of a finished average yet.
 
     Args:
         replica: The object in the worker that holds the training operator.
@@ -255,8 +257,8 @@ class ProfilerTrace(WorkerCallback):
 
     Args:
         folder: Folder for the files: a folder that all workers share, or a URI such as `s3://bucket/traces`.
-        steps: Steps to record, as `(first, end)` like in `range(first, end)`. Each worker counts its steps from 0,
-            starting when the run begins. Recording stops at the end of the epoch at the latest.
+        steps: Steps to record, as `(first, end)`. As in `range(first, end)`, step `end` is not recorded. Each worker
+            counts its steps from 0, starting when the run begins. Recording stops at the latest when the epoch ends.
         ranks: Ranks of the workers that record, or None for all ranks.
 
     Raises:

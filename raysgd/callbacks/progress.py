@@ -1,7 +1,8 @@
 """`ProgressBar`: a callback that shows the progress of a run, and one line of results for each epoch.
 
-The driver draws the progress that workers report. On a terminal or in a notebook, this is a bar, which disappears when
-the call finishes. A log file gets only lines of text, because a bar would fill pages. Guarantees:
+The driver draws the progress that workers report. On a terminal or in a notebook, it draws a bar for each call, such as
+`train`, and removes the bar when the call finishes. A log file gets only lines of text, because a bar would fill pages.
+Guarantees:
 
 * While a bar is shown, other printed and logged lines appear above the bar.
 * The lines of results stay.

@@ -1,4 +1,4 @@
-"""`HTMLReport`: a callback that shows a run in one self-contained HTML file, which it updates after every epoch.
+"""`HTMLReport`: a callback that shows a run in one self-contained HTML file, which it updates during the run.
 
 This module writes the text and the tables of the page. In the browser, uPlot and `page/page.js` draw the charts.
 """
@@ -257,7 +257,10 @@ def _events(history: History) -> str:
 
 
 def _where_time_went(ledger: Mapping[str, float]) -> str:
-    """Return an HTML table of how the workers spent their time in training calls, and a note on the remaining time."""
+    """Return an HTML table of how the workers spent their time in training calls.
+
+    A note below the table has the goodput, and the time outside of training calls.
+    """
     inside = {name: took for name, took in ledger.items() if name not in time_spent.OUTSIDE and took > 0}
     total, goodput = sum(inside.values()), time_spent.goodput_of(ledger)
     if goodput is None:
@@ -279,7 +282,7 @@ def _where_time_went(ledger: Mapping[str, float]) -> str:
 
 
 def _results(history: History) -> str:
-    """Return an HTML table with the metrics of the last epochs, and a collapsed table with the other values."""
+    """Return an HTML table with the metrics of the last epochs, and a collapsed table with their other results."""
     rows = [*history][-_MOST_ROWS:]
     metrics = readable.metrics_of(rows)
     others = ["epoch", *(name for name in readable.names_in(rows) if name not in {*metrics, "epoch"})]

@@ -47,8 +47,8 @@ class Sidecar:
             still running. None if they had received all results.
         epochs: Number of the epoch with which the run ends, or None if unknown.
         begun: If the checkpoint was saved inside an epoch, the progress of this epoch, as plain data. Otherwise, None.
-        open_steps: Metrics of steps that loggers have not received yet, as plain data: the step, followed by the
-            metrics that each rank has measured since loggers last received metrics.
+        open_steps: Metrics of steps that loggers have not received yet, as plain data: the step of the
+            checkpoint, followed by each rank's metrics of these steps.
         max_step: The step with which the run ends, or None if the number of steps is not limited.
     """
 

@@ -24,7 +24,7 @@ class WorkerCallback:
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Warn if the subclass defines a method whose name starts with `on_` but that is never called."""
+        """Warn if the subclass defines a method that is never called although its name starts with `on_`."""
         super().__init_subclass__(**options)
         warn_of_unknown_events(cls, WorkerCallback)
 
@@ -77,8 +77,8 @@ class WorkerCallback:
 
         Args:
             operator: This worker's operator.
-            metrics: Metrics of the batch as the meters have read them, so that no callback reads them again. None if
-                the batch is padding, whose samples do not count.
+            metrics: Metrics of the batch. The meters have already read them, so callbacks need not read them again.
+                None if the batch is padding, whose samples do not count.
             is_boundary: True if the batch completes an optimizer step. `global_step` does not count the batch yet.
         """
 
@@ -146,9 +146,9 @@ def call_event(callback: WorkerCallback, method: str, *args: Any) -> Any:
 
 
 def warn_of_unknown_events(owner: type, events_of: type) -> None:
-    """Warn about methods of a user's class whose names start with `on_` but that no base class has.
+    """Warn about each method of a user's class whose name starts with `on_` if no base class has this method.
 
-    They are never called. Their names are probably misspelled.
+    Such a method is never called. Its name is probably misspelled.
 
     Args:
         owner: The user's class.
@@ -193,7 +193,7 @@ def is_sharded(operator: Any) -> bool:
 
 
 def index_of(operator: Any, optimizer: Any) -> int:
-    """Return the index of an optimizer in the list of registered optimizers."""
+    """Return the index of an optimizer in the list of registered optimizers, or 0 if it is not registered."""
     return next((index for index, each in enumerate(optimizers_of(operator)) if each is optimizer), 0)
 
 

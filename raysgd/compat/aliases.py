@@ -21,7 +21,7 @@ from typing import Any
 from raysgd.compat.paths import Paths
 
 VARIABLE = "RAYSGD_COMPAT"
-"""Name of the environment variable from which worker processes learn that the driver has called `install`."""
+"""Name of the environment variable that `install` sets. Worker processes with this variable call `install`, too."""
 _OLD = ("ray.util.sgd", "ray.experimental.sgd")
 """The packages whose imports are redirected. Ray still has the first package, but importing it raises an error."""
 

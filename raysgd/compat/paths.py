@@ -522,7 +522,7 @@ _GONE = {
 
 @dataclass(frozen=True)
 class NewPlace:
-    """The current name for an old name, or the reason why raysgd has no such name.
+    """The current name for an old name, or the reason why there is none.
 
     Attributes:
         old: The old name, including its module.
@@ -563,9 +563,10 @@ class Paths:
         self._packages = {package for module, _ in self.modules() for package in _packages_of(module)}
 
     def find(self, old: str) -> NewPlace | None:
-        """Return the current name for a dotted name, or None if the dotted name does not belong to the old library.
+        """Return the table's entry for a dotted name, or None if the dotted name does not belong to the old library.
 
-        For an attribute of a class, such as `TorchTrainer.train`, return the class's current name with the attribute.
+        For an attribute of a class, such as `TorchTrainer.train`, the entry has the class's current name with the
+        attribute.
         """
         if old in self._modules:
             return NewPlace(old, self._modules[old][0], module=self._modules[old][0])
@@ -616,10 +617,10 @@ class Paths:
         return not name.startswith("ray.util.iter") or "ray.util.iter" in self._modules
 
     def _inside(self, old: str, module: str) -> NewPlace | None:
-        """Return the current name for a name that the table does not list under its old module.
+        """Return an entry for a name that the table does not list under its old module.
 
-        The table may list `module.Name`, while the program uses `module.submodule.Name`. In that case, return the
-        current name for `module.Name`.
+        The table may list `module.Name`, while the program uses `module.submodule.Name`. In that case, the entry has
+        the current name for `module.Name`. Otherwise, it says that raysgd lacks the name.
 
         Args:
             old: The old name.
@@ -660,7 +661,7 @@ def _means_two(name: str) -> bool:
 
 
 def table(group: Group) -> list[tuple[str, str, str]]:
-    """Return a tuple for each old module of a group: the module, the current module, and its names in one string."""
+    """Return three strings for each old module of a group: the old and the current module, and their common names."""
     return [(old, new, names) for old, (new, names) in _GROUPS[group].items()]
 
 

@@ -19,7 +19,7 @@ from raysgd.detached.protocol import Detached, packed_arguments, unpacked_answer
 from raysgd.exceptions import OnFailure, TrainerLostError, UnknownTrainerError
 
 _NOT_ANSWERING = "not answering"
-_RESTARTS = 100  # maximum number of times that Ray restarts a trainer's process, which may die on every start
+_RESTARTS = 100  # maximum number of restarts by Ray, because a trainer's process may die on every start
 _NO_RAY = (
     "{}, and a Ray that a program starts ends with it. A detached trainer needs one that stays: run `ray start --head` "
     "in a shell, and this program again, which finds it. `ray stop` ends it."
@@ -127,7 +127,7 @@ def _new_actor(settings: Detached, is_lasting: bool) -> Any:
         "lifetime": "detached",
         "num_cpus": 0,
         "max_restarts": _RESTARTS if is_lasting else 0,
-        # With -1, Ray sends requests that have not been answered to the restarted process.
+        # With -1, Ray sends each unanswered request again, to the restarted process.
         "max_task_retries": -1 if is_lasting else 0,
     }
     if settings.resources:
@@ -220,7 +220,7 @@ def stop(name: str, *, force: bool = False) -> str:
 
 
 def _saved(actor: Any) -> str:
-    """Tell a trainer to save itself, and return a phrase that says where it was saved, or why it was not.
+    """Make a trainer save itself, and return a phrase that says where it was saved, or why it was not.
 
     Wait until the trainer has been saved, but give up if its process no longer answers.
     """

@@ -77,7 +77,7 @@ class DetachedTrainer:
         self._sent: deque[SentData] = deque(maxlen=_NUM_KNOWN_DATA)
         self._is_ended = False
         # This request stays unanswered while this program needs the trainer. When the program ends, Ray cancels the
-        # request. From this, the trainer's process learns that the program has ended.
+        # request, and the trainer's process records that the program has ended.
         self._presence = actor.stay.remote(self._program)
         self._ask("attach", self._program, self._words, [self._presence])
         self._finalizer = end_with(self, _detach, actor, self._program, self._session)
@@ -96,7 +96,7 @@ class DetachedTrainer:
         return DetachedCall(self, token, method)
 
     def shutdown(self, force: bool = False) -> None:
-        """End the trainer, its workers and its process, and free their resources. Later calls do nothing.
+        """End the trainer, its workers and its process, and free their resources. Calling this again does nothing.
 
         If the trainer is running a call for any program, that call raises `TrainerShutdownError`.
 
@@ -438,7 +438,7 @@ def _this_program() -> str:
 
 
 def _detach(actor: Any, program: str, made_in: Any) -> None:
-    """Tell the trainer's process that this program no longer needs the trainer.
+    """Report to the trainer's process that this program no longer needs the trainer.
 
     This runs when the program's handle to the trainer is garbage collected, or at exit.
 

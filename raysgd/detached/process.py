@@ -33,11 +33,11 @@ _NEWS_S = 1.0
 _LOOK_S = 0.05
 _DEATH_S = 4.0
 _MOST_DEATHS = 3  # a call fails after this process has died this many times at the same point of the call
-_START_S = 60.0  # seconds without an attached program after which this process ends, before the trainer is created
+_START_S = 60.0  # before the trainer is created: seconds without an attached program after which this process ends
 _END_S = 5.0
 _CALL = "call:"  # prefix of the journal entries that store calls
 _PROGRAM = "program:"  # prefix of the journal entries that store attached programs
-_TAKEN = "taken:"  # prefix of the journal entries that store which program `pending` has assigned a call to
+_TAKEN = "taken:"  # prefix of the journal entries that store to which program `pending` has assigned a call
 _FATAL = (
     "{} times at the same place, so it is not taken up again: look for a callback that ends the process or takes too "
     "much memory. The trainer can be used"
@@ -114,8 +114,8 @@ class TrainerProcess:
     async def stay(self, program: str) -> None:
         """Wait until a program detaches. If the program ends without detaching, Ray cancels this request.
 
-        From the end of this request, the trainer's process learns that the program is gone. If this process dies and
-        Ray restarts it, Ray also repeats the request in the restarted process.
+        When this request ends, this process records that the program is gone. If this process dies and Ray restarts it,
+        Ray also repeats the request in the restarted process.
         """
         await self._leaving.setdefault(program, asyncio.Event()).wait()
 
@@ -262,7 +262,7 @@ class TrainerProcess:
             logger.warning(words, self._settings.name, error)
 
     def _note_answer(self, call: LoggedCall, answer: bytes) -> None:
-        """In the journal, store the answer of a call that has ended, and what the call changed in the trainer."""
+        """Store in the journal the answer of a call that has ended, and what the call changed in the trainer."""
         if self._kept_trainer is not None and call.token == self._taken_up:
             self._kept_trainer.leave_call(is_interrupted=self._log.is_interrupted(call.token))
         asked: CallRequest | None = call.asked
@@ -425,12 +425,13 @@ class TrainerProcess:
     ) -> tuple[int, list[Piece], str | None, bool]:
         """Wait until the trainer prints something, or a program's call has ended, but at most about a second.
 
-        If the program's call still waits for another call, and the program does not know this, return at once.
+        Return at once if the program's call still waits for another call and `knows_other` is False.
 
         Args:
             token: ID of the program's call. None for the call that is running now.
             seen: Number of pieces of output that the program has received. None if it has received none.
-            knows_other: True if the program knows that its call waits for another call.
+            knows_other: True if an earlier result of this method described the other call that the program's call waits
+                for.
 
         Returns:
             The number of pieces of output so far; the pieces that are new to the program; a description of the other

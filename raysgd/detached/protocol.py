@@ -125,7 +125,7 @@ class DetachedTraceback(Exception):
 
 
 def _place(fault: WorkerFault) -> str:
-    """Return where an exception was raised: the lines of user code, or all lines with RAYSGD_TRACEBACK=full."""
+    """Return the lines of user code that raised an exception, or with RAYSGD_TRACEBACK=full, the whole traceback."""
     if shows_all_frames():
         return fault.traceback_text
     return "\n  called from ".join([f"raised at {fault.location}", *fault.callers])
@@ -262,8 +262,8 @@ class Output:
         """Return the number of pieces of output so far, and the pieces that a program has not printed yet.
 
         Args:
-            seen: Number of pieces up to which the program has printed the output. None if the program has just attached
-                and needs only those pieces that no program has printed.
+            seen: Number of pieces of output so far when the program printed it last. None if the program has just
+                attached and needs only those pieces that no program has printed.
         """
         num_pieces = self.num_pieces()
         with self._lock:

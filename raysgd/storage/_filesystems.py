@@ -128,7 +128,7 @@ def _encoded(store: str) -> str:
 
 
 def _limited_s3(filesystem: Any, store: str, query: str, limit_s: float) -> Any:
-    """Return an S3 file system that has the same options but retries less often.
+    """Return a copy of an S3 file system that retries less often.
 
     By default, PyArrow retries for up to 100 s.
     """
@@ -145,7 +145,7 @@ def _limited_s3(filesystem: Any, store: str, query: str, limit_s: float) -> Any:
 
 
 def _of_fsspec(uri: str) -> tuple[Any, str]:
-    options = {"use_listings_cache": False} if scheme_of(uri) in _AZURE else {}  # other processes write there too
+    options = {"use_listings_cache": False} if scheme_of(uri) in _AZURE else {}  # other processes write to the store
     filesystem, path = require("fsspec.core", "storage", _PURPOSE).url_to_fs(uri, **options)
     return wrapped(filesystem), path.rstrip("/")
 

@@ -46,7 +46,7 @@ class StoreFolder(Folder):
     Attributes:
         root: The URI that the user passed to `open_folder`.
         given: A file system that the user created, or None to use the file system for the URI `root`.
-        base: If `given` is set, the path in that file system that the user passed to `open_folder`.
+        base: The path in the file system `given` that the user passed to `open_folder`. Empty if `given` is None.
         patience_s: For how many seconds operations that fail are retried.
         inside: Path of the folder relative to `root`.
         is_staged: True for a staging folder. Its files must not change after they were uploaded.
@@ -342,7 +342,7 @@ class StoreFolder(Folder):
 
 
 def _from(top: str, path: str) -> str:
-    """Return a path relative to the folder `top`. For a path outside this folder, return one that begins with `..`."""
+    """Return a path relative to the folder `top`. If the path is outside this folder, the result begins with `..`."""
     return path.removeprefix(f"{top}/") if not top or path.startswith(f"{top}/") else f"../{path}"
 
 

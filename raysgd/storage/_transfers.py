@@ -18,8 +18,8 @@ from raysgd.exceptions import OnFailure
 TEMPORARY = ".raysgd-"
 _PIECE_BYTES = 8 * 2**20
 _NUM_THREADS = 8
-# Number of pieces between two flushes. They hold as many bytes as the eight parts that PyArrow uploads at the same
-# time.
+# Number of pieces of a file between two flushes. Together, these pieces have as many bytes as the eight parts that
+# PyArrow uploads at the same time.
 _AWAITED_PIECES = 10
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ def open_folder(path: str | os.PathLike[str], filesystem: Any = None, *, argumen
 
     Args:
         path: A path on disk (`~` is your home folder), or a URI such as `s3://bucket/results`, `gs://...`,
-            `abfs://...`, `file://...`, or a URI of any other file system that fsspec knows.
+            `abfs://...`, `file://...`, or a URI of any other file system that fsspec supports.
         filesystem: A PyArrow or fsspec file system. `path` is then a path in this file system, such as
             `bucket/results`.
         argument: Name of the `path` argument in error messages.
@@ -46,7 +46,7 @@ def open_folder(path: str | os.PathLike[str], filesystem: Any = None, *, argumen
 
 
 def make_new(parent: Folder, name: str) -> Folder:
-    """Create a new folder with a unique name, even if other programs do the same at the same time.
+    """Create a new folder with a unique name, and return it. Other programs may do the same at the same time.
 
     Args:
         parent: Folder in which to create the new folder.

@@ -102,6 +102,7 @@ class FileStream(Stream):
 
         Raises:
             FileNotFoundError: No file was found for one of the paths.
+            ValueError: A path is a local file whose ending is not supported.
         """
         return [file for path in self._paths for file in self._found(path)]
 
@@ -352,7 +353,7 @@ class ParquetStream(TableStream):
 
 
 class ArrowStream(TableStream):
-    """Reads Arrow files in the IPC file format or the IPC stream format, which `datasets` writes."""
+    """Reads Arrow files in the IPC file format, or in the IPC stream format (the one that `datasets` writes)."""
 
     endings = (".arrow", ".feather", ".ipc")
 

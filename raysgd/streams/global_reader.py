@@ -4,7 +4,7 @@ A lane is one of a fixed number of row sequences through the shards of a stream.
 how many rows each lane contributes (they deal the rows). Each rank decides by itself, but all ranks must reach the same
 decision.
 
-If the lengths of shards are unknown, or a filter drops rows, only a rank that reads a lane knows where the lane ends.
+If the lengths of shards are unknown, or a filter drops rows, only a rank that reads a lane can find its end.
 Therefore, each lane has one rank that watches it: this rank looks ahead in the lane. After each global batch, the ranks
 exchange how many rows they have found in the lanes that they watch. They also exchange the positions in these lanes, so
 that no position is lost if a rank dies.

@@ -82,8 +82,8 @@ _IN_SHARDS = (
     ),
     *("SelectColumns", "ShuffledDataSources", "ShuffledDataSourcesArrow", "VerticallyConcatenatedMultiSources"),
 )
-# Names of those classes in `datasets` that process each shard separately, without common parts of the names. Other
-# classes, such as those for `take` and `skip`, count rows across all shards.
+# The classes in `datasets` that process each shard separately. The parts that are common to all names are left out.
+# Other classes, such as those for `take` and `skip`, count rows across all shards.
 
 
 class HuggingFaceStream(Stream):

@@ -119,7 +119,7 @@ class Lanes:
             count: Number of rows that were used from the lane.
             of_shards: Number of rows in each shard, which must be known.
             block: Number of rows that are shuffled together. A position consists of the start of such a block and the
-                number of rows in it to skip.
+                number of rows to skip in this block.
         """
         skip = count % block
         left = count - skip

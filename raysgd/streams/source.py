@@ -112,7 +112,7 @@ class StreamData:
 
 
 def stream_data(stream: Stream, name: str, divide: Divide, world_size: int) -> StreamData:
-    """Check a stream that an operator has registered, and read its list of shards.
+    """Check a stream that an operator has registered, and return it together with its list of shards.
 
     Args:
         stream: The stream.
@@ -121,7 +121,8 @@ def stream_data(stream: Stream, name: str, divide: Divide, world_size: int) -> S
         world_size: Number of workers.
 
     Raises:
-        ValueError: The stream has no batch size or no shards, or there are more workers than lanes.
+        ValueError: The stream has no batch size or no shards, or there are more workers than lanes. Or the stream is
+            for validation and limited by `take`, and its number of rows is unknown.
     """
     stream = check_batched(stream, f"the {name} stream")
     if world_size > NUM_LANES:
@@ -213,10 +214,10 @@ class StreamSource:
         ranks: The group of workers that read the stream together.
         seed: Seed for the order of rows in every pass. It must be the same on all ranks.
         collate: Combines a list of rows into a batch.
-        item: Function that makes the items that a pass yields. Its arguments are the batch, the weight of its
-            gradients, its number of rows without padding, the number of rows on all ranks, whether it is the first
-            batch of a step of all ranks, whether it is the last batch of such a step, the random seeds for its part of
-            the global batch, and whether it is the last batch of the pass.
+        item: Function that makes the items that a pass yields. Its arguments are: the batch; the weight of its
+            gradients; its number of rows without padding; the number of rows on all ranks; whether it is this rank's
+            first batch in a step; whether it is this rank's last batch in a step; its two random seeds, or None; and
+            whether it is the last batch of the pass.
         no_batch: The batch to use in place of a batch without rows.
 
     Attributes:
@@ -328,7 +329,7 @@ class StreamSource:
             yield self._item(batch.batch, 1.0, batch.num_rows, batch.num_rows)
 
     def _seeds(self, pass_index: int, consumed: int, batch: StreamBatch) -> tuple[int, int]:
-        """Return two random seeds: one for this batch, depending on its first row, and one to set after the step."""
+        """Return two random seeds: one for this batch, and one to set after the step, which is equal on all ranks."""
         places = (consumed + batch.start, consumed)
         own, of_step = (seed_of(self.seed, pass_index, at, _WHEN_TRAINED) for at in places)
         return own, of_step
@@ -359,16 +360,19 @@ class StreamSource:
         return self._end
 
     def num_steps(self) -> int | None:
-        """Return the number of steps in the pass from where it was opened to its end, or None if it is unknown."""
+        """Return the number of steps from where the pass was opened to the end of the pass, or None if unknown."""
         return None if self._end is None else -(-(self._end - self._opened_at) // self.data.batch_size)
 
     def consumed_after(self, num_steps: int) -> int:
-        """Return how many rows of the pass all ranks together have used, `num_steps` steps after it was opened."""
+        """Return how many rows of the pass all ranks together have used, `num_steps` steps after they opened it.
+
+        Rows that were already used when they opened the pass are included.
+        """
         rows = self._opened_at + num_steps * self.data.batch_size
         return rows if self._end is None else min(rows, self._end)
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """Return the entries of a position that only this source knows. They are saved with the number of used rows.
+        """Return what a saved position in this stream contains in addition to the number of used rows.
 
         Args:
             consumed: Number of rows of the pass that were used so far.

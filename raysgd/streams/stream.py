@@ -97,7 +97,8 @@ class Stream(ABC):
     def filter(self, function: Callable[..., Any], *, seeded: bool = False) -> Pipeline:
         """Keep only the rows for which `function` returns true. Arguments and errors are the same as for `map`.
 
-        The function runs in every worker that reads the row, so it may run more than once per row.
+        Calling this method after `take` also raises a `ValueError`. The function runs in every worker that reads the
+        row, so it may run more than once per row.
         """
         return self._with_step("filter", function, seeded)
 
@@ -188,7 +189,7 @@ class Stream(ABC):
         return replace(rows, steps=(*rows.steps, RowStep(function, is_filter, is_seeded)))
 
     def _of_rows(self, name: str) -> Pipeline:
-        """Return the stream to which a method such as `map` adds a step. Raise if the stream is already batched.
+        """Return the stream to which a method such as `map` adds a step. Raise an error if it is already batched.
 
         Args:
             name: Name of the method, for the error message.

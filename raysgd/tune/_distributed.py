@@ -70,7 +70,7 @@ def make_distributed(
 
 
 def _run(func: Callable[..., Any], config: dict[str, Any]) -> Any:
-    """Call the user's training function in a worker.
+    """Call the user's training function in a worker, and return its result.
 
     If the trial has a checkpoint, the argument `checkpoint_dir` is a temporary folder with the checkpoint's files.
     """

@@ -93,8 +93,8 @@ class Population:
             the metric's name, as in `EarlyStopping`.
         step: Function that runs one interval on a trainer and returns a dict of metrics. Default: `train`, then
             `validate`.
-        quantile: Fraction of the members, the worst ones, that copy other members after an interval. They copy members
-            of the best fraction of the same size. At most 0.5.
+        quantile: Fraction of the members that copy better members between intervals, at most 0.5. For example, if it is
+            0.25 and there are 8 members, each of the 2 worst members copies one of the 2 best.
         exploration: Rules for changing the config that a member copies from a better member.
         seed: Seed for all random choices of the population.
 
@@ -221,9 +221,9 @@ class Population:
         member.result = dict(source.result)
 
     def restart(self, member: Member, config: Mapping[str, Any]) -> None:
-        """Create new training operators with another config for a member, which loses its trained state and result.
+        """Start a member again from the beginning, with another config and new training operators.
 
-        Except with Horovod, the member keeps its worker processes.
+        The member loses its trained state and its result. Except with Horovod, it keeps its worker processes.
         """
         member.trainer.reset_config(config)
         member.config, member.result = dict(config), {}

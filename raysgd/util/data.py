@@ -30,8 +30,10 @@ def from_parallel_iter(
     Args:
         para_it: A parallel iterator over data frames, or over records: lists or other iterables, dicts, or dataclasses.
         need_convert: True if the elements of `para_it` are records. False if they are data frames.
-        batch_size: Number of records to combine into one data frame. With `need_convert=False`, it is only stored.
-        repeated: True if the shards of `para_it` repeat indefinitely. The dataset only stores this.
+        batch_size: Number of records to combine into one data frame. With `need_convert=False`, data frames are not
+            changed, and this is only the value of the dataset's attribute `batch_size`.
+        repeated: True if the shards of `para_it` repeat indefinitely. This is only the value of the dataset's attribute
+            `repeated`.
 
     Raises:
         ImportError: pandas is not installed.

@@ -103,9 +103,9 @@ class ItemShard:
     def every(self, step: int, start: int) -> ItemShard:
         """Return a copy of the shard that yields only every `step`-th of its elements, starting at index `start`.
 
-        The other elements are dropped before as many of the shard's last stages as possible, so that these stages do no
-        work for them. This is possible for stages such as `for_each` and `batch`, which make each new element from a
-        fixed number of elements.
+        The other elements are dropped as early as possible, so that the last stages of the shard do no work for them.
+        Elements can be dropped before a stage if it makes each new element from a fixed number of elements, as
+        `for_each` and `batch` do.
         """
         place, size = len(self.stages), 1
         while place and (of_one := self.stages[place - 1][1]) is not None:

@@ -164,7 +164,7 @@ _METHODS_OF_DATASETS = {
 }
 """Methods of earlier Ray Data datasets whose names other classes have too, each with advice.
 
-They are reported only if the source code shows that the object is a dataset.
+They are reported only if the source code shows that the object is a dataset or a shard of one.
 """
 _FIRST_TRAINERS = re.compile(
     r"ray\.(util|experimental)\.sgd|PyTorchTrainer|from raysgd(\.torch)? import .*TorchTrainer"
@@ -222,7 +222,7 @@ class Calls:
         names_of: Function that returns the current dotted names that an expression may refer to.
         tell: Function that reports a call to the user. Takes the call, advice for a person, and `is_error`, which is
             True if the call cannot work.
-        datasets: Knows which variables of the program are Ray Data datasets.
+        datasets: Tracks which variables of the program are Ray Data datasets.
 
     Attributes:
         needs: Names of the modules that the rewritten program must import. The rewritten calls use full names such as

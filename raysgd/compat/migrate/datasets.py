@@ -25,7 +25,7 @@ _PARTS = {"split", "split_at_indices", "split_proportionately", "train_test_spli
 
 
 class Datasets:
-    """Knows which variables of a program are Ray Data datasets, from the assignments that have been visited so far.
+    """Tracks which variables of a program are Ray Data datasets, based on the assignments that were visited so far.
 
     Args:
         names_of: Function that returns the current dotted names that an expression may refer to.

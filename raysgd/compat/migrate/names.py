@@ -261,7 +261,7 @@ class OldNames(cst.CSTTransformer):
         return call
 
     def _moved(self, node: cst.Attribute) -> NewPlace | None:
-        """Return the new location of an old name if the dotted name itself must be rewritten.
+        """Return the table's entry for an old name if the dotted name itself must be rewritten.
 
         Usually it is enough to rewrite the import of the name's first part. The dotted name must be rewritten too if
 
