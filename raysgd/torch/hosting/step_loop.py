@@ -73,7 +73,8 @@ class StepLoop(Loop):
         # Whether this call has averaged gradients over the ranks, and whether it has stepped optimizers.
         self._has_exchanged = self._has_taken_steps = False
         for number, optimizer in enumerate(filter(tells_of_steps, self._optimizers), start=1):
-            # PyTorch calls these hooks after the user's hooks. If one of them raises, the optimizer does not step.
+            # PyTorch calls these hooks after the user's hooks. If a user's hook raises, the optimizer does not step,
+            # and no step is recorded.
             optimizer.register_step_pre_hook(undo.note_step)
             if parallel.record is not None:
                 optimizer.register_step_pre_hook(partial(self._note_work, f"optimizer {number} stepped"))
@@ -217,7 +218,7 @@ class StepLoop(Loop):
     def end_leg(self, leg: Leg, num_batches: int) -> None:
         """End the part of a call that this worker group runs.
 
-        If gradients were accumulated for an optimizer step that has fewer batches than usual, step the optimizer.
+        The last optimizer step may have fewer batches than usual. If accumulated gradients wait for it, take the step.
 
         Args:
             leg: The `Leg` that tracks this part of the call.

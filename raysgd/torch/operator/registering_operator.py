@@ -29,7 +29,7 @@ class RegisteringOperator(BaseOperator):
     validation_loader: Any
 
     _raysgd: TorchInternals
-    # Users' subclasses may read these attributes, because the library's first version had them.
+    # Users' subclasses may read these attributes, because the operators of `ray.util.sgd` had them.
     _world_rank, _local_rank = ReadOnlyView("world.rank"), ReadOnlyView("world.local_rank")
     _is_distributed, _device = ReadOnlyView("world.is_distributed"), ReadOnlyView("context.device")
     _use_gpu, _use_fp16, _use_tqdm = (
@@ -164,7 +164,8 @@ class RegisteringOperator(BaseOperator):
 
         All workers must call `rewrap` at the same time, between two batches: at the start of your own `train_epoch`, or
         through `trainer.apply_all_operators` between two calls. Workers that join later get the same changes. Saved
-        files do not record the changes. If a new trainer loads such a file, its operator's `setup` must make them.
+        files do not record the changes. If a new trainer loads such a file, its operator's `setup` must make the same
+        changes.
 
         Raises:
             ValueError: The gradients of the trainable parameters cannot be averaged.

@@ -27,7 +27,7 @@ class TorchSettings(ReplicaSettings):
     The docstring of `TorchTrainer` explains all fields except `may_grow`.
 
     Attributes:
-        may_grow: True to wrap the models of a single worker as for several workers, because others may join later.
+        may_grow: True to wrap models even if there is only one worker, because other workers may join later.
 
     Raises:
         ValueError: A value is invalid.

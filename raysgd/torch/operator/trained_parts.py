@@ -1,8 +1,8 @@
 """`TrainedParts`: records which parameters are frozen and which parameter groups the optimizers have.
 
-User code may change both after `setup` and then call `rewrap`. Snapshots record such changes, as lists of parameter
-names. A new worker, which has run only `setup`, makes the recorded changes, so that it trains the same parameters as
-the other workers.
+After `setup`, user code may freeze or unfreeze parameters, or add parameter groups, and then call `rewrap`. Snapshots
+record such changes, as lists of parameter names. A new worker has run only `setup`. It then makes the recorded changes,
+so that it trains the same parameters as the other workers.
 """
 
 from __future__ import annotations
