@@ -381,7 +381,7 @@ class TrainingOperator(RegisteringOperator):
         return make_operator(cls, lightning_module_cls, train_dataloader, val_dataloader)
 
 
-_FOR_TESTS = "raysgd.torch.operators_for_tests"  # programs for the old library import its functions from this module
+_FOR_TESTS = "raysgd.torch.operators_for_tests"  # programs for `ray.util.sgd` import its functions from this module
 lazy_names(
     __name__,
     {

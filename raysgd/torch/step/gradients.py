@@ -186,7 +186,7 @@ class Gradients:
             )
 
     def _compute_shard(self, loss: torch.Tensor, optimizers: list[Any], trained: list[torch.Tensor]) -> None:
-        """Compute the gradients of a logical shard, a fixed fraction of a global batch that `deterministic=True` uses.
+        """Compute the gradients of a logical shard. With `deterministic=True`, global batches are cut into such shards.
 
         After the last shard of the step, sum the gradients of all shards over all ranks.
         """
@@ -217,7 +217,7 @@ class Gradients:
         the weight is 0 because the loss ignores all labels, keep gradients of 0, as in a single process.
 
         Raises:
-            ValueError: User code skips samples on this rank, and the ranks cannot tell each other how many.
+            ValueError: User code skips samples on this rank, but the ranks have not sent each other how many they skip.
         """
         leg, num_ranks, correction = self._parallel.leg, self._parallel.num_ranks, 1.0
         window, omitted, parameters = leg.waiting, leg.omitted, self._precision.parameters(optimizer)

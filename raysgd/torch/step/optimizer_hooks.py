@@ -101,8 +101,8 @@ class OptimizerHooks:
         """Pass an optimizer's gradients to callbacks and clip them. PyTorch calls this hook before each step.
 
         Raises:
-            ValueError: The step has a closure, which can use only this rank's one batch, and the step needs several
-                batches or ranks.
+            ValueError: The step has a closure. A closure computes gradients from a single batch of this rank, but the
+                step needs several batches or ranks.
         """
         self._about_to_step.discard(id(optimizer))
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
