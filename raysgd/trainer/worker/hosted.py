@@ -118,7 +118,7 @@ class HostedOperator(ABC):
         """Called in a new group of workers when all ranks have the same training state."""
 
     def names_of_all(self) -> Collection[str] | None:
-        """Gather the names of all ranks in the group. Return None if this framework does not gather names."""
+        """Return the names of all ranks in the group. Return None if this framework does not gather the names."""
         return None
 
     def set_timers(self, profile: bool) -> None:

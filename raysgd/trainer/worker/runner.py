@@ -179,9 +179,9 @@ class ClassRunner(ReplicaCalls, ABC):
         return self._hosted.state.read()
 
     def capture(self, landed_token: int | None) -> Capture:
-        """Copy the training state between two calls.
+        """Copy the training state between two calls, and return this rank's part of the snapshot.
 
-        Rank 0 copies the state that all ranks share. Every rank copies the state that only this rank has.
+        Rank 0 copies the state that all ranks share. In addition, every rank copies the state that only it has.
 
         Args:
             landed_token: Token of the last copy that has arrived in the driver, or None if no copy has.

@@ -97,7 +97,7 @@ class ReplicaCalls:
         # If this call fails before it starts, `_training` stays None; there is no call to resume then.
         raised, self._training = self._unfinished, None
         if raised is not None and raised.stream is hosted.feed.train_stream is not None:
-            # The user's code raised an error in the last call: train on that batch again.
+            # The user's code raised an error in the last call. Train again on the batch in which the error occurred.
             hosted.feed.go_to(hosted.feed.epoch, hosted.feed.position())
         self._ledger.begin_call()
         loop.begin_call()
@@ -355,7 +355,7 @@ class ReplicaCalls:
         return hosted.heartbeat("training", call.num_completed, hosted.loop.num_samples(call), self._copies.newest)
 
     def joint_work_of(self, error: BaseException) -> JointWork | None:
-        """Return the record of this rank's actions in the call that all ranks must take in the same order.
+        """Return the record of this rank's joint actions: those that all ranks must take in the same order in a call.
 
         Return None if `error` cannot come from ranks that took different actions.
         """

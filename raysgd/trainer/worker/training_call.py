@@ -26,7 +26,7 @@ from raysgd.trainer.worker.state.copies import StateCopies
 
 
 class TrainingCall(EpochRun):
-    """A `train` call of this worker, which runs the operator's `train_epoch` until the call is answered.
+    """A `train` call on this worker. It runs the operator's `train_epoch`, again after each interruption.
 
     A call that was interrupted by a failure, or paused, continues after its last completed step. A finished call is
     kept until the next one begins, because another rank may not have finished it.
@@ -34,8 +34,8 @@ class TrainingCall(EpochRun):
     Args:
         hosted: The operator to train.
         copies: Takes the snapshots inside the call.
-        begun: Says which call this is, where it starts, and how many steps it takes. The steps that are completed there
-            are ignored; use `take_over` to continue after them.
+        begun: Says which call this is, in which epoch it starts, and how many steps it takes. Its number of completed
+            steps is ignored. To continue after these steps, call `take_over`.
 
     Attributes:
         info: The `info` dictionary that is passed to the operator's `train_epoch`. Set while it runs.

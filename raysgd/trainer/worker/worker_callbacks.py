@@ -90,10 +90,10 @@ class InstalledCallbacks:
             call_event(each, "_on_leg", operator, describe())
 
     def after_batch(self, operator: Any, step: PlaceInStep) -> Callable[[Any], Any] | None:
-        """Return a function that must be called with the metrics of each batch, to call `on_step_end` of callbacks.
+        """Return a function to call with the metrics of each batch. It calls `on_step_end` of callbacks after a step.
 
-        The function returns the metrics with the entries that callbacks added. Return None if no callback overrides
-        `on_step_end`.
+        The function returns the metrics with the entries that callbacks added. If no callback overrides `on_step_end`,
+        this method returns None instead of a function.
 
         Args:
             operator: The training operator.

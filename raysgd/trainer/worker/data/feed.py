@@ -225,7 +225,7 @@ class DataFeed(ABC):
         return made
 
     def is_divided(self, stream: Any) -> bool:
-        """Return True for the stream of registered data if the library divides that data over the workers.
+        """Return True if a stream reads the registered data, and the library divides that data over the workers.
 
         The position in the stream is then valid for any number of workers.
         """
@@ -293,7 +293,7 @@ class DataFeed(ABC):
         }
 
     def check_position(self, position: Mapping[str, Any] | None) -> None:
-        """Check that training can continue at a saved position, if the operator has registered a `StreamData`.
+        """If the operator has registered a `StreamData`, check that training can continue at a saved position in it.
 
         Raises:
             ValueError: The position is invalid for the registered stream.
