@@ -65,7 +65,7 @@ class DividedLoaderSource:
 
     A PyTorch loader draws a random seed for its worker processes whenever an iteration starts. Here, the loader draws
     the seed from a separate random number generator for each rank. As a result, ranks do not repeat each other's
-    augmentations, and interrupting and resuming a pass does not change the state of the global generators that the
+    augmentations. Also, resuming an interrupted pass does not change the states of the global generators, which the
     model uses.
 
     Args:
@@ -366,7 +366,7 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
     """The stream of batches that a call reads from a source. It also counts the samples used in the pass."""
 
     _num_steps_in_pass = _began_at = 0
-    # When this worker leaves its group during a pass: the number of samples in that pass, and how many of them were
+    # Set when this worker leaves its group during a pass: the number of samples in that pass, and how many of them were
     # used. None again once a pass starts in the next group.
     _before: tuple[int | None, int] | None = None
 
@@ -375,7 +375,7 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
         return self.samples_used()[1]
 
     def samples_used(self) -> tuple[int | None, int, int]:
-        """Return three sample counts over all ranks: in the whole pass, used so far, and in the unfinished step.
+        """Return three sample counts over all ranks: of the whole pass, of its completed steps, and of the open step.
 
         The first count is None if it is unknown. Another thread may call this method during training.
         """

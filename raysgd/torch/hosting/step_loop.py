@@ -44,8 +44,8 @@ _STEPPING_RUNGS = ("train_epoch", "train_batch", "backward", "optimizer_step")
 class StepLoop(Loop):
     """Begins and ends the legs of one operator's training calls, and returns to the last completed step if necessary.
 
-    A step counts as completed once the training loop requests the next batch, which calls `note_boundary`. Until then,
-    the operator's `global_step` already includes the step, but `return_to_boundary` can undo the step.
+    A step counts as completed once the training loop requests the next batch, which calls `note_boundary`. Before that,
+    the operator's `global_step` already includes the step, but `return_to_boundary` can still undo it.
 
     What happens in a step is recorded in `undo`: the `Leg` reports batches, the strategy reports all-reduces of
     gradients, and hooks on the optimizers report steps.

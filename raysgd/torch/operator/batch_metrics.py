@@ -101,8 +101,8 @@ class BatchMetrics(Internals):
         """Complete the metrics of the default `train_batch` before its backward pass, and return them.
 
         In the default training loop, also add the metrics to the epoch's metrics, as pending. During the backward pass,
-        each rank sends the sums of its epoch's metrics to the other ranks together with the gradients, and these sums
-        must include the current batch. Pending metrics become final once the optimizer step is complete.
+        each rank sends the sums of its epoch's metrics to the other ranks together with the gradients. These sums must
+        include the current batch. Pending metrics become final once the optimizer step is complete.
         """
         if not self._counts_ahead or self.place is None:
             return metrics

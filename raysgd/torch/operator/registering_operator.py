@@ -1,4 +1,4 @@
-"""`RegisteringOperator`: what `TrainingOperator` offers to the user's `setup`, and views of what is registered."""
+"""`RegisteringOperator`: the methods that `TrainingOperator` offers in `setup`, and views of the registered objects."""
 
 from __future__ import annotations
 

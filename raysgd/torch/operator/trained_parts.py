@@ -52,8 +52,8 @@ class TrainedParts:
     def has_changed(self, freezes_in_batches: bool = False) -> bool:
         """Return True if parameters were frozen or unfrozen, or groups were added, since the last call to `note`.
 
-        A model whose parameters are now all frozen counts as unchanged, because user code, such as a GAN, may freeze a
-        whole model during a part of each batch.
+        If all parameters of a model are now frozen, the model counts as unchanged. The reason is that user code, such
+        as a GAN, may freeze a whole model during a part of each batch.
 
         Args:
             freezes_in_batches: True to ignore all newly frozen parameters and detect only unfrozen ones.

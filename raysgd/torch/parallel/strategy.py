@@ -3,8 +3,9 @@
 The loss of a batch is the mean over its samples, and an all-reduce takes the unweighted mean of the ranks' gradients.
 If the ranks' batches differ in size, that mean is not the mean over all samples. Therefore, a communication hook first
 multiplies each rank's gradient by a weight proportional to the rank's number of samples (`Batch.weight`, nearly always
-1.0). With gradient accumulation, a hook would see the sum of several batches' gradients. In this case, the library
-weights the losses instead, which requires that it runs the backward pass. See `raysgd.torch.parallel.amounts`.
+1.0). With gradient accumulation, a hook would get the sum of several batches' gradients. In this case, the library
+weights the losses instead. This requires that the library, not user code, runs the backward pass. See
+`raysgd.torch.parallel.amounts`.
 """
 
 from __future__ import annotations

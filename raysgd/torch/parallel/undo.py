@@ -397,8 +397,8 @@ class Undo:
     def put_back(self) -> None:
         """Restore the state from before the batch. Call this only if `can_put_back` returns True.
 
-        Gradients that the batch has computed are discarded. Parameters that had gradients before the batch, with which
-        no optimizer had stepped, get these gradients back.
+        Gradients that the batch has computed are discarded. Gradients from before the batch are restored, if no
+        optimizer had stepped with them.
         """
         if self.is_told_of_batches and not self.has_begun:
             return

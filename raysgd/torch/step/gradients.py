@@ -39,7 +39,8 @@ def _silenced(parameters: Iterable[torch.Tensor]) -> ExitStack:
 class Gradients:
     """Computes the gradients of optimizer steps, and steps the optimizers.
 
-    A step's gradient equals that of one batch with all samples of the step, from all ranks and accumulated batches.
+    A step's gradient equals the gradient of one large batch with all samples of the step. These are the samples of all
+    accumulated batches on all ranks.
     """
 
     def __init__(self, precision: Precision, parallel: Strategy, hooks: OptimizerHooks, once: Once) -> None:
@@ -152,7 +153,7 @@ class Gradients:
 
         Args:
             chosen: Optimizers that the loss trains.
-            bystanders: Other optimizers. Their gradients are cleared if those of the first chosen optimizer are.
+            bystanders: Other optimizers. Their gradients are cleared if the first chosen optimizer's are cleared.
 
         Raises:
             ValueError: Gradients that the batch adds to were cleared, or an optimizer may have stepped with them.

@@ -255,7 +255,7 @@ class ReplicaCalls:
         return call
 
     def _settle_call(self, present: Collection[str] | None, left: Iterable[RunState]) -> None:
-        """Keep the metrics of ranks that are missing from the new group of workers in which the call continues.
+        """Keep the metrics of ranks that are missing from the new group of workers, because the call continues there.
 
         Args:
             present: Names of the ranks in the new group, or None if the names are unknown. Ranks that are not in the

@@ -211,7 +211,7 @@ class InstalledCallbacks:
     def apply(self, state: Mapping[str, Any], operator: Any) -> None:
         """Load the callbacks' states from a state dict.
 
-        For a callback whose state is missing there, `on_begin` is called, so that the callback starts over.
+        If a callback's state is missing there, call `on_begin` of the callback, so that it starts over.
         """
         without = self._claim(copy.deepcopy(dict(state.get(CALLBACKS, {}))))
         for each in without:

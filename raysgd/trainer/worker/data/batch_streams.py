@@ -37,7 +37,7 @@ class BatchInStep(Protocol):
 
     @property
     def is_boundary(self) -> bool:
-        """True if the optimizer steps after this batch, which may be the last of several whose gradients add up."""
+        """True if the optimizer steps after this batch. With gradient accumulation, this is a step's last batch."""
 
 
 class PlaceInStep(Protocol):

@@ -106,7 +106,7 @@ class DataFeed(ABC):
         """
 
     def obstacle_of_call(self, stream: Any) -> str | None:
-        """Return the reason why a call cannot resume partway through data that the user passed to the call.
+        """Return the reason why a call cannot resume partway through the data that was passed to it.
 
         Return None if the call can resume, or if it uses registered data.
         """
@@ -151,8 +151,8 @@ class DataFeed(ABC):
 
         Args:
             request: The driver's request to train.
-            is_begun: Whether the call was interrupted and now continues. The pass over data that was passed to the call
-                is then already counted.
+            is_begun: Whether the call was interrupted and now continues. If the user passed data to the call, the pass
+                over this data is then already counted.
         """
         epoch = self.epoch
         with OnFailure(lambda: self._count(epoch)):  # if the call cannot start, do not count a pass for it
@@ -232,7 +232,7 @@ class DataFeed(ABC):
         return stream is self.train_stream and has_divided_source(stream)
 
     def break_off(self) -> None:
-        """Discard the step that was interrupted in each stream, so that the batches of the step are yielded again."""
+        """In each stream, discard an interrupted step, so that the batches of this step are yielded again."""
         for stream in (self.train_stream, self._of_call[1]):
             if stream is not None:
                 stream.break_off()

@@ -12,8 +12,8 @@ from typing import Any
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.trainer.worker.ledger import Ledger
 
-# A training state up to this size is sent to the driver with the answer to a call, because it takes less time than a
-# second call that fetches the state.
+# A training state up to this size, in bytes, is sent to the driver with the answer to a call. A second call to fetch
+# the state would take longer.
 _INLINE_BYTES = 65536
 
 
@@ -92,7 +92,7 @@ class StateCopies:
             return self._with(state.copy_for_driver(rank), Capture(state.own(), progress=progress))
 
     def _with(self, copy: StateCopy | None, part: Capture) -> Capture:
-        """Return this rank's part of a snapshot, with a copy of the shared state or the token of the copy added.
+        """Return this rank's part of a snapshot, with a copy of the shared state, or with the token of such a copy.
 
         A small copy is added directly. For a large copy, only the token is added; the copy itself is stored in this
         object. If `copy` is None, nothing is added.

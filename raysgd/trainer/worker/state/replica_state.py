@@ -84,7 +84,7 @@ class ReplicaState(ABC):
         """Load the state that only this rank has: the states of its random number generators."""
 
     def decoded(self, state: Any) -> Mapping[str, Any]:
-        """Convert a copy that was made for the driver back to a state dict."""
+        """Return the state dict in a copy that was made for the driver."""
         decoded: Mapping[str, Any] = state
         return decoded
 
