@@ -195,7 +195,7 @@ class TorchState(ReplicaState):
         return {path: self._room_for_one(outline, path) for path in paths}
 
     def _room_for_one(self, outline: Mapping[str, Any], path: Path_) -> torch.Tensor:
-        """Allocate the tensor for one path in the state, sharded like the parameter to which the tensor belongs."""
+        """Return a new tensor for one path in the state, sharded like the parameter to which the tensor belongs."""
         wanted = _at(outline, path)
         part, *rest = path
         own: Any = None

@@ -210,7 +210,7 @@ class BatchMetrics(Internals):
             self.evaluated.append(comparison._replace(output=None, target=None))  # do not keep large tensors in memory
 
     def _weighted(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add to a batch's metrics the weights of losses that are means over labels, not over samples."""
+        """Return a batch's metrics, with weights for those losses that are means over labels, not over samples."""
         if BATCH_WEIGHT in metrics:
             return metrics
         if self.evaluated:

@@ -176,13 +176,13 @@ class RegisteringOperator(BaseOperator):
     def _configure_ddp(
         self, models: list[torch.nn.Module], device_ids: list[int] | None, ddp_args: dict[str, Any]
     ) -> list[torch.nn.Module]:
-        """Wrap the models for distributed training. Override this method to wrap them differently."""
+        """Wrap models for distributed training, and return the wrappers. Override this method to wrap differently."""
         return [self._raysgd.parallel.wrap(model, device_ids, ddp_args) for model in models]
 
     def _configure_apex_amp(
         self, amp: Any, models: list[torch.nn.Module], optimizers: list[Any], apex_args: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Initialize Apex. Override this method to initialize Apex differently."""
+        """Initialize Apex, and return its models and optimizers. Override this method to initialize it differently."""
         models, optimizers = amp.initialize(models, optimizers, **apex_args)
         return models, optimizers
 

@@ -319,7 +319,7 @@ def _with_criterion(
     own: Sequence[torch.nn.Parameter],
     ddp_args: dict[str, Any],
 ) -> RegisteredObjects:
-    """If a criterion has parameters, wrap and record it as if it were a model.
+    """If a criterion has parameters, wrap it as if it were a model. Return the record with the wrapped criterion.
 
     Args:
         context: Rank, device and settings of the operator.
@@ -428,7 +428,7 @@ def _divided(
 
 
 def _of_stream(context: OperatorContext, stream: Stream, name: str) -> StreamData:
-    """Prepare a `Stream` for training or validation. Its shards are distributed over the workers.
+    """Return the data of a `Stream` for training or validation. Its shards are distributed over the workers.
 
     Raises:
         InvalidRegistrationError: The trainer's options do not support streams.

@@ -115,7 +115,7 @@ class OperatorContext:
         return [self.device.index or 0] if self.device.type == "cuda" else None
 
     def place(self, part: Any) -> Any:
-        """Move a model or criterion to the device.
+        """Move a model or criterion to the device, and return it.
 
         A module on PyTorch's meta device has no memory. It is allocated and initialized on the device, unless the
         strategy shards it later.

@@ -124,7 +124,7 @@ def without_hook(options: dict[str, Any]) -> dict[str, Any]:
 def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """Scale the gradients of a bucket, then average them with the user's hook, over the mesh, or with PyTorch.
 
-    PyTorch calls this hook for each bucket.
+    PyTorch calls this hook for each bucket, and waits for the returned future.
     """
     parallel, gradients = state.parallel, bucket.buffer()
     if bucket.is_last():

@@ -176,7 +176,7 @@ class FSDP(Strategy):
             return_large_blocks()  # gathered parameters are allocated and freed in each forward and backward pass
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
-        """Shard the model in place. `device_ids` and `options` are for `DistributedDataParallel` and are ignored."""
+        """Shard the model in place, and return it. `device_ids` and `options` are for DDP, and are ignored."""
         if not trainable(model):
             return self._leave_out(model)
         comes_empty = is_empty(model)

@@ -130,7 +130,7 @@ class HorovodParallel(HorovodByHand):
         return wrapped
 
     def compress(self, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Multiply a gradient by this rank's weight. Horovod calls this method before it sends the gradient."""
+        """Return a gradient times this rank's weight, and None. Horovod calls this before it sends the gradient."""
         gradient = gradient.contiguous()  # Horovod requires contiguous tensors
         weight = self.leg.outgoing_weight()
         return gradient * weight if isinstance(weight, torch.Tensor) or weight != 1.0 else gradient, None

@@ -24,7 +24,7 @@ _NOTHING = nullcontext()
 
 
 def _silenced(parameters: Iterable[torch.Tensor]) -> ExitStack:
-    """Replace gradients with 0 in the `with` block. Used for a batch with weight 0, because its loss may be NaN.
+    """Return a context manager that sets gradients to 0. Used for a batch with weight 0, because its loss may be NaN.
 
     A hook may get None instead of a gradient: with `find_unused_parameters=True`, `DistributedDataParallel` passes None
     for outputs that no loss uses.

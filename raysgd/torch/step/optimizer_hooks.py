@@ -100,6 +100,9 @@ class OptimizerHooks:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pass an optimizer's gradients to callbacks and clip them. PyTorch calls this hook before each step.
 
+        If the step has a closure, return the step's arguments with a new closure, which clips the gradients after each
+        call to the old closure. Otherwise, return None, so that the arguments stay unchanged.
+
         Raises:
             ValueError: The step has a closure. A closure computes gradients from a single batch of this rank, but the
                 step needs several batches or ranks.

@@ -106,7 +106,7 @@ class HostedOperator(ABC):
 
     @abstractmethod
     def receive(self, source: int, takers: Sequence[int]) -> Any:
-        """Receive the training state that another rank sends.
+        """Receive the training state that another rank sends, and return it.
 
         Args:
             source: The rank that sends the state.

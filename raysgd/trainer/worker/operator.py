@@ -162,7 +162,7 @@ class Internals:
         raise NotImplementedError
 
     def completed(self, metrics: Any, batch: Any) -> Any:
-        """Add the logged metrics to the metrics of a batch, and the number of samples if it is missing.
+        """Return the metrics of a batch, together with the logged metrics, and with the number of samples if missing.
 
         Args:
             metrics: The metrics that the operator's method returned. A value that is not a dict is returned unchanged.

@@ -90,7 +90,7 @@ class InstalledCallbacks:
             call_event(each, "_on_leg", operator, describe())
 
     def after_batch(self, operator: Any, step: PlaceInStep) -> Callable[[Any], Any] | None:
-        """Return a function to call with the metrics of each batch. It calls `on_step_end` of callbacks after a step.
+        """Return a function to call with the metrics of each batch. After each step, it calls callbacks' `on_step_end`.
 
         The function returns the metrics with the entries that callbacks added. If no callback overrides `on_step_end`,
         this method returns None instead of a function.
@@ -250,8 +250,8 @@ def _after_step(callbacks: Sequence[WorkerCallback], operator: Any, metrics: Any
 def _over_batches(meters: AverageMeterCollection, metrics: Any, is_last: bool) -> Any:
     """Average metrics over the batches of a step, whose gradients add up.
 
-    After the last batch, return the averages and their weights. A metric that cannot be averaged has the value of the
-    last batch.
+    After the last batch, return the averages and their weights. Before that, return the metrics of the batch. A metric
+    that cannot be averaged has the value of the last batch.
 
     Args:
         meters: Collection in which the step's metrics are accumulated.

@@ -65,7 +65,7 @@ class ReplicaState(ABC):
 
     @abstractmethod
     def copy_for_driver(self, rank: int) -> StateCopy | None:
-        """Copy the state that all ranks share, to send the copy to the driver.
+        """Return a copy of the state that all ranks share, to send it to the driver.
 
         Rank 0 copies the whole state, and other ranks return None. If the state is sharded over the ranks, every rank
         copies its shard.
