@@ -141,7 +141,7 @@ class StepLoop(Loop):
         if leg is None:
             return None
         own_s, began_at = leg.own_s, leg.began_at if leg is self._parallel.leg else 0.0
-        # While user code hangs in a batch, this number keeps growing.
+        # Add the time of the running batch, so that the result keeps growing while user code hangs in a batch.
         return own_s + (time.perf_counter() - began_at if began_at else 0.0) or None
 
     def plain(self, value: Any) -> Any:

@@ -279,7 +279,7 @@ class BatchMetrics(Internals):
 
 
 def _is_result(value: Any, result: torch.Tensor) -> bool:
-    """Return True if a metric's value is the tensor `result` that the criterion returned, or equals its number."""
+    """Return True if a metric's value is the tensor `result` that the criterion returned, or the number in it."""
     if isinstance(value, torch.Tensor) and value.data_ptr() == result.data_ptr():
         return True
     own = result.item()

@@ -23,7 +23,7 @@ _PRECISION = "`TorchTrainer(precision=...)` chooses it."
 
 
 class RegisteringOperator(BaseOperator):
-    """Registers models, optimizers and data, and shows the device and the precision of the training."""
+    """Registers models, optimizers and data, and provides the device and the precision of the training."""
 
     train_loader: Any
     validation_loader: Any

@@ -115,7 +115,7 @@ class Strategy:
                 repeat_first(model.buffers())
 
     def rebind_optimizers(self, optimizers: Sequence[Any]) -> None:
-        """Replace the parameters in the optimizers with those of the wrapped models, if wrapping replaced them."""
+        """If wrapping has replaced the models' parameters, replace them in the optimizers, too."""
 
     def begin_leg(
         self,

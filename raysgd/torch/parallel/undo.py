@@ -342,7 +342,7 @@ class Undo:
     def note_return(self) -> None:
         """When user code has finished a batch, check whether the code started collectives after an optimizer step.
 
-        If it did, all state is copied before each later batch. Collectives after this call come from the library.
+        If it did, all state is copied before each later batch. Collectives after `note_return` come from the library.
         """
         batch = self._batch
         if batch is not None and batch.num_collectives is not None:

@@ -26,8 +26,8 @@ _NOTHING = nullcontext()
 def _silenced(parameters: Iterable[torch.Tensor]) -> ExitStack:
     """Return a context manager that sets gradients to 0. Used for a batch with weight 0, because its loss may be NaN.
 
-    A hook may get None instead of a gradient: with `find_unused_parameters=True`, `DistributedDataParallel` passes None
-    for outputs that no loss uses.
+    Hooks on the parameters replace the gradients. A hook may get None instead of a gradient: with
+    `find_unused_parameters=True`, `DistributedDataParallel` passes None for outputs that no loss uses.
     """
     handles = ExitStack()
     for tensor in parameters:

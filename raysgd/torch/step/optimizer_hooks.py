@@ -171,7 +171,7 @@ def tells_of_steps(optimizer: Any) -> bool:
 def _unscale_for_step(optimizer: Any) -> None:
     """Unscale the gradients of a fused optimizer before its step, so that they can be clipped.
 
-    Otherwise, a fused optimizer unscales its gradients during the step.
+    A fused optimizer would otherwise unscale its gradients during the step, after they were clipped.
     """
     scale = getattr(optimizer, "grad_scale", None)
     if scale is None:

@@ -162,7 +162,7 @@ class Internals:
         raise NotImplementedError
 
     def completed(self, metrics: Any, batch: Any) -> Any:
-        """Return the metrics of a batch, together with the logged metrics, and with the number of samples if missing.
+        """Return the metrics of a batch, with the logged metrics and, if it was missing, the number of samples added.
 
         Args:
             metrics: The metrics that the operator's method returned. A value that is not a dict is returned unchanged.

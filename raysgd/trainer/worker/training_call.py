@@ -1,6 +1,6 @@
 """`TrainingCall`: one `train` call on one worker, from its first step to its answer.
 
-After workers are lost, the call continues in the surviving workers. Each new call is a new object.
+After workers are lost, the call continues in the surviving workers. Each new call gets a new `TrainingCall`.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class InstalledCallbacks:
 
     @contextmanager
     def listening(self, operator: Any) -> Iterator[None]:
-        """Inside the block, let optimizer steps call the installed callbacks."""
+        """Inside the block, call the installed callbacks before and after each optimizer step."""
         self._listen(self._with("on_gradients"), self._with("on_optimizer_step"))
         self._operator = operator
         try:

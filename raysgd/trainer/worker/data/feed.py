@@ -305,7 +305,7 @@ class DataFeed(ABC):
         """Let the next call continue from a saved position, with new streams.
 
         Args:
-            epoch: Number of passes over the training data that had started.
+            epoch: Number of passes over the training data that had started when the position was saved.
             position: The saved position, or None to start with a new pass.
         """
         self.close()

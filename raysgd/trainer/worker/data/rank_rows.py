@@ -123,7 +123,7 @@ class RankRows:
 
     Attributes:
         name: Name of this rank.
-        lost: The metrics of lost ranks, by rank name, as of the last step that counts.
+        lost: The metrics of lost ranks, by rank name, as of the last completed step.
     """
 
     def __init__(self, name: str) -> None:
