@@ -133,7 +133,7 @@ class Exchanges:
         self._num_made = 0
 
     def of_next_group(self) -> Exchanges:
-        """Return a new `Exchanges` for the worker group that replaces this group, without errors and counts."""
+        """Return a new `Exchanges`, without errors and counts, for the worker group that replaces this group."""
         return Exchanges(self._is_lost, self._is_broken)
 
     def track(self, future: Any, is_last: bool) -> Any:

@@ -187,7 +187,10 @@ class TrainingCall(EpochRun):
         return hosted.epoch_obstacle is None and hosted.feed.obstacle_of_call(self.stream) is None
 
     def snapshot(self) -> Capture:
-        """Copy the training state after the last completed step. Return this rank's part, with the call's progress."""
+        """Copy the training state after the last completed step, and return this rank's part of the snapshot.
+
+        The part includes the progress and the metrics of the call.
+        """
         self._note_place()
         return self._copies.inside_call(self._hosted.state, self._hosted.world.rank, self.state(with_metrics=True))
 
