@@ -91,8 +91,8 @@ class TrainingOperator(RegisteringOperator):
     scheduler_metric: str | None = None
     remakes_frozen: bool = False
     # Which state a worker copies before each batch, to undo the batch if a failure interrupts it. True: all state.
-    # False: only the models' buffers. None: all state before the first batch of a call, and then what that batch showed
-    # to be necessary.
+    # False: only the models' buffers. None: all state before the first batch of a call. What happens in that batch
+    # decides what is copied before later batches.
     _needs_copies: bool | None = False
 
     _freezes_in_batches = False
@@ -381,7 +381,7 @@ class TrainingOperator(RegisteringOperator):
         return make_operator(cls, lightning_module_cls, train_dataloader, val_dataloader)
 
 
-_FOR_TESTS = "raysgd.torch.operators_for_tests"  # programs for the old library import its functions from this module
+_FOR_TESTS = "raysgd.torch.operators_for_tests"  # programs for `ray.util.sgd` import its functions from this module
 lazy_names(
     __name__,
     {

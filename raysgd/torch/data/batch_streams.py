@@ -36,7 +36,7 @@ _WHEN_TRAINED = 2
 class DrawnItem(NamedTuple):
     """A batch that a source yields, with its weight and its position in the pass (one time through the data).
 
-    In a global step, each rank trains on one batch, or on several batches one after the other.
+    In a global step, one step of all ranks together, each rank trains on one batch or on several, one after the other.
 
     Attributes:
         batch: The batch, as the loader yields it.
@@ -65,7 +65,7 @@ class DividedLoaderSource:
 
     A PyTorch loader draws a random seed for its worker processes whenever an iteration starts. Here, the loader draws
     the seed from a separate random number generator for each rank. As a result, ranks do not repeat each other's
-    augmentations, and interrupting and resuming a pass does not change the state of the global generators that the
+    augmentations. Also, resuming an interrupted pass does not change the states of the global generators, which the
     model uses.
 
     Args:
@@ -132,7 +132,9 @@ class DividedLoaderSource:
             )
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """Return the entries for a snapshot: the seed, the size of a pass and, within a pass, a hash of its order.
+        """Return the entries for a snapshot: the seed, the size of a pass and, if needed, a hash of the pass's order.
+
+        The hash is needed only within a pass whose order a user's sampler generated, to check the order on resuming.
 
         Args:
             consumed: Number of samples of the pass that were used.
@@ -192,9 +194,9 @@ class DividedLoaderSource:
 
     @cached_property
     def is_repeatable(self) -> bool:
-        """True if a new worker would get the same order of the samples.
+        """True if a new worker would get the samples in the same order as this worker.
 
-        False, for example, for a user's sampler that counts its passes itself.
+        False, for example, if the user's sampler counts its passes itself.
         """
         is_so = not isinstance(self.order, SamplerOrder) or self.order.is_repeatable(self.seed)
         if not is_so and self._ranks is not None and self._ranks.rank == 0:
@@ -336,7 +338,7 @@ LoaderSource: TypeAlias = DividedLoaderSource | PlainSource | StreamSource
 
 
 def ask(start_sum: Summation, num_samples: int | None) -> Callable[[], tuple[int, int]]:
-    """Start to count the ranks that have a batch in the next step, and the samples in all ranks' batches.
+    """Start an all-reduce that counts the ranks with a batch in the next step, and the samples in all these batches.
 
     Args:
         start_sum: Function that starts to sum a tensor over the ranks.
@@ -364,7 +366,7 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
     """The stream of batches that a call reads from a source. It also counts the samples used in the pass."""
 
     _num_steps_in_pass = _began_at = 0
-    # When this worker leaves its group during a pass: the number of samples in that pass, and how many of them were
+    # Set when this worker leaves its group during a pass: the number of samples in that pass, and how many of them were
     # used. None again once a pass starts in the next group.
     _before: tuple[int | None, int] | None = None
 
@@ -373,7 +375,7 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
         return self.samples_used()[1]
 
     def samples_used(self) -> tuple[int | None, int, int]:
-        """Return three sample counts over all ranks: in the whole pass, used so far, and in the unfinished step.
+        """Return three sample counts over all ranks: of the whole pass, of its completed steps, and of the open step.
 
         The first count is None if it is unknown. Another thread may call this method during training.
         """

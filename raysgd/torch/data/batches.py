@@ -6,7 +6,8 @@ A batch is one of:
 - a mapping of names to tensors, such as collators for language models create
 - a dataclass whose fields are tensors
 
-A model returns its output: a tensor, or a mapping or an object whose keys or attributes may include the loss.
+A model returns its output: a tensor, a mapping, or another object. A mapping or an object may contain the loss, under
+the key or attribute `loss`.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ TARGET_NAMES = ("labels", "label", "targets", "target", "y")
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], Any]:
     """Return the inputs and the target of a batch.
 
-    A mapping or a dataclass is one input. The target is the value in it with one of the `TARGET_NAMES`, or None. The
-    fields of a named tuple are separate inputs, except for the target: the field with one of these names or, if there
-    is none, the last field.
+    The target of a sequence is its last element, and the other elements are the inputs. If a named tuple has a field
+    with one of the `TARGET_NAMES`, that field is the target instead. A mapping or a dataclass is a single input. Its
+    target is the value with one of the `TARGET_NAMES`, or None.
 
     Raises:
         TypeError: The batch cannot be split.
@@ -70,7 +71,7 @@ def by_name(value: Any) -> Mapping[str, Any] | None:
 
 
 def call_model(model: Callable[..., Any], features: Sequence[Any]) -> Any:
-    """Call a model with the inputs of a batch.
+    """Call a model with the inputs of a batch, and return its output.
 
     If the only input is a dict or dataclass, its entries are passed as keyword arguments. Targets among these entries
     are omitted if the model does not accept them.
@@ -112,7 +113,7 @@ def _without_targets(features: Any, model: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _targets_not_taken(model_class: Any) -> frozenset[str]:
-    """Return the `TARGET_NAMES` that are not parameters of a model's `forward`, or none if it takes any keyword."""
+    """Return the `TARGET_NAMES` that a model's `forward` does not accept as keyword arguments."""
     parameters = inspect.signature(model_class.forward).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return frozenset()
@@ -134,7 +135,7 @@ def prediction(output: Any) -> Any:
 
 
 def without_metrics(returned: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Split the return value of `forward` into the dict of metrics at its end, and everything before the dict.
+    """Split the dict of metrics off the end of the return value of `forward`.
 
     Returns:
         Everything before the dict, and the dict. The dict is empty if `forward` returned no metrics.
@@ -178,12 +179,12 @@ def _named(output: Any, name: str) -> Any:
 
 
 def count_samples(batch: Any) -> int:
-    """Return the number of samples in a batch of any structure, judging only by sizes.
+    """Return the number of samples in a batch of any structure, inferred from the sizes of its arrays and lists.
 
     In a tuple or list, the last array is usually the target, so its first dimension is taken as the number of samples.
-    If the target is a list of dicts, as in object detection, each dict is one sample. If there is neither an array nor
-    such a list, the first nested array is used or, without any array, the length of the list. Any other value counts
-    as one sample.
+    If the target is a list of dicts, as in object detection, each dict is one sample. If the tuple or list contains
+    neither an array nor such a list, the first array in a nested container is used. If there is no array at all, each
+    element of the tuple or list is one sample. Any other value counts as one sample.
 
     Examples:
         >>> count_samples((torch.zeros(3, 8, 8), torch.zeros(4)))

@@ -128,7 +128,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         """Check that the train loader and the optimizers work with `split_batches` and `deterministic`.
 
         Raises:
-            ValueError: They do not work with these options of the trainer.
+            ValueError: The train loader or the optimizers do not work with one of these options.
         """
         train, options = self._data("train"), self.settings.batch_options
         if options.is_global and isinstance(train, UndividedLoader):
@@ -149,6 +149,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         rank = self.world.rank
         if self.has_trained:
             # If this worker's rank has changed, a new worker with the old rank may have copied this worker's states.
+            # Both would then draw the same random numbers.
             if rank != self.operator.world_rank:
                 rng.fork(rng.capture(), ~rank)
         elif self.settings.seed is not None:
@@ -282,8 +283,8 @@ class TorchHostedOperator(hosted.HostedOperator):
     def _rows_of(self, run: EpochRun, stream: Any) -> StepRows | None:
         """Return the object that sends this rank's metrics to the other ranks in each step; None if this is not needed.
 
-        If a rank is lost, the other ranks then know its metrics. Only a call that can continue after losing a rank
-        needs them.
+        If a rank is lost, the other ranks thus still have its metrics. They are needed only if the call can continue
+        without the lost rank.
 
         Args:
             run: State of the call.
@@ -342,7 +343,7 @@ class TorchHostedOperator(hosted.HostedOperator):
     def predicting(self) -> Iterator[None]:
         """Put the models into evaluation mode for the `with` block.
 
-        Then restore the models' previous modes and the states of the random number generators.
+        At the end of the block, restore the models' previous modes and the states of the random number generators.
         """
         registered, modes = self.internals.registered, ModuleModes()
         modes.evaluate([*registered.models, getattr(self.operator, "model", None)])

@@ -1,6 +1,6 @@
 """`TorchState`: reads and restores the state of the PyTorch objects that the operator in one worker has registered.
 
-Before a state is loaded, it is compared with the registered objects.
+Before `TorchState` loads a state, it checks that the state fits the registered objects.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _at(state: Any, path: Path_) -> Any:
     return state
 
 
-CRITERION = "criterion"  # key for the state of a criterion with parameters; files of the old library lack the key
+CRITERION = "criterion"  # key for the state of a criterion with parameters; files of `ray.util.sgd` lack the key
 REMADE = "remade"  # key for digests of frozen parameters that the state omits; see `raysgd.torch.objects.remade`
 # Keys in `RESUME`, the state's entry about progress within an epoch. Only snapshots contain these keys; files do not.
 TRAINED = "trained"  # frozen parameters and optimizers' parameter groups, if they have changed since `setup`
@@ -182,7 +182,7 @@ class TorchState(ReplicaState):
         return self._internals.registered
 
     def room_for(self, outline: Mapping[str, Any], paths: Sequence[Path_]) -> dict[Path_, Any]:
-        """Allocate the tensors into which the caller reads this rank's shard of a state.
+        """Return new tensors, by path, into which the caller reads this rank's shard of a state.
 
         Args:
             outline: The full state, with placeholder tensors, which have a shape but take no memory.
@@ -195,7 +195,7 @@ class TorchState(ReplicaState):
         return {path: self._room_for_one(outline, path) for path in paths}
 
     def _room_for_one(self, outline: Mapping[str, Any], path: Path_) -> torch.Tensor:
-        """Allocate the tensor for one path in the state, sharded like the parameter to which the tensor belongs."""
+        """Return a new tensor for one path in the state, sharded like the parameter to which the tensor belongs."""
         wanted = _at(outline, path)
         part, *rest = path
         own: Any = None
@@ -256,8 +256,8 @@ class TorchState(ReplicaState):
 
     def _apply_parts(self, state: Mapping[str, Any]) -> None:
         registered, precision = self.registered, self._internals.precision
-        # Copy these two states, because schedulers and the gradient scaler keep references to what they load. Copy them
-        # before anything is replaced, because copying may fail.
+        # Copy the states of the schedulers and the gradient scaler, because these objects keep references to what they
+        # load. Copy the states before anything is replaced, because copying may fail.
         schedulers = copy.deepcopy(list(state.get("schedulers", ())))
         precision_state = copy.deepcopy(saved_state(precision, dict(state)))
         for index, (model, saved) in enumerate(zip(registered.original_models, state["models"], strict=True)):

@@ -44,8 +44,8 @@ _STEPPING_RUNGS = ("train_epoch", "train_batch", "backward", "optimizer_step")
 class StepLoop(Loop):
     """Begins and ends the legs of one operator's training calls, and returns to the last completed step if necessary.
 
-    A step counts as completed once the training loop requests the next batch, which calls `note_boundary`. Until then,
-    the operator's `global_step` already includes the step, but `return_to_boundary` can undo the step.
+    A step counts as completed once the training loop requests the next batch, which calls `note_boundary`. Before that,
+    the operator's `global_step` already includes the step, but `return_to_boundary` can still undo it.
 
     What happens in a step is recorded in `undo`: the `Leg` reports batches, the strategy reports all-reduces of
     gradients, and hooks on the optimizers report steps.
@@ -73,7 +73,8 @@ class StepLoop(Loop):
         # Whether this call has averaged gradients over the ranks, and whether it has stepped optimizers.
         self._has_exchanged = self._has_taken_steps = False
         for number, optimizer in enumerate(filter(tells_of_steps, self._optimizers), start=1):
-            # PyTorch calls these hooks after the user's hooks. If one of them raises, the optimizer does not step.
+            # PyTorch calls these hooks after the user's hooks. If a user's hook raises, the optimizer does not step,
+            # and no step is recorded.
             optimizer.register_step_pre_hook(undo.note_step)
             if parallel.record is not None:
                 optimizer.register_step_pre_hook(partial(self._note_work, f"optimizer {number} stepped"))
@@ -140,7 +141,7 @@ class StepLoop(Loop):
         if leg is None:
             return None
         own_s, began_at = leg.own_s, leg.began_at if leg is self._parallel.leg else 0.0
-        # While user code hangs in a batch, this number keeps growing.
+        # Add the time of the running batch, so that the result keeps growing while user code hangs in a batch.
         return own_s + (time.perf_counter() - began_at if began_at else 0.0) or None
 
     def plain(self, value: Any) -> Any:
@@ -217,7 +218,7 @@ class StepLoop(Loop):
     def end_leg(self, leg: Leg, num_batches: int) -> None:
         """End the part of a call that this worker group runs.
 
-        If gradients were accumulated for an optimizer step that has fewer batches than usual, step the optimizer.
+        The last optimizer step may have fewer batches than usual. If accumulated gradients wait for it, take the step.
 
         Args:
             leg: The `Leg` that tracks this part of the call.

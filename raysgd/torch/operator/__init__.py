@@ -1,1 +1,1 @@
-"""Holds what the library needs to know about a `TrainingOperator`, and implements `register` and `register_data`."""
+"""Holds the library's own data about a `TrainingOperator`, and implements `register` and `register_data`."""

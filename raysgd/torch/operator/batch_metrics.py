@@ -83,8 +83,8 @@ class BatchMetrics(Internals):
         Args:
             features: Inputs of the batch.
             target: Target of the batch.
-            weight: Weight that `forward` returned, or None. Without a weight, if the number of samples is unknown as
-                well, the batch is weighted by its number of labels, provided that the criterion averages over labels.
+            weight: Weight that `forward` returned, or None. A batch without a weight whose number of samples is unknown
+                is weighted by its number of labels. This requires that the criterion averages over labels.
 
         Raises:
             ValueError: The batch has no weight, and its numbers of samples and labels are unknown.
@@ -98,11 +98,11 @@ class BatchMetrics(Internals):
         return counts if weight is None else {**counts, BATCH_WEIGHT: weight}
 
     def report(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Complete the metrics of the default `train_batch` before its backward pass.
+        """Complete the metrics of the default `train_batch` before its backward pass, and return them.
 
         In the default training loop, also add the metrics to the epoch's metrics, as pending. During the backward pass,
-        each rank sends the sums of its epoch's metrics to the other ranks together with the gradients, and these sums
-        must include the current batch. Pending metrics become final once the optimizer step is complete.
+        each rank sends the sums of its epoch's metrics to the other ranks together with the gradients. These sums must
+        include the current batch. Pending metrics become final once the optimizer step is complete.
         """
         if not self._counts_ahead or self.place is None:
             return metrics
@@ -158,7 +158,8 @@ class BatchMetrics(Internals):
         """Return the number of samples of a batch.
 
         Raises:
-            ValueError: The number is unclear, because the loader read a different number of samples for the batch.
+            ValueError: The loader read a different number of samples than the batch contains, so it is unclear which
+                of the two numbers is meant.
         """
         num_samples, found = self._sizes_of(batch)
         if found != num_samples:
@@ -168,8 +169,8 @@ class BatchMetrics(Internals):
     def _sizes_of(self, batch: Any) -> tuple[int, int]:
         """Return how many samples the loader read for a batch, and how many samples the batch contains.
 
-        The two numbers differ if a `collate_fn` adds or omits samples. For a padding batch, and if it is unknown how
-        many samples the loader read, both numbers are how many the batch contains.
+        The two numbers differ if a `collate_fn` adds or omits samples. If the loader's number is unknown, or if the
+        batch is padding, both are the number that the batch contains.
         """
         drawn = self.place.batch.num_samples if self.place is not None else None
         if drawn:
@@ -178,7 +179,7 @@ class BatchMetrics(Internals):
         return found, found
 
     def _check_count(self, num_samples: Any) -> None:
-        """Raise if `train_batch` returned a `num_samples` that is not the weight used for the gradients."""
+        """Raise if `train_batch` returned a `num_samples` that differs from the weight of the batch's gradients."""
         batch = self.place.batch
         counts = self.place.has_several_batches and not batch.is_padding
         if counts and num_samples != batch.samples is not None:
@@ -209,7 +210,7 @@ class BatchMetrics(Internals):
             self.evaluated.append(comparison._replace(output=None, target=None))  # do not keep large tensors in memory
 
     def _weighted(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add to a batch's metrics the weights of losses that are means over labels, not over samples."""
+        """Return a batch's metrics, with weights for those losses that are means over labels, not over samples."""
         if BATCH_WEIGHT in metrics:
             return metrics
         if self.evaluated:
@@ -278,7 +279,7 @@ class BatchMetrics(Internals):
 
 
 def _is_result(value: Any, result: torch.Tensor) -> bool:
-    """Return True if a metric's value is the tensor `result` that the criterion returned, or equals its number."""
+    """Return True if a metric's value is the tensor `result` that the criterion returned, or the number in it."""
     if isinstance(value, torch.Tensor) and value.data_ptr() == result.data_ptr():
         return True
     own = result.item()

@@ -35,9 +35,11 @@ _NOTHING = nullcontext()
 class OptimizerChoice:
     """Determines which optimizers the operator's `backward` or `optimizer_step` acts on.
 
-    If user code passes the argument `optimizer`, the method acts on these optimizers. Otherwise, if one of the
-    library's methods has called it, such as the default `train_batch`, it acts on the optimizer that the library's
-    method has chosen. Otherwise, it acts on `self.optimizer`, provided that only one optimizer is registered.
+    The method acts on the first of these that exists:
+
+    - the optimizer, or list of optimizers, that user code passes as the argument `optimizer`
+    - the optimizer that a library method, such as the default `train_batch`, has chosen before it calls this method
+    - `self.optimizer`, if only one optimizer is registered
 
     Args:
         default: Function that returns the operator's `self.optimizer`, and raises if the operator has none.
@@ -62,8 +64,9 @@ class OptimizerChoice:
     def acting_on(self, optimizer: Any) -> Iterator[None]:
         """Let `backward` and `optimizer_step` act on an optimizer in the `with` block.
 
-        If user code passes the argument `optimizer`, this argument takes precedence. A user's override of one of these
-        methods may lack the parameter `optimizer`. It thus also acts on the right optimizer.
+        If user code passes the argument `optimizer`, this argument takes precedence. A user's override of `backward` or
+        `optimizer_step` may lack the parameter `optimizer`. When it calls the original method, that method still acts
+        on the right optimizer.
         """
         before, self._acting = self._acting, optimizer
         try:
@@ -101,14 +104,14 @@ class OptimizerChoice:
         return [self._default()]
 
     def bystanders(self, given: Any, chosen: list[Any]) -> list[Any]:
-        """Return the optimizers, apart from the chosen one, whose gradients `backward` must also clear.
+        """Return the optimizers on which `backward` does not act, but whose gradients it must also clear.
 
         If user code passed no optimizer to `backward`, its loss is the only loss of the batch, and may have gradients
         for parameters of all registered optimizers.
 
         Args:
             given: Argument `optimizer` of `backward`. If it is not None, the result is an empty list.
-            chosen: Optimizers that `backward` acts on.
+            chosen: Optimizers that `backward` acts on. If `given` is None, there is exactly one.
         """
         registered = () if given is not None else self.registered
         return [each for each in registered if each is not chosen[0]] if len(registered) > 1 else []

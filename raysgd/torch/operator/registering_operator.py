@@ -1,4 +1,4 @@
-"""`RegisteringOperator`: what `TrainingOperator` offers to the user's `setup`, and views of what is registered."""
+"""`RegisteringOperator`: the methods that `TrainingOperator` offers in `setup`, and views of the registered objects."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _PRECISION = "`TorchTrainer(precision=...)` chooses it."
 
 
 class RegisteringOperator(BaseOperator):
-    """Registers models, optimizers and data, and shows the device and the precision of the training."""
+    """Registers models, optimizers and data, and provides the device and the precision of the training."""
 
     train_loader: Any
     validation_loader: Any
 
     _raysgd: TorchInternals
-    # Users' subclasses may read these attributes, because the library's first version had them.
+    # Users' subclasses may read these attributes, because the operators of `ray.util.sgd` had them.
     _world_rank, _local_rank = ReadOnlyView("world.rank"), ReadOnlyView("world.local_rank")
     _is_distributed, _device = ReadOnlyView("world.is_distributed"), ReadOnlyView("context.device")
     _use_gpu, _use_fp16, _use_tqdm = (
@@ -164,7 +164,8 @@ class RegisteringOperator(BaseOperator):
 
         All workers must call `rewrap` at the same time, between two batches: at the start of your own `train_epoch`, or
         through `trainer.apply_all_operators` between two calls. Workers that join later get the same changes. Saved
-        files do not record the changes. If a new trainer loads such a file, its operator's `setup` must make them.
+        files do not record the changes. If a new trainer loads such a file, its operator's `setup` must make the same
+        changes.
 
         Raises:
             ValueError: The gradients of the trainable parameters cannot be averaged.
@@ -175,13 +176,13 @@ class RegisteringOperator(BaseOperator):
     def _configure_ddp(
         self, models: list[torch.nn.Module], device_ids: list[int] | None, ddp_args: dict[str, Any]
     ) -> list[torch.nn.Module]:
-        """Wrap the models for distributed training. Override this method to wrap them differently."""
+        """Wrap models for distributed training, and return the wrappers. Override this method to wrap differently."""
         return [self._raysgd.parallel.wrap(model, device_ids, ddp_args) for model in models]
 
     def _configure_apex_amp(
         self, amp: Any, models: list[torch.nn.Module], optimizers: list[Any], apex_args: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Initialize Apex. Override this method to initialize Apex differently."""
+        """Initialize Apex, and return its models and optimizers. Override this method to initialize it differently."""
         models, optimizers = amp.initialize(models, optimizers, **apex_args)
         return models, optimizers
 

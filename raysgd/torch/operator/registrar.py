@@ -319,7 +319,7 @@ def _with_criterion(
     own: Sequence[torch.nn.Parameter],
     ddp_args: dict[str, Any],
 ) -> RegisteredObjects:
-    """If a criterion has parameters, wrap and record it as if it were a model.
+    """If a criterion has parameters, wrap it as if it were a model. Return the record with the wrapped criterion.
 
     Args:
         context: Rank, device and settings of the operator.
@@ -369,7 +369,7 @@ def _check_outsiders(operator: Any, context: OperatorContext, optimizers: Sequen
 def register_data(
     context: OperatorContext, train_loader: Any, validation_loader: Any, make_batch: Convert
 ) -> RegisteredData:
-    """Shard the loaders over the workers.
+    """Check the user's training and validation data, and return it prepared for this worker: sharded if possible.
 
     Args:
         context: Rank, device and settings of the operator.
@@ -392,8 +392,8 @@ def register_data(
 def global_batches(settings: TorchSettings) -> GlobalBatchRule | None:
     """Return the rule for splitting each global batch (the batch of one step of all workers) among the workers.
 
-    Return None if the trainer's options do not ask for this. In that case, a loader's batch size is the size of one
-    worker's batch.
+    Return None if no option of the trainer requires global batches. In that case, a loader's batch size is the size of
+    one worker's batch.
     """
     options = settings.batch_options
     if not options.is_global:
@@ -428,7 +428,7 @@ def _divided(
 
 
 def _of_stream(context: OperatorContext, stream: Stream, name: str) -> StreamData:
-    """Prepare a `Stream` for training or validation. Its shards are distributed over the workers.
+    """Return the data of a `Stream` for training or validation. Its shards are distributed over the workers.
 
     Raises:
         InvalidRegistrationError: The trainer's options do not support streams.

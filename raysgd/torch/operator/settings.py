@@ -27,7 +27,7 @@ class TorchSettings(ReplicaSettings):
     The docstring of `TorchTrainer` explains all fields except `may_grow`.
 
     Attributes:
-        may_grow: True to wrap the models of a single worker as for several workers, because others may join later.
+        may_grow: True to wrap models even if there is only one worker, because other workers may join later.
 
     Raises:
         ValueError: A value is invalid.
@@ -115,7 +115,7 @@ class OperatorContext:
         return [self.device.index or 0] if self.device.type == "cuda" else None
 
     def place(self, part: Any) -> Any:
-        """Move a model or criterion to the device.
+        """Move a model or criterion to the device, and return it.
 
         A module on PyTorch's meta device has no memory. It is allocated and initialized on the device, unless the
         strategy shards it later.

@@ -1,8 +1,8 @@
 """`TrainedParts`: records which parameters are frozen and which parameter groups the optimizers have.
 
-User code may change both after `setup` and then call `rewrap`. Snapshots record such changes, as lists of parameter
-names. A new worker, which has run only `setup`, makes the recorded changes, so that it trains the same parameters as
-the other workers.
+After `setup`, user code may freeze or unfreeze parameters, or add parameter groups, and then call `rewrap`. Snapshots
+record such changes, as lists of parameter names. A new worker has run only `setup`. It then makes the recorded changes,
+so that it trains the same parameters as the other workers.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class TrainedParts:
     def has_changed(self, freezes_in_batches: bool = False) -> bool:
         """Return True if parameters were frozen or unfrozen, or groups were added, since the last call to `note`.
 
-        A model whose parameters are now all frozen counts as unchanged, because user code, such as a GAN, may freeze a
-        whole model during a part of each batch.
+        If all parameters of a model are now frozen, the model counts as unchanged. The reason is that user code, such
+        as a GAN, may freeze a whole model during a part of each batch.
 
         Args:
             freezes_in_batches: True to ignore all newly frozen parameters and detect only unfrozen ones.

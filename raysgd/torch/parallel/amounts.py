@@ -8,9 +8,9 @@ amount:
 
 If a step has one batch on each rank, a communication hook multiplies the gradients by the batch's weight before they
 are sent to the other ranks: by its share of the samples (`Leg.outgoing_weight`), or by its number of labels
-(`Counted`). This works even if user code runs the backward pass. If a step has several
-batches (a *window*), a hook would see only the sum of their gradients. In this case, the loss of each batch is
-multiplied by the batch's amount, and the summed gradient is divided by the sum of all amounts before the step.
+(`Counted`). This works even if user code runs the backward pass. If a step has several batches (a *window*), a hook
+would see only the sum of their gradients. In this case, the loss of each batch is multiplied by the batch's amount, and
+the summed gradient is divided by the sum of all amounts before the step.
 
 ADR 3 explains why gradients are weighted by samples, over several batches, and by weights that users pass.
 """
@@ -33,8 +33,8 @@ class Window:
         reference: Typical amount, the same on all ranks. Each amount is divided by this number before it multiplies a
             loss. This keeps the scale of losses roughly the same.
         own: Sum of the amounts of this rank's batches so far.
-        total: Sum of the amounts of all ranks' batches so far. Computed only if the amounts are numbers of samples,
-            because each rank knows the numbers of samples of all ranks.
+        total: Sum of the amounts of all ranks' batches so far. Computed only if the amounts are numbers of samples. Of
+            other amounts, a rank has only its own.
         num_batches: Number of batches so far.
         last: Sequence number and weight of the latest batch.
         is_exchanged: True if the gradients are already averaged over the ranks, because their all-reduce was not
@@ -121,8 +121,8 @@ class Omitted:
     """Counts the samples that user code skips in an optimizer step.
 
     In the step's mean gradient, skipped samples have gradients of zero. The counts are used to correct the mean. A
-    global batch consists of the batches of all ranks at the same time. With gradient accumulation, a step has several
-    global batches.
+    global batch consists of the batches on which all ranks train at the same time. With gradient accumulation, a step
+    has several global batches.
 
     Args:
         size: Largest number of global batches in the step.
@@ -149,7 +149,7 @@ class Omitted:
         self.is_known = False
 
     def learn(self, told: Sequence[Sequence[float]]) -> None:
-        """Compute the number of samples that all ranks skip from the numbers that were received with the gradients.
+        """Compute how many samples all ranks skip, from the numbers that were received with the gradients.
 
         Args:
             told: By rank, the list of numbers that the rank sent along with its gradients.

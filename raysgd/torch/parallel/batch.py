@@ -8,10 +8,10 @@ from typing import Any
 class Batch:
     """The size and weight of one batch on one rank, and what user code and the library have done with the batch.
 
-    A leg is the part of a training call that one worker group runs. A global batch consists of the batches of all ranks
-    at the same time. A rank may split its share of a global batch into parts, each of which is a `Batch`. User code may
-    also run backward passes before the first batch of a leg and after its last batch. For those times, there is a
-    `Batch` with default arguments.
+    A leg is the part of a training call that one worker group runs. A global batch consists of the batches on which all
+    ranks train at the same time. A rank may split its share of a global batch into parts, each of which is a `Batch`.
+    User code may also run backward passes before the first batch of a leg and after its last batch. For those times,
+    there is a `Batch` that stands for no batch of the data.
 
     Args:
         weight: Factor for this rank's gradient in the mean over the ranks, if the batch is the only batch of its step.
@@ -83,7 +83,7 @@ class Batch:
         self.has_uncounted: Any = False
 
     def end(self) -> Batch:
-        """Return the `Batch` for the time after this batch, which is the last batch of the leg.
+        """End the last batch of a leg or window, and return the `Batch` for the time after it.
 
         The returned object keeps the record of this batch's backward passes.
         """

@@ -54,7 +54,9 @@ class DDP(Strategy):
     def wrap(
         self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any], init_sync: bool = True
     ) -> torch.nn.Module:
-        """Wrap a model, and copy rank 0's weights to the other ranks. Do not wrap a model without trainable parameters.
+        """Wrap a model, copy rank 0's weights to the other ranks, and return the wrapper.
+
+        A model without trainable parameters is not wrapped. The method then returns the model itself.
 
         Args:
             model: Model on this rank's device.
@@ -188,9 +190,9 @@ class DDP(Strategy):
     def further_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
         """Run another backward pass of the same batch in the `with` block, then average the gradients over the ranks.
 
-        `DistributedDataParallel` averages gradients only once after each forward pass, so it may not average those of
-        the other backward pass. This method averages the sums of old and new gradients. The old gradients are already
-        the same on all ranks, so averaging does not change their part of the sum.
+        `DistributedDataParallel` averages gradients only once after each forward pass, so the gradients of a second
+        backward pass may not be averaged. This method averages the sums of old and new gradients. The old gradients are
+        already the same on all ranks, so averaging does not change their part of the sum.
         """
         self.exchanged.clear()
         with super().further_pass(parameters):

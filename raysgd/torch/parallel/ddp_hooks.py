@@ -124,7 +124,7 @@ def without_hook(options: dict[str, Any]) -> dict[str, Any]:
 def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """Scale the gradients of a bucket, then average them with the user's hook, over the mesh, or with PyTorch.
 
-    PyTorch calls this hook for each bucket.
+    PyTorch calls this hook for each bucket, and waits for the returned future.
     """
     parallel, gradients = state.parallel, bucket.buffer()
     if bucket.is_last():
@@ -149,7 +149,10 @@ def _tracked(parallel: Strategy, begin: Callable[[Any], Any], bucket: Any) -> An
     Args:
         parallel: Strategy of this worker.
         begin: Function that starts to all-reduce a bucket, and returns a future.
-        bucket: Gradients.
+        bucket: Bucket of gradients.
+
+    Returns:
+        A future that completes or fails when the all-reduce does.
     """
     exchanges, is_last = parallel.exchanges, bucket.is_last()
     with exchanges.noting():
@@ -160,7 +163,7 @@ def _tracked(parallel: Strategy, begin: Callable[[Any], Any], bucket: Any) -> An
 
 
 def _average_at_once(parallel: Strategy, group: Group, bucket: Any) -> Any:
-    """Average the gradients of a bucket over the mesh.
+    """Average the gradients of a bucket over the mesh, and return them in a completed future.
 
     With the first bucket, this rank also sends the amount by which its batch is weighted. With the last bucket, it also
     sends its metrics.

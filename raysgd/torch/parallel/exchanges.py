@@ -1,7 +1,7 @@
 """Tracks whether the ranks' communication in an optimizer step succeeded, and exchanges metrics in each step.
 
 User code may catch the exception of a lost connection and continue. Later steps would then apply gradients that were
-not averaged. Therefore, `Exchanges.check` checks how a step's communication ended before the step counts as completed.
+not averaged. Therefore, before a step counts as completed, `Exchanges.check` checks how its communication ended.
 
 Each gradient all-reduce by `DistributedDataParallel` or Horovod reports how it ended. If no all-reduce was recorded in
 a step, the step is valid only if the connections are still open. If a rank was lost *after* the step's communication,
@@ -133,7 +133,7 @@ class Exchanges:
         self._num_made = 0
 
     def of_next_group(self) -> Exchanges:
-        """Return a new `Exchanges` for the worker group that replaces this group, without errors and counts."""
+        """Return a new `Exchanges`, without errors and counts, for the worker group that replaces this group."""
         return Exchanges(self._is_lost, self._is_broken)
 
     def track(self, future: Any, is_last: bool) -> Any:
@@ -182,7 +182,7 @@ class Exchanges:
             raise
 
     def note(self, error: BaseException) -> None:
-        """Store an exception that communication raised, if it is the step's first one that means a lost connection."""
+        """Store the step's first exception that means a lost connection. Ignore all other exceptions."""
         if self._error is None and self._is_lost(error):
             self._error = error
 

@@ -7,10 +7,10 @@ parameters to be worth a collective. Parameters outside of such blocks are gathe
 
 All ranks must take part in each forward pass of a sharded model. In training, all ranks take the same steps. In
 evaluation, however, a rank may have more batches than others, or generate a longer text. Therefore, evaluation proceeds
-in rounds. Before each forward pass, a rank tells all ranks which model it calls. Ranks that call no model, or another
-model, receive the arguments of the forward pass, run the same forward pass and discard its output. They run no code of
-the operator. A rank that has finished its batches takes part in rounds until no rank has batches left. ADR 92 discusses
-alternatives.
+in rounds. Before each forward pass, a rank announces to all ranks which model it calls. Ranks that call no model, or
+another model, receive the arguments of the forward pass, run the same forward pass and discard its output. They run no
+code of the operator. A rank that has finished its batches takes part in rounds until no rank has batches left. ADR 92
+discusses alternatives.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class FSDP(Strategy):
             return_large_blocks()  # gathered parameters are allocated and freed in each forward and backward pass
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
-        """Shard the model in place. `device_ids` and `options` are for `DistributedDataParallel` and are ignored."""
+        """Shard the model in place, and return it. `device_ids` and `options` are for DDP, and are ignored."""
         if not trainable(model):
             return self._leave_out(model)
         comes_empty = is_empty(model)
@@ -247,7 +247,7 @@ class FSDP(Strategy):
         return defer
 
     def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Return True if the gradients of earlier batches, to which a batch should add, were cleared.
+        """Return True if no parameter has a gradient from earlier batches to which the current batch can add.
 
         Always return False if communication may be deferred, because `fully_shard` then stores gradients where they
         cannot be checked.

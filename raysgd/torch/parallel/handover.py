@@ -94,7 +94,7 @@ def _moving_by_device(device: torch.device, num_bytes: int) -> ChainTransfer:
 
     Args:
         device: Device whose memory the process group can send.
-        num_bytes: Size of each buffer, and largest size of a piece of host memory.
+        num_bytes: Size of each buffer in bytes. A piece of host memory must not be larger.
     """
     sent, received = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     newest: Bytes | None = None

@@ -2,8 +2,8 @@
 
 Horovod averages gradients in the optimizer. `hvd.DistributedOptimizer` sends each gradient once a backward pass has
 computed it, and waits for the averages in `step`. raysgd waits at the end of the backward pass instead. Code between
-the backward pass and the step, such as clipping, unscaling, or a second backward pass, thus sees averaged gradients. An
-operator therefore trains the same with Horovod and with `DistributedDataParallel`.
+the backward pass and the step, such as clipping, unscaling, or a second backward pass, thus works on averaged
+gradients. An operator therefore trains the same with Horovod and with `DistributedDataParallel`.
 
 ADR 23 explains why the backward pass waits.
 """
@@ -34,7 +34,7 @@ class HorovodByHand(Strategy):
     def __init__(self) -> None:
         super().__init__()
         self._hvd = import_horovod()
-        # Horovod does not tell whether its connections are open, so assume that they are.
+        # Horovod has no function that checks whether its connections are open, so assume that they are.
         self.exchanges = Exchanges(is_connection_error, is_broken=lambda: False)
 
     def all_sum(self, tensor: torch.Tensor) -> None:
@@ -130,7 +130,7 @@ class HorovodParallel(HorovodByHand):
         return wrapped
 
     def compress(self, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Multiply a gradient by this rank's weight. Horovod calls this method before it sends the gradient."""
+        """Return a gradient times this rank's weight, and None. Horovod calls this before it sends the gradient."""
         gradient = gradient.contiguous()  # Horovod requires contiguous tensors
         weight = self.leg.outgoing_weight()
         return gradient * weight if isinstance(weight, torch.Tensor) or weight != 1.0 else gradient, None
@@ -233,8 +233,8 @@ def _adapt_class_of(wrapped: Any, plain_cls: type[torch.optim.Optimizer]) -> Non
 def _keep_in_touch(plain: torch.optim.Optimizer, wrapped: Any) -> None:
     """Let the user's plain optimizer share the wrapped optimizer's parameter groups and state.
 
-    Learning rate schedulers change the plain optimizer, and the wrapped optimizer then sees their changes. Stepping the
-    plain optimizer raises an error, because its gradients would not be averaged.
+    Learning rate schedulers change the plain optimizer, and their changes thus apply to the wrapped optimizer, too.
+    Stepping the plain optimizer raises an error, because its gradients would not be averaged.
     """
 
     def share(optimizer: Any) -> None:

@@ -30,9 +30,9 @@ class Leg:
     """Tracks the current batch and step in a leg, the part of a training call that one worker group runs.
 
     A step is an optimizer step. A window is the set of batches whose gradients are accumulated for one step. A global
-    batch consists of the batches of all ranks at the same time. With `deterministic=True`, each global batch is divided
-    into logical shards, whose number does not depend on the number of ranks. The class implements the protocol
-    `PlaceInStep`.
+    batch consists of the batches on which all ranks train at the same time. With `deterministic=True`, each global
+    batch is divided into logical shards, whose number does not depend on the number of ranks. The class implements the
+    protocol `PlaceInStep`.
 
     Args:
         window: Number of batches in a step. The last step of an epoch or a call may have fewer batches.
@@ -249,7 +249,7 @@ class Leg:
     # ------------------------------------------------------------------------------------ labels
 
     def note_labels(self, call: LossCall) -> None:
-        """Record a call to a PyTorch loss that averages over labels, so that `backward` knows their number."""
+        """Record a call to a PyTorch loss that averages over labels, so that `backward` can weight by their number."""
         if call.amount is None or not torch.is_grad_enabled():
             return
         batch = self.batch
@@ -262,7 +262,7 @@ class Leg:
     def check_labels(self) -> None:
         """Raise if the batch's loss weights or ignores labels and user code passed no weight for the batch.
 
-        Labels on a device are checked when the call ends, because checking them here would wait for the device.
+        Labels on a GPU are checked when the call ends, because checking them here would wait for the GPU.
         """
         batch = self.batch
         if batch.has_uncounted is not False and self.has_several_batches:

@@ -1,9 +1,9 @@
 """Adds up gradients in an order that does not depend on the number of ranks, for `deterministic=True`.
 
-Floating-point sums depend on the order of the summands. Therefore, a global batch, the batch of all ranks together, is
-cut into a number of logical shards that does not depend on the number of ranks. Each rank computes the gradients of
-some shards, one after another, and stores each shard's gradient as one row of a matrix. Then the rows of all ranks are
-added in the order of the shards. On CPUs, each rank adds up one section of all rows and sends that section's sum to all
+Floating-point sums depend on the order of the summands. Therefore, each global batch (the batch of all ranks together)
+is cut into the same number of logical shards, however many ranks there are. Each rank computes the gradients of some
+shards, one after another, and stores each shard's gradient as one row of a matrix. Then the rows of all ranks are added
+in the order of the shards. On CPUs, each rank adds up one section of all rows and sends the sum of this section to all
 ranks. The result is bit-identical for any number of ranks.
 
 ADR 98 explains why the number of shards is fixed, and what that costs.

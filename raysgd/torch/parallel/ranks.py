@@ -44,7 +44,7 @@ class RankSums:
     def start_sum(self) -> Summation:
         """Function that starts to sum a tensor over the ranks, in the background.
 
-        The first read creates a process group, so all ranks must do it together.
+        The first read creates a process group, so all ranks must read this property for the first time together.
         """
         return self._parallel.summation()
 

@@ -3,8 +3,9 @@
 The loss of a batch is the mean over its samples, and an all-reduce takes the unweighted mean of the ranks' gradients.
 If the ranks' batches differ in size, that mean is not the mean over all samples. Therefore, a communication hook first
 multiplies each rank's gradient by a weight proportional to the rank's number of samples (`Batch.weight`, nearly always
-1.0). With gradient accumulation, a hook would see the sum of several batches' gradients. In this case, the library
-weights the losses instead, which requires that it runs the backward pass. See `raysgd.torch.parallel.amounts`.
+1.0). With gradient accumulation, a hook would get the sum of several batches' gradients. In this case, the library
+weights the losses instead. This requires that the library, not user code, runs the backward pass. See
+`raysgd.torch.parallel.amounts`.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Strategy:
         return optimizer
 
     def _leave_out(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Copy rank 0's values to all ranks for a model without trainable parameters. Such a model is not wrapped."""
+        """Copy rank 0's values into a model without trainable parameters, and return the model without a wrapper."""
         take_from_first((*(model.parameters() if self.shares_frozen else ()), *model.buffers()))
         self._left_out.append(model)
         return model
@@ -114,7 +115,7 @@ class Strategy:
                 repeat_first(model.buffers())
 
     def rebind_optimizers(self, optimizers: Sequence[Any]) -> None:
-        """Replace the parameters in the optimizers with those of the wrapped models, if wrapping replaced them."""
+        """If wrapping has replaced the models' parameters, replace them in the optimizers, too."""
 
     def begin_leg(
         self,
@@ -128,8 +129,8 @@ class Strategy:
 
         Args:
             models: Wrapped models.
-            may_run_backward: True if user code may run backward passes. It may then catch their exceptions, so each
-                step checks whether its gradient communication succeeded.
+            may_run_backward: True if user code may run backward passes. User code may catch exceptions that a backward
+                pass raises. Therefore, each step then checks whether its gradient communication succeeded.
             may_defer: True if the gradients of all batches of a step may be all-reduced together, in the last batch.
             options: Further arguments of `Leg`.
         """
@@ -272,7 +273,7 @@ class Strategy:
         """Average gradients whose all-reduce was deferred to a later batch, if no later batch has followed."""
 
     def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Return True if the gradients that earlier batches accumulated, to which a batch should add, were cleared."""
+        """Return True if no parameter has a gradient from earlier batches to which the current batch can add."""
         return all(parameter.grad is None for parameter in parameters)
 
     @contextmanager

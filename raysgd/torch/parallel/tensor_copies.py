@@ -40,7 +40,7 @@ class TensorCopies:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Restore the values of the copied tensors. If user code replaced a tensor's `data`, restore that first."""
+        """Restore the values of the copied tensors. If user code replaced a tensor's `data`, first undo this."""
         for tensor, place in zip(self._tensors, self._places, strict=True):
             if tensor.data_ptr() != place.data_ptr() or tensor.shape != place.shape:
                 tensor.data = place
@@ -88,9 +88,9 @@ def digest_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lacks_memory(models: Sequence[torch.nn.Module], num_sharing: int, unchanging: Collection[int] = ()) -> str | None:
-    """Check whether there is enough memory to copy all state. Return None if there is.
+    """Return None if there is enough memory to copy all state; otherwise a description of the needed and free memory.
 
-    If copying needs more than half of the free memory, return a description of the needed and the free memory.
+    There is enough if the copies need at most half of the free memory, or if the free memory is unknown.
 
     Args:
         models: Modules that are trained. Their optimizers are assumed to have as much state as Adam.

@@ -173,8 +173,8 @@ class Undo:
     Attributes:
         copies_all: True if all state is copied before each batch.
         repeats: True if a batch may be repeated after a failure.
-        is_told_of_batches: True if `begin_step` is called before each batch. It is not necessary if no batch is
-            repeated and no gradients are kept.
+        is_told_of_batches: True if `begin_step` must be called before each batch. False if no batch is repeated and no
+            gradients are kept.
     """
 
     def __init__(
@@ -342,7 +342,7 @@ class Undo:
     def note_return(self) -> None:
         """When user code has finished a batch, check whether the code started collectives after an optimizer step.
 
-        If it did, all state is copied before each later batch. Collectives after this call come from the library.
+        If it did, all state is copied before each later batch. Collectives after `note_return` come from the library.
         """
         batch = self._batch
         if batch is not None and batch.num_collectives is not None:
@@ -378,7 +378,7 @@ class Undo:
     def can_put_back(self, has_broken: bool) -> bool:
         """Return True if the state from before the batch is unchanged, or if `put_back` can restore it.
 
-        If no batch has begun since the last boundary, return True unless an optimizer has stepped.
+        If no batch has begun since the last boundary, only the optimizers matter: return True if none has stepped.
 
         Args:
             has_broken: True if one of the all-reduces that `note_exchange` recorded for the batch has failed.
@@ -397,8 +397,8 @@ class Undo:
     def put_back(self) -> None:
         """Restore the state from before the batch. Call this only if `can_put_back` returns True.
 
-        Gradients that the batch has computed are discarded, except those of parameters whose gradients waited before
-        the batch.
+        Gradients that the batch has computed are discarded. Gradients from before the batch are restored, if no
+        optimizer had stepped with them.
         """
         if self.is_told_of_batches and not self.has_begun:
             return

@@ -24,10 +24,10 @@ _NOTHING = nullcontext()
 
 
 def _silenced(parameters: Iterable[torch.Tensor]) -> ExitStack:
-    """Replace gradients with 0 in the `with` block. Used for a batch with weight 0, because its loss may be NaN.
+    """Return a context manager that sets gradients to 0. Used for a batch with weight 0, because its loss may be NaN.
 
-    A hook may get None instead of a gradient: with `find_unused_parameters=True`, `DistributedDataParallel` passes None
-    for outputs that no loss uses.
+    Hooks on the parameters replace the gradients. A hook may get None instead of a gradient: with
+    `find_unused_parameters=True`, `DistributedDataParallel` passes None for outputs that no loss uses.
     """
     handles = ExitStack()
     for tensor in parameters:
@@ -39,7 +39,8 @@ def _silenced(parameters: Iterable[torch.Tensor]) -> ExitStack:
 class Gradients:
     """Computes the gradients of optimizer steps, and steps the optimizers.
 
-    A step's gradient equals that of one batch with all samples of the step, from all ranks and accumulated batches.
+    A step's gradient equals the gradient of one large batch with all samples of the step. These are the samples of all
+    accumulated batches on all ranks.
     """
 
     def __init__(self, precision: Precision, parallel: Strategy, hooks: OptimizerHooks, once: Once) -> None:
@@ -152,7 +153,7 @@ class Gradients:
 
         Args:
             chosen: Optimizers that the loss trains.
-            bystanders: Other optimizers. Their gradients are cleared if those of the first chosen optimizer are.
+            bystanders: Other optimizers. Their gradients are cleared if the first chosen optimizer's are cleared.
 
         Raises:
             ValueError: Gradients that the batch adds to were cleared, or an optimizer may have stepped with them.
@@ -186,7 +187,7 @@ class Gradients:
             )
 
     def _compute_shard(self, loss: torch.Tensor, optimizers: list[Any], trained: list[torch.Tensor]) -> None:
-        """Compute the gradients of a logical shard, a fixed fraction of a global batch that `deterministic=True` uses.
+        """Compute the gradients of a logical shard. With `deterministic=True`, global batches are cut into such shards.
 
         After the last shard of the step, sum the gradients of all shards over all ranks.
         """
@@ -217,7 +218,7 @@ class Gradients:
         the weight is 0 because the loss ignores all labels, keep gradients of 0, as in a single process.
 
         Raises:
-            ValueError: User code skips samples on this rank, and the ranks cannot tell each other how many.
+            ValueError: User code skips samples on this rank, but the ranks have not sent each other how many they skip.
         """
         leg, num_ranks, correction = self._parallel.leg, self._parallel.num_ranks, 1.0
         window, omitted, parameters = leg.waiting, leg.omitted, self._precision.parameters(optimizer)

@@ -100,9 +100,12 @@ class OptimizerHooks:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pass an optimizer's gradients to callbacks and clip them. PyTorch calls this hook before each step.
 
+        If the step has a closure, return the step's arguments with a new closure, which clips the gradients after each
+        call to the old closure. Otherwise, return None, so that the arguments stay unchanged.
+
         Raises:
-            ValueError: The step has a closure, which can use only this rank's one batch, and the step needs several
-                batches or ranks.
+            ValueError: The step has a closure. A closure computes gradients from a single batch of this rank, but the
+                step needs several batches or ranks.
         """
         self._about_to_step.discard(id(optimizer))
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -168,7 +171,7 @@ def tells_of_steps(optimizer: Any) -> bool:
 def _unscale_for_step(optimizer: Any) -> None:
     """Unscale the gradients of a fused optimizer before its step, so that they can be clipped.
 
-    Otherwise, a fused optimizer unscales its gradients during the step.
+    A fused optimizer would otherwise unscale its gradients during the step, after they were clipped.
     """
     scale = getattr(optimizer, "grad_scale", None)
     if scale is None:

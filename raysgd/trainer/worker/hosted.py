@@ -73,12 +73,12 @@ class HostedOperator(ABC):
     def build(self) -> RunnerFacts:
         """Create the operator, its loop and its state. This runs the user's `setup`.
 
-        Return what the driver must know about the operator, such as the number of models.
+        Return the facts about the operator that the driver needs, such as the number of models.
         """
 
     @abstractmethod
     def facts(self) -> RunnerFacts:
-        """Return what the driver must know about the operator, such as the number of models."""
+        """Return the facts about the operator that the driver needs, such as the number of models."""
 
     @abstractmethod
     def warm_up(self) -> None:
@@ -106,7 +106,7 @@ class HostedOperator(ABC):
 
     @abstractmethod
     def receive(self, source: int, takers: Sequence[int]) -> Any:
-        """Receive the training state that another rank sends.
+        """Receive the training state that another rank sends, and return it.
 
         Args:
             source: The rank that sends the state.
@@ -118,7 +118,7 @@ class HostedOperator(ABC):
         """Called in a new group of workers when all ranks have the same training state."""
 
     def names_of_all(self) -> Collection[str] | None:
-        """Gather the names of all ranks in the group. Return None if this framework does not gather names."""
+        """Return the names of all ranks in the group. Return None if this framework does not gather the names."""
         return None
 
     def set_timers(self, profile: bool) -> None:
@@ -157,7 +157,7 @@ class HostedOperator(ABC):
         """Return this worker's current progress, and how its time was spent. A second thread may call this method.
 
         Args:
-            phase: What the worker is doing.
+            phase: What the worker is doing, such as "training".
             step: Number of completed steps of the training call, or -1 between calls.
             num_samples: Number of samples that this rank has used in the call.
             snapshot: Number of steps after which the newest snapshot inside the call was taken.

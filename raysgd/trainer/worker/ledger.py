@@ -130,7 +130,7 @@ class Ledger:
         self.enter(DRIVER)
 
     def timing(self, batches: Iterator[ItemT]) -> Iterator[ItemT]:
-        """Yield the batches, and measure the time.
+        """Yield the batches, and measure how long it takes to draw each batch and to train on it.
 
         Drawing a batch counts as waiting for data. The time from then until the next batch is drawn counts as a
         training step.
@@ -158,7 +158,8 @@ class Ledger:
         """Return a context manager that assigns the time of its block to communication with the other ranks.
 
         Args:
-            group: Communication group of the ranks. Its `waited_s` is how long this rank has waited for other ranks.
+            group: Communication group of the ranks. Its attribute `waited_s` counts the seconds that this rank has
+                waited for other ranks.
         """
         return _Exchange(self, group)
 

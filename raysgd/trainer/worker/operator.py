@@ -1,8 +1,8 @@
 """Base class of the PyTorch and TensorFlow training operators, which users subclass.
 
 Users set attributes of any name on their operators. To avoid collisions, the library stores its own data in a single
-attribute, `_raysgd`. Earlier versions used other private attributes, which some users' subclasses read. These
-attributes still exist, as read-only views of values in `_raysgd`.
+attribute, `_raysgd`. The operators of `ray.util.sgd` had other private attributes, which some users' subclasses read.
+These attributes still exist, as read-only views of values in `_raysgd`.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Internals:
         raise NotImplementedError
 
     def completed(self, metrics: Any, batch: Any) -> Any:
-        """Add the logged metrics to the metrics of a batch, and the number of samples if it is missing.
+        """Return the metrics of a batch, with the logged metrics and, if it was missing, the number of samples added.
 
         Args:
             metrics: The metrics that the operator's method returned. A value that is not a dict is returned unchanged.

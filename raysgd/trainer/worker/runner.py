@@ -50,7 +50,7 @@ class ClassRunner(ReplicaCalls, ABC):
     def setup(self) -> Any:
         """Create the operator, which runs the user's `setup`, and apply later changes of the config.
 
-        Return what the driver must know about the operator, a `RunnerFacts`.
+        Return the facts about the operator that the driver needs, a `RunnerFacts`.
 
         Raises:
             NotRegisteredError: `setup` did not register a model.
@@ -70,7 +70,7 @@ class ClassRunner(ReplicaCalls, ABC):
     def renew(self, settings: Any, world: World | None = None) -> Any:
         """Replace the operator by a new one that is created from new settings, in the same process and group.
 
-        Return what the driver must know about the new operator, as `setup` does.
+        Return the facts about the new operator that the driver needs, as `setup` does.
 
         Args:
             settings: The new settings.
@@ -123,8 +123,8 @@ class ClassRunner(ReplicaCalls, ABC):
             settings: Settings with the edited class.
 
         Returns:
-            What the driver must know about the new operator, and the hyperparameters that its `setup` sets to other
-            values than the old operator's `setup`.
+            The facts about the new operator that the driver needs, and the hyperparameters that its `setup` sets to
+            other values than the old operator's `setup`.
 
         Raises:
             ValueError: The training state does not match the new operator.
@@ -142,7 +142,7 @@ class ClassRunner(ReplicaCalls, ABC):
         return facts, hosted.edited_by(candidate)
 
     def finish_reload(self, revision: int, edited: Any) -> RunnerFacts | None:
-        """Switch to the operator that `prepare_reload` created. Return what the driver must know about the operator.
+        """Switch to the operator that `prepare_reload` created. Return the facts about it that the driver needs.
 
         Return None if `prepare_reload` has not run in this worker.
 
@@ -179,9 +179,9 @@ class ClassRunner(ReplicaCalls, ABC):
         return self._hosted.state.read()
 
     def capture(self, landed_token: int | None) -> Capture:
-        """Copy the training state between two calls.
+        """Copy the training state between two calls, and return this rank's part of the snapshot.
 
-        Rank 0 copies the state that all ranks share. Every rank copies the state that only this rank has.
+        Rank 0 copies the state that all ranks share. In addition, every rank copies the state that only it has.
 
         Args:
             landed_token: Token of the last copy that has arrived in the driver, or None if no copy has.
@@ -228,7 +228,7 @@ class ClassRunner(ReplicaCalls, ABC):
         self._copies.clear()
 
     def regroup(self, world: World, handover: StateHandover) -> Any:
-        """Continue in a new group of workers. Return what the driver must know about the operator.
+        """Continue in a new group of workers. Return the facts about the operator that the driver needs.
 
         Args:
             world: This worker's rank in the new group, and the number of workers.

@@ -92,12 +92,15 @@ class ReplicaCalls:
             request: The driver's request to train.
             share: This worker's shard of a dataset that the driver has divided. None if the driver divides no dataset,
                 or if this worker already has its shard.
+
+        Returns:
+            This worker's answer to the driver, or a `HeldAtStep` if the call stopped between two steps.
         """
         hosted, loop = self._hosted, self._hosted.loop
         # If this call fails before it starts, `_training` stays None; there is no call to resume then.
         raised, self._training = self._unfinished, None
         if raised is not None and raised.stream is hosted.feed.train_stream is not None:
-            # The user's code raised an error in the last call: train on that batch again.
+            # The user's code raised an error in the last call. Train again on the batch in which the error occurred.
             hosted.feed.go_to(hosted.feed.epoch, hosted.feed.position())
         self._ledger.begin_call()
         loop.begin_call()
@@ -118,6 +121,9 @@ class ReplicaCalls:
         Args:
             request: The request of the call to continue.
             share: See `train_epoch`.
+
+        Returns:
+            See `train_epoch`.
         """
         call = run_of(self._training, request.call)
         # None means that this rank had not begun the call when it was interrupted.
@@ -133,6 +139,9 @@ class ReplicaCalls:
                 adds to its own metrics.
             request: The driver's request to train.
             share: See `train_epoch`.
+
+        Returns:
+            See `train_epoch`.
         """
         loop, call = self._hosted.loop, self._unfinished
         if not (begun.is_exhausted or loop.stream(request).is_mid_pass):
@@ -157,13 +166,16 @@ class ReplicaCalls:
     def go_on_left(self, begun: BegunEpoch, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
         """Continue a `resume_left` call that was interrupted or paused.
 
-        If this worker had not begun the call, begin it now. See `resume_left` for the arguments.
+        If this worker had not begun the call, begin it now. See `resume_left` for the arguments and the return value.
         """
         has_begun = run_of(self._training, request.call) is not None
         return self.resume_epoch(request, share) if has_begun else self.resume_left(begun, request, share)
 
     def capture_here(self) -> Capture:
-        """Copy the training state as it is after the last completed step. See `RegroupingReplica`."""
+        """Copy the training state after the last completed step, and return this rank's part of the copy.
+
+        See `RegroupingReplica`.
+        """
         call, hosted = self._unfinished, self._hosted
         if call is None or not call.can_move:
             return self._copies.after_call(hosted.state, hosted.world.rank, None)
@@ -187,9 +199,10 @@ class ReplicaCalls:
         return ReplicaProgress(call.num_completed, loop.is_whole, obstacle, loop.progress_text())
 
     def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
-        """Propose a step after which this worker stops training if all other ranks agree.
+        """Propose that this worker stops training after a step, if all other ranks agree.
 
-        The worker's second thread calls this method. See `RegroupingReplica`.
+        Return the step, as a number of completed steps; None if this worker cannot stop there. The worker's second
+        thread calls this method. See `RegroupingReplica` for the arguments.
         """
         # Ignore a proposal that arrives too late. No outcome would follow, so training would wait at the step forever.
         if number <= self._last_hold[0]:
@@ -255,7 +268,7 @@ class ReplicaCalls:
         return call
 
     def _settle_call(self, present: Collection[str] | None, left: Iterable[RunState]) -> None:
-        """Keep the metrics of ranks that are missing from the new group of workers in which the call continues.
+        """Keep the metrics of ranks that are missing from the new group of workers, because the call continues there.
 
         Args:
             present: Names of the ranks in the new group, or None if the names are unknown. Ranks that are not in the
@@ -270,7 +283,7 @@ class ReplicaCalls:
     # ------------------------------------------------------------------------------------ validation and prediction
 
     def validate(self, request: EpochRequest, share: Any = None) -> EpochAnswer:
-        """Run the operator's `validate` once.
+        """Run the operator's `validate` once, and return this worker's answer to the driver.
 
         Args:
             request: The driver's request to validate.
@@ -355,7 +368,7 @@ class ReplicaCalls:
         return hosted.heartbeat("training", call.num_completed, hosted.loop.num_samples(call), self._copies.newest)
 
     def joint_work_of(self, error: BaseException) -> JointWork | None:
-        """Return the record of this rank's actions in the call that all ranks must take in the same order.
+        """Return the record of this rank's joint actions: those that all ranks must take in the same order in a call.
 
         Return None if `error` cannot come from ranks that took different actions.
         """

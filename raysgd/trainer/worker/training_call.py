@@ -1,6 +1,6 @@
 """`TrainingCall`: one `train` call on one worker, from its first step to its answer.
 
-After workers are lost, the call continues in the surviving workers. Each new call is a new object.
+After workers are lost, the call continues in the surviving workers. Each new call gets a new `TrainingCall`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from raysgd.trainer.worker.state.copies import StateCopies
 
 
 class TrainingCall(EpochRun):
-    """A `train` call of this worker, which runs the operator's `train_epoch` until the call is answered.
+    """A `train` call on this worker. It runs the operator's `train_epoch`, again after each interruption.
 
     A call that was interrupted by a failure, or paused, continues after its last completed step. A finished call is
     kept until the next one begins, because another rank may not have finished it.
@@ -34,8 +34,8 @@ class TrainingCall(EpochRun):
     Args:
         hosted: The operator to train.
         copies: Takes the snapshots inside the call.
-        begun: Says which call this is, where it starts, and how many steps it takes. The steps that are completed there
-            are ignored; use `take_over` to continue after them.
+        begun: Says which call this is, in which epoch it starts, and how many steps it takes. Its number of completed
+            steps is ignored. To continue after these steps, call `take_over`.
 
     Attributes:
         info: The `info` dictionary that is passed to the operator's `train_epoch`. Set while it runs.
@@ -57,6 +57,9 @@ class TrainingCall(EpochRun):
         Args:
             request: The request of this call.
             share: This worker's new shard of a dataset that the driver has divided. None if there is none.
+
+        Returns:
+            This rank's answer to the driver, or a `HeldAtStep` if the call stopped between two steps.
         """
         loop = self._hosted.loop
         if self.answer is not None:
@@ -72,6 +75,9 @@ class TrainingCall(EpochRun):
         Args:
             stream: Stream from which the batches come.
             request: The driver's request to train.
+
+        Returns:
+            See `resume`.
         """
         hosted, loop, feed, operator = self._hosted, self._hosted.loop, self._hosted.feed, self._hosted.operator
         internals = operator._raysgd
@@ -129,9 +135,9 @@ class TrainingCall(EpochRun):
         return self._end(returned, request, place=feed.place_of_call(stream))
 
     def _where(self, stream: Any, request: EpochRequest) -> dict[str, Any]:
-        """Describe the position in the training data from which this group of workers continues the epoch.
+        """Return the position in the training data from which this group of workers continues the epoch, as plain data.
 
-        The description goes into the run's journal. `raysgd.replay` uses it to find the samples of each step.
+        The returned dict goes into the run's journal. `raysgd.replay` uses it to find the samples of each step.
         """
         hosted, operator, feed = self._hosted, self._hosted.operator, self._hosted.feed
         is_begun, place = stream.is_mid_pass, cast("Any", hosted.loop.place)
@@ -181,7 +187,10 @@ class TrainingCall(EpochRun):
         return hosted.epoch_obstacle is None and hosted.feed.obstacle_of_call(self.stream) is None
 
     def snapshot(self) -> Capture:
-        """Copy the training state after the last completed step, with the progress and the metrics of the call."""
+        """Copy the training state after the last completed step, and return this rank's part of the snapshot.
+
+        The part includes the progress and the metrics of the call.
+        """
         self._note_place()
         return self._copies.inside_call(self._hosted.state, self._hosted.world.rank, self.state(with_metrics=True))
 

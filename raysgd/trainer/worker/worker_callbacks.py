@@ -90,10 +90,10 @@ class InstalledCallbacks:
             call_event(each, "_on_leg", operator, describe())
 
     def after_batch(self, operator: Any, step: PlaceInStep) -> Callable[[Any], Any] | None:
-        """Return a function that must be called with the metrics of each batch, to call `on_step_end` of callbacks.
+        """Return a function to call with the metrics of each batch. After each step, it calls callbacks' `on_step_end`.
 
-        The function returns the metrics with the entries that callbacks added. Return None if no callback overrides
-        `on_step_end`.
+        The function returns the metrics with the entries that callbacks added. If no callback overrides `on_step_end`,
+        this method returns None instead of a function.
 
         Args:
             operator: The training operator.
@@ -125,7 +125,7 @@ class InstalledCallbacks:
 
     @contextmanager
     def listening(self, operator: Any) -> Iterator[None]:
-        """Inside the block, let optimizer steps call the installed callbacks."""
+        """Inside the block, call the installed callbacks before and after each optimizer step."""
         self._listen(self._with("on_gradients"), self._with("on_optimizer_step"))
         self._operator = operator
         try:
@@ -211,7 +211,7 @@ class InstalledCallbacks:
     def apply(self, state: Mapping[str, Any], operator: Any) -> None:
         """Load the callbacks' states from a state dict.
 
-        For a callback whose state is missing there, `on_begin` is called, so that the callback starts over.
+        If a callback's state is missing there, call `on_begin` of the callback, so that it starts over.
         """
         without = self._claim(copy.deepcopy(dict(state.get(CALLBACKS, {}))))
         for each in without:
@@ -250,8 +250,8 @@ def _after_step(callbacks: Sequence[WorkerCallback], operator: Any, metrics: Any
 def _over_batches(meters: AverageMeterCollection, metrics: Any, is_last: bool) -> Any:
     """Average metrics over the batches of a step, whose gradients add up.
 
-    After the last batch, return the averages and their weights. A metric that cannot be averaged has the value of the
-    last batch.
+    After the last batch, return the averages and their weights. Before that, return the metrics of the batch. A metric
+    that cannot be averaged has the value of the last batch.
 
     Args:
         meters: Collection in which the step's metrics are accumulated.

@@ -1,8 +1,8 @@
 """Adds the number of samples, and the metrics passed to `self.log`, to what the operator's `train_batch` returns.
 
-The same is done for `validate_batch`. For this, the operator's method is replaced by a wrapper, which is also called if
-the user writes the training loop. The wrapper adds to the result only after the user's method has returned, because
-that method may do arithmetic on the result of the library's default method.
+The same is done for `validate_batch`. A wrapper replaces the operator's method, so that the entries are also added in a
+training loop that the user wrote. The wrapper adds them only after the user's method has returned, because that method
+may do arithmetic on the result of the library's default method.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def with_logged(metrics: Mapping[str, Any], logged: MutableMapping[str, Any]) ->
 
 
 def set_apart(internals: Any) -> None:
-    """Move the metrics that were logged since the last batch to `logged_outside`.
+    """Move the metrics logged since the last batch to `logged_outside`.
 
     They were logged outside any batch, and are added to the result of the whole `train` or `validate` call.
     """
@@ -95,7 +95,8 @@ def around_batches(
         name: Name of the method, "train_batch" or "validate_batch".
         place: The worker's position in the current step. It says whether the batch is padding, whose samples do not
             count.
-        after: Function that receives the metrics of each batch and returns the metrics to use instead, or None.
+        after: Function that receives the metrics of each batch and returns the metrics to use instead. None to use the
+            metrics unchanged.
     """
     internals, method, was_set = operator._raysgd, getattr(operator, name), name in vars(operator)
 

@@ -37,7 +37,7 @@ class BatchInStep(Protocol):
 
     @property
     def is_boundary(self) -> bool:
-        """True if the optimizer steps after this batch, which may be the last of several whose gradients add up."""
+        """True if the optimizer steps after this batch. With gradient accumulation, this is a step's last batch."""
 
 
 class PlaceInStep(Protocol):
@@ -56,7 +56,7 @@ class PlaceInStep(Protocol):
         """The most recent batch that the stream yielded."""
 
     def skip(self) -> None:
-        """Take the most recent batch out of the training step."""
+        """Leave the most recent batch out of training."""
 
     def confirm(self) -> None:
         """Raise an error if the group of workers broke during the current step.
@@ -80,7 +80,7 @@ class _OpenPass(Generic[ItemT]):
 
     Attributes:
         items: Iterator over the items that have not been drawn yet.
-        ahead: Items that were drawn from `items` but not yielded yet. None among them marks the end of the pass.
+        ahead: Items that were drawn from `items` but not yielded yet. An element None marks the end of the pass.
     """
 
     def __init__(self, items: Iterator[ItemT]) -> None:

@@ -38,7 +38,7 @@ RunT = TypeVar("RunT", bound=NumberedRun)
 
 
 def run_of(kept: RunT | None, call: int) -> RunT | None:
-    """Return the record that a rank has kept if it belongs to the call with this number. Otherwise, return None.
+    """Return a rank's last record if it belongs to the training call with the number `call`; otherwise None.
 
     Args:
         kept: The rank's last record, or None.
@@ -71,7 +71,7 @@ class Gate:
         self._changed = threading.Condition()
 
     def propose(self, at: int, completed: Callable[[], int]) -> bool:
-        """Propose to stop training after `at` steps. Return False if this rank may already be past that step.
+        """Propose to stop training after `at` steps. Return False if this rank may already have begun the next step.
 
         Args:
             at: Number of completed steps of the call at which to stop.
@@ -80,7 +80,7 @@ class Gate:
         with self._changed:
             self.proposed, self._is_agreed = at, None
             # `proposed` is set before this check. If the training thread completes the step after the check, it
-            # therefore sees the proposal.
+            # therefore finds the proposal, and waits until the ranks have agreed or not.
             if completed() < at:
                 return True
             self.proposed = None

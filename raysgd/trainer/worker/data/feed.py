@@ -106,7 +106,7 @@ class DataFeed(ABC):
         """
 
     def obstacle_of_call(self, stream: Any) -> str | None:
-        """Return the reason why a call cannot resume partway through data that the user passed to the call.
+        """Return the reason why a call cannot resume partway through the data that was passed to it.
 
         Return None if the call can resume, or if it uses registered data.
         """
@@ -151,8 +151,8 @@ class DataFeed(ABC):
 
         Args:
             request: The driver's request to train.
-            is_begun: Whether the call was interrupted and now continues. The pass over data that was passed to the call
-                is then already counted.
+            is_begun: Whether the call was interrupted and now continues. If the user passed data to the call, the pass
+                over this data is then already counted.
         """
         epoch = self.epoch
         with OnFailure(lambda: self._count(epoch)):  # if the call cannot start, do not count a pass for it
@@ -225,14 +225,14 @@ class DataFeed(ABC):
         return made
 
     def is_divided(self, stream: Any) -> bool:
-        """Return True for the stream of registered data if the library divides that data over the workers.
+        """Return True if a stream reads the registered data, and the library divides that data over the workers.
 
         The position in the stream is then valid for any number of workers.
         """
         return stream is self.train_stream and has_divided_source(stream)
 
     def break_off(self) -> None:
-        """Discard the step that was interrupted in each stream, so that the batches of the step are yielded again."""
+        """In each stream, discard an interrupted step, so that the batches of this step are yielded again."""
         for stream in (self.train_stream, self._of_call[1]):
             if stream is not None:
                 stream.break_off()
@@ -293,7 +293,7 @@ class DataFeed(ABC):
         }
 
     def check_position(self, position: Mapping[str, Any] | None) -> None:
-        """Check that training can continue at a saved position, if the operator has registered a `StreamData`.
+        """If the operator has registered a `StreamData`, check that training can continue at a saved position in it.
 
         Raises:
             ValueError: The position is invalid for the registered stream.
@@ -305,7 +305,7 @@ class DataFeed(ABC):
         """Let the next call continue from a saved position, with new streams.
 
         Args:
-            epoch: Number of passes over the training data that had started.
+            epoch: Number of passes over the training data that had started when the position was saved.
             position: The saved position, or None to start with a new pass.
         """
         self.close()

@@ -129,7 +129,7 @@ class Loop:
         return self._feed.samples_used()
 
     def progress_text(self) -> str:
-        """Describe for the log which samples of an interrupted training call are repeated."""
+        """Return a text for the log about the repeated samples of an interrupted call. Empty if these are unknown."""
         data = self.samples_used()
         return "" if data is None else f"no sample lost, {data.in_flight} in flight are repeated ({data})"
 

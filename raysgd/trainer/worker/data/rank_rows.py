@@ -1,8 +1,8 @@
 """Exchanges metrics between ranks in every step, so that the metrics of a lost worker are not lost with it.
 
-In every step, before the optimizer steps, each rank sends the metrics that it has measured so far to all other ranks.
-This message is called the rank's row. A row has named parts, and each part has values and a layout, which says what the
-values mean. A rank sends its layout only when the layout changes, which is rare.
+In every step, before the optimizer steps, each rank sends all other ranks the metrics that it has measured so far. This
+message is called the rank's row. A row has named parts. Each part has values, and a layout that says what the values
+mean. A rank sends its layout only when the layout changes, which is rare.
 
 A rank that completes a step has received the rows of all ranks for that step. If a worker is lost, the surviving ranks
 have its metrics from its last row. Ranks also keep the rows of the step before, because they continue from that step if
@@ -123,7 +123,7 @@ class RankRows:
 
     Attributes:
         name: Name of this rank.
-        lost: The metrics of lost ranks, by rank name, as of the last step that counts.
+        lost: The metrics of lost ranks, by rank name, as of the last completed step.
     """
 
     def __init__(self, name: str) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.trainer.worker.ledger import Ledger
 
-# A training state up to this size is sent to the driver with the answer to a call, because another call would cost
-# more.
+# A training state up to this size, in bytes, is sent to the driver with the answer to a call. A second call to fetch
+# the state would take longer.
 _INLINE_BYTES = 65536
 
 
@@ -58,7 +58,9 @@ class StateCopies:
         self.newest = 0
 
     def after_call(self, state: Any, rank: int, landed_token: int | None) -> Capture:
-        """Copy the training state between two calls, and store the copy until the driver fetches it.
+        """Copy the training state between two calls, and return this rank's part of the snapshot.
+
+        A large copy is not in the returned part, but is stored here until the driver fetches it.
 
         Args:
             state: The `ReplicaState` of this worker.
@@ -75,7 +77,9 @@ class StateCopies:
             return part
 
     def inside_call(self, state: Any, rank: int, progress: Any) -> Capture:
-        """Copy the training state inside a training call. Discard older copies that the driver has not requested.
+        """Copy the training state inside a training call, and return this rank's part of the snapshot.
+
+        Older copies that the driver has not requested are discarded.
 
         Args:
             state: The `ReplicaState` of this worker.
@@ -88,10 +92,10 @@ class StateCopies:
             return self._with(state.copy_for_driver(rank), Capture(state.own(), progress=progress))
 
     def _with(self, copy: StateCopy | None, part: Capture) -> Capture:
-        """Add a copy of the state that all ranks share to this rank's part of a snapshot.
+        """Return this rank's part of a snapshot, with a copy of the shared state, or with the token of such a copy.
 
         A small copy is added directly. For a large copy, only the token is added; the copy itself is stored in this
-        object.
+        object. If `copy` is None, nothing is added.
         """
         if copy is None:
             return part

@@ -65,7 +65,7 @@ class ReplicaState(ABC):
 
     @abstractmethod
     def copy_for_driver(self, rank: int) -> StateCopy | None:
-        """Copy the state that all ranks share, to send the copy to the driver.
+        """Return a copy of the state that all ranks share, to send it to the driver.
 
         Rank 0 copies the whole state, and other ranks return None. If the state is sharded over the ranks, every rank
         copies its shard.
@@ -84,7 +84,7 @@ class ReplicaState(ABC):
         """Load the state that only this rank has: the states of its random number generators."""
 
     def decoded(self, state: Any) -> Mapping[str, Any]:
-        """Convert a copy that was made for the driver back to a state dict."""
+        """Return the state dict in a copy that was made for the driver."""
         decoded: Mapping[str, Any] = state
         return decoded
 

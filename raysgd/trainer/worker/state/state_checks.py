@@ -1,4 +1,4 @@
-"""Checks that a saved training state can be loaded. They run before any state is replaced."""
+"""Checks that a saved training state can be loaded. The checks run before any state is replaced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_COUNT = 2**62
 
 
 def require(holds: bool, finding: str) -> None:
-    """Raise an error about a state dict if a condition that the state dict must meet is not met.
+    """Raise an error if a state dict does not meet a condition.
 
     Args:
         holds: Whether the condition is met.
