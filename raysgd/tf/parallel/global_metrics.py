@@ -158,9 +158,9 @@ class GlobalMetrics:
 
 
 def _means_of(model: Any) -> list[Any]:
-    """Return a model's metrics that may weight all batches equally.
+    """Return those metrics of a model that might weight all batches equally, whatever the batches' sizes.
 
-    These are the losses of single outputs, and metrics that were given as functions.
+    These are the losses of individual outputs, and metrics that were given as functions.
     """
     metrics: Any = registration.keras_of(model).metrics
     all_metrics = [inner for metric in model.metrics for inner in getattr(metric, "metrics", None) or [metric]]

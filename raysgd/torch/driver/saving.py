@@ -217,7 +217,7 @@ def content_of(
             as well.
 
     Raises:
-        ValueError: A part of the state could not be loaded from the file.
+        ValueError: The file would have a part of the state that cannot be loaded again.
     """
     state = as_in_file(divided_state.whole(snapshot.shared_state, copy=False))
     if frozen is not None and REMADE in state:

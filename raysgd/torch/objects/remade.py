@@ -479,7 +479,7 @@ def _are_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> 
 def _pieces(text: str) -> list[int]:
     """Return the hash of a string in 8-bit pieces, each followed by its square.
 
-    The ranks sum these numbers, and `_are_alike` decides by the sums whether all ranks have the same pieces.
+    The ranks sum these numbers, and `_are_alike` decides from the sums whether all ranks have the same pieces.
     """
     import xxhash
 

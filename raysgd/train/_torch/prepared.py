@@ -247,7 +247,7 @@ class ForwardInContext:
             return self._forward(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._model, "forward")  # in a copy, this is the original method of the copied model
+        return getattr, (self._model, "forward")  # a copy of the model gets its own `forward`, without this wrapper
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

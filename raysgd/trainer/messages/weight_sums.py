@@ -17,10 +17,11 @@ import numpy as np
 from raysgd.core.text.log_lines import named
 from raysgd.exceptions import RanksDifferError
 
-# Allowed relative difference. In a measurement, equal models with different kernels differed by 1e-6 after 8,000 steps.
+# Allowed relative difference. In a measurement, two trainings of one model differed by 1e-6 after 8,000 steps, because
+# they used different kernels.
 _TOLERANCE = 1e-4
-# Allowed relative difference for weights with 1 or 2 bytes per element. In a measurement, equal bfloat16 models
-# differed by 0.14.
+# Allowed relative difference for weights with 1 or 2 bytes per element. In the same measurement with
+# bfloat16, they differed by 0.14.
 _TOLERANCES_OF_SHORT = {1: 1.0, 2: 0.3}
 # Differences in a tensor are relative to its norm, but at least to this fraction of the norm of all weights. If the
 # norm of a tensor is smaller, its elements may be noise around 0.
@@ -78,7 +79,7 @@ class ComparisonPace:
 
     @property
     def is_due(self) -> bool:
-        """True if enough time has passed since the last comparison to compare weights after the next call."""
+        """True if the last comparison was long enough ago that weights should be compared after the next call."""
         return self._cost_s <= _SHARE * self._since_s
 
     def note_call(self, seconds: float, costs_s: Sequence[float]) -> None:
