@@ -133,13 +133,13 @@ class History(Sequence[dict[str, Any]]):
             row: The row that a `validate` call completes. Default: the last row, if `fit` made both this call and the
                 row's `train` call, or made neither of them.
         """
-        row = self.row_for(record.of_fit) if row is None else row
         self.records.append(record)
         if record.kind == "train":
             facts = {"epoch": record.epoch, "seconds": record.seconds, "num_workers": record.num_workers}
             self._rows.append({**facts, **record.metrics, **facts})
         elif record.kind == "validation" and not record.step:
             validation = {validation_name(name): value for name, value in record.metrics.items()}
+            row = self.row_for(record.of_fit) if row is None else row
             row.update(validation, val_seconds=record.seconds)
 
     def row_for(self, of_fit: bool) -> dict[str, Any]:
