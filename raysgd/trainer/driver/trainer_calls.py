@@ -90,13 +90,6 @@ class TrainerCalls:
     shown: Callable[[], AbstractContextManager[Any]]
     after_evaluation: Callable[[], None]
 
-    def start_train(
-        self, options: EpochOptions, max_retries: int, dataset: Any, reduce_results: bool, blocking: bool
-    ) -> Any:
-        """Train, and return the result, or a handle to the call if `blocking` is False."""
-        work = partial(self.train, options, max_retries, dataset, reduce_results)
-        return work() if blocking else self.life.background.begin(work)
-
     @recorded("train")
     def train(
         self,
