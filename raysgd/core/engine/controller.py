@@ -758,7 +758,7 @@ class ElasticController(Lifecycle):
         )
         if not report.ok:
             return report, None
-        values = [answer.value for answer in report.values]
+        values = [outcome.value.value for outcome in report.outcomes]
         # If some ranks stopped between two steps, the call is not complete, even if it has ended on other ranks.
         if any(isinstance(value, HeldAtStep) for value in values):
             return report, None

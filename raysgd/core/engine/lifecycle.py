@@ -106,6 +106,7 @@ class Lifecycle(ABC):
         history: The events of the trainer's worker groups.
         facts: What the replicas' `setup` returned, by rank.
         stopped: Set once the trainer is stopped. No group is started after that.
+        now: Returns the time of the engine's monotonic clock, in seconds.
         interrupted: ID of the thread whose call was interrupted and must end. None if no call was interrupted.
         gives_state_up: True if training state that existed only in the workers could not be fetched and is lost.
         is_fetching: True while training state that exists only in the workers is being fetched.
@@ -128,6 +129,7 @@ class Lifecycle(ABC):
         self.make_group, self.view, self._rules = make_group, view, rules
         self.stopped = threading.Event()
         self.clock = clock or Clock(sleep=self.stopped.wait)
+        self.now = self.clock.monotonic
         self.snapshots = Snapshots(spec, self.now)
         self.history = GroupHistory()
         self.group: WorkerGroup | None = None
@@ -177,10 +179,6 @@ class Lifecycle(ABC):
         kept_by = keeper()
         if kept_by and self.group is not None:  # this method runs after every change of the group
             kept_by.keep_group(self.group.to_keep(facts))
-
-    def now(self) -> float:
-        """Return the time of the engine's monotonic clock, in seconds."""
-        return self.clock.monotonic()
 
     def sleep(self, seconds: float) -> None:
         """Wait for a number of seconds. Raise `TrainerShutdownError` if the trainer was stopped in the meantime."""

@@ -52,6 +52,7 @@ class Loan:
 
     Attributes:
         is_recalled: True if the group needs the worker. The call must then end.
+        call: Ray's reference to the call that the worker runs, or None if no call was started.
     """
 
     def __init__(self, standby_worker: StandbyWorker, number: int, platform: Platform, spec: GroupSpec) -> None:
@@ -62,7 +63,7 @@ class Loan:
             spec.heartbeat_s, lambda worker, call: platform.outcome(-1, call), platform.now
         )
         self._lock = threading.Lock()
-        self._call: Any = None
+        self.call: Any = None
         self._has_ended = False
 
     def run_call(
@@ -85,14 +86,14 @@ class Loan:
                 with self._lock:
                     if self.is_recalled:
                         return None
-                    self._call = self._worker.submit("on_packed", *packed)
-                while not self._platform.ready([self._call], _ROUND_S):
+                    self.call = self._worker.submit("on_packed", *packed)
+                while not self._platform.ready([self.call], _ROUND_S):
                     on_wait()
                     self._liveness.ask([self._worker], lambda worker: worker.submit("describe"))
                     if self._liveness.poll()[1]:
                         self._worker.kill()
                         self._platform.kill_process(self.standby_worker.info)
-                outcome = self._platform.outcome(-1, self._call)
+                outcome = self._platform.outcome(-1, self.call)
         finally:
             self._has_ended = True
         self._relay.tell({"spare": notes_of(outcome)})
@@ -106,24 +107,19 @@ class Loan:
         """
         with self._lock:
             self.is_recalled = True
-            if self._call is not None:
+            if self.call is not None:
                 self._worker.submit("beside", replica.leave_call, self._number)
-
-    @property
-    def call(self) -> Any:
-        """Ray's reference to the call that the worker runs, or None if no call was started."""
-        return self._call
 
     @property
     def is_over(self) -> bool:
         """True if the worker's call has ended, or will never start."""
-        is_free = self._call is None or self._platform.outcome(-1, self._call).answered
+        is_free = self.call is None or self._platform.outcome(-1, self.call).answered
         return is_free and (self._has_ended or self.is_recalled)
 
     @property
     def has_died(self) -> bool:
         """True if the worker died during its call."""
-        return self._call is not None and self._platform.outcome(-1, self._call).has_died
+        return self.call is not None and self._platform.outcome(-1, self.call).has_died
 
 
 class StartupCheck:

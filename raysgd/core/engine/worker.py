@@ -196,30 +196,6 @@ def pack(
     return packed, *(args[place] for place in places)
 
 
-class _Calls:
-    """Records which thread runs the calls of a worker process, and how the last numbered call was answered.
-
-    Attributes:
-        thread: ID of the thread that runs the current call or ran the last call. None before the first call.
-            `_NO_THREAD` while the worker waits for the next call on a Unix socket.
-        number: Number of the last call that had a number. None if no call had a number.
-        reply: The reply to that call, for a driver that sends it again.
-    """
-
-    def __init__(self) -> None:
-        self.thread: int | None = None
-        self.number: CallNumber | None = None
-        self.reply: WorkerAnswer | Failure | None = None
-
-    def note_thread(self) -> None:
-        """Remember that this thread runs the current call."""
-        self.thread = threading.get_ident()
-
-    def has_run(self, number: CallNumber | None) -> bool:
-        """Return True if the last numbered call had this number. A call without a number is always a new call."""
-        return number is not None and number == self.number
-
-
 def _answer(process: WorkerProcess, value: Any, capture: bool, landed: int | None) -> WorkerAnswer:
     """Return the answer to a call.
 
@@ -238,7 +214,7 @@ def _guarded(method: MethodT) -> MethodT:
 
     @wraps(method)
     def guarded(self: WorkerProcess, *args: Any, **kwargs: Any) -> Any:
-        self.calls.note_thread()
+        self.call_thread = threading.get_ident()
         try:
             return method(self, *args, **kwargs)
         except BaseException as error:  # user code may raise anything, even SystemExit
@@ -259,7 +235,14 @@ def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
 
 
 class WorkerProcess:
-    """Hosts one replica, in a Ray actor or, for a local worker, in the driver."""
+    """Hosts one replica, in a Ray actor or, for a local worker, in the driver.
+
+    Attributes:
+        call_thread: ID of the thread that runs the current call or ran the last call. None before the first call.
+            `_NO_THREAD` while the worker waits for the next call on a Unix socket.
+        number: Number of the last call that had a number. None if no call had a number.
+        reply: The reply to that call, for a driver that sends it again.
+    """
 
     def __init__(
         self, connection: Connection, num_threads: int | None, is_remote: bool = True, log_level: int | None = None
@@ -273,7 +256,9 @@ class WorkerProcess:
         self._is_remote = is_remote
         self._world = World(rank=-1, size=0)
         self._replica: Replica | None = None
-        self.calls = _Calls()
+        self.call_thread: int | None = None
+        self.number: CallNumber | None = None
+        self.reply: WorkerAnswer | Failure | None = None
 
     def describe(self) -> WorkerInfo:
         """Return this worker's node, process and GPUs.
@@ -418,7 +403,7 @@ class WorkerProcess:
             while message is not None:
                 reply = _reply_of(self, message)
                 # This must be set before the driver gets the answer, because the driver may then request a stack.
-                self.calls.thread = _NO_THREAD
+                self.call_thread = _NO_THREAD
                 if isinstance(reply, Failure) or not line.answer(reply):
                     return self._told(reply)
                 message = line.next()
@@ -436,7 +421,7 @@ class WorkerProcess:
 
         Only a detached trainer numbers its calls. This method runs in a thread other than the one that runs calls.
         """
-        return self.calls.number
+        return self.number
 
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `function(*args, **kwargs)` in the thread that runs calls.
@@ -487,7 +472,7 @@ class WorkerProcess:
 
         This method runs in a thread other than the one that runs calls.
         """
-        thread = self.calls.thread
+        thread = self.call_thread
         frame = sys._current_frames().get(thread or 0)
         if frame is None:
             return "  no call was made yet\n" if thread is None else "  no call is running\n"
@@ -544,8 +529,8 @@ def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ())
     This is a function rather than a method because Ray wraps each method of an actor, and users would see the wrapper's
     frames in tracebacks.
     """
-    calls, number = process.calls, None
-    calls.note_thread()
+    number = None
+    process.call_thread = threading.get_ident()
     try:
         try:
             function, capture, landed, args, places, number = pickle.loads(packed)
@@ -553,17 +538,17 @@ def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ())
             raise cannot_import(error.name) from error
         for place, value in zip(places, values, strict=True):
             args[place] = value
-        if calls.has_run(number):
-            reply: Any = calls.reply
+        if number is not None and number == process.number:
+            reply: Any = process.reply
         else:
-            calls.number = calls.number if number is None else number
+            process.number = process.number if number is None else number
             reply = _answer(process, function(process.replica, *args), capture, landed)
     except BaseException as error:  # user code may raise anything, even SystemExit
         if not process._is_from_call(error):
             raise
         reply = process._failure(error)
     if number is not None:
-        calls.reply = reply
+        process.reply = reply
     return cast("WorkerAnswer | Failure", reply)
 
 

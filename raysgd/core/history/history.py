@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import wraps
-from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints, overload
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints, overload
 
 from raysgd.core.engine.shared.group_events import GroupEvent
 from raysgd.core.history import readable
@@ -135,13 +133,13 @@ class History(Sequence[dict[str, Any]]):
             row: The row that a `validate` call completes. Default: the last row, if `fit` made both this call and the
                 row's `train` call, or made neither of them.
         """
-        row = self.row_for(record.of_fit) if row is None else row
         self.records.append(record)
         if record.kind == "train":
             facts = {"epoch": record.epoch, "seconds": record.seconds, "num_workers": record.num_workers}
             self._rows.append({**facts, **record.metrics, **facts})
         elif record.kind == "validation" and not record.step:
             validation = {validation_name(name): value for name, value in record.metrics.items()}
+            row = self.row_for(record.of_fit) if row is None else row
             row.update(validation, val_seconds=record.seconds)
 
     def row_for(self, of_fit: bool) -> dict[str, Any]:
@@ -367,8 +365,6 @@ def _with_nan(row: Mapping[str, Any]) -> dict[str, Any]:
 RecordBeside = Callable[[Any, float, float], CallRecord]
 """Adds a finished call to the history. Takes the call's result, start time, and duration in seconds."""
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
 
 class CallRecorder:
     """Adds a trainer's calls to its history.
@@ -453,34 +449,6 @@ class CallRecorder:
     def _add(self, record: CallRecord, row: dict[str, Any] | None) -> None:
         self.history.add(record, row)
         self.history.forget_old(MOST_EPOCHS)
-
-
-def recorded(kind: Kind) -> Callable[[Method], Method]:
-    """Return a decorator for a method that runs a trainer's call. Each successful call is added to the history.
-
-    The object with the method has the attributes `recorder`, a `CallRecorder`, and `num_workers`. `fit` passes
-    `of_fit=True` to the decorated method. For a validation inside an epoch, `fit` also passes `inside`, the epoch and
-    step.
-
-    Args:
-        kind: The kind of calls: "train", "validation" or "test".
-    """
-
-    def decorate(method: Method) -> Method:
-        @wraps(method)
-        def call(
-            calls: Any, /, *args: Any, of_fit: bool = False, inside: tuple[int, int] | None = None, **kwargs: Any
-        ) -> Any:
-            began_at, began = time.time(), time.perf_counter()
-            result = method(calls, *args, **kwargs)
-            recorder: CallRecorder = calls.recorder
-            seconds = time.perf_counter() - began
-            recorder.record(kind, result, began_at, seconds, calls.num_workers, of_fit, inside)
-            return result
-
-        return cast("Method", call)
-
-    return decorate
 
 
 def as_test(metrics: Mapping[str, Any]) -> Metrics:

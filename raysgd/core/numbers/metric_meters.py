@@ -76,20 +76,19 @@ RememberObjects = Callable[[Sequence[Any]], Callable[[], None]]
 
 
 class ObjectMeter:
-    """Accumulates one metric that batches report as a metric object. Holds the last object and the captured states."""
+    """Accumulates one metric that batches report as a metric object. Holds the last object and the captured states.
 
-    __slots__ = ("_capture", "_captured", "_live", "_name", "weight_name")
+    Attributes:
+        live: The metric object that a batch has reported since the last capture, or None if no batch has reported one.
+    """
+
+    __slots__ = ("_capture", "_captured", "_name", "live", "weight_name")
 
     def __init__(self, name: str, capture: CaptureObject) -> None:
         self._name, self.weight_name = name, weight_of(name)
         self._capture = capture
-        self._live: Any = None
+        self.live: Any = None
         self._captured: CapturedMetric | None = None
-
-    @property
-    def live(self) -> Any:
-        """The metric object that a batch has reported since the last capture, or None if no batch has reported one."""
-        return self._live
 
     def read(self, value: Any, weight: Any) -> tuple[Any, Any]:
         """Check that a batch reported a metric object. Return the object and its weight as arguments for `add`.
@@ -106,7 +105,7 @@ class ObjectMeter:
 
     def add(self, value: Any, weight: int | float) -> None:
         """Store the metric object that a batch reported. The object itself accumulates its batches."""
-        self._live = value
+        self.live = value
 
     def add_captured(self, state: CapturedMetric) -> None:
         """Merge another collection's captured state into this metric."""
@@ -121,10 +120,9 @@ class ObjectMeter:
             already: States already captured for the same summary, keyed by the object's id. Capturing resets the
                 object, so an object reported under two names must be captured only once.
         """
-        if self._live is not None:
-            state = already.get(id(self._live)) or already.setdefault(id(self._live), self._capture(self._live))
-            self._captured = state if self._captured is None else self._captured.merged_with([state])
-            self._live = None
+        if self.live is not None:
+            self.add_captured(already.get(id(self.live)) or already.setdefault(id(self.live), self._capture(self.live)))
+            self.live = None
         assert self._captured is not None
         return self._captured
 

@@ -120,15 +120,8 @@ def decode(encoded: EncodedState, copy: bool) -> Any:
     """
     tensor_parts, array_parts, structure = pickle.loads(encoded.skeleton)
     tensors = _build_tensors(tensor_parts, encoded, copy)
-    arrays = [_array(part, encoded.buffer, copy) for part in array_parts]
+    arrays = [encoded.buffer[part].copy() if copy else encoded.buffer[part] for part in array_parts]
     return _SkeletonUnpickler(structure, arrays, tensors).load()
-
-
-class _ArrayPart(NamedTuple):
-    """The position of a NumPy array's bytes in the buffer."""
-
-    start: int
-    num_bytes: int
 
 
 class _TensorPart(NamedTuple):
@@ -153,7 +146,7 @@ class _Parts:
 
     def __init__(self, lends: bool = False) -> None:
         self.tensor_parts: list[_TensorPart] = []
-        self.array_parts: list[_ArrayPart] = []
+        self.array_parts: list[slice] = []
         self.apart: list[Bytes] = []
         self.num_bytes = 0
         self._lends = lends
@@ -182,7 +175,8 @@ class _Parts:
         if content.nbytes <= _INLINE_ARRAY_BYTES:
             return True
         self._arrays.append(content)
-        self.array_parts.append(_ArrayPart(self._reserve(content.nbytes), content.nbytes))
+        start = self._reserve(content.nbytes)
+        self.array_parts.append(slice(start, start + content.nbytes))
         return False
 
     def copy_into(self, memory: Bytes) -> None:
@@ -191,7 +185,7 @@ class _Parts:
         Tensors that are sent from their own memory are left out.
         """
         for content, array_part in zip(self._arrays, self.array_parts, strict=True):
-            _slice(memory, array_part)[:] = np.frombuffer(content, dtype=np.uint8)
+            memory[array_part] = np.frombuffer(content, dtype=np.uint8)
         if self._tensors:
             self._copy_tensors_into(memory)
 
@@ -390,11 +384,5 @@ def _shaped(part: _TensorPart, content: torch.Tensor) -> torch.Tensor:
     return elements.view(part.shape) if part.stride is None else elements.as_strided(part.shape, part.stride)
 
 
-def _array(part: _ArrayPart, buffer: Bytes, copy: bool) -> Bytes:
-    """Return the bytes of one NumPy array of an encoded state."""
-    content = _slice(buffer, part)
-    return content.copy() if copy else content
-
-
-def _slice(content: Bytes, part: _TensorPart | _ArrayPart) -> Bytes:
+def _slice(content: Bytes, part: _TensorPart) -> Bytes:
     return content[part.start : part.start + part.num_bytes]

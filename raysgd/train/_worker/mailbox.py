@@ -34,6 +34,7 @@ class Mailbox:
 
     Attributes:
         num_ahead: Number of messages that may wait for the driver before the function is blocked.
+        error: The exception that the function has raised; None if it has not raised one.
     """
 
     def __init__(self, function: Callable[[], Any], num_ahead: int = 0, name: str = "raysgd-function") -> None:
@@ -49,7 +50,7 @@ class Mailbox:
         self._is_asking = self._is_holding = False
         self._broken: BaseException | None = None
         self._ended: FunctionEnded | None = None
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -64,7 +65,7 @@ class Mailbox:
         except BaseException as raised:  # `next_message` raises this exception in the driver's call
             ended, error = None, raised
         with self._changed:
-            self._ended, self._error = ended, error
+            self._ended, self.error = ended, error
             self._changed.notify_all()
 
     def offer(self, message: Any, *, may_wait: bool = False) -> None:
@@ -149,8 +150,8 @@ class Mailbox:
                 self._is_wanted = False
                 self._changed.notify_all()
                 return message
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if self._ended is None and self._broken is not None:
                 raise self._broken
             return self._ended
@@ -175,11 +176,6 @@ class Mailbox:
         return self._broken is not None and not self.is_over
 
     @property
-    def error(self) -> BaseException | None:
-        """The exception that the function has raised; None if it has not raised one."""
-        return self._error
-
-    @property
     def is_held(self) -> bool:
         """True if the function is waiting in one of this mailbox's methods, or has ended."""
         return self._is_holding or self.is_over
@@ -193,7 +189,7 @@ class Mailbox:
     @property
     def is_over(self) -> bool:
         """True if the function has returned or raised."""
-        return self._ended is not None or self._error is not None
+        return self._ended is not None or self.error is not None
 
     def cancel(self, timeout_s: float) -> bool:
         """Stop the function at its next message. Return True if it ended in time."""

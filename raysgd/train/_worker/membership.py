@@ -75,6 +75,8 @@ class Membership:
         flaw: Reason why the function can never continue in another group; None if there is no such reason.
         is_new: True until the function has loaded the other ranks' state.
         admits: True if functions that step in later can catch up with this function.
+        is_at_first_batch: True if the function of a new worker has reached its first batch, where it gets the other
+            ranks' state.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class Membership:
         self._batch: GroupPlace | None = None
         self._num_failed = 0
         self._is_open, self._is_broken = not is_new, False
-        self._is_placed, self._has_entered = not is_new, False
+        self._is_placed, self.is_at_first_batch = not is_new, False
         self._num_in_use = 0
         self._is_waiting = False
         self._is_agreeing = False
@@ -107,7 +109,7 @@ class Membership:
     def enter(self) -> GroupPlace:
         """Wait until this worker is in a group that is not known to be broken. Return the function's `GroupPlace`."""
         with self._changed:
-            self._has_entered = True
+            self.is_at_first_batch = True
             self._wait_until(lambda: self._is_open and not self._is_broken)
             return self.place
 
@@ -261,11 +263,6 @@ class Membership:
         """Reason why the function cannot continue in another group now; None if it can."""
         return self.flaw or (None if self.num_done or self.is_new else "the function has not taken a step yet")
 
-    @property
-    def is_at_first_batch(self) -> bool:
-        """True if the function of a new worker has reached its first batch, where it gets the other ranks' state."""
-        return self._has_entered
-
     def await_rest(self) -> None:
         """In a standby worker, wait until the function requests its rank or ends."""
         self._look_until(lambda: self._is_waiting)
@@ -323,7 +320,7 @@ class Membership:
                 self.place, self._is_placed = GroupPlace(self.place.number, world), True
             self._changed.notify_all()
         if self.is_new:
-            self._look_until(lambda: self._has_entered, _FIRST_BATCH_S)
+            self._look_until(lambda: self.is_at_first_batch, _FIRST_BATCH_S)
 
     def go_on(self) -> None:
         """Let the function enter the group of the last `join`, because all its ranks have joined.

@@ -151,7 +151,7 @@ class ProgressListeners:
             loss = numbers.get("last_train_loss" if kind == "train" else "val_loss")
             epochs = answer.epoch_idx, options.info.get("num_epochs")
             self.tell(CallProgress(answer.num_steps, answer.num_steps, *epochs, loss, kind, numbers, is_done=True))
-        if kind == "train":
+        if kind == "train" and self.step_readers:
             self._read_steps(is_done=True)
 
     def _tell_of_now(self) -> None:

@@ -92,8 +92,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     """Epoch that the last `fit` left unfinished. The next `fit` continues it if the state has not changed since."""
     _left_file: str | None = None
     """File in which a detached trainer is saved if the trainer ends after the program that started it has exited."""
-    _running_fit: Callable[[], Any] = staticmethod(lambda: None)
-    """Function that returns the iterator over the epochs of the last `fit`, or None after the iterator was freed."""
+    _running_fit: weakref.ref[Any] | None = None
+    """Reference to the iterator over the epochs of the last `fit`."""
     _leaves_epochs = False
     """True if `fit` can stop after any step of an epoch, and save the position in the epoch."""
     _shows_progress = False
@@ -285,10 +285,11 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         if dataset is not None:
             self._check_dataset(dataset, training=True)
         checks.refuse_text(blocking=blocking)
-        return self._calls.start_train(options, max_retries, dataset, reduce_results, blocking)
+        work = partial(self._calls.train, options, max_retries, dataset, reduce_results)
+        return work() if blocking else self._life.background.begin(work)
 
     def _refuse_inside_fit(self, method: str) -> None:
-        epochs = self._running_fit()
+        epochs = None if self._running_fit is None else self._running_fit()
         if epochs is not None and epochs.gi_running:
             raise ValueError(
                 f"`{method}` was called while `fit` runs, as in a callback, and would change its epochs. Call it after "

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 from raysgd.core.arrays.containers import Container
 from raysgd.core.engine.shared.call import CallHandle
-from raysgd.core.history.history import CallRecorder, Kind, RecordBeside, as_test, recorded
+from raysgd.core.history.history import Kind, RecordBeside, as_test
 from raysgd.core.numbers.results import Metrics
 from raysgd.exceptions import NoDataError
 from raysgd.trainer.driver.calls import Validation
@@ -29,10 +29,38 @@ from raysgd.trainer.messages.prediction_data import PredictionSource
 logger = logging.getLogger(__name__)
 
 
-class CheckAnswers(Protocol):
-    """Function that raises an error if the workers' answers to a call contradict each other."""
+Method = TypeVar("Method", bound=Callable[..., Any])
 
-    def __call__(self, kind: Kind, answers: Sequence[EpochAnswer], options: EpochOptions) -> None: ...
+
+def recorded(kind: Kind) -> Callable[[Method], Method]:
+    """Return a decorator for a method of `TrainerCalls`. Each successful call is added to the trainer's history.
+
+    `fit` passes `of_fit=True` to the decorated method. For a validation inside an epoch, `fit` also passes `inside`,
+    the epoch and step.
+
+    Args:
+        kind: The kind of calls: "train", "validation" or "test".
+    """
+
+    def decorate(method: Method) -> Method:
+        @wraps(method)
+        def call(
+            calls: TrainerCalls,
+            /,
+            *args: Any,
+            of_fit: bool = False,
+            inside: tuple[int, int] | None = None,
+            **kwargs: Any,
+        ) -> Any:
+            began_at, began, life = time.time(), time.perf_counter(), calls.life
+            result = method(calls, *args, **kwargs)
+            seconds = time.perf_counter() - began
+            life.recorder.record(kind, result, began_at, seconds, life.controller.num_workers, of_fit, inside)
+            return result
+
+        return cast("Method", call)
+
+    return decorate
 
 
 @dataclass(frozen=True)
@@ -45,8 +73,9 @@ class TrainerCalls:
 
     Attributes:
         life: The trainer's workers and settings.
-        check_answers: Raises an error if the workers' answers to a call contradict each other. After a training call,
-            this check runs before the call counts as completed.
+        check_answers: Raises an error if the workers' answers to a call contradict each other:
+            `check_answers(kind, answers, options)`. After a training call, this check runs before the call counts as
+            completed.
         merge: Merges the workers' answers into the result that the user gets: `merge(answers, reduce_results)`.
         can_continue_on: Returns True if a training call on this dataset can continue in another group of workers after
             a failure.
@@ -55,28 +84,11 @@ class TrainerCalls:
     """
 
     life: TrainerLife
-    check_answers: CheckAnswers
+    check_answers: Callable[..., None]
     merge: Callable[[Sequence[EpochAnswer], bool], Any]
     can_continue_on: Callable[[Any], bool]
     shown: Callable[[], AbstractContextManager[Any]]
     after_evaluation: Callable[[], None]
-
-    @property
-    def recorder(self) -> CallRecorder:
-        """Object that adds each call to the trainer's history. The decorator `recorded` uses it."""
-        return self.life.recorder
-
-    @property
-    def num_workers(self) -> int:
-        """Current number of workers. The decorator `recorded` uses it."""
-        return self.life.controller.num_workers
-
-    def start_train(
-        self, options: EpochOptions, max_retries: int, dataset: Any, reduce_results: bool, blocking: bool
-    ) -> Any:
-        """Train, and return the result, or a handle to the call if `blocking` is False."""
-        work = partial(self.train, options, max_retries, dataset, reduce_results)
-        return work() if blocking else self.life.background.begin(work)
 
     @recorded("train")
     def train(
@@ -105,7 +117,7 @@ class TrainerCalls:
         can_resume = dataset is None or self.can_continue_on(dataset)
         with self.shown():
             answers = self.life.epoch_calls.train(options, max_retries, dataset, can_resume, check, begun, leaves)
-        self.recorder.trained = answers[0].epoch_idx + 1
+        self.life.recorder.trained = answers[0].epoch_idx + 1
         result = self.merge(answers, reduce_results)
         self._warn_of_nan(result)
         return result
@@ -197,7 +209,7 @@ class TrainerCalls:
         def take_state() -> tuple[Validation, RecordBeside]:
             newest, sharing = life.newest_snapshot(), life.new_sharing()
             validate = life.epoch_calls.begin_on_spare(options, dataset, life.replicas.settings, sharing, newest)
-            return validate, self.recorder.begin_beside(of_fit=note is not None)
+            return validate, self.life.recorder.begin_beside(of_fit=note is not None)
 
         def evaluate(taken: tuple[Validation, RecordBeside], on_wait: Callable[[], None]) -> Any:
             validate, add = taken

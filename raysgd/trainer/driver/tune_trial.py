@@ -46,19 +46,17 @@ class TrialStepResult:
 
 @dataclass(frozen=True)
 class TrialInfo:
-    """The name, folder and resources of a trial.
+    """The name and folder of a trial.
 
     Attributes:
         logdir: The trial's folder on the node where it runs.
         name: The trial's name in Tune, or None outside Tune.
         identity: The trial's ID in Tune, or None outside Tune.
-        resources: Resources that Tune reserved for the trial, or None outside Tune.
     """
 
     logdir: Path
     name: str | None = None
     identity: str | None = None
-    resources: Any = None
 
 
 class TuneTrial(Protocol):
@@ -178,9 +176,7 @@ def make_trainable(
 
 
 def _info_of(trainable: Any) -> TrialInfo:
-    return TrialInfo(
-        Path(trainable.logdir), trainable.trial_name or None, trainable.trial_id or None, trainable.trial_resources
-    )
+    return TrialInfo(Path(trainable.logdir), trainable.trial_name or None, trainable.trial_id or None)
 
 
 @functools.cache

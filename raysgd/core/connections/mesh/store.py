@@ -58,7 +58,7 @@ class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
         )
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
-        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        timeout_s = (self.timeout if timeout is None else timeout).total_seconds()
         try:
             self._board.wait(list(keys), min(timeout_s, self.longest_wait_s))
         except BoardTimeout as error:
@@ -72,10 +72,6 @@ class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
 
     def clone(self) -> Any:
         return self
-
-    @property
-    def _timeout_s(self) -> float:
-        return self.timeout.total_seconds()  # type: ignore[no-any-return]
 
 
 def _bytes(value: str | bytes) -> bytes:
