@@ -84,7 +84,9 @@ def make_operator(
 
 
 class LightningOperator(TrainingOperator):
-    """Trains the `LightningModule` class passed to `TrainingOperator.from_ptl`. Subclass it to override methods.
+    """Trains the `LightningModule` class passed to `TrainingOperator.from_ptl`.
+
+    Subclass `LightningOperator` to override the operator's methods.
 
     Attributes:
         ddp_args: Options for `DistributedDataParallel`. Set it to `{}`, which is faster, if every loss uses all
