@@ -412,6 +412,7 @@ class ElasticController(Lifecycle):
         """
         with self.turns.take_turn():
             budget, has_failed = budget or RetryBudget(max_retries), True
+            self.snapshots.keeps_replaced = self.is_ending
             try:
                 # If the program is ending, Ray may be shutting down, too.
                 if self._follows_cluster and not self.is_ending:

@@ -111,7 +111,6 @@ class Lifecycle(ABC):
         is_fetching: True while training state that exists only in the workers is being fetched.
         newcomers: Workers that joined a group but may not have received the training state, because forming the group
             failed.
-        is_ending: True if the program is about to end. Lost workers are then no longer replaced.
     """
 
     def __init__(
@@ -139,8 +138,22 @@ class Lifecycle(ABC):
         self._num_short = 0  # largest group size at which memory ran out
         self._suspected: dict[str, float] = {}
         self.interrupted: int | None = None
-        self.gives_state_up = self.is_fetching = self.is_ending = False
+        self.gives_state_up = self.is_fetching = self._is_ending = False
         self.newcomers: set[Any] = set()
+
+    @property
+    def is_ending(self) -> bool:
+        """True if the program is about to end.
+
+        Lost workers are then no longer replaced, and no memory of a snapshot is freed until the next call. A signal
+        handler sets this property, so setting it only sets flags.
+        """
+        return self._is_ending
+
+    @is_ending.setter
+    def is_ending(self, is_ending: bool) -> None:
+        self._is_ending = is_ending
+        self.snapshots.keeps_replaced = self.snapshots.keeps_replaced or is_ending
 
     @property
     def holds_only_state(self) -> bool:
