@@ -225,8 +225,8 @@ class JournalKeeper:
             self._has_gap = True
             first, last = min(first for first, _ in lost), max(last for _, last in lost)
             logger.warning(
-                "the journal of the run lacks steps from %d to %d, and maybe later steps, because too many reports of the "
-                "workers waited for the driver",
+                "the journal of the run lacks steps from %d to %d, and maybe later steps, because too many reports of "
+                "the workers waited for the driver",
                 first,
                 last,
             )
