@@ -213,6 +213,8 @@ class Snapshots:
     Args:
         spec: Settings of the worker group, including those for snapshots.
         now: Clock, in seconds.
+        is_cut_off: Returns True if the program is about to end and Ray was stopped. To read from Ray's object store
+            would then end this process at once.
 
     Attributes:
         landed: The newest snapshot that has arrived in the driver.
@@ -228,8 +230,13 @@ class Snapshots:
             process at once. So while the program is about to end, no snapshot is freed.
     """
 
-    def __init__(self, spec: GroupSpec, now: Callable[[], float] = time.monotonic) -> None:
-        self._spec = spec
+    def __init__(
+        self,
+        spec: GroupSpec,
+        now: Callable[[], float] = time.monotonic,
+        is_cut_off: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._spec, self._is_cut_off = spec, is_cut_off
         self.pace = SnapshotPace(spec.snapshot_every_s, now, spec.heartbeat_s)
         self.landed: Snapshot | None = None
         self.landed_token: int | None = None
@@ -400,6 +407,10 @@ class Snapshots:
             timeout_s: Longest time to wait. None waits without limit.
         """
         if self._coming is None:
+            return
+        if self._is_cut_off():
+            logger.warning("a snapshot was lost in transit, because Ray was stopped")
+            self._lose_coming()
             return
         try:
             snapshot = self._coming.result(timeout_s)

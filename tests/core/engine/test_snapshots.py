@@ -139,6 +139,16 @@ def test_looking_does_not_wait_unless_told_to() -> None:
     assert wire.transfers[0].waits == [0.0, 2.5, None]
 
 
+def test_where_ray_is_stopped_what_is_on_its_way_is_given_up_without_a_look_at_it() -> None:
+    is_cut_off, wire = [False], Wire()
+    keeper = Snapshots(no_snapshots()._spec, is_cut_off=lambda: is_cut_off[0])
+    keeper.take_captures([Capture(token=1)], wire.fetch)
+    keeper.poll()
+    is_cut_off[0] = True
+    keeper.poll()
+    assert (keeper.is_coming, len(wire.transfers[0].waits)) == (False, 1)
+
+
 def test_a_lost_transfer_leaves_the_state_before_it_and_its_calls() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
     keeper.completed("call")
