@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 FOLDER, LINES_FILE, STEPS_FILE = "journal", "journal.jsonl", "steps.bin"
-RUN, LEG, CHECKPOINT = "run", "leg", "checkpoint"
+RUN, LEG, CHECKPOINT, GAP = "run", "leg", "checkpoint", "gap"
 FORMAT = 1
 NO_NORM, NO_LOSS = -1.0, -1.0
 STEPS = np.dtype([("loss", "<f8"), ("norm", "<f4"), ("weight", "<f4")])
@@ -126,6 +126,15 @@ class JournalWriter:
         """
         if self._has_begun:
             self._append({"kind": CHECKPOINT, "step": step, "location": location})
+
+    def note_gap(self, first: int, last: int) -> None:
+        """Record that reports about steps from `first` to `last` were lost. Readers of the journal skip this line.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        if self._has_begun:
+            self._append({"kind": GAP, "first_step": first, "last_step": last})
 
     def _append(self, line: Line) -> None:
         with (self._folder / LINES_FILE).open("a", encoding="utf-8") as file:

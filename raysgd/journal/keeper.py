@@ -21,7 +21,7 @@ from raysgd.journal.recorder import (
     Attempt,
     Column,
     LegReport,
-    Report,
+    News,
     StepBlock,
     StepRecorder,
     exact_sum,
@@ -165,7 +165,7 @@ class JournalKeeper:
         self._folder, self._controller, self._header = folder, controller, header
         self._writer: JournalWriter | None = None
         self._book, self._received = StepBook(), dict[str, int]()
-        self._fetched_at, self._is_off = 0.0, False
+        self._fetched_at, self._is_off, self._has_gap = 0.0, False, False
 
     @property
     def folder(self) -> str:
@@ -203,13 +203,13 @@ class JournalKeeper:
             self._is_off = True
             logger.warning("the journal of the run ends here: %s: %s", type(error).__name__, error)
 
-    def _write(self, found: Sequence[tuple[str, int, Sequence[Report]]]) -> None:
+    def _write(self, found: Sequence[News]) -> None:
         """Write reports to the journal. First sort them, to write the start of an attempt before the attempt's steps.
 
         Args:
-            found: For each worker, the name of its recorder, the number of its last report, and its reports.
+            found: What each worker has reported.
         """
-        reports = [(name, report) for name, _, each in found for report in each]
+        reports = [(each.name, report) for each in found for report in each.reports]
         for name, report in sorted(reports, key=lambda each: (each[1].attempt, isinstance(each[1], StepBlock))):
             if isinstance(report, StepBlock):
                 self._book.add(name, report)
@@ -219,7 +219,18 @@ class JournalKeeper:
             if entry is not None:
                 self._open_writer().begin_leg(entry)
         self._write_steps()
-        self._received.update({name: last for name, last, _ in found})
+        self._received.update({each.name: each.last for each in found})
+        lost = [each.lost for each in found if each.lost is not None]
+        if lost and not self._has_gap:
+            self._has_gap = True
+            first, last = min(first for first, _ in lost), max(last for _, last in lost)
+            logger.warning(
+                "the journal of the run lacks steps from %d to %d, and maybe later steps, because too many reports of "
+                "the workers waited for the driver",
+                first,
+                last,
+            )
+            self._open_writer().note_gap(first, last)
 
     def _write_steps(self) -> None:
         for numbers, records in self._book.take():

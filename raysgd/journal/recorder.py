@@ -6,11 +6,12 @@ The values stay in the worker until the driver fetches them. Recording does not 
 from __future__ import annotations
 
 import math
+import threading
 import uuid
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -110,14 +111,19 @@ Report = LegReport | StepBlock
 class StepRecorder(WorkerCallback):
     """Worker callback that records the losses and gradient norms of this worker's steps.
 
-    Each report has a number, and is kept until the driver has it. If over 100,000 reports wait for the driver, the
-    oldest are discarded.
+    Each report has a number, and is kept until the driver has it. If 100,000 reports wait for the driver, each further
+    step replaces the oldest step that waits.
+
+    Attributes:
+        lost: Numbers of the first and the last step whose report was discarded before the driver had it, or None.
     """
 
     def on_begin(self, operator: Any) -> None:
         self.name = uuid.uuid4().hex
         self._num_reports = 0
-        self._reports = deque[_WaitingLeg | _Waiting](maxlen=_MOST_WAITING)
+        self._reports = deque[_WaitingLeg | _Waiting]()
+        self._removing = threading.Lock()  # two threads remove reports
+        self.lost: tuple[int, int] | None = None
         self._attempt: Attempt = (0, 0)
         self._is_off = False
         self._begin_step()
@@ -145,8 +151,20 @@ class StepRecorder(WorkerCallback):
         if is_boundary:
             self._num_reports += 1
             step = operator.global_step + 1
+            if len(self._reports) >= _MOST_WAITING:
+                self._discard_oldest_step()
             self._reports.append(_Waiting(self._num_reports, self._attempt, step, self._values, self._norms))
             self._begin_step()
+
+    def _discard_oldest_step(self) -> None:
+        """Discard the oldest step that waits for the driver. Keep the starts of legs, because later steps need them."""
+        with self._removing:
+            place = next((at for at, each in enumerate(self._reports) if isinstance(each, _Waiting)), None)
+            if place is None:
+                return
+            step = cast("_Waiting", self._reports[place]).step
+            del self._reports[place]
+        self.lost = (step, step) if self.lost is None else (min(self.lost[0], step), max(self.lost[1], step))
 
     def reports(self, after: int, to_floats: ToFloats) -> tuple[int, list[Report]]:
         """Return the reports that the driver does not have yet, and discard all earlier reports.
@@ -160,8 +178,9 @@ class StepRecorder(WorkerCallback):
         Returns:
             A pair: the number of the last returned report, or `after` if there are no new reports; and the reports.
         """
-        while self._reports and self._reports[0].number <= after:
-            self._reports.popleft()
+        with self._removing:
+            while self._reports and self._reports[0].number <= after:
+                self._reports.popleft()
         waiting, found, steps = list(self._reports), list[Report](), list[_Waiting]()
         for each in (*waiting, None):
             if isinstance(each, _Waiting):
@@ -175,22 +194,34 @@ class StepRecorder(WorkerCallback):
         return (waiting[-1].number if waiting else after), found
 
 
-def reports_after(replica: Any, received: Mapping[str, int]) -> tuple[str, int, list[Report]]:
-    """Return the name of the recorder in a worker, and the recorder's reports that the driver does not have yet.
+class News(NamedTuple):
+    """What the recorder of one worker has for the driver.
+
+    Attributes:
+        name: The name of the recorder; "" if the worker has no recorder.
+        last: Number of the last report that is included.
+        reports: The reports.
+        lost: As in `StepRecorder`.
+    """
+
+    name: str
+    last: int
+    reports: list[Report]
+    lost: tuple[int, int] | None = None
+
+
+def reports_after(replica: Any, received: Mapping[str, int]) -> News:
+    """Return the reports of the recorder in a worker that the driver does not have yet.
 
     Args:
         replica: The object in the worker that holds the training operator.
         received: For each recorder, the number of the last report that the driver has.
-
-    Returns:
-        The recorder's name, the number of the last returned report, and the reports. "", 0 and [] if the worker has no
-        recorder.
     """
     internals = replica.operator._raysgd
     found: StepRecorder | None = internals.callbacks.of_kind(StepRecorder)
     if found is None:
-        return "", 0, []
-    return found.name, *found.reports(received.get(found.name, 0), internals.to_floats)
+        return News("", 0, [])
+    return News(found.name, *found.reports(received.get(found.name, 0), internals.to_floats), found.lost)
 
 
 def _loss_of(metrics: Sequence[HeldMetric]) -> tuple[Any, Any]:

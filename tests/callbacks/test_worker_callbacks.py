@@ -243,6 +243,19 @@ class TestFaults:
         assert trainer.worker_callbacks == ()
         assert len(trainer.fit(1)) == 1
 
+    def test_in_the_beginning_leave_the_callbacks_of_before(self, make_local: Make) -> None:
+        class Refuses(WorkerCallback):
+            def on_begin(self, operator: Any) -> None:
+                raise ValueError("no room")
+
+        trainer = make_local(LinearOperator)
+        trainer._changes.use_worker_callbacks([Mean()])
+        installed = trainer._life.settings.worker_callbacks
+        with pytest.raises(WorkerError, match="no room"):
+            trainer._changes.use_worker_callbacks([NamedMean("other"), Refuses()])
+        assert trainer._life.settings.worker_callbacks is installed
+        assert "mean_weight" in trainer.train()
+
     def test_what_cannot_be_sent_is_named(self, make_local: Make) -> None:
         class Holds(Padding):
             def __init__(self) -> None:

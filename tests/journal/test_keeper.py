@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,9 +10,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from raysgd.journal.journal import NO_NORM, Journal
+from raysgd.journal.journal import FOLDER, LINES_FILE, NO_NORM, Journal
 from raysgd.journal.keeper import JournalKeeper
-from raysgd.journal.recorder import LegReport, StepBlock
+from raysgd.journal.recorder import LegReport, News, StepBlock
 
 
 class Clock:
@@ -29,6 +30,7 @@ class Group:
 
     def __init__(self, size: int, clock: Clock) -> None:
         self.size, self.clock = size, clock
+        self.lost: tuple[int, int] | None = None
 
     @property
     def group(self) -> Group:
@@ -43,7 +45,7 @@ class Group:
                 leg = LegReport((1, 1), {"step": 0, "num_workers": self.size, "pass": 0})
                 one, two = np.ones(2), np.full(2, 2.0)
                 steps = StepBlock((1, 1), np.array([1, 2]), two, one, one * NO_NORM)
-                return "last", 3, [leg, steps]
+                return News("last", 3, [leg, steps], self.lost)
             self.clock.now += timeout_s
             raise TimeoutError
 
@@ -58,3 +60,19 @@ def test_the_driver_waits_for_all_silent_workers_together(tmp_path: Path, monkey
     keeper(is_done=False)
     assert clock.now == pytest.approx(101.0)
     assert [Journal(tmp_path).check_step(step).loss for step in (1, 2)] == [2.0, 2.0]
+
+
+def test_steps_that_were_lost_are_told_once_in_the_log_and_in_the_journal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = Group(1, Clock())
+    keeper = JournalKeeper(lambda: tmp_path, cast("Any", group), lambda: {"raysgd": "1"})
+    keeper.fetch()
+    assert not caplog.messages
+    for group.lost in ((3, 7), (3, 9)):
+        keeper.fetch()
+    [message] = caplog.messages
+    assert "the journal of the run lacks steps from 3 to 7" in message
+    lines = map(json.loads, (tmp_path / FOLDER / LINES_FILE).read_text().splitlines())
+    assert [line for line in lines if line["kind"] == "gap"] == [{"kind": "gap", "first_step": 3, "last_step": 7}]
+    assert Journal(tmp_path).numbers() == [1, 2]

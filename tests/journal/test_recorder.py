@@ -129,6 +129,17 @@ def test_reports_are_kept_until_the_driver_has_them(recorder: StepRecorder, oper
     assert recorder.reports(4, read_tensors) == (4, [])
 
 
+def test_the_oldest_steps_are_discarded_if_too_many_wait_but_not_the_start_of_their_leg(
+    recorder: StepRecorder, operator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raysgd.journal.recorder._MOST_WAITING", 4)
+    for operator.global_step in range(6):
+        assert recorder.lost == (None if operator.global_step < 4 else (1, operator.global_step - 3))
+        recorder._on_batch(operator, held({"train_loss": 1.0}), True)
+    assert [step for step, *_ in recorded(recorder)] == [4, 5, 6]
+    assert recorder.lost == (1, 3)
+
+
 def test_a_tensor_on_a_device_is_not_read_in_the_step(recorder: StepRecorder, operator: Any) -> None:
     with torch.device("meta"):  # reading such a tensor raises
         metrics = held({"train_loss": torch.ones(()), "batch_weight_of_train_loss": torch.ones(())})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
@@ -76,7 +77,32 @@ def test_the_newest_snapshot_is_saved_where_ray_is_gone_and_no_worker_answers(tm
 
 
 @pytest.mark.integration
+@pytest.mark.program
+def test_a_run_that_has_just_been_resumed_is_saved_where_the_signal_stops_ray_at_once(tmp_path: Path) -> None:
+    """SIGUSR1 ends Ray's own processes without delay, and the state that was loaded lies in the store of Ray."""
+    for first, to_group in ((signal.SIGTERM, False), (signal.SIGUSR1, True)):
+        program = Program(tmp_path, ["--epochs", "2", "--step-s", "0.1"])
+        family: list[psutil.Process] = []
+        try:
+            assert program.await_begin()
+            begin = max(program.told("begin"))
+            while max(program.told("step"), default=0) < begin + 2:
+                assert program.process.poll() is None, (tmp_path / "log").read_text()[-2000:]
+                time.sleep(0.02)
+            family = psutil.Process(program.process.pid).children(recursive=True)
+            program.process.send_signal(first)
+            if to_group:
+                os.killpg(program.process.pid, first)
+            assert program.process.wait(150.0) == 128 + first, (tmp_path / "log").read_text()[-2000:]
+        finally:
+            program.close(family)
+        assert program.told("end") == ["Preempted"]
+        assert program.told("saved") >= [begin + 1]
+
+
+@pytest.mark.integration
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("kind", "workers", "is_deterministic"),
     [

@@ -412,6 +412,7 @@ class ElasticController(Lifecycle):
         """
         with self.turns.take_turn():
             budget, has_failed = budget or RetryBudget(max_retries), True
+            self.snapshots.keeps_replaced = self.is_ending
             try:
                 # If the program is ending, Ray may be shutting down, too.
                 if self._follows_cluster and not self.is_ending:
@@ -699,10 +700,16 @@ class ElasticController(Lifecycle):
 
         Returns:
             Each rank's part of the snapshot, by rank.
+
+        Raises:
+            WorkersLostError: Ray was stopped before the snapshot arrived.
         """
         captures: list[Capture] = [answer.value.part for answer in report.values]
         self.snapshots.take_from(group, captures)
         self._monitor.await_snapshot()
+        if self._is_cut_off() and not self.snapshots.shares_current:
+            self.gives_state_up = True
+            raise WorkersLostError("Ray was stopped before the state of the last step was in the driver.")
         self.snapshots.leave_call()
         return captures
 

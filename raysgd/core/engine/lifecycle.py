@@ -112,7 +112,6 @@ class Lifecycle(ABC):
         is_fetching: True while training state that exists only in the workers is being fetched.
         newcomers: Workers that joined a group but may not have received the training state, because forming the group
             failed.
-        is_ending: True if the program is about to end. Lost workers are then no longer replaced.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class Lifecycle(ABC):
         self.stopped = threading.Event()
         self.clock = clock or Clock(sleep=self.stopped.wait)
         self.now = self.clock.monotonic
-        self.snapshots = Snapshots(spec, self.now)
+        self.snapshots = Snapshots(spec, self.now, self._is_cut_off)
         self.history = GroupHistory()
         self.group: WorkerGroup | None = None
         self._starting: WorkerGroup | None = None
@@ -141,8 +140,26 @@ class Lifecycle(ABC):
         self._num_short = 0  # largest group size at which memory ran out
         self._suspected: dict[str, float] = {}
         self.interrupted: int | None = None
-        self.gives_state_up = self.is_fetching = self.is_ending = False
+        self.gives_state_up = self.is_fetching = self._is_ending = False
         self.newcomers: set[Any] = set()
+
+    @property
+    def is_ending(self) -> bool:
+        """True if the program is about to end.
+
+        Lost workers are then no longer replaced, and no memory of a snapshot is freed until the next call. A signal
+        handler sets this property, so setting it only sets flags.
+        """
+        return self._is_ending
+
+    @is_ending.setter
+    def is_ending(self, is_ending: bool) -> None:
+        self._is_ending = is_ending
+        self.snapshots.keeps_replaced = self.snapshots.keeps_replaced or is_ending
+
+    def _is_cut_off(self) -> bool:
+        """Return True if the program is about to end, and Ray was stopped."""
+        return self._is_ending and self.group is not None and self.group.is_cut_off
 
     @property
     def holds_only_state(self) -> bool:
@@ -508,7 +525,7 @@ class Lifecycle(ABC):
     def nodes_to_avoid(self) -> frozenset[str]:
         """IDs of nodes on which no new worker should be placed: nodes that may be dead or will be removed soon."""
         now = self.now()
-        return frozenset(node for node, until in self._suspected.items() if until > now) | self._rules.leaving_nodes()
+        return frozenset(node for node, until in self._suspected.items() if until > now) | self._leaving_nodes
 
     def leaving_nodes_in_use(self) -> frozenset[str]:
         """Return the IDs of nodes that will be removed soon and that have workers of the group.
@@ -519,8 +536,17 @@ class Lifecycle(ABC):
             return frozenset()
         used = {info.node_id for info in self.group.infos}
         bound = {self.group.infos[0].node_id} if self.spec.use_local else set()  # the driver cannot leave its node
-        leaving = (self._rules.leaving_nodes() & used) - bound
+        leaving = (self._leaving_nodes & used) - bound
         return leaving if used - leaving else frozenset()
+
+    @property
+    def _leaving_nodes(self) -> frozenset[str]:
+        """IDs of nodes that will be removed soon.
+
+        Empty if the program is about to end. Ray may have stopped then, and a request to it would not return before Ray
+        ends this process.
+        """
+        return frozenset() if self.is_ending else self._rules.leaving_nodes()
 
     def suspect(self, survivors: Sequence[int]) -> None:
         """Place no new workers on the nodes of silent ranks for a while, because these nodes may be dead.

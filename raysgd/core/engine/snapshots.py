@@ -213,6 +213,8 @@ class Snapshots:
     Args:
         spec: Settings of the worker group, including those for snapshots.
         now: Clock, in seconds.
+        is_cut_off: Returns True if the program is about to end and Ray was stopped. To read from Ray's object store
+            would then end this process at once.
 
     Attributes:
         landed: The newest snapshot that has arrived in the driver.
@@ -223,10 +225,18 @@ class Snapshots:
         must_follow: True if the workers must copy their state as soon as possible.
         last_file: The last checkpoint file that was saved or loaded.
         pace: Decides after which calls a snapshot is due.
+        keeps_replaced: True if a snapshot stays in memory after a newer one has replaced it. The state of a snapshot
+            may lie in Ray's object store. If Ray was stopped, and this process frees that memory, Ray ends this
+            process at once. So while the program is about to end, no snapshot is freed.
     """
 
-    def __init__(self, spec: GroupSpec, now: Callable[[], float] = time.monotonic) -> None:
-        self._spec = spec
+    def __init__(
+        self,
+        spec: GroupSpec,
+        now: Callable[[], float] = time.monotonic,
+        is_cut_off: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._spec, self._is_cut_off = spec, is_cut_off
         self.pace = SnapshotPace(spec.snapshot_every_s, now, spec.heartbeat_s)
         self.landed: Snapshot | None = None
         self.landed_token: int | None = None
@@ -241,6 +251,8 @@ class Snapshots:
         self.is_awaited = False
         self.must_follow = False
         self.last_file: str | None = None
+        self.keeps_replaced = False
+        self._replaced: list[Snapshot] = []
 
     @property
     def last_file_in_words(self) -> str:
@@ -396,6 +408,10 @@ class Snapshots:
         """
         if self._coming is None:
             return
+        if self._is_cut_off():
+            logger.warning("a snapshot was lost in transit, because Ray was stopped")
+            self._lose_coming()
+            return
         try:
             snapshot = self._coming.result(timeout_s)
         except TimeoutError:
@@ -450,7 +466,8 @@ class Snapshots:
 
     def clear(self) -> None:
         """Discard the snapshots and the retained calls."""
-        self.landed, self._coming = None, None
+        self._replace_landed(None)
+        self._coming = None
         self.forget_calls()
 
     def begin_again(self) -> None:
@@ -470,8 +487,16 @@ class Snapshots:
         self._coming, self._is_stale = None, True
         self.must_follow = bool(self._calls)
 
+    def _replace_landed(self, snapshot: Snapshot | None) -> None:
+        if not self.keeps_replaced:
+            self._replaced = []
+        elif self.landed is not None:
+            self._replaced.append(self.landed)
+        self.landed = snapshot
+
     def _land(self, snapshot: Snapshot, token: int | None, num_covered: int) -> None:
-        self.landed, self._coming = snapshot, None
+        self._replace_landed(snapshot)
+        self._coming = None
         self.landed_at = time.monotonic()
         self.landed_token = token
         self._num_gaps_landed = self._num_gaps_coming

@@ -93,13 +93,27 @@ class LiveChanges:
         self._life.on_all(self._runner_cls.follow_config, changes_state=True, keeps_alike=True)
 
     def use_worker_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
-        """From now on, make all workers, including later ones, call exactly these worker callbacks."""
+        """From now on, make all workers, including later ones, call exactly these worker callbacks.
+
+        If a worker callback raises an error in its `on_begin`, all workers keep the callbacks that they had.
+        """
+        life = self._life
+        with life.controller.turns.take_turn():
+            before = life.settings.worker_callbacks
+
+            def put_back() -> None:
+                with suppress(RaySGDError):  # an error here must not hide the error of the new callbacks
+                    self._install_worker_callbacks(before)
+
+            with OnFailure(put_back):
+                self._install_worker_callbacks(tuple(callbacks))
+
+    def _install_worker_callbacks(self, callbacks: tuple[WorkerCallback, ...]) -> None:
         life = self._life
         revision = life.settings.callbacks_revision + 1
-        with life.controller.turns.take_turn():
-            life.take_settings(replace(life.settings, worker_callbacks=tuple(callbacks), callbacks_revision=revision))
-            if life.controller.group is not None:  # if no workers run, they get the callbacks when they start
-                life.on_all(self._runner_cls.follow, life.replicas.settings, changes_state=True, leaves_as_new=True)
+        life.take_settings(replace(life.settings, worker_callbacks=callbacks, callbacks_revision=revision))
+        if life.controller.group is not None:  # if no workers run, they get the callbacks when they start
+            life.on_all(self._runner_cls.follow, life.replicas.settings, changes_state=True, leaves_as_new=True)
 
     def reload(self, training_operator_cls: type[Any]) -> None:
         """Replace the operators in all workers by operators of another class, which take over their state."""

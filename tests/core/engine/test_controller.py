@@ -6,8 +6,10 @@ happens. Here is what it does not ask: words, and what is not done.
 
 from __future__ import annotations
 
+import gc
 import logging
 import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -715,6 +717,26 @@ class TestACallThatIsLeft:
 
         num_ranks, _ = self.leave(trainer, befalls(stall, 0, 1, 2, nth=[12]))
         assert num_ranks == 3
+
+    def test_keeps_the_states_before_until_the_next_call(self) -> None:
+        trainer = Trainer().started()
+        trainer.walk(10)
+        landed = trainer.controller.snapshots.landed
+        assert landed is not None
+        before = weakref.ref(landed)
+        del landed
+
+        def leaves() -> bool:
+            is_due = trainer.seen["step", 0] >= 12
+            trainer.controller.is_ending = is_due
+            return is_due
+
+        trainer.controller.run(replace(trainer.walking(60), leaves=leaves))
+        trainer.controller.is_ending = False
+        assert before() is not None
+        trainer.walk(10)
+        gc.collect()
+        assert before() is None
 
     def test_looks_for_room_no_longer_where_the_program_ends_meanwhile(self) -> None:
         trainer = Trainer(min_workers=2, **RESTARTS).started()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raysgd.core.engine.shared.replica import Capture
@@ -137,6 +139,16 @@ def test_looking_does_not_wait_unless_told_to() -> None:
     assert wire.transfers[0].waits == [0.0, 2.5, None]
 
 
+def test_where_ray_is_stopped_what_is_on_its_way_is_given_up_without_a_look_at_it() -> None:
+    is_cut_off, wire = [False], Wire()
+    keeper = Snapshots(no_snapshots()._spec, is_cut_off=lambda: is_cut_off[0])
+    keeper.take_captures([Capture(token=1)], wire.fetch)
+    keeper.poll()
+    is_cut_off[0] = True
+    keeper.poll()
+    assert (keeper.is_coming, len(wire.transfers[0].waits)) == (False, 1)
+
+
 def test_a_lost_transfer_leaves_the_state_before_it_and_its_calls() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
     keeper.completed("call")
@@ -190,6 +202,23 @@ def test_forgetting_lets_go_of_everything() -> None:
     keeper.take_captures([Capture(token=1)], wire.fetch)
     keeper.clear()
     assert (keeper.landed, keeper.has_any, keeper.is_current, keeper.calls_since) == (None, False, False, ())
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_the_memory_of_a_replaced_state_is_freed_unless_the_program_ends(is_kept: bool) -> None:
+    """Ray may be gone then, and ends a program that gives memory of its store back."""
+    keeper = no_snapshots()
+    states = [np.zeros(3), np.zeros(3)]
+    freed = [weakref.ref(state) for state in states]
+    keeper.take_captures(inline(states.pop(0)), never, is_first=True)
+    keeper.keeps_replaced = is_kept
+    keeper.take_captures(inline(states.pop(0)), never)
+    assert (freed[0]() is None) is not is_kept
+    keeper.clear()
+    assert (freed[1]() is None) is not is_kept
+    keeper.keeps_replaced = False
+    keeper.take_captures(inline("of the next call"), never)
+    assert freed[0]() is freed[1]() is None
 
 
 # -------------------------------------------------------------------------------------------- inside a call
