@@ -149,7 +149,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         rank = self.world.rank
         if self.has_trained:
             # If this worker's rank has changed, a new worker with the old rank may have copied this worker's states.
-            # Both would then draw the same random numbers.
+            # Both workers would then draw the same random numbers.
             if rank != self.operator.world_rank:
                 rng.fork(rng.capture(), ~rank)
         elif self.settings.seed is not None:
