@@ -265,7 +265,7 @@ class HuggingFaceOperator(SupervisedOperator):
                 f"`{name}` adds up means over {', '.join(map(repr, labels))}, whose counts differ between workers. "
                 "Override `forward`: return the output, a loss that is a mean over one count, and that count."
             )
-        with _saying_texts(features, AttributeError, TypeError, ValueError):  # strings cause no other errors
+        with _saying_texts(features, AttributeError, TypeError, ValueError):  # the errors that strings can cause
             output = call_model(self.model, features)
         loss = own_loss(output)
         if loss is None:

@@ -132,7 +132,8 @@ class _PackedStream(Stream):
 
     def __init__(self, texts: Stream, num_tokens: int) -> None:
         self._texts, self._num_tokens = _of_texts(texts), num_tokens
-        # For each shard, its known cuts: for the number of the pack after a cut, the number of the first text after it.
+        # For each shard, a dict of its known cuts. Each key is the number of the pack after a cut, and the value is the
+        # number of the first text after that cut.
         self._cuts: dict[str, dict[int, int]] = {}
 
     def shards(self) -> Sequence[Shard]:
@@ -151,8 +152,8 @@ class _PackedStream(Stream):
         Args:
             shard: Name of the shard.
             number: Number of the pack after the cut.
-            cuts: The known cuts of the shard: for the number of the pack after each cut, the number of the first text
-                after the cut. This method adds the cuts that it finds.
+            cuts: Dict of the shard's known cuts. For each cut, the key is the number of the pack after the cut, and the
+                value is the number of the first text after the cut. This method adds the cuts that it finds.
         """
         packs, last_cut = _OpenPacks(self._num_tokens), number
         for place, text in self._checked_texts(shard, cuts[number]):
@@ -185,10 +186,10 @@ class _PackedStream(Stream):
 
 
 def _of_texts(stream: Stream) -> Pipeline:
-    """Return the stream as a pipeline, if its rows are packed in the order in which they are read.
+    """Return a stream's pipeline, after checking that the pipeline has no operations that must come after packing.
 
     Raises:
-        ValueError: The order or the number of the rows depends on the epoch or on all workers together.
+        ValueError: The stream is shuffled, limited or batched, or uses seeded functions.
     """
     texts = stream._pipeline()
     for name, is_called, call in (

@@ -229,8 +229,8 @@ class TrainingOperator(RegisteringOperator):
                 the number of labels if the criterion is a PyTorch loss over labels.
 
         Raises:
-            ValueError: It is unclear which optimizer the loss trains, the weight is invalid, or the gradients were
-                cleared.
+            ValueError: It is unclear which optimizer the loss trains, the weight is invalid, or user code cleared the
+                gradients of earlier batches of the step.
         """
         internals = self._raysgd
         chosen = internals.choice.chosen("backward", optimizer)

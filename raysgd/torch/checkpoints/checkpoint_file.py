@@ -62,7 +62,7 @@ FORMAT_VERSION = 1
 """Version of the file format that this version of raysgd writes, and the newest version that it reads."""
 
 FORMAT_KEY = "raysgd_format"
-"""Key for the version of the file format, which is the last key in a file's state."""
+"""Key for the version of the file format. This key is the last one in a file's state."""
 
 REQUIRED_KEYS = ("epoch", "operator", "models", "optimizers")
 """Keys that a training state must have."""

@@ -50,7 +50,7 @@ def packed(state: Any, *, allow_pickle: bool = False) -> Any:
             `weights_only=False`.
 
     Raises:
-        ValueError: A value could not be loaded with `weights_only=True`. The message gives its path.
+        ValueError: A value in the state cannot be loaded with `weights_only=True`. The message gives the value's path.
     """
     if not allow_pickle:
         check_depth(state, "`state`")

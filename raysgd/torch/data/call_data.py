@@ -224,8 +224,8 @@ def source_to_predict(data: Any, asked: BatchRequest) -> Found:
 
     Raises:
         TypeError: The data's type is not supported.
-        ValueError: The loader may yield rows in another order, so the results could not be assigned to the rows. Or the
-            loader forms no batches.
+        ValueError: The loader may not keep the order of the dataset, so it is unclear which row each result belongs to.
+            Or the loader forms no batches.
     """
     leaf = as_tensor if _is_of_tensors(data.data if isinstance(data, Arrays) else data) else trees.own
     found = prediction_data.source_of(data, BatchRequest(asked.batch_size, asked.has_size, asked.feature_columns, leaf))

@@ -149,7 +149,7 @@ def _load_by_mapping(
         if None in values and any(values):
             raise WorkersLostError(f"Only some workers see the file `{name}`.")
 
-    with controller.turns.take_turn():  # another thread's call must not come between load and `adopt_coming`
+    with controller.turns.take_turn():  # another thread's call must not come between loading and `adopt_coming`
         values = controller.run(Call(TorchRunner.restore_from_file, arguments, keeps_alike=True, check=check))
         if None in values:
             return False
@@ -254,7 +254,7 @@ def save_folder(controller: ElasticController, checkpoint: Any, weights_only: bo
         weights_only: True to reject objects that `torch.load(..., weights_only=True)` would reject.
 
     Raises:
-        ValueError: A part of the state could not be loaded from the folder.
+        ValueError: The folder would have a part of the state that cannot be loaded again.
         OSError: The folder could not be written.
     """
     with files.state_is_kept(), divided_folder.making(checkpoint) as folder:

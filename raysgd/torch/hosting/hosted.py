@@ -149,7 +149,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         rank = self.world.rank
         if self.has_trained:
             # If this worker's rank has changed, a new worker with the old rank may have copied this worker's states.
-            # Both would then draw the same random numbers.
+            # Both workers would then draw the same random numbers.
             if rank != self.operator.world_rank:
                 rng.fork(rng.capture(), ~rank)
         elif self.settings.seed is not None:
@@ -216,7 +216,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         if not isinstance(data, ShardedLoader):
             return
         if is_stock(operator, "train_batch") and not (is_stock(operator, "train_epoch") or hasattr(operator, "model")):
-            return  # the default `train_batch` needs `self.model`, so the user's `train_epoch` trains without it
+            return  # without `self.model`, the user's `train_epoch` cannot call the default `train_batch`
         try:
             self.loop.begin_leg(0)
             batch = next(DividedLoaderSource(data, data.seed_hint).open(0, 0), None)

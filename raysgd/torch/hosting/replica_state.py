@@ -115,7 +115,11 @@ class TorchState(ReplicaState):
         return progress
 
     def _apply_more_progress(self, resume: Mapping[str, Any]) -> None:
-        """Load the gradients that no optimizer step has used yet. `_check_parts` has already applied `TRAINED`."""
+        """Load the gradients that no optimizer step has used yet.
+
+        The entry `TRAINED` (frozen parameters and parameter groups) is not loaded here, because `_check_parts` has
+        already applied it.
+        """
         gradients = resume.get(GRADIENTS) or [{}] * len(self.registered.trained)
         for part, saved in zip(self.registered.trained, gradients, strict=True):
             for name, parameter in part.named_parameters():

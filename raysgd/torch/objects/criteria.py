@@ -329,7 +329,8 @@ def _leaves_out(weight: Any, found: Accuracy, num_samples: int) -> bool:
         weight: Weight of the batch from user code. If it is a whole number below the number of labels, it is probably
             the number of labels that user code does not ignore.
         found: Accuracy, with the number of labels that the library has counted.
-        num_samples: Number of samples in the batch. A weight of this value is not a number of labels.
+        num_samples: Number of samples in the batch. If the weight equals this number, it is probably not a number of
+            labels.
     """
     if weight is None or found.num_labels is None:
         return False

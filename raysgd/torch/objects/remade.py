@@ -152,7 +152,7 @@ class RemadeParameters:
         return {"by": self._by_whole_name, "parts": parts}
 
     def tensors(self) -> list[dict[str, torch.Tensor]]:
-        """Return a dict of the omitted parameters, by name, for each module. The function `completed` adds them."""
+        """Return a dict of the omitted parameters, by name, for each module. `completed` adds them to a state dict."""
         pairs = zip(self._made, self._left_out, strict=True)
         return [{name: made[name].parameter.detach() for name in made if name in names} for made, names in pairs]
 
@@ -272,11 +272,13 @@ class RemadeParameters:
         )
 
     def begin_loading(self, index: int, left_out: Collection[str]) -> None:
-        """Before a state is loaded, copy the original values of the omitted parameters that the state contains.
+        """Before a state is loaded, copy the original values of parameters that loading will overwrite.
+
+        Only parameters that saved states have omitted so far are copied.
 
         Args:
             index: Index of the module whose state will be loaded.
-            left_out: Names of the parameters that the loaded state omits.
+            left_out: Names of the parameters that the loaded state omits, so that loading does not overwrite them.
         """
         for name in self._left_out[index] - {*left_out}:
             self._made[index][name].keep_original()

@@ -83,8 +83,8 @@ class BatchMetrics(Internals):
         Args:
             features: Inputs of the batch.
             target: Target of the batch.
-            weight: Weight that `forward` returned, or None. A batch without a weight whose number of samples is unknown
-                is weighted by its number of labels. This requires that the criterion averages over labels.
+            weight: Weight that `forward` returned, or None. If the weight is None and the number of samples is unknown,
+                the batch is weighted by its number of labels. This requires that the criterion averages over labels.
 
         Raises:
             ValueError: The batch has no weight, and its numbers of samples and labels are unknown.
@@ -220,10 +220,12 @@ class BatchMetrics(Internals):
         return {**weights_of(metrics, train_loss=mean if "train_loss" in metrics else None), **metrics}
 
     def _amount_of(self, metrics: Mapping[str, Any]) -> Any:
-        """Return the number of labels over which `val_loss` is the mean; None if the criterion did not compute it.
+        """Return the number of labels over which `val_loss` is the mean.
+
+        Return None if `val_loss` is not a result of the criterion.
 
         Raises:
-            ValueError: The criterion did not compute `val_loss`, and it weights or ignores labels.
+            ValueError: `val_loss` is not a result of the criterion, which ignores labels or weights them unequally.
         """
         loss = metrics.get("val_loss")
         for call in self.evaluated:

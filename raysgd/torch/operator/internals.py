@@ -106,8 +106,8 @@ class OptimizerChoice:
     def bystanders(self, given: Any, chosen: list[Any]) -> list[Any]:
         """Return the optimizers on which `backward` does not act, but whose gradients it must also clear.
 
-        If user code passed no optimizer to `backward`, its loss is the only loss of the batch, and may have gradients
-        for parameters of all registered optimizers.
+        If user code passed no optimizer to `backward`, the batch has only one loss, which may have gradients for
+        parameters of all registered optimizers.
 
         Args:
             given: Argument `optimizer` of `backward`. If it is not None, the result is an empty list.

@@ -33,8 +33,8 @@ class Window:
         reference: Typical amount, the same on all ranks. Each amount is divided by this number before it multiplies a
             loss. This keeps the scale of losses roughly the same.
         own: Sum of the amounts of this rank's batches so far.
-        total: Sum of the amounts of all ranks' batches so far. Computed only if the amounts are numbers of samples. Of
-            other amounts, a rank has only its own.
+        total: Sum of the amounts of all ranks' batches so far, if the amounts are numbers of samples. Otherwise 0,
+            because this rank does not have the amounts of the other ranks.
         num_batches: Number of batches so far.
         last: Sequence number and weight of the latest batch.
         is_exchanged: True if the gradients are already averaged over the ranks, because their all-reduce was not

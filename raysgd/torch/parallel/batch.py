@@ -32,8 +32,8 @@ class Batch:
         computed: IDs of the optimizers that have gradients of this batch but have not stepped with them yet.
         weights: Weights that user code passed to the batch's backward passes.
         amounts: For each call of the criterion, the number of labels or other amount over which it averaged.
-        has_uncounted: True if a loss weighted or ignored labels and user code passed no weight. A tensor if the value
-            is on a GPU.
+        has_uncounted: True if a loss ignored labels or weighted them unequally, and user code passed no weight. A
+            tensor if the value is on a GPU.
         is_by_samples: True if a backward pass was weighted by the batch's number of samples.
         is_exchanged: True if the batch's last gradients were sent to the other ranks.
         was_asked_to_step: With accumulation, True if `optimizer_step` was called for this batch.

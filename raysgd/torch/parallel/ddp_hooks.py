@@ -44,7 +44,7 @@ class _HookState:
     wrapper omits it. Neither matters, because copies are not trained.
 
     Attributes:
-        parallel: Strategy of this worker, which knows the current batch and tracks its communication.
+        parallel: Strategy of this worker. It tracks the current batch and the communication in the batch.
         work: Name under which the `GlobalRecord` records the all-reduce of this model's gradients.
         goes_at_once: True to send gradients over the mesh instead of gloo if possible.
         function: The user's hook, which all-reduces the gradients; None for the default all-reduce.

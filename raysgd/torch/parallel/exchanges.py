@@ -49,7 +49,7 @@ class StepRows:
         self._exchange, self._run = exchange, run
 
     def send_rows(self, batch: Batch, gather: Gather | None = None) -> bool:
-        """Exchange rows with the other ranks, once per optimizer step and only in its last batch.
+        """Exchange metrics (rows) with the other ranks, once per optimizer step and only in the step's last batch.
 
         Called when the last gradients of a backward pass are about to be sent.
 
@@ -70,7 +70,7 @@ class StepRows:
         return True
 
     def exchange_beside_gloo(self, batch: Batch) -> None:
-        """Exchange rows over the mesh while gloo all-reduces gradients.
+        """Exchange metrics (rows) over the mesh while gloo all-reduces gradients.
 
         Raises:
             DistNetworkError: A connection to another rank ended. This exception makes the caller close gloo's
@@ -85,8 +85,8 @@ class StepRows:
 def gather_rows(size: int) -> Gather | None:
     """Return a function that sends this rank's row over the mesh and returns all ranks' rows. None if there is no mesh.
 
-    If there is only one rank, the function returns that rank's row. The row is needed because other ranks may join
-    later.
+    A row is an array with one rank's metrics. If there is only one rank, the function returns that rank's row. The row
+    is needed because other ranks may join later.
 
     Args:
         size: Number of ranks.

@@ -83,9 +83,9 @@ class ForwardRounds:
             self._is_open = False
 
     def enter(self, model: Any, args: Any, kwargs: Any) -> None:
-        """Take part in rounds until all ranks are ready to run the forward pass that this rank is about to run.
+        """Take part in rounds until the ranks agree on the model that this rank is about to call.
 
-        Called before each forward pass of a sharded model.
+        Called before each forward pass of a sharded model. Afterwards, all ranks run a forward pass of this model.
 
         Args:
             model: The model that this rank calls.
@@ -103,13 +103,13 @@ class ForwardRounds:
             pass
 
     def _round(self, said: int, call: Any = None) -> int | None:
-        """Agree with all ranks on a model, and run its forward pass unless this rank is the one that calls the model.
+        """Agree with all ranks on one of the models that they call, and run a forward pass of this model.
 
-        If this rank calls the model, the forward pass runs after this method has returned.
+        If this rank itself calls the chosen model, the forward pass runs after this method has returned.
 
         Args:
-            said: Number of the model that this rank calls; `_HAS_LEFT` if it has no batches left.
-            call: Arguments with which this rank calls the model; None if it calls no model.
+            said: Number of the model that this rank calls; `_HAS_LEFT` if this rank has no batches left.
+            call: Arguments with which this rank calls that model; None if this rank calls no model.
 
         Returns:
             Number of the model that the ranks run; None if no rank calls a model.

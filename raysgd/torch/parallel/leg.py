@@ -69,8 +69,8 @@ class Leg:
         usual: Mean weight of a rank's batch in the latest step in which batches were not weighted by their samples. The
             same on all ranks.
         labels: Record of the latest call to a criterion that averages over labels.
-        uncounted: True if a batch was weighted by samples although its loss weights or ignores labels. A tensor if the
-            value is on a GPU.
+        uncounted: True if a batch was weighted by samples although its loss ignores labels or weights them unequally. A
+            tensor if the value is on a GPU.
         has_clipped: True if gradients were clipped in this leg.
         waiting: With accumulation, the weights of those batches of the current step that had a backward pass. None
             before the first such batch, and without accumulation.
@@ -260,7 +260,7 @@ class Leg:
             batch.has_uncounted = batch.has_uncounted | (not batch.is_padding and call.is_uneven)
 
     def check_labels(self) -> None:
-        """Raise if the batch's loss weights or ignores labels and user code passed no weight for the batch.
+        """Raise if the batch's loss ignores labels or weights them unequally, and user code passed no weight.
 
         Labels on a GPU are checked when the call ends, because checking them here would wait for the GPU.
         """
@@ -271,7 +271,7 @@ class Leg:
                 self.check_counted()
 
     def check_counted(self) -> None:
-        """Check that no batch was weighted by its samples although its loss weights or ignores labels.
+        """Check that no batch was weighted by its samples although its loss ignores labels or weights them unequally.
 
         Raises:
             ValueError: A batch was weighted by its samples, so the gradients differ from those of a single process.

@@ -200,8 +200,8 @@ class Undo:
         self._batch: _OpenBatch | None = None
         # IDs of the optimizers that have started to step since the last boundary.
         self._stepped: set[int] = set()
-        # Parameters that had gradients when the batch began, with which no optimizer had stepped. None if no batch has
-        # begun since the last boundary.
+        # Parameters that already had gradients when the batch began, because no optimizer had stepped with these
+        # gradients yet. None if no batch has begun since the last boundary.
         self._waiting: list[torch.Tensor] | None = None
         self._not_stepped: list[Any] = []  # optimizers whose `step` was not called in the last completed step
         self._keeps_gradients, self.repeats = keeps_gradients, repeats

@@ -156,7 +156,8 @@ class Gradients:
             bystanders: Other optimizers. Their gradients are cleared if the first chosen optimizer's are cleared.
 
         Raises:
-            ValueError: Gradients that the batch adds to were cleared, or an optimizer may have stepped with them.
+            ValueError: Gradients to which the batch must add were cleared, or an optimizer may already have stepped
+                with these gradients.
         """
         leg, stale = self._parallel.leg, []
         for each in chosen:
@@ -168,9 +169,12 @@ class Gradients:
             each.zero_grad()
 
     def _check_waiting(self, optimizer: Any) -> None:
-        """Raise if gradients to which a loss adds were cleared, or if the optimizer may have stepped with them.
+        """Check that a loss can add to the gradients that an optimizer's parameters already have.
 
         The library cannot notice the steps of an optimizer that is not registered or does not support hooks.
+
+        Raises:
+            ValueError: These gradients were cleared, or the optimizer may already have stepped with them.
         """
         leg = self._parallel.leg
         if leg.window == 1 and not self._hooks.sees(optimizer):
