@@ -430,9 +430,9 @@ class Snapshots:
         self._land(snapshot, self.landed_token, len(self._calls))
 
     def adopt_coming(self, coming: NewestSnapshot) -> None:
-        """Use state that workers loaded from a file as the newest snapshot, while the driver still copies the state.
+        """Make state that workers loaded from a file the newest snapshot. The driver is still copying the state.
 
-        If the copy fails, no earlier snapshot may replace the loaded state.
+        Until the copy has arrived, the load counts as a change of the training state that cannot be repeated.
         """
         self.completed(None)
         self._note_current()

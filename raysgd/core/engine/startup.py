@@ -208,8 +208,8 @@ class StandbyWorkers:
     """Starts and supervises the standby workers of a group. Errors in these workers are logged, never raised.
 
     Attributes:
-        replacements: How many replacements for workers that die while a group starts are still allowed. Shared by all
-            attempts to start a group.
+        replacements: Number of replacements that are still allowed for workers that die while a group starts. All
+            attempts to start a group share this number.
     """
 
     def __init__(self, spec: GroupSpec, slots: Slots, platform: Platform) -> None:

@@ -517,7 +517,7 @@ class WorkerProcess:
         # If the worker is alone in its group, it has no connection to other ranks. Its error then comes from user code.
         has_lost_group = self._world.is_distributed and self._connection.is_connection_error(error)
         kind: FailureKind = "disconnected" if has_lost_group else "user"
-        # All survivors of a failure lose connections at once, so their descriptions must be cheap.
+        # All survivors of a failure lose connections at once, so it must be cheap to describe their errors.
         is_brief = kind == "disconnected"
         fault = describe_fault(error, self._world.rank, node_here()[1], portable=self._is_remote, brief=is_brief)
         joint_work_of = getattr(self._replica, "joint_work_of", lambda error: None)
@@ -775,7 +775,8 @@ def _actor_class() -> Any:
 def _forwarding(name: str) -> Callable[..., Any]:
     """Return a function that calls a method of `WorkerProcess`.
 
-    `ray.method` adds attributes to the function that it receives. `WorkerProcess` itself thus stays unchanged.
+    `ray.method` adds attributes to the function that it receives. With such a separate function, `WorkerProcess` itself
+    stays unchanged.
     """
 
     def method(self: WorkerProcess, *args: Any) -> Any:

@@ -379,8 +379,9 @@ class CallRecorder:
     Attributes:
         history: The history with the calls so far.
         trained: The epoch, from 1, in which the last call to `train` started.
-        told_s: Returns the seconds of training calls, the maximum over the ranks, since an earlier process of this
-            trainer stored its state. None without an earlier process, or once a later training call has been recorded.
+        told_s: Returns how many seconds the ranks have spent in training calls since an earlier process of this trainer
+            stored its state: the maximum over the ranks. None if there was no earlier process, and after this process
+            has recorded a training call.
     """
 
     def __init__(self, events: list[GroupEvent]) -> None:
@@ -422,9 +423,10 @@ class CallRecorder:
             self._add(CallRecord(kind, epoch, metrics, began_at, seconds, num_workers, of_fit, step), None)
 
     def begin_beside(self, of_fit: bool) -> RecordBeside:
-        """Return a function that records a validation on a spare worker. Call it when the validation has finished.
+        """Return a function that records a validation that runs on a spare worker.
 
-        The function adds the metrics to the row that is current now, even if later calls finish before the validation.
+        Call the function when the validation has finished. It adds the metrics to the row that was current when
+        `begin_beside` was called, even if later calls finish before the validation.
 
         Args:
             of_fit: True if `fit` started the validation.
@@ -458,9 +460,8 @@ class CallRecorder:
 def recorded(kind: Kind) -> Callable[[Method], Method]:
     """Return a decorator for a method that runs a trainer's call. Each successful call is added to the history.
 
-    The object with the method has the attributes `recorder`, a `CallRecorder`, and `num_workers`. `fit` passes
-    `of_fit=True` to the decorated method. For a validation inside an epoch, `fit` also passes `inside`, the epoch and
-    step.
+    The object with the method must have the attributes `recorder` (a `CallRecorder`) and `num_workers`. `fit` passes
+    `of_fit=True` to the decorated method. For a validation inside an epoch, `fit` also passes `inside=(epoch, step)`.
 
     Args:
         kind: The kind of calls: "train", "validation" or "test".
