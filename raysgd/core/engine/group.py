@@ -712,7 +712,7 @@ class WorkerGroup:
         self._platform.kill_process(self.infos[rank])
 
     def kill_workers(self) -> None:
-        """Kill the workers, so that a thread that is starting the group or waiting for a call returns.
+        """Kill the workers. A thread that is starting the group or waiting for a call then returns.
 
         Call this from a different thread.
         """

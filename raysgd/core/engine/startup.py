@@ -139,7 +139,7 @@ class StartupCheck:
             because importing a framework takes time.
 
     Attributes:
-        lost: Workers that the last `poll` found dead or killed.
+        lost: Workers that the last `poll` killed or found dead.
     """
 
     def __init__(self, platform: Platform, heartbeat_s: float) -> None:
@@ -412,9 +412,9 @@ class StandbyWorkers:
             self.replace(num_died, self._world_size)
 
     def kill_unresponsive(self) -> None:
-        """Poll the ready standby workers and kill workers that do not answer.
+        """Poll the standby workers that are ready or on loan. Kill workers that do not answer.
 
-        Call this before workers are taken, because between calls no other code checks them.
+        Call this before you move standby workers to the group. Between the trainer's calls, no other code checks them.
         """
         self.look_after()
         idle = self._idle

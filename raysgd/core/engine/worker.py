@@ -716,7 +716,7 @@ class _HostedProcess(WorkerProcess):
 
 
 def let_go_of_ray() -> None:
-    """Make child processes that this worker forks close their copy of the worker's connection to Ray.
+    """From now on, whenever this worker forks a child process, close the child's copy of the connection to Ray.
 
     Ray notices that a worker was killed when the worker's connection to Ray closes. A child process would keep the
     connection open. The death would then be noticed only after `heartbeat_s`.
