@@ -1,8 +1,9 @@
 """Decides if a process reuses the memory that it frees, or returns this memory to the operating system.
 
 Each training step allocates and frees the same tensors, so workers should reuse their memory. Workers train in a
-thread, and for threads glibc returns freed memory at once, so the operating system must provide and clear thousands of
-pages in each step. This can take a tenth of the time of a step (ADR 171). Importing this module changes nothing.
+thread other than the main thread. For such threads, glibc returns freed memory at once. The operating system must then
+provide and clear thousands of pages in each step. This can take a tenth of the time of a step (ADR 171). Importing this
+module changes nothing.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ _LARGE_BYTES = 2**17  # minimum size of a large block: one worker's shard of a 1
 
 
 def keep_freed_memory() -> None:
-    """Let this process reuse the memory that its threads free. Do nothing without glibc, or if the user configured it.
+    """Let this process reuse the memory that its threads free.
 
-    The process's memory grows to the most that any step needs, and then stays at that size.
+    The process's memory grows to the most that any step needs, and then stays at that size. If this process does not
+    use glibc, or if the user has set any of the variables in `USERS_SETTINGS`, this function does nothing.
     """
     chosen = [name for name in USERS_SETTINGS if name in os.environ]
     mallopt = _of_glibc("mallopt")

@@ -119,7 +119,7 @@ class Division:
     cap: int | None = None
 
     def num_batches(self, num_samples: int) -> int:
-        """Return how many batches, at least 1, each worker processes one after the other for one global batch."""
+        """Return how many batches each worker processes, one after the other, for one global batch: at least 1."""
         largest = -(-num_samples // self.world_size)
         return 1 if self.cap is None else max(1, -(-largest // self.cap))
 

@@ -15,8 +15,8 @@ class ShardedFrames(ABC):
     The docstrings of the subclasses explain the arguments.
 
     Raises:
-        AssertionError: `feature_columns` or `label_column` is missing. Or `feature_shapes` or `feature_types` has
-            another length than `feature_columns`.
+        AssertionError: `feature_columns` or `label_column` is missing, or the length of `feature_shapes` or
+            `feature_types` differs from that of `feature_columns`.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ SWITCH = "RAYSGD_EAGER_COMPILER"
 """The environment variable that disables the stand-in for PyTorch's compiler."""
 
 _NAME = "torch._dynamo"
-# Attribute of a function in which PyTorch caches what `torch._dynamo.disable` returned for the function.
+# PyTorch caches the result of `torch._dynamo.disable(function)` in this attribute of the function.
 _KEPT = "__dynamo_disable"
 
 

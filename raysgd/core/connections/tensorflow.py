@@ -111,7 +111,7 @@ def votes() -> EarlyVotes:
 
 
 def load_tensorflow(variables: Mapping[str, str], num_threads: int | None) -> None:
-    """Import TensorFlow. In a worker process, first set environment variables, and then limit TensorFlow's threads.
+    """Import TensorFlow. In a worker process, set environment variables before the import, and limit threads after it.
 
     Args:
         variables: Environment variables for worker processes.

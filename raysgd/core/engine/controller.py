@@ -82,7 +82,7 @@ class Turns:
 
     @contextmanager
     def closed(self, why: str) -> Iterator[None]:
-        """Make calls that this thread starts inside the `with` block raise `ValueError` with the message `why`."""
+        """Inside the `with` block, refuse calls from this thread: raise `ValueError` with the message `why`."""
         before = self._closed_to
         self._closed_to, self._why_closed = threading.get_ident(), why
         try:

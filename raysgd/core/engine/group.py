@@ -250,7 +250,7 @@ class WorkerGroup:
         self._has_listened |= bool(opening)
         calls = {rank: self.workers[rank].submit("open_endpoint", host, rank) for rank, host in opening.items()}
         opened = self._gather(calls, on_wait)
-        if not opened.ok:  # since a rank cannot listen, no rank may try to join
+        if not opened.ok:  # a rank cannot listen, so do not let any rank join
             failed = {outcome.rank: outcome for outcome in opened.outcomes if outcome.failure is not None}
             return GroupReport(tuple(failed.get(rank, Outcome(rank, answered=False)) for rank in range(len(hosts))))
         addresses |= {outcome.rank: (opening[outcome.rank], outcome.value) for outcome in opened.outcomes}
@@ -482,7 +482,7 @@ class WorkerGroup:
 
     @property
     def is_cut_off(self) -> bool:
-        """True if all ranks run outside the driver and Ray was stopped, so that it no longer reports lost workers."""
+        """True if all ranks run outside the driver and Ray was stopped. Ray then no longer reports lost workers."""
         return self.local_replica is None and self._platform.is_head_gone()
 
     def store(self, value: Any) -> SharedValue:
@@ -493,9 +493,9 @@ class WorkerGroup:
         return SharedValue(value, None) if self.is_driver_only else self._platform.store(value)
 
     def share(self, value: Any) -> list[Any]:
-        """Return one object per rank with which to pass a value to all ranks.
+        """Return the argument with which to pass a value to each rank, by rank.
 
-        For a remote rank, this is a reference to one stored copy. For a local rank, it is the value itself.
+        For remote ranks, the argument is a reference to one stored copy. For a local rank, it is the value itself.
         """
         stored = value if isinstance(value, SharedValue) else SharedValue(value, None)
         if stored.reference is None:  # `store` does not use Ray's store if the driver is the only worker
@@ -712,7 +712,7 @@ class WorkerGroup:
         self._platform.kill_process(self.infos[rank])
 
     def kill_workers(self) -> None:
-        """Kill the workers, so that a thread that is starting the group or waiting for a call returns.
+        """Kill the workers. A thread that is starting the group or waiting for a call then returns.
 
         Call this from a different thread.
         """

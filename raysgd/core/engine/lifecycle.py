@@ -333,7 +333,8 @@ class Lifecycle(ABC):
         """
         self._starting = group
         group.standby.replacements = self._replacements
-        # Number of workers that must survive the start. None means all, because such a group cannot change later.
+        # Number of workers that must survive the start. None means all: without `keeps_processes`, the group cannot
+        # change later.
         num_needed = self.scaling.min_workers if self.spec.keeps_processes else None
         try:
             with OnFailure(group.kill):

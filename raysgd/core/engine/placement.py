@@ -164,7 +164,7 @@ def session() -> Any:
 
 
 def is_head_gone() -> bool:
-    """Return True if the head node of this process's cluster refuses connections, so that Ray has stopped."""
+    """Return True if the head node of this process's cluster refuses connections, which means that Ray has stopped."""
     return _is_gone(_head_address())
 
 

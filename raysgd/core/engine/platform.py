@@ -25,8 +25,8 @@ from raysgd.core.private_names import find_name
 from raysgd.exceptions import WorkerFault
 
 _TOGETHER_S = 0.01  # how long to wait for all calls before waiting for any call: one query for many answers is faster
-# The same wait, in seconds per call. It applies to more than 200 calls, for which it is longer. With one query for each
-# answer, the total time would be quadratic.
+# With more than 200 calls, the wait is longer: this many seconds per call. With one query for each answer, the total
+# time of the queries would be quadratic in the number of calls.
 _TOGETHER_S_EACH = 0.00005
 _MISSING_MODULE = re.compile(r"No module named '([^']+)'")
 

@@ -441,14 +441,15 @@ class Snapshots:
         self.landed_token = None
 
     def adopt(self, snapshot: Snapshot) -> None:
-        """Make state that came from the driver, such as a loaded file, the newest snapshot."""
+        """Record that `snapshot` is the newest snapshot. Its state came from the driver, for example from a file."""
         self._note_current()
         self._land(snapshot, self.landed_token, len(self._calls))
 
     def adopt_coming(self, coming: NewestSnapshot) -> None:
-        """Use state that workers loaded from a file as the newest snapshot, while the driver still copies the state.
+        """Record that `coming` is the newest snapshot: workers loaded its state from a file.
 
-        If the copy fails, no earlier snapshot may replace the loaded state.
+        The driver is still copying the state from the file. Until the copy has arrived, the load counts as a change of
+        the training state that cannot be repeated.
         """
         self.completed(None)
         self._note_current()
@@ -514,7 +515,7 @@ class Snapshots:
         return is_forced or self.pace.is_due(call.function, self.replay_s, self.num_uncovered)
 
     def note_call(self, call: Call, seconds: float) -> None:
-        """Record that a call that changed the training state has completed.
+        """Record the completion of a call that changed the training state.
 
         Args:
             call: The completed call.

@@ -135,7 +135,7 @@ class StartupCheck:
             because importing a framework takes time.
 
     Attributes:
-        lost: Workers that the last `poll` found dead or killed.
+        lost: Workers that the last `poll` killed or found dead.
     """
 
     def __init__(self, platform: Platform, heartbeat_s: float) -> None:
@@ -204,8 +204,8 @@ class StandbyWorkers:
     """Starts and supervises the standby workers of a group. Errors in these workers are logged, never raised.
 
     Attributes:
-        replacements: How many replacements for workers that die while a group starts are still allowed. Shared by all
-            attempts to start a group.
+        replacements: Number of replacements that are still allowed for workers that die while a group starts. All
+            attempts to start a group share this number.
     """
 
     def __init__(self, spec: GroupSpec, slots: Slots, platform: Platform) -> None:
@@ -408,9 +408,9 @@ class StandbyWorkers:
             self.replace(num_died, self._world_size)
 
     def kill_unresponsive(self) -> None:
-        """Poll the ready standby workers and kill workers that do not answer.
+        """Poll the standby workers that are ready or on loan. Kill workers that do not answer.
 
-        Call this before workers are taken, because between calls no other code checks them.
+        Call this before you move standby workers to the group. Between the trainer's calls, no other code checks them.
         """
         self.look_after()
         idle = self._idle

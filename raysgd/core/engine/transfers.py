@@ -19,7 +19,8 @@ from raysgd.exceptions import WorkersLostError
 
 # Seconds to wait for the workers' reports about their steps. While a call runs, a later request brings missing reports.
 _REPORTS_S = 1.0
-# The same after the call, when no later request follows. The workers are idle then, but their machine may be busy.
+# Seconds to wait for these reports after the call, when no later request follows. The workers are idle then, but their
+# machine may be busy.
 _LAST_REPORTS_S = 10.0
 
 

@@ -502,7 +502,7 @@ class WorkerProcess:
         # If the worker is alone in its group, it has no connection to other ranks. Its error then comes from user code.
         has_lost_group = self._world.is_distributed and self._connection.is_connection_error(error)
         kind: FailureKind = "disconnected" if has_lost_group else "user"
-        # All survivors of a failure lose connections at once, so their descriptions must be cheap.
+        # All survivors of a failure lose connections at once, so it must be cheap to describe their errors.
         is_brief = kind == "disconnected"
         fault = describe_fault(error, self._world.rank, node_here()[1], portable=self._is_remote, brief=is_brief)
         joint_work_of = getattr(self._replica, "joint_work_of", lambda error: None)
@@ -701,7 +701,7 @@ class _HostedProcess(WorkerProcess):
 
 
 def let_go_of_ray() -> None:
-    """Make child processes that this worker forks close their copy of the worker's connection to Ray.
+    """From now on, whenever this worker forks a child process, close the child's copy of the connection to Ray.
 
     Ray notices that a worker was killed when the worker's connection to Ray closes. A child process would keep the
     connection open. The death would then be noticed only after `heartbeat_s`.
@@ -760,7 +760,8 @@ def _actor_class() -> Any:
 def _forwarding(name: str) -> Callable[..., Any]:
     """Return a function that calls a method of `WorkerProcess`.
 
-    `ray.method` adds attributes to the function that it receives. `WorkerProcess` itself thus stays unchanged.
+    `ray.method` adds attributes to the function that it receives. With such a separate function, `WorkerProcess` itself
+    stays unchanged.
     """
 
     def method(self: WorkerProcess, *args: Any) -> Any:

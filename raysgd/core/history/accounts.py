@@ -208,7 +208,7 @@ class Accounts:
                 yet.
         """
         ranks = {rank: dict(account.seconds) for rank, account in sorted(self._accounts.items())}
-        # Ranks report time in which the driver waited for a validation as time between calls. Move it to its own bin.
+        # While the driver waits for a validation, the ranks report time between calls. Move this time to its own bin.
         for seconds in ranks.values():
             waited_s = min(self._waited_s, seconds[DRIVER])
             seconds[DRIVER] -= waited_s

@@ -375,8 +375,9 @@ class CallRecorder:
     Attributes:
         history: The history with the calls so far.
         trained: The epoch, from 1, in which the last call to `train` started.
-        told_s: Returns the seconds of training calls, the maximum over the ranks, since an earlier process of this
-            trainer stored its state. None without an earlier process, or once a later training call has been recorded.
+        told_s: Returns how many seconds the ranks have spent in training calls since an earlier process of this trainer
+            stored its state: the maximum over the ranks. None if there was no earlier process, and after this process
+            has recorded a training call.
     """
 
     def __init__(self, events: list[GroupEvent]) -> None:
@@ -418,9 +419,10 @@ class CallRecorder:
             self._add(CallRecord(kind, epoch, metrics, began_at, seconds, num_workers, of_fit, step), None)
 
     def begin_beside(self, of_fit: bool) -> RecordBeside:
-        """Return a function that records a validation on a spare worker. Call it when the validation has finished.
+        """Return a function that records a validation that runs on a spare worker.
 
-        The function adds the metrics to the row that is current now, even if later calls finish before the validation.
+        Call the function when the validation has finished. It adds the metrics to the row that was current when
+        `begin_beside` was called, even if later calls finish before the validation.
 
         Args:
             of_fit: True if `fit` started the validation.

@@ -125,7 +125,8 @@ def metrics_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 def most_telling(names: Iterable[str], most: int) -> list[str]:
     """Return up to `most` of the most informative metrics, in their original order.
 
-    Validation metrics come before training metrics, losses before other metrics, and the learning rate comes last.
+    Validation metrics count as more informative than training metrics, and losses as more informative than other
+    metrics. The learning rate counts as the least informative.
 
     Examples:
         >>> most_telling(["train_loss", "grad_norm", "lr", "val_loss", "val_accuracy"], 4)

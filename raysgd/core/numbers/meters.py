@@ -320,7 +320,7 @@ class AverageMeterCollection:
     def go_on_from(self, summary: MetricSummary) -> None:
         """Add the metrics and samples of another collection, for example of a process that has ended.
 
-        The number of batches is not added up: the larger of both numbers counts.
+        The two numbers of batches are not added. The larger number counts.
 
         Args:
             summary: The summary of that collection.

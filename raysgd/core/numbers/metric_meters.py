@@ -139,7 +139,7 @@ def value_here(state: CapturedMetric, name: str) -> Any:
     """
     try:
         return state.value()
-    # Only the value over all workers matters. If computing that value fails, the error is raised.
+    # A warning is enough here: only the value over all workers matters, and an error in computing that one is raised.
     except Exception as error:
         logger.warning(
             "metric `%s` cannot be computed on this worker's share alone, so it reports NaN: %s", name, error

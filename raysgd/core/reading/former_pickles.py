@@ -95,7 +95,7 @@ class _FormerUnpickler(pickle.Unpickler):
         """Return the safe replacement for the function `module.name`, which the pickle names.
 
         Raises:
-            NotPlainError: The pickle may not call this function.
+            NotPlainError: There is no safe replacement for this function.
         """
         full_name = f"{module}.{name}"
         if full_name not in FORMER_FUNCTIONS:

@@ -66,11 +66,11 @@ class JsonLines(FileSink):
 
 
 def keep_lines(path: Path, step: int, last_step: int | None = None) -> None:
-    """Remove all lines from a file of JSON lines except the reports up to a step.
+    """Remove all lines from a file of JSON lines except the reports for which `is_until` returns True.
 
     Args:
         path: The file to rewrite.
-        step: The last epoch or report number to keep.
+        step: The last epoch, or the last `training_iteration`, to keep.
         last_step: In the epoch after `step`, keep the reports up to this step. None to keep no reports from that epoch.
     """
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -80,15 +80,15 @@ def keep_lines(path: Path, step: int, last_step: int | None = None) -> None:
 
 
 def is_until(step: int, report: Mapping[str, Any], last_step: int | None = None) -> bool:
-    """Return True if a report is from the epoch or report number `step`, or earlier.
+    """Return True if a report's number is at most `step`, or if `last_step` includes the report.
 
     A report's number is its epoch. The number of a training function's report is its `training_iteration`.
 
     Args:
-        step: The last epoch or report number that counts.
+        step: The last epoch, or the last `training_iteration`, that counts.
         report: The report, a dict of metrics.
-        last_step: In the epoch after `step`, reports up to this step count, too. None if no reports from that epoch
-            count.
+        last_step: In the epoch after `step`, reports count if their own step is at most `last_step`. None if no reports
+            from that epoch count.
     """
     try:
         number = int(report.get("training_iteration") or report["epoch"])

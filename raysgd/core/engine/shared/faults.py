@@ -111,7 +111,7 @@ def _message(error: BaseException, portable: bool) -> str:
 
 
 def _quoted(error: BaseException) -> tuple[list[str], str]:
-    """Separate the stack frames that an exception's message quotes from the rest of the message.
+    """Split an exception's message into quoted stack frames and the remaining text.
 
     Errors of PyTorch's loader processes and of TensorFlow's functions quote stack frames in their messages.
 

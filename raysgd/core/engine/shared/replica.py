@@ -90,7 +90,8 @@ class RegroupingReplica(Replica, Protocol):
     def warm_up(self) -> None:
         """Run operations that are slow the first time, such as compilation. Called before the worker joins a group.
 
-        These operations may change the replica's state, because joining the group overwrites it with the group's state.
+        It does not matter if these operations change the replica's state, because joining the group overwrites that
+        state with the group's state.
         """
 
     def regroup(self, world: World, handover: StateHandover) -> Any:

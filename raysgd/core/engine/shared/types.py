@@ -340,7 +340,7 @@ class HeldAtStep:
     Attributes:
         step: Number of completed steps of the call.
         part: This rank's part of a snapshot taken at that step (a `Capture`).
-        is_planned: True if the call's arguments, rather than the driver, made it end early at this step.
+        is_planned: True if the call ended early at this step because of its arguments. False if the driver stopped it.
     """
 
     step: int
