@@ -1,4 +1,4 @@
-"""Rewrites a program's calls with arguments that are no longer accepted, or reports them with advice on what to write.
+"""Rewrites those calls of a program that pass outdated arguments, or reports them with advice on what to write.
 
 These are calls to `TorchTrainer`, to functions of Ray, and to methods of Keras that Keras 3 has changed.
 """
