@@ -184,7 +184,7 @@ class GlobalLosses:
     def factor(self, divisor: Any) -> Any:
         """Return the factor by which to scale a loss on this rank, as a tensor.
 
-        Whenever the tensor is computed, the ranks all-reduce their divisors.
+        Whenever the tensor is computed in a training step, the ranks all-reduce their divisors.
 
         Args:
             divisor: The loss's divisor on this rank, or `SUM` if the loss is a sum.
