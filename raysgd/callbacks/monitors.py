@@ -183,7 +183,7 @@ class StepMetrics(WorkerCallback):
 
     Attributes:
         begun: If the run resumes from a checkpoint, a pair: the checkpoint's step, and for each rank, the metrics of
-            those earlier steps that no finished average includes. Otherwise, None.
+            the last steps before the checkpoint, which are not part of a finished average yet. Otherwise, None.
     """
 
     def __init__(self, every: int) -> None:

@@ -221,9 +221,9 @@ def _number(value: Any) -> float:
 
 
 def _metrics(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the most informative metrics of a report as one status line.
+    """Return a list with one status line, which shows the most informative metrics of a report.
 
-    The line is a pair of a name and a text, in a list. The list is empty if the report has no metrics.
+    The line is a pair of a name and a text. The list is empty if the report has no metrics.
     """
     names = [
         name

@@ -262,7 +262,7 @@ class Output:
         """Return the number of pieces of output so far, and the pieces that a program has not printed yet.
 
         Args:
-            seen: Number of pieces of output so far when the program printed it last. None if the program has just
+            seen: The number of pieces that the previous call for this program returned. None if the program has just
                 attached and needs only those pieces that no program has printed.
         """
         num_pieces = self.num_pieces()

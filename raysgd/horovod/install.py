@@ -106,7 +106,7 @@ def installed_version() -> str | None:
 
 
 def probe() -> str | None:
-    """Test in a separate process whether Horovod starts. Return None if it does, else the end of what it printed."""
+    """Test in a separate process whether Horovod starts. Return the end of the output if it fails, else None."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
     if os.path.exists("/sys/class/net/lo"):
         environment["HOROVOD_GLOO_IFACE"] = "lo"

@@ -233,7 +233,7 @@ def _by_replays(
     if len(left) != 1:
         return found
     seen = replayed["AB".index(left[0])].first_different
-    # A step computes its loss with the weights after the previous step. If its loss differs, these weights already did.
+    # A step computes its loss with the weights after the previous step. If the loss differs, these weights differ, too.
     if found.what == LOSS and seen == found.step:
         earlier = [number for number in first.numbers() if number < found.step]
         return Difference(earlier[-1], WEIGHTS, left=left[0]) if earlier else Difference(found.step, LOSS, left=left[0])

@@ -160,7 +160,7 @@ def _plain(indices: Any) -> list[Any]:
 
 
 class _NamedRows(BatchMaker):
-    """Makes batches that are lists of rows, each with its `StreamRow`."""
+    """Makes batches that are lists of pairs `(StreamRow, row)`."""
 
     def _batch(self, wanted: Sequence[LaneSlice]) -> Any:
         steps = self._pass.last_steps
@@ -194,7 +194,7 @@ def _begin_of(entry: Mapping[str, Any], layout: Mapping[str, Any]) -> StreamPosi
 
 
 def _global_batches(of_pass: StreamPass, begin: StreamPosition, size: int) -> Iterator[list[Any]]:
-    """Yield the rows of each global batch, the samples of all workers in one step.
+    """Yield each global batch, the samples of all workers in one step, as a list of pairs `(StreamRow, row)`.
 
     The order of the rows does not depend on the number of workers.
     """

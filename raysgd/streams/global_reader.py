@@ -278,7 +278,8 @@ class GlobalReader:
     def _rows_ahead(self) -> int:
         """Number of rows to look ahead after a global batch.
 
-        This number is enough for the global batches that are requested before the other ranks' next numbers arrive.
+        What a rank finds reaches the other ranks only after more global batches were requested. The number is large
+        enough for these global batches.
         """
         return self._shares.global_size * (1 + self._loading.num_ahead + self._stream.drop_last)
 

@@ -128,9 +128,9 @@ class OpenShards:
                 reading = self._reading(part, at)
 
     def _reading(self, part: LanePart, at: int) -> _Reading:
-        """Return a reading of the shard that has row `at` in its buffer or will reach this row soon.
+        """Return a `_Reading` of the shard whose buffer has row `at`, or which will reach this row soon.
 
-        If there is none, open the shard again.
+        If there is no such `_Reading`, open the shard again.
         """
         readings = self._readings.setdefault(part.shard, [])
         reading = next((each for each in reversed(readings) if each.has(part.first, at)), None)
@@ -235,9 +235,9 @@ LaneRow: TypeAlias = tuple[int, int, Any]
 class LaneReader:
     """Reads the rows of one lane.
 
-    To shuffle, blocks of consecutive rows are read and shuffled. The rows of a block and their order depend only on its
-    first row. Reading a block again thus gives the same rows in the same order. Without shuffling, blocks may have any
-    size.
+    To shuffle, blocks of consecutive rows are read and shuffled. The rows of a block and their order depend only on the
+    row at which the block starts. Reading a block again thus gives the same rows in the same order. Without shuffling,
+    blocks may have any size.
 
     Args:
         parts: The parts of the lane: the rows that it takes from each of its shards.

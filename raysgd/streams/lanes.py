@@ -65,8 +65,9 @@ class Lanes:
     Attributes:
         order: Indices of the shards, in the order of the pass.
         num_lanes: Number of lanes.
-        turns: The turn of each lane. Lanes that share a shard take its rows in the order of their turns. Default: the
-            turns in which global batches take rows from lanes, so that the rows of the shard stay in order.
+        turns: The turn of each lane. Of the lanes that share a shard, the lane whose turn comes first takes the first
+            row, and so on. Default: the turns in which the lanes contribute rows to global batches, so that the rows
+            of a shared shard stay in order.
 
     Examples:
         >>> lanes = Lanes(order=[0, 1, 2, 3, 4, 5], num_lanes=4)

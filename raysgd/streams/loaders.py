@@ -67,8 +67,8 @@ class MadeBatches(NamedTuple):
 
     Attributes:
         batches: The batches, with None in place of a batch without rows.
-        found: For each lane that the worker watches, the number of rows that are left after the global batch, at most
-            `num_seen`, and the position there.
+        found: For each lane that the worker watches, a pair: how many rows are left after the global batch, counted up
+            to `num_seen`, and the position after the global batch. Empty if `num_seen` is 0.
     """
 
     batches: list[Any]

@@ -364,9 +364,9 @@ class StreamSource:
         return None if self._end is None else -(-(self._end - self._opened_at) // self.data.batch_size)
 
     def consumed_after(self, num_steps: int) -> int:
-        """Return how many rows of the pass all ranks together have used, `num_steps` steps after they opened it.
+        """Return how many rows of the pass all ranks together have used `num_steps` steps after the pass was opened.
 
-        Rows that were already used when they opened the pass are included.
+        If the pass was opened in the middle, the rows before this point are included.
         """
         rows = self._opened_at + num_steps * self.data.batch_size
         return rows if self._end is None else min(rows, self._end)

@@ -84,7 +84,8 @@ class Stream(ABC):
         failure, may be transformed differently.
 
         Args:
-            function: Function of a row. It runs in the worker that trains on the row.
+            function: Function of a row. It runs in the worker that trains on the row. If a `filter` follows, or with
+                `batch(on_error="skip")`, it runs in every worker that reads the row.
             seeded: Whether to call `function(row, generator)` with a NumPy generator. Its seed depends on the row, the
                 epoch and the trainer's seed.
 

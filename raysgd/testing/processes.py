@@ -79,7 +79,7 @@ def slow_rank(trainer: Any, rank: int | Sequence[int], seconds: float) -> Iterat
 
     Args:
         trainer: A running trainer.
-        rank: The rank, or several ranks. With `use_local=True`, this includes the rank of the driver.
+        rank: The rank, or several ranks. With `use_local=True`, the rank in the driver's process is allowed, too.
         seconds: Number of seconds to sleep before each step.
 
     Raises:

@@ -234,7 +234,8 @@ class CreatorOperator(TrainingOperator):
     def _stoppers(self, callbacks: Sequence[Any]) -> list[Any]:
         """Return a list with a callback that stops all ranks at the same step if one rank's callback stops training.
 
-        Return an empty list if none of the user's callbacks has a method that Keras calls in each step.
+        Return an empty list if none of the user's callbacks that all ranks run has a method that Keras calls in each
+        step.
         """
         group = self._raysgd.context.synchronizer.group
 

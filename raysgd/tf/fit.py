@@ -68,8 +68,8 @@ class FitStream:
         exchanges: Counts the gradient all-reduces.
 
     Attributes:
-        place: The position in the current `fit` when its last epoch ended, or when it was last resumed. None between
-            two calls.
+        place: The position in the current `fit`. It is updated when an epoch starts or ends, and when the `fit` is
+            interrupted or resumed, but not after each step. None between two calls.
         at_boundary: If set, called before each step.
     """
 
@@ -188,7 +188,7 @@ class FitStream:
         return self.passes.counted(self.place.num_batches)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Record in the position that Keras starts an epoch."""
+        """Update the position when Keras starts an epoch."""
         assert self.place is not None
         if not self.place.num_batches:
             self.place = replace(self.place, num_passes=self.passes.num_begun)
@@ -197,7 +197,7 @@ class FitStream:
         self.measures = True
 
     def end_epoch(self, logs: Mapping[str, Any], steps_per_epoch: int | None) -> None:
-        """Record in the position that Keras has finished the current epoch.
+        """Update the position when Keras has finished the current epoch.
 
         Args:
             logs: The metrics that Keras reports for the epoch.
@@ -264,7 +264,7 @@ def tracker(
 def callbacks_of_part(model: Any, callbacks: Sequence[Any], num_steps_before: int, **params: Any) -> Any:
     """Return a Keras callback list for one part of an interrupted `fit`.
 
-    The step numbers that the callbacks get continue from the earlier parts, as if there were one `fit`.
+    The callbacks get step numbers that continue those of the earlier parts, as if there were one `fit`.
 
     Args:
         model: The model to train.

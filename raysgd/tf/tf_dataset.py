@@ -44,7 +44,7 @@ class TFMLDataset(ShardedFrames):
     ) -> Any:
         """Return a `tf.data.Dataset` of the rows of one shard, or of all shards if the index is negative.
 
-        The rows of all shards are not shuffled: `shuffle`, `shuffle_buffer_size` and `seed` then have no effect.
+        If the index is negative, the rows are not shuffled: `shuffle`, `shuffle_buffer_size` and `seed` have no effect.
 
         Args:
             shard_index: Index of the shard.

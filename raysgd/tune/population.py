@@ -2,7 +2,7 @@
 
 Each member of a population is a trainer with a config. After an interval of training, a member with a bad result
 receives a better member's trained state from memory, and continues with new training operators and a config similar to
-the better member's config. This writes no files and restarts no processes.
+the better member's config. This writes no files and, except with Horovod, restarts no processes.
 
 ADR 72 explains why this does not use Ray Tune.
 """
@@ -48,7 +48,8 @@ class Member:
         result: The result of the last interval, which by default is an epoch of training and a validation. Empty
             before the first interval, after a failed interval, and after a restart with another config. A member that
             copied a better member has that member's result until its next interval.
-        history: The results of all intervals. Each result contains the config of the interval under the key `config`.
+        history: The results of all completed intervals. Each result contains the interval's config under the key
+            `config`.
     """
 
     index: int

@@ -181,7 +181,7 @@ def shuffled(buffer_size: int, seed: int | None, elements: Iterator[Any]) -> Ite
 
 
 def _every_nth_group(step: int, start: int, size: int, elements: Iterator[Any]) -> Iterator[Any]:
-    """Split elements into groups of `size`, and yield every `step`-th group, starting at index `start`."""
+    """Split elements into groups of `size`, and yield the elements of every `step`-th group from index `start` on."""
     return (element for index, element in enumerate(elements) if index // size % step == start)
 
 

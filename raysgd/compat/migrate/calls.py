@@ -1,6 +1,6 @@
-"""Rewrites a program's calls with arguments that are no longer accepted, or reports them with advice on what to write.
+"""Rewrites outdated calls in a program, or reports them with advice on what to write.
 
-These are calls to `TorchTrainer`, to functions of Ray, and to methods of Keras that Keras 3 has changed.
+These are calls to `TorchTrainer`, to functions of Ray, and to methods that Ray Data or Keras 3 has changed or removed.
 """
 
 from __future__ import annotations
@@ -454,7 +454,7 @@ def _with_parameters(source: str) -> set[str]:
 
 
 def _keys_of_results(source: str) -> dict[str, str]:
-    """Return the keys in results of `train` that were renamed, each with its new name.
+    """Return the keys in results of `train` and `validate` that were renamed, each with its new name.
 
     Keys that the program also uses for values of its own are left out.
     """

@@ -55,8 +55,8 @@ class GlobalLosses:
 
         Args:
             counted: Number of samples counted in the batch by a step of a Keras loop. -1 if no such step runs.
-            repeat: Function that repeats the current all-reduce without samples. It is recorded for later steps in
-                which this rank has no samples.
+            repeat: Function that repeats the current all-reduce with zero samples from this rank. It is recorded for
+                later steps in which this rank has no samples.
         """
         known = self._step.use(repeat) if self._exchanges.group.size > 1 else self._step.num_samples
         if known is not None:
@@ -83,8 +83,8 @@ class GlobalLosses:
     def _scaled_weights(self, model: Any, y: Any, y_pred: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
         """Return sample weights that scale the losses of a model's outputs.
 
-        Also return the losses whose reduction must be changed to a sum, because these sample weights already include
-        their divisor.
+        Also return the losses whose reduction must be changed from a mean to a sum, because the returned sample weights
+        already include the divisor of this mean.
         """
         import tensorflow as tf
 
@@ -184,7 +184,7 @@ class GlobalLosses:
     def factor(self, divisor: Any) -> Any:
         """Return the factor by which to scale a loss on this rank, as a tensor.
 
-        Whenever the tensor is computed, the ranks all-reduce their divisors.
+        Whenever the tensor is computed in a training step, the ranks all-reduce their divisors.
 
         Args:
             divisor: The loss's divisor on this rank, or `SUM` if the loss is a sum.
@@ -194,7 +194,7 @@ class GlobalLosses:
         return self._compared(is_sum, 0.0 if is_sum else divisor)
 
     def _compared(self, is_sum: bool, divisor: Any) -> Any:
-        """Return the tensor for `factor`, without recording the all-reduce for later steps."""
+        """Return the same tensor as `factor`, but do not record the all-reduce in the step that is being traced."""
         import tensorflow as tf
 
         compare = partial(self._compare, self._traced.is_test, is_sum)
@@ -204,9 +204,10 @@ class GlobalLosses:
         return factor
 
     def _compare(self, is_test: bool, is_sum: bool, count: Array, divisor: Array) -> np.float64:
-        """All-reduce the ranks' divisors and return this rank's factor.
+        """Return this rank's factor, for which the ranks all-reduce their divisors.
 
-        TensorFlow calls this each time that the graph runs. On a rank without samples, the factor is 0.
+        TensorFlow calls this each time that the graph runs. On a rank without samples, the factor is 0. An evaluation
+        needs no all-reduce, unless a Keras loop evaluates the same global batches on all ranks.
         """
         if is_test and not self.evaluates_together:
             return _ONE

@@ -36,7 +36,7 @@ class GlobalMetrics:
     def __init__(self, group: Callable[[], Group], traced: TracedStep, evaluates_together: Callable[[], bool]) -> None:
         self._group, self._traced, self._evaluates_together = group, traced, evaluates_together
         self._is_merging = False
-        self._last: Any = None  # TensorFlow variable: number of samples in the last batch, and 1 if in evaluation
+        self._last: Any = None  # TensorFlow variable with two values: samples in the last batch, and `is_test`
         self._returned: dict[bool, dict[str, Any]] = {}  # by `is_test`: variables with the step's last metrics
         self._batches: dict[bool, list[Array]] = {}  # by `is_test`, for each batch: its size, and metrics after it
 
@@ -47,7 +47,7 @@ class GlobalMetrics:
         self._last = _assigned(self._last, tf.stack([tf.cast(count, tf.int64), int(self._traced.is_test)]))
 
     def note_returned(self, numbers: Any) -> None:
-        """Make the step that is being traced store the metrics that the user's own step returns."""
+        """Make the traced step store the metrics that the user's own `train_step` or `test_step` returns."""
         import tensorflow as tf
 
         before, is_test = self._returned.get(self._traced.is_test, {}), self._traced.is_test
@@ -60,8 +60,8 @@ class GlobalMetrics:
     def note_means(self, model: Any, count: Any) -> None:
         """Make the step that is being traced record the model's mean metrics after each batch.
 
-        Some of these metrics may weight all batches equally, although shards of a batch differ in size.
-        `get_metrics_result` corrects these metrics at the end of an epoch.
+        Some of these metrics weight all batches equally. Averaging them over ranks would ignore that the ranks' parts
+        of a global batch differ in size. `get_metrics_result` therefore corrects them at the end of an epoch.
         """
         import tensorflow as tf
 

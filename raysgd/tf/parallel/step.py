@@ -65,7 +65,8 @@ class TFStep:
         """Record that user code trains on the batch that it has drawn. Return this rank's number of samples in it.
 
         Args:
-            exchange: Function that repeats an all-reduce of this step without samples, to record it for later steps.
+            exchange: Function that repeats an all-reduce of this step with zero samples from this rank. It is recorded
+                for later steps.
 
         Raises:
             RuntimeError: User code has drawn several batches with different numbers of samples, so it is unknown which
@@ -90,9 +91,10 @@ class TFStep:
             self._is_last_waiting = False
 
     def factor(self, divisor: float | None) -> float:
-        """Return the factor by which to scale a loss on this rank, computed from the sample counts of the batch.
+        """Return the factor by which to scale a loss on this rank, computed from `num_global` and `weights`.
 
-        No all-reduce is needed. Return 1 if the counts are unknown.
+        No all-reduce is needed. Return 1 if the counts are unknown, if this rank has no samples, or if the divisor is
+        not this rank's sum of sample weights.
 
         Args:
             divisor: The loss's divisor on this rank, or None for a loss that is a sum.
@@ -164,7 +166,7 @@ class TracedStep:
         """Record an all-reduce of the step that is being traced. Do nothing if no step is being traced.
 
         Args:
-            exchange: Function that repeats the all-reduce without samples.
+            exchange: Function that repeats the all-reduce with zero samples from this rank.
             is_applied: True if an optimizer applies the averaged gradients.
         """
         if self.num_samples is not None:
