@@ -422,9 +422,6 @@ class FitLoop(OperatorLoop):
     def break_off(self) -> None:
         self.fit.break_off()
 
-    def ledger(self) -> None:
-        """Return None instead of sample counts, because only steps are counted during Keras's `fit`."""
-
     def progress_text(self) -> str:
         place = self.fit.state()
         return f"epoch {place['epoch']} of `fit`, {place['num_steps']} steps taken" if "epoch" in place else ""

@@ -239,7 +239,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         self._part_ways()
         take_place(self.operator, world)
         self.feed.take_place(world.rank, world.size, now, before)
-        self.loop.forget_time()  # the driver compares the step times of all ranks, and new ranks have none yet
+        self.loop.latest_leg = None  # the driver compares the step times of all ranks, and new ranks have none yet
 
     def send(self, state: Any, takers: Sequence[int]) -> None:
         handover.send(state, takers, self.operator.device)

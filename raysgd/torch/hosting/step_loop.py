@@ -55,6 +55,10 @@ class StepLoop(Loop):
         parallel: Strategy, such as DDP, that keeps the workers' models in sync.
         feed: Provides the operator's data.
         undo: Records what happens in a step, copies the state that batches change, and restores it.
+
+    Attributes:
+        latest_leg: Tracks the latest leg of the call, and measures this rank's `own_s`. None before the call's first
+            leg, and in a new worker group.
     """
 
     _feed: TorchFeed
@@ -63,10 +67,11 @@ class StepLoop(Loop):
         super().__init__(feed)
         self._operator = operator
         self._parallel = parallel
-        self._leg: Leg | None = None  # tracks the latest leg of the call; None before the call's first leg
+        self.latest_leg: Leg | None = None
         self.undo = undo
         self._optimizers = operator._raysgd.registered.optimizers
         self._global_step = 0  # the operator's `global_step` at the last boundary
+        self.has_stock_loop = is_stock(operator, "train_epoch")
         self._may_run_backward = not is_stock(operator, "train_epoch", "train_batch", "backward")
         # True if there are gradients that were not averaged over the ranks and with which no optimizer has stepped.
         self._has_own_gradients = False
@@ -131,12 +136,8 @@ class StepLoop(Loop):
         self.note_boundary()
 
     @property
-    def has_stock_loop(self) -> bool:
-        return is_stock(self._operator, "train_epoch")
-
-    @property
     def own_s(self) -> float | None:
-        leg = self._leg
+        leg = self.latest_leg
         if leg is None:
             return None
         own_s, began_at = leg.own_s, leg.began_at if leg is self._parallel.leg else 0.0
@@ -149,12 +150,8 @@ class StepLoop(Loop):
             return value.item() if value.ndim == 0 else value.detach().cpu()
         return value
 
-    def forget_time(self) -> None:
-        """Discard the measured time that this rank has spent without waiting for other ranks (`own_s`)."""
-        self._leg = None
-
     def begin_call(self) -> None:
-        self.forget_time()
+        self.latest_leg = None
         self._has_exchanged = self._has_taken_steps = False
 
     @property
@@ -201,7 +198,7 @@ class StepLoop(Loop):
                 )
             if num_shards:
                 shards = LogicalShards(num_shards, internals.world.rank, internals.world.size, wrapped)
-        self._leg = self._parallel.begin_leg(
+        self.latest_leg = leg = self._parallel.begin_leg(
             wrapped,
             self._may_run_backward,
             window=window * most_parts,
@@ -212,7 +209,7 @@ class StepLoop(Loop):
         )
         if internals.precision.is_mixed:
             internals.precision.begin_call()
-        return self._leg
+        return leg
 
     def end_leg(self, leg: Leg, num_batches: int) -> None:
         """End the part of a call that this worker group runs.

@@ -7,7 +7,7 @@ amount:
     gradient = sum of (amount * gradient) over all batches and ranks / sum of the amounts
 
 If a step has one batch on each rank, a communication hook multiplies the gradients by the batch's weight before they
-are sent to the other ranks: by its share of the samples (`Leg.outgoing_weight`), or by its number of labels
+are sent to the other ranks: by its share of the samples (`Leg.outgoing`), or by its number of labels
 (`Counted`). This works even if user code runs the backward pass. If a step has several
 batches (a *window*), a hook would see only the sum of their gradients. In this case, the loss of each batch is
 multiplied by the batch's amount, and the summed gradient is divided by the sum of all amounts before the step.
@@ -106,6 +106,14 @@ class Counted:
         """
         self._total = sum(float(each) for (each,) in told)
 
+    def divisor(self, num_ranks: int) -> Any:
+        """Return the number by which to divide the ranks' sum of gradients, which are multiplied by amounts.
+
+        Args:
+            num_ranks: Number of ranks.
+        """
+        return self.total / self.reference or 1.0
+
     def factor(self) -> Any:
         """Return the factor by which to multiply this rank's gradients before they are averaged over the ranks.
 
@@ -155,6 +163,10 @@ class Omitted:
             told: By rank, the list of numbers that the rank sent along with its gradients.
         """
         self._of_all, self.is_known = [sum(map(float, each)) for each in zip(*told, strict=True)], True
+
+    def divisor(self, num_ranks: int) -> float:
+        """Return the number by which to divide the sum of gradients. Skipped samples are corrected before the step."""
+        return float(num_ranks)
 
     @property
     def correction(self) -> float:

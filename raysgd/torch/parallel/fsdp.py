@@ -356,11 +356,8 @@ class _WeightedReduceScatter:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
-        assert self._parallel.record is not None, "all ranks step together"
-        self._parallel.record.note("gradients were exchanged")
-        weight = self._parallel.leg.outgoing_weight()
-        if isinstance(weight, torch.Tensor) or weight != 1.0:
-            input_tensor.mul_(weight) if isinstance(weight, torch.Tensor) or weight else input_tensor.zero_()
+        self._parallel.note_exchange("gradients were exchanged")
+        self._parallel.multiply_by_weight(input_tensor)
         return _reduce_scatter(output=output_tensor, input=input_tensor, op=op, group=group, async_op=async_op)
 
 

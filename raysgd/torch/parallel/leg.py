@@ -399,14 +399,22 @@ class Leg:
         finally:
             self.counted, self._is_weighted = None, False
 
-    def outgoing_weight(self) -> Any:
-        """Return the factor by which to multiply gradients before they are sent to other ranks.
+    def outgoing(self, is_told: bool = False) -> tuple[Any, Counted | Omitted | None]:
+        """Return the factor by which to multiply gradients before they are sent to other ranks, and what to tell them.
 
-        The factor is a number or a one-element tensor.
+        The factor is a number or a one-element tensor. What to tell are amounts that the other ranks do not know yet,
+        to be sent along with the gradients; None if there are none. Their `divisor` then completes the mean.
+
+        Args:
+            is_told: True if the caller can send amounts along with the gradients.
         """
         if self.window > 1 or self._is_weighted:
-            return 1.0
-        if self.counted is not None:
-            return self.counted.factor()
-        self.use()
-        return self.batch.weight
+            weight = 1.0
+        elif self.counted is None:
+            self.use()
+            weight = self.batch.weight
+        elif is_told and not self.counted.is_known:
+            return self.counted.amount / self.counted.reference, self.counted
+        else:
+            weight = self.counted.factor()
+        return weight, self.omitted if is_told and self.omitted is not None and not self.omitted.is_known else None

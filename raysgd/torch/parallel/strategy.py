@@ -26,6 +26,7 @@ from raysgd.core.connections.group import Group
 from raysgd.core.connections.torch import mesh_group, summation_beside
 from raysgd.torch.objects.blocks import without_checkpointing
 from raysgd.torch.objects.loading import load_model, load_optimizer
+from raysgd.torch.parallel.amounts import Counted, Omitted
 from raysgd.torch.parallel.exchanges import Exchanges, gather_rows
 from raysgd.torch.parallel.global_record import GlobalRecord
 from raysgd.torch.parallel.leg import Leg
@@ -267,6 +268,23 @@ class Strategy:
             self.record.note(work)
         if self.leg.undo is not None:
             self.leg.undo.note_exchange()
+
+    def multiply_by_weight(self, gradients: torch.Tensor, is_told: bool = False) -> Counted | Omitted | None:
+        """Multiply this rank's gradients by their weight, in place, before they are sent to the other ranks.
+
+        Args:
+            gradients: Gradients of the running backward pass.
+            is_told: True if the caller can send amounts along with the gradients.
+
+        Returns:
+            The amounts to send along with the gradients, which `Leg.outgoing` explains; None if there are none.
+        """
+        weight, told = self.leg.outgoing(is_told)
+        if isinstance(weight, torch.Tensor) or weight not in (0.0, 1.0):
+            gradients.mul_(weight)
+        elif not weight:
+            gradients.zero_()  # the gradients of a batch that does not count may be NaN, which times 0 is NaN
+        return told
 
     def average_deferred(self, parameters: Sequence[torch.Tensor]) -> None:
         """Average gradients whose all-reduce was deferred to a later batch, if no later batch has followed."""

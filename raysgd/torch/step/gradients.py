@@ -204,9 +204,9 @@ class Gradients:
             self._parallel.note_exchange("gradients were exchanged")
             with self._parallel.exchanges.noting():
                 if leg.rows is not None:
-                    leg.rows.send_rows(leg.batch)
+                    leg.rows.send(leg.batch)
                 leg.shards.add_up(parameters, leg.shards.seed_of_step)
-            self._parallel.exchanges.count(True)
+            self._parallel.exchanges.num_made += 1
 
     # ------------------------------------------------------------------------------------ steps
 

@@ -109,7 +109,7 @@ class ReplicaCalls:
             self._copies.forget_call()
         begun = RunState(0, loop.pass_index(stream), request.num_steps, call=request.call)
         call = self._training = TrainingCall(hosted, self._copies, begun)
-        call.samples_before = loop.samples_used()
+        call.samples_before = hosted.feed.samples_used()
         return call.train_on(stream, request)
 
     def resume_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:

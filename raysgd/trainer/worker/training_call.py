@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, cast
 
 from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.time_spent import DRIVER
 from raysgd.core.engine.shared.types import HeldAtStep
 from raysgd.core.numbers.metric_meters import NUM_SAMPLES
 from raysgd.core.numbers.results import ProgressKind
@@ -223,7 +224,7 @@ class TrainingCall(EpochRun):
         )
         self.answer, self.is_finished = answer, True
         loop.end_call()
-        hosted.ledger.end_call()
+        hosted.ledger.enter(DRIVER)
         return self._with_lost(answer)
 
     def _with_lost(self, answer: EpochAnswer) -> EpochAnswer:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from raysgd.core.engine.shared.time_spent import OTHER
-from raysgd.core.engine.shared.types import DataLedger
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.worker.data.batch_streams import PlaceInStep
@@ -23,9 +22,12 @@ class Loop:
     Attributes:
         first_bin: Category of time, in the worker's `Ledger`, to which the time before the first batch is assigned. If
             the user's code reads its data itself, the whole call is assigned to this category.
+        has_stock_loop: True if the library's own training loop runs the epoch, not one that the user wrote. The
+            library's loop adds the number of samples and the logged metrics to the metrics of each batch itself.
     """
 
     first_bin: ClassVar[str] = OTHER
+    has_stock_loop = False
 
     def __init__(self, feed: DataFeed) -> None:
         self._feed = feed
@@ -47,14 +49,6 @@ class Loop:
         This property has the same value on all ranks.
         """
         return self.is_whole
-
-    @property
-    def has_stock_loop(self) -> bool:
-        """True if the library's own training loop runs the epoch, not one that the user wrote.
-
-        The library's loop adds the number of samples and the logged metrics to the metrics of each batch itself.
-        """
-        return False
 
     def is_lost(self, error: BaseException) -> bool:
         """Return True if an error means that workers cannot communicate anymore, for example because one was lost."""
@@ -121,16 +115,9 @@ class Loop:
         """
         return None
 
-    def samples_used(self) -> DataLedger | None:
-        """Return the record of which samples were used. Return None if the library does not divide the data.
-
-        Both the training thread and the worker's second thread call this method.
-        """
-        return self._feed.samples_used()
-
     def progress_text(self) -> str:
         """Describe for the log which samples of an interrupted training call are repeated."""
-        data = self.samples_used()
+        data = self._feed.samples_used()
         return "" if data is None else f"no sample lost, {data.in_flight} in flight are repeated ({data})"
 
     def num_samples(self, run: EpochRun) -> int:
