@@ -345,7 +345,7 @@ class OperatorLoop(Loop):
         self._num_exchanges = 0  # number of completed all-reduces when the last step ended
 
     @property
-    def place(self) -> TFStep:
+    def step(self) -> TFStep:
         return self._synchronizer.step
 
     def plain(self, value: Any) -> Any:

@@ -20,8 +20,8 @@ from raysgd.core.connections.mesh.mesh import NotAligned
 from raysgd.core.connections.torch import is_connection_error
 from raysgd.core.engine.shared.types import World
 from raysgd.core.text.frames import defined_at
-from raysgd.torch.data.batch_streams import LoaderSource
-from raysgd.torch.data.feed import TorchFeed
+from raysgd.torch.data.loader_feed import TorchFeed
+from raysgd.torch.data.sources import LoaderSource
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.logical_shards import LogicalShards
 from raysgd.torch.parallel.strategy import Strategy
@@ -84,7 +84,7 @@ class StepLoop(Loop):
                 optimizer.register_step_pre_hook(partial(self._note_work, f"optimizer {number} stepped"))
 
     @property
-    def place(self) -> Leg:
+    def step(self) -> Leg:
         return self._parallel.leg
 
     def is_lost(self, error: BaseException) -> bool:
@@ -123,6 +123,8 @@ class StepLoop(Loop):
         self._has_exchanged |= is_exchanged
         self._has_taken_steps |= has_stepped and self._parallel.num_ranks > 1
 
+    end_call = note_boundary
+
     def note_restored(self) -> None:
         self._has_own_gradients = self._has_taken_steps = False
         self._global_step = self._operator.global_step
@@ -131,9 +133,6 @@ class StepLoop(Loop):
     def return_to_boundary(self) -> None:
         self._operator.global_step = self._global_step
         self.undo.put_back()
-
-    def end_call(self) -> None:
-        self.note_boundary()
 
     @property
     def own_s(self) -> float | None:
@@ -225,7 +224,7 @@ class StepLoop(Loop):
         """
         name = type(self._operator).__name__
         if leg.waiting is not None:
-            leg.end_window()
+            leg.batch = leg.batch.end()  # the optimizer may step although the window is not full
             step_with(self._operator, *self._optimizers)
         if leg.window > 1 and num_batches and not leg.is_used:
             raise ValueError(
@@ -233,7 +232,7 @@ class StepLoop(Loop):
                 "and `self.optimizer_step()` in `train_batch`, for every batch (a `LightningModule` needs automatic "
                 "optimization), or accumulate yourself and omit the option."
             )
-        if num_batches and self._operator._raysgd.hooks.misses_clipping(leg):
+        if num_batches and self._operator._raysgd.hooks.may_miss_clipping and not leg.has_clipped:
             raise ValueError(
                 f"Gradient clipping had no effect: `{name}` steps an optimizer that is no "
                 "`torch.optim.Optimizer`. Call `self.optimizer_step()` instead of its `step`, or clip the gradients "

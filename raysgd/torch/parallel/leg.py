@@ -32,7 +32,7 @@ class Leg:
     A step is an optimizer step. A window is the set of batches whose gradients are accumulated for one step. A global
     batch consists of the batches of all ranks at the same time. With `deterministic=True`, each global batch is divided
     into logical shards, whose number does not depend on the number of ranks. The class implements the protocol
-    `PlaceInStep`.
+    `CurrentStep`.
 
     Args:
         window: Number of batches in a step. The last step of an epoch or a call may have fewer batches.
@@ -380,10 +380,6 @@ class Leg:
         """Record that `optimizer` has stepped, so that the next backward pass clears the old gradients."""
         self.batch.computed.discard(id(optimizer))
         self.waiting = self.omitted = None
-
-    def end_window(self) -> None:
-        """Allow the optimizer to step although fewer than `window` batches were accumulated."""
-        self.batch = self.batch.end()
 
     @contextmanager
     def weighting(self, counted: Counted | None = None) -> Iterator[None]:

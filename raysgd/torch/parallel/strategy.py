@@ -27,9 +27,10 @@ from raysgd.core.connections.torch import mesh_group, summation_beside
 from raysgd.torch.objects.blocks import without_checkpointing
 from raysgd.torch.objects.loading import load_model, load_optimizer
 from raysgd.torch.parallel.amounts import Counted, Omitted
-from raysgd.torch.parallel.exchanges import Exchanges, gather_rows
+from raysgd.torch.parallel.exchanges import Exchanges, StepRows, gather_rows
 from raysgd.torch.parallel.global_record import GlobalRecord
 from raysgd.torch.parallel.leg import Leg
+from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.data.rank_rows import Gather, RowExchange
 
 # A function that starts to sum a tensor of integers over the ranks, in place. It returns a function that waits for the
@@ -54,6 +55,7 @@ class Strategy:
         tells_rows: True to send each rank's metrics (its row) to the other ranks in each step.
 
     Attributes:
+        tells_rows: True to send each rank's metrics (its row) to the other ranks in each step.
         synchronizes: True if every optimizer step involves all ranks.
         has_others: True if there are other ranks.
         is_sharded: True if each rank holds only a shard of each model, so that all ranks must take part to assemble a
@@ -74,7 +76,7 @@ class Strategy:
 
     def __init__(self, has_others: bool = True, tells_rows: bool = False) -> None:
         self.leg = Leg(is_global=self.synchronizes)
-        self._tells_rows = tells_rows
+        self.tells_rows = tells_rows
         self._row_exchange: tuple[Gather, RowExchange] | None = None  # for the current worker group; None until needed
         self.has_others = has_others
         self.exchanges = Exchanges()
@@ -206,19 +208,21 @@ class Strategy:
         if self.record is not None:
             self.record = GlobalRecord()
 
-    def row_exchange(self, name: str, size: int) -> RowExchange | None:
-        """Return the object that sends each rank's metrics to the other ranks; None if ranks do not send metrics.
+    def step_rows(self, run: EpochRun, size: int) -> StepRows | None:
+        """Return the object that sends this rank's metrics to the other ranks in each step of a call.
+
+        Return None if there is no mesh to send them over. Called only if `tells_rows` is True.
 
         Args:
-            name: Name of this rank.
+            run: State of the call.
             size: Number of ranks.
         """
-        gather = gather_rows(size) if self._tells_rows else None
+        gather = gather_rows(size)
         if gather is None:
             return None
         if self._row_exchange is None or self._row_exchange[0] != gather:
-            self._row_exchange = gather, RowExchange(name, gather)
-        return self._row_exchange[1]
+            self._row_exchange = gather, RowExchange(run.rows.name, gather)
+        return StepRows(self._row_exchange[1], run)
 
     @property
     def num_ranks(self) -> int:
@@ -313,11 +317,6 @@ class Strategy:
 
         If models are sharded, all ranks must call this method together, and only rank 0 gets the full state.
         """
-        state: dict[str, Any] = part.state_dict()
-        return state
-
-    def part_of_state(self, part: Any) -> dict[str, Any]:
-        """Return this rank's state dict of a model or optimizer. If models are sharded, its tensors are shards."""
         state: dict[str, Any] = part.state_dict()
         return state
 

@@ -11,7 +11,7 @@ import torch
 from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.status import find_straggler
 from raysgd.operators import GANOperator
-from raysgd.torch.data.feed import TorchFeed
+from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.hosting import step_loop
 from raysgd.torch.hosting.step_loop import StepLoop, make_undo, needs_copies
 from raysgd.torch.objects.precision import Precision

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from raysgd.core.engine.shared.time_spent import OTHER
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.messages.joint_work import JointWork
-from raysgd.trainer.worker.data.batch_streams import PlaceInStep
+from raysgd.trainer.worker.data.batch_streams import CurrentStep
 from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.data.feed import DataFeed
 
@@ -33,7 +33,7 @@ class Loop:
         self._feed = feed
 
     @property
-    def place(self) -> PlaceInStep:
+    def step(self) -> CurrentStep:
         """The worker's position in the current step."""
         raise NotImplementedError
 
