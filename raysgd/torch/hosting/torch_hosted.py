@@ -255,8 +255,11 @@ class TorchHostedOperator(HostedOperator):
     def training(self, run: EpochRun, stream: Any) -> Iterator[None]:
         self.has_trained = True
         self.parallel.exchanges.ledger = self.ledger
-        if self._modes is not None or self._prediction is not None:
-            self._end_evaluation()
+        if self._modes is not None:
+            self._modes.give_back()  # the train/eval modes from before the evaluation
+        if self._prediction is not None:
+            self._prediction.close()
+        self._modes = self._prediction = None
         leg = stream.step = self.loop.begin_leg(run.epoch_idx, stream.source)
         internals, parallel = self.internals, self.parallel
         began_at = stream.num_steps_taken
@@ -279,14 +282,6 @@ class TorchHostedOperator(HostedOperator):
         finally:
             parallel.end_leg()
             stream.step = parallel.leg
-
-    def _end_evaluation(self) -> None:
-        """Restore the models' train/eval modes from before the evaluation, and close the loader of `predict`."""
-        if self._modes is not None:
-            self._modes.give_back()
-        if self._prediction is not None:
-            self._prediction.close()
-        self._modes = self._prediction = None
 
     def _in_shares(self, run: EpochRun, source: Any) -> AbstractContextManager[Any]:
         """Return a context manager that adds advice to PyTorch's errors while the call trains.

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.core.connections.group import Array, Group
 from raysgd.core.connections.mesh.mesh import MeshBroken
 from raysgd.core.connections.torch import mesh_group
-from raysgd.torch.parallel.amounts import Counted, Omitted
+from raysgd.torch.parallel.batch import Counted, Omitted
 from raysgd.torch.parallel.exchanges import completed
 from raysgd.torch.parallel.strategy import Strategy
 
@@ -91,11 +91,8 @@ def register(
     hook = options.get(COMM_HOOK)
     if hook is None and not is_armed:
         return False
-    if hook is not None:
-        state, function = _hook_of_user(hook)
-        given = _HookState(parallel, work, function=function, state=state)
-    else:
-        given = _HookState(parallel, work, _goes_at_once(model, options))
+    state, function = (None, None) if hook is None else _hook_of_user(hook)
+    given = _HookState(parallel, work, hook is None and _goes_at_once(model, options), function, state)
     try:
         model.register_comm_hook(given, _exchange)
     except RuntimeError as error:

@@ -33,7 +33,7 @@ from raysgd.torch.objects.filling import fill, is_empty
 from raysgd.torch.objects.moving import to_device
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import FSDPOptions
-from raysgd.torch.parallel.strategy import Strategy, repeat_first, take_from_first, trainable
+from raysgd.torch.parallel.strategy import Strategy, take_from_first, trainable
 
 _HAS_LEFT = -1  # sent instead of a model's number by a rank that has no batches left
 
@@ -258,11 +258,10 @@ class FSDP(Strategy):
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Let ranks run different numbers of forward passes in the `with` block. The models stay sharded."""
         roots = _roots(models)
+        self._repeat_buffers(roots)
         for model in roots:
-            repeat_first(model.buffers())
             model.set_reshard_after_forward(True)
             model.reshard()  # a forward pass without a backward pass may have left the parameters gathered
-        self._refresh_left_out()
         try:
             with self._rounds.opened(roots, self.forward_context):
                 yield

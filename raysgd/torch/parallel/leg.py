@@ -5,7 +5,7 @@ continues in a new worker group. The strategy's attribute `leg` is the current `
 passes between calls. The strategy then has a `Leg` without batches.
 
 A backward pass belongs to the batch that the training code requested last. Therefore, it is an error to request a batch
-with a different weight while the previous batch still needs its backward pass. `raysgd.torch.parallel.amounts` explains
+with a different weight while the previous batch still needs its backward pass. `raysgd.torch.parallel.batch` explains
 the weights.
 """
 
@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from raysgd.torch.objects.criteria import NO_CALL, LossCall
-from raysgd.torch.parallel.amounts import Counted, Omitted, Window
-from raysgd.torch.parallel.batch import Batch
+from raysgd.torch.parallel.batch import Batch, Counted, Omitted, Window
 from raysgd.torch.parallel.exchanges import StepRows
 from raysgd.torch.parallel.logical_shards import LogicalShards
 from raysgd.torch.parallel.undo import Undo

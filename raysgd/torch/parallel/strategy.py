@@ -4,7 +4,7 @@ The loss of a batch is the mean over its samples, and an all-reduce takes the un
 If the ranks' batches differ in size, that mean is not the mean over all samples. Therefore, a communication hook first
 multiplies each rank's gradient by a weight proportional to the rank's number of samples (`Batch.weight`, nearly always
 1.0). With gradient accumulation, a hook would see the sum of several batches' gradients. In this case, the library
-weights the losses instead, which requires that it runs the backward pass. See `raysgd.torch.parallel.amounts`.
+weights the losses instead, which requires that it runs the backward pass. See `raysgd.torch.parallel.batch`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from raysgd.core.connections.group import Group
 from raysgd.core.connections.torch import mesh_group, summation_beside
 from raysgd.torch.objects.blocks import without_checkpointing
 from raysgd.torch.objects.loading import load_model, load_optimizer
-from raysgd.torch.parallel.amounts import Counted, Omitted
+from raysgd.torch.parallel.batch import Counted, Omitted
 from raysgd.torch.parallel.exchanges import Exchanges, StepRows, gather_rows
 from raysgd.torch.parallel.global_record import GlobalRecord
 from raysgd.torch.parallel.leg import Leg
@@ -106,13 +106,14 @@ class Strategy:
         self._left_out.append(model)
         return model
 
-    def _refresh_left_out(self, in_training: bool = False) -> None:
-        """Copy rank 0's buffers of unwrapped models to all ranks. Wrappers do this for wrapped models.
+    def _repeat_buffers(self, wrapped: Iterable[torch.nn.Module] = (), in_training: bool = False) -> None:
+        """Copy rank 0's buffers of models to all ranks. In training, wrappers do this for wrapped models.
 
         Args:
+            wrapped: Wrapped models whose buffers are copied in addition to those of unwrapped models.
             in_training: True to copy only the buffers of models that are in training mode.
         """
-        for model in self._left_out:
+        for model in (*wrapped, *self._left_out):
             if model.training or not in_training:
                 repeat_first(model.buffers())
 
@@ -143,7 +144,7 @@ class Strategy:
         if self.record is not None:
             self.record = GlobalRecord(self.record.number + 1)
         if self._left_out:
-            leg.refresh = partial(self._refresh_left_out, in_training=True)
+            leg.refresh = partial(self._repeat_buffers, in_training=True)
         leg.check = self.exchanges.check if may_run_backward and self.has_others else None
         return leg
 

@@ -13,7 +13,7 @@ import torch
 from raysgd.core.numbers.metric_meters import as_weight
 from raysgd.core.text.log_lines import Once
 from raysgd.torch.objects.precision import Precision
-from raysgd.torch.parallel.amounts import Counted
+from raysgd.torch.parallel.batch import Counted
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.step.optimizer_hooks import OptimizerHooks
 
