@@ -168,8 +168,8 @@ def open_middle(folder: str | None, num_shards: int, rows_per_shard: int) -> dic
     from raysgd.core.arrays.division import Division
     from raysgd.streams.lanes import NUM_LANES
     from raysgd.streams.source import stream_data
-    from raysgd.torch.data.batch_streams import DrawnItem
     from raysgd.torch.data.batches import TensorCollate
+    from raysgd.torch.data.sources import DrawnItem
     from raysgd.torch.parallel.ranks import RankSums
     from raysgd.torch.parallel.strategy import Strategy
 

@@ -13,7 +13,7 @@ from raysgd.exceptions import NotRegisteredError
 from raysgd.torch.checkpoints import checkpoint_file, divided_folder
 from raysgd.torch.checkpoints.checkpoint_file import StateInFile
 from raysgd.torch.checkpoints.divided_folder import WrittenPart
-from raysgd.torch.hosting.hosted import TorchHostedOperator
+from raysgd.torch.hosting.torch_hosted import TorchHostedOperator
 from raysgd.torch.objects.moving import packed
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.strategy import unwrap

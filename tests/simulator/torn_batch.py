@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from raysgd.core.engine.shared.types import World
-from raysgd.torch.data.feed import TorchFeed
+from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.hosting.step_loop import StepLoop, make_undo
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.operator.registrar import RegisteredObjects

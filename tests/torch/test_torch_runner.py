@@ -2,7 +2,8 @@
 
 Covers `raysgd.trainer.worker.runner` with what is behind it (`raysgd.trainer.worker.hosted`,
 `raysgd.trainer.worker.training`, `raysgd.trainer.worker.training_call`, `raysgd.trainer.worker.state.replica_state`,
-`raysgd.torch.hosting.hosted`), and `raysgd.torch.hosting.replica_state`: a runner is one object for those that call it.
+`raysgd.torch.hosting.torch_hosted`), and `raysgd.torch.hosting.replica_state`: a runner is one object for those that
+call it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from raysgd.core.arrays.data_kinds import CallData
 from raysgd.core.engine.shared.types import DataLedger, HeldAtStep, StateHandover, World
 from raysgd.core.state.state_codec import decode
 from raysgd.torch import TrainingOperator
-from raysgd.torch.data.batch_streams import DividedLoaderSource, PlainSource
+from raysgd.torch.data.sources import DividedLoaderSource, PlainSource
 from raysgd.torch.objects.metric_objects import capture
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions

@@ -284,7 +284,7 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
         next_pass: Callable[[], int],
         take_part: Callable[[Any], None] | None = None,
     ) -> None:
-        super().__init__(source, lambda: step, next_pass)
+        super().__init__(source, step, next_pass)
         self._take_part = take_part
 
     def _undoing_padding(self, batch: Any) -> Iterator[Any]:
@@ -308,8 +308,8 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
         due, left_out = self.source.num_samples, getattr(self.source, "left_out", 0)
         return DataLedger(self.pass_index, due, completed, in_flight, left_out=left_out)
 
-    def _settle(self, place: TFStep) -> None:
-        super()._settle(place)
+    def settle(self) -> None:
+        super().settle()
         self._completed = self.consumed
 
     def resume(self, pass_index: int, consumed: int) -> None:
@@ -320,8 +320,8 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
         self.consumed = self._completed = consumed
         return iter(self.source.open(self.pass_index, consumed))
 
-    def _begin_batch(self, place: TFStep, item: StreamItem, is_last: bool) -> Any:
-        place.begin_batch(item.num_samples, item.num_global, item.weights)
+    def _begin_batch(self, step: TFStep, item: StreamItem, is_last: bool) -> Any:
+        step.begin_batch(item.num_samples, item.num_global, item.weights)
         self.consumed += item.num_global
         return item.batch
 

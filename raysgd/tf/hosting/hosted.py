@@ -345,7 +345,7 @@ class OperatorLoop(Loop):
         self._num_exchanges = 0  # number of completed all-reduces when the last step ended
 
     @property
-    def place(self) -> TFStep:
+    def step(self) -> TFStep:
         return self._synchronizer.step
 
     def plain(self, value: Any) -> Any:
@@ -421,9 +421,6 @@ class FitLoop(OperatorLoop):
 
     def break_off(self) -> None:
         self.fit.break_off()
-
-    def ledger(self) -> None:
-        """Return None instead of sample counts, because only steps are counted during Keras's `fit`."""
 
     def progress_text(self) -> str:
         place = self.fit.state()

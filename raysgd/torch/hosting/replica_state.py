@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from raysgd.core.state.state_codec import EncodedState, StateEncoder, decode
 from raysgd.torch.checkpoints import divided_folder, divided_state
 from raysgd.torch.checkpoints.divided_folder import StateInFolder
 from raysgd.torch.checkpoints.divided_state import Path_
-from raysgd.torch.data.feed import TorchFeed
+from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.objects import rng
 from raysgd.torch.objects.loading import (
     check_model,
@@ -74,7 +75,7 @@ class TorchState(ReplicaState):
         self._parallel = parallel
         self._waiting = waiting
         self._encoder = StateEncoder()
-        self._state_of = parallel.state_of
+        self._state_of: Callable[[Any], Any] = parallel.state_of
 
     def _parts(self) -> dict[str, Any]:
         parts, precision, remade = self.read_parts(), self._internals.precision, self._internals.remade
@@ -169,7 +170,7 @@ class TorchState(ReplicaState):
 
     def read_divided(self) -> dict[str, Any]:
         """Return the state of this worker, with only this rank's shard of each sharded tensor."""
-        whole, self._state_of = self._state_of, self._parallel.part_of_state
+        whole, self._state_of = self._state_of, methodcaller("state_dict")
         try:
             return self.read()
         finally:

@@ -20,8 +20,8 @@ from raysgd.core.connections.mesh.mesh import NotAligned
 from raysgd.core.connections.torch import is_connection_error
 from raysgd.core.engine.shared.types import World
 from raysgd.core.text.frames import defined_at
-from raysgd.torch.data.batch_streams import LoaderSource
-from raysgd.torch.data.feed import TorchFeed
+from raysgd.torch.data.loader_feed import TorchFeed
+from raysgd.torch.data.sources import LoaderSource
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.logical_shards import LogicalShards
 from raysgd.torch.parallel.strategy import Strategy
@@ -55,6 +55,10 @@ class StepLoop(Loop):
         parallel: Strategy, such as DDP, that keeps the workers' models in sync.
         feed: Provides the operator's data.
         undo: Records what happens in a step, copies the state that batches change, and restores it.
+
+    Attributes:
+        latest_leg: Tracks the latest leg of the call, and measures this rank's `own_s`. None before the call's first
+            leg, and in a new worker group.
     """
 
     _feed: TorchFeed
@@ -63,10 +67,11 @@ class StepLoop(Loop):
         super().__init__(feed)
         self._operator = operator
         self._parallel = parallel
-        self._leg: Leg | None = None  # tracks the latest leg of the call; None before the call's first leg
+        self.latest_leg: Leg | None = None
         self.undo = undo
         self._optimizers = operator._raysgd.registered.optimizers
         self._global_step = 0  # the operator's `global_step` at the last boundary
+        self.has_stock_loop = is_stock(operator, "train_epoch")
         self._may_run_backward = not is_stock(operator, "train_epoch", "train_batch", "backward")
         # True if there are gradients that were not averaged over the ranks and with which no optimizer has stepped.
         self._has_own_gradients = False
@@ -80,7 +85,7 @@ class StepLoop(Loop):
                 optimizer.register_step_pre_hook(partial(self._note_work, f"optimizer {number} stepped"))
 
     @property
-    def place(self) -> Leg:
+    def step(self) -> Leg:
         return self._parallel.leg
 
     def is_lost(self, error: BaseException) -> bool:
@@ -119,6 +124,8 @@ class StepLoop(Loop):
         self._has_exchanged |= is_exchanged
         self._has_taken_steps |= has_stepped and self._parallel.num_ranks > 1
 
+    end_call = note_boundary
+
     def note_restored(self) -> None:
         self._has_own_gradients = self._has_taken_steps = False
         self._global_step = self._operator.global_step
@@ -128,16 +135,9 @@ class StepLoop(Loop):
         self._operator.global_step = self._global_step
         self.undo.put_back()
 
-    def end_call(self) -> None:
-        self.note_boundary()
-
-    @property
-    def has_stock_loop(self) -> bool:
-        return is_stock(self._operator, "train_epoch")
-
     @property
     def own_s(self) -> float | None:
-        leg = self._leg
+        leg = self.latest_leg
         if leg is None:
             return None
         own_s, began_at = leg.own_s, leg.began_at if leg is self._parallel.leg else 0.0
@@ -150,12 +150,8 @@ class StepLoop(Loop):
             return value.item() if value.ndim == 0 else value.detach().cpu()
         return value
 
-    def forget_time(self) -> None:
-        """Discard the measured time that this rank has spent without waiting for other ranks (`own_s`)."""
-        self._leg = None
-
     def begin_call(self) -> None:
-        self.forget_time()
+        self.latest_leg = None
         self._has_exchanged = self._has_taken_steps = False
 
     @property
@@ -202,7 +198,7 @@ class StepLoop(Loop):
                 )
             if num_shards:
                 shards = LogicalShards(num_shards, internals.world.rank, internals.world.size, wrapped)
-        self._leg = self._parallel.begin_leg(
+        self.latest_leg = leg = self._parallel.begin_leg(
             wrapped,
             self._may_run_backward,
             window=window * most_parts,
@@ -213,7 +209,7 @@ class StepLoop(Loop):
         )
         if internals.precision.is_mixed:
             internals.precision.begin_call()
-        return self._leg
+        return leg
 
     def end_leg(self, leg: Leg, num_batches: int) -> None:
         """End the part of a call that this worker group runs.
@@ -229,7 +225,7 @@ class StepLoop(Loop):
         """
         name = type(self._operator).__name__
         if leg.waiting is not None:
-            leg.end_window()
+            leg.batch = leg.batch.end()  # the optimizer may step although the window is not full
             step_with(self._operator, *self._optimizers)
         if leg.window > 1 and num_batches and not leg.is_used:
             raise ValueError(
@@ -237,7 +233,7 @@ class StepLoop(Loop):
                 "and `self.optimizer_step()` in `train_batch`, for every batch (a `LightningModule` needs automatic "
                 "optimization), or accumulate yourself and omit the option."
             )
-        if num_batches and self._operator._raysgd.hooks.misses_clipping(leg):
+        if num_batches and self._operator._raysgd.hooks.may_miss_clipping and not leg.has_clipped:
             raise ValueError(
                 f"Gradient clipping had no effect: `{name}` steps an optimizer that is no "
                 "`torch.optim.Optimizer`. Call `self.optimizer_step()` instead of its `step`, or clip the gradients "

@@ -37,7 +37,7 @@ class BatchMetrics(Internals):
 
     Attributes:
         parallel: Strategy, such as DDP, that keeps the workers' models in sync. Its attribute `leg` tracks the part of
-            the running call that this worker group runs. While batches are trained, the attribute `place` of this
+            the running call that this worker group runs. While batches are trained, the attribute `step` of this
             object refers to the same `Leg`.
         loss_calls: Notifies listeners of calls to the criterion.
         evaluated: Calls to the criterion in the current validation batch whose results are means over labels.
@@ -59,8 +59,8 @@ class BatchMetrics(Internals):
     def begin_batch(self) -> None:
         if self.logged:
             set_apart(self)
-        if self.place is not None and self.place.batch.amounts:
-            self.place.batch.amounts = []
+        if self.step is not None and self.step.batch.amounts:
+            self.step.batch.amounts = []
         self.evaluated = []
 
     def info_of_batch(self, batch_idx: int) -> dict[str, Any]:
@@ -91,9 +91,9 @@ class BatchMetrics(Internals):
         """
         num_samples, found = self._sizes_of((*features, target))
         if weight is None and found != num_samples:
-            if len(self.place.batch.amounts) != 1 or self.logged:
+            if len(self.step.batch.amounts) != 1 or self.logged:
                 raise _unknown_count(num_samples, found)
-            self.place.batch.has_uncounted = True  # set to False later if the loss is the criterion's return value
+            self.step.batch.has_uncounted = True  # set to False later if the loss is the criterion's return value
         counts = {NUM_SAMPLES: num_samples}
         return counts if weight is None else {**counts, BATCH_WEIGHT: weight}
 
@@ -104,10 +104,10 @@ class BatchMetrics(Internals):
         each rank sends the sums of its epoch's metrics to the other ranks together with the gradients. These sums must
         include the current batch. Pending metrics become final once the optimizer step is complete.
         """
-        if not self._counts_ahead or self.place is None:
+        if not self._counts_ahead or self.step is None:
             return metrics
         self._reported = metrics = self.completed(metrics, None)
-        if not self.place.batch.is_padding:
+        if not self.step.batch.is_padding:
             values = dict(metrics)
             self.latest_metrics = metrics
             self.meters.hold(values, values.pop(NUM_SAMPLES))
@@ -140,14 +140,14 @@ class BatchMetrics(Internals):
         self._operator.global_step += leg.batch.is_last_part
 
     def completed(self, metrics: Any, batch: Any) -> Any:
-        if self.place is not None and metrics == {} and not (self.logged or self.place.batch.is_by_samples):
+        if self.step is not None and metrics == {} and not (self.logged or self.step.batch.is_by_samples):
             return {NUM_SAMPLES: self._sizes_of(batch)[0]}  # `train_batch` skipped the batch and returned no metrics
         if self.logged or not isinstance(metrics, Mapping) or NUM_SAMPLES not in metrics:  # entries are missing
             metrics = super().completed(metrics, batch)
-        if self.place is None or not isinstance(metrics, Mapping):
+        if self.step is None or not isinstance(metrics, Mapping):
             return metrics
-        amounts = self.place.batch.amounts
-        if self.place.batch.is_by_samples:
+        amounts = self.step.batch.amounts
+        if self.step.batch.is_by_samples:
             self._check_count(metrics[NUM_SAMPLES])
         if not amounts:
             return metrics
@@ -172,7 +172,7 @@ class BatchMetrics(Internals):
         The two numbers differ if a `collate_fn` adds or omits samples. If the loader's number is unknown, or if the
         batch is padding, both are the number that the batch contains.
         """
-        drawn = self.place.batch.num_samples if self.place is not None else None
+        drawn = self.step.batch.num_samples if self.step is not None else None
         if drawn:
             return drawn, batches.samples_of(batch, drawn)
         found = batches.count_samples(batch)
@@ -180,8 +180,8 @@ class BatchMetrics(Internals):
 
     def _check_count(self, num_samples: Any) -> None:
         """Raise if `train_batch` returned a `num_samples` that differs from the weight of the batch's gradients."""
-        batch = self.place.batch
-        counts = self.place.has_several_batches and not batch.is_padding
+        batch = self.step.batch
+        counts = self.step.has_several_batches and not batch.is_padding
         if counts and num_samples != batch.samples is not None:
             raise ValueError(
                 f"`{type(self._operator).__name__}.train_batch` returned `num_samples` {num_samples}, and gradients "
@@ -206,7 +206,7 @@ class BatchMetrics(Internals):
     def note_amount(self, comparison: LossCall) -> None:
         """Record a call to the criterion in a validation batch, if the call's result is a mean over labels."""
         if comparison.amount is not None:
-            self.place.batch.amounts.append(comparison.amount)
+            self.step.batch.amounts.append(comparison.amount)
             self.evaluated.append(comparison._replace(output=None, target=None))  # do not keep large tensors in memory
 
     def _weighted(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -215,7 +215,7 @@ class BatchMetrics(Internals):
             return metrics
         if self.evaluated:
             return {**weights_of(metrics, val_loss=self._amount_of(metrics)), **metrics}
-        first, *others = self.place.batch.amounts
+        first, *others = self.step.batch.amounts
         mean = sum(others, first) / (1 + len(others)) if others else first
         return {**weights_of(metrics, train_loss=mean if "train_loss" in metrics else None), **metrics}
 

@@ -260,7 +260,7 @@ class TorchInternals(BatchMetrics):
 
     def info_of_call(self, num_steps: int | None, epoch_idx: int) -> dict[str, Any]:
         operator = self._operator
-        told = {USE_FP16: bool(self.fp16), SCHEDULER_STEP: operator.scheduler_step_freq}
+        told = {USE_FP16: bool(self.precision.flag), SCHEDULER_STEP: operator.scheduler_step_freq}
         return {**super().info_of_call(num_steps, epoch_idx), **told}
 
     def evaluate(self, batch: Any) -> tuple[Any, Any, list[LossCall], dict[str, Any]]:

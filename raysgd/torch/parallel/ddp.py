@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.core.private_names import require_names
 from raysgd.torch.parallel import ddp_hooks
 from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.strategy import Strategy, reachable, repeat_first, take_from_first, trainable
+from raysgd.torch.parallel.strategy import Strategy, reachable, take_from_first, trainable
 
 
 @dataclass(eq=False)
@@ -209,9 +209,7 @@ class DDP(Strategy):
         Ranks may then have different numbers of batches.
         """
         wrapped = _wrappers(models)
-        for model in wrapped:
-            repeat_first(model.module.buffers())
-        self._refresh_left_out()
+        self._repeat_buffers(wrapped)
         before = [model.require_forward_param_sync for model in wrapped]
         try:
             for model in wrapped:

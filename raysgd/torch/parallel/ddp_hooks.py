@@ -20,11 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import DistNetworkError
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.core.connections.group import Array, Group
+from raysgd.core.connections.mesh.mesh import MeshBroken
 from raysgd.core.connections.torch import mesh_group
-from raysgd.torch.parallel.amounts import Counted, Omitted
+from raysgd.torch.parallel.batch import Counted, Omitted
 from raysgd.torch.parallel.exchanges import completed
 from raysgd.torch.parallel.strategy import Strategy
 
@@ -89,11 +91,8 @@ def register(
     hook = options.get(COMM_HOOK)
     if hook is None and not is_armed:
         return False
-    if hook is not None:
-        state, function = _hook_of_user(hook)
-        given = _HookState(parallel, work, function=function, state=state)
-    else:
-        given = _HookState(parallel, work, _goes_at_once(model, options))
+    state, function = (None, None) if hook is None else _hook_of_user(hook)
+    given = _HookState(parallel, work, hook is None and _goes_at_once(model, options), function, state)
     try:
         model.register_comm_hook(given, _exchange)
     except RuntimeError as error:
@@ -133,32 +132,21 @@ def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Futur
     group = mesh_group() if state.goes_at_once else None
     if group is not None and group.is_quick_for(gradients.nbytes):
         return _average_at_once(parallel, group, bucket)
-    weight = parallel.leg.outgoing_weight()
-    if isinstance(weight, torch.Tensor) or weight != 1.0:
-        gradients.mul_(weight)
-    if state.function is not None:
-        return _tracked(parallel, partial(state.function, state.state), bucket)
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    parallel.multiply_by_weight(gradients)
+    function, given = state.function, state.state
+    if function is None:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    return _tracked(parallel, partial(allreduce_hook, dist.group.WORLD), bucket)  # type: ignore[arg-type]
-
-
-def _tracked(parallel: Strategy, begin: Callable[[Any], Any], bucket: Any) -> Any:
-    """Start to all-reduce a bucket, and record how the all-reduce ends. With the last bucket, exchange metrics, too.
-
-    Args:
-        parallel: Strategy of this worker.
-        begin: Function that starts to all-reduce a bucket, and returns a future.
-        bucket: Bucket of gradients.
-
-    Returns:
-        A future that completes or fails when the all-reduce does.
-    """
-    exchanges, is_last = parallel.exchanges, bucket.is_last()
+        function, given = allreduce_hook, dist.group.WORLD
+    exchanges, leg, is_last = parallel.exchanges, parallel.leg, bucket.is_last()
     with exchanges.noting():
-        future = exchanges.track(begin(bucket), is_last)
-        if is_last and parallel.leg.rows is not None:
-            parallel.leg.rows.exchange_beside_gloo(parallel.leg.batch)
+        future = exchanges.track(function(given, bucket), is_last)
+        if is_last and leg.rows is not None:
+            try:
+                leg.rows.send(leg.batch)
+            except MeshBroken as error:
+                # With `MeshBroken`, gloo's connections would stay open, and other ranks may be waiting on them.
+                raise DistNetworkError(str(error)) from None
     return future
 
 
@@ -168,24 +156,18 @@ def _average_at_once(parallel: Strategy, group: Group, bucket: Any) -> Any:
     With the first bucket, this rank also sends the amount by which its batch is weighted. With the last bucket, it also
     sends its metrics.
     """
-    gradients, leg, divisor = bucket.buffer(), parallel.leg, float(group.size)
-    counted = None if leg.counted is None or leg.counted.is_known else leg.counted
-    told = leg.omitted if counted is None and leg.omitted is not None and not leg.omitted.is_known else counted
-    weight = leg.outgoing_weight() if counted is None else counted.amount / counted.reference
-    if weight != 1.0:
-        gradients.mul_(weight)
-    numbers = gradients.numpy()
+    gradients, leg, exchanges = bucket.buffer(), parallel.leg, parallel.exchanges
+    told, numbers = parallel.multiply_by_weight(gradients, is_told=True), gradients.numpy()
     rows = leg.rows if bucket.is_last() else None
-    with parallel.exchanges.noting(), parallel.exchanges.timed(group):
+    with exchanges.noting(), exchanges.ledger.exchanging(group):
         if told is not None:
             gather = partial(_add_up_with_amounts, group, numbers, told)
-            if rows is None or not rows.send_rows(leg.batch, gather):
+            if rows is None or not rows.send(leg.batch, gather):
                 gather(_NO_ROW)
-            divisor = divisor if counted is None else counted.total / counted.reference or 1.0
-        elif rows is None or not rows.send_rows(leg.batch, partial(group.add_up_with, numbers)):
+        elif rows is None or not rows.send(leg.batch, partial(group.add_up_with, numbers)):
             group.add_up(numbers)
-    parallel.exchanges.count(bucket.is_last())
-    return completed(gradients.div_(divisor))
+    exchanges.num_made += bucket.is_last()
+    return completed(gradients.div_(float(group.size) if told is None else told.divisor(group.size)))
 
 
 def _add_up_with_amounts(group: Group, numbers: Array, told: Counted | Omitted, row: Array) -> list[Array]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -25,8 +25,7 @@ import numpy as np
 import torch
 from torch.distributed import DistNetworkError
 
-from raysgd.core.connections.group import Array, Group
-from raysgd.core.connections.mesh.mesh import MeshBroken
+from raysgd.core.connections.group import Array
 from raysgd.core.connections.torch import is_connection_error, is_group_broken, mesh_group
 from raysgd.torch.parallel.batch import Batch
 from raysgd.trainer.worker.data.epoch_run import METRICS, EpochRun
@@ -48,7 +47,7 @@ class StepRows:
     def __init__(self, exchange: RowExchange, run: EpochRun) -> None:
         self._exchange, self._run = exchange, run
 
-    def send_rows(self, batch: Batch, gather: Gather | None = None) -> bool:
+    def send(self, batch: Batch, gather: Gather | None = None) -> bool:
         """Exchange metrics (rows) with the other ranks, once per optimizer step and only in the step's last batch.
 
         Called when the last gradients of a backward pass are about to be sent.
@@ -68,18 +67,6 @@ class StepRows:
         run = self._run
         run.rows.note(run.num_completed, self._exchange.exchange({METRICS: run.meters.tally()}, gather))
         return True
-
-    def exchange_beside_gloo(self, batch: Batch) -> None:
-        """Exchange metrics (rows) over the mesh while gloo all-reduces gradients.
-
-        Raises:
-            DistNetworkError: A connection to another rank ended. This exception makes the caller close gloo's
-                connections, too, because other ranks may be waiting on them.
-        """
-        try:
-            self.send_rows(batch)
-        except MeshBroken as error:
-            raise DistNetworkError(str(error)) from None  # with `MeshBroken`, gloo's connections would stay open
 
 
 def gather_rows(size: int) -> Gather | None:
@@ -118,7 +105,9 @@ class Exchanges:
         is_broken: Function that returns True if a connection to another rank has closed.
 
     Attributes:
-        ledger: Measures the time spent in communication; None to measure nothing.
+        ledger: Measures the time spent in communication.
+        num_made: Number of all-reduces in the running step that were the last ones in the backward pass of a model. A
+            caller that counts an all-reduce itself must run it in a `with` block of `noting`.
     """
 
     def __init__(
@@ -128,9 +117,9 @@ class Exchanges:
     ) -> None:
         self._is_lost = is_lost
         self._is_broken = is_broken
-        self.ledger: Ledger | None = None
+        self.ledger = Ledger()
         self._error: BaseException | None = None
-        self._num_made = 0
+        self.num_made = 0
 
     def of_next_group(self) -> Exchanges:
         """Return a new `Exchanges`, without errors and counts, for the worker group that replaces this group."""
@@ -143,28 +132,16 @@ class Exchanges:
             future: Future of the all-reduce.
             is_last: True if this is the last all-reduce in the backward pass of a model.
         """
-        self.count(is_last)
+        self.num_made += is_last
         # The last all-reduce starts when the backward pass has computed all gradients. From then on, this rank only
         # waits, so this time is measured as communication.
-        is_awaited = is_last and self.ledger is not None and self.ledger.begin_exchange()
+        is_awaited = is_last and self.ledger.begin_exchange()
         received = partial(self._received_last, is_awaited) if is_last else self._received
         return future.then(received)  # the backward pass waits for the returned future, and thus for the callback
-
-    def timed(self, group: Group) -> AbstractContextManager[None]:
-        """Return a context manager that measures the time in its `with` block as communication."""
-        return nullcontext() if self.ledger is None else self.ledger.exchanging(group)
-
-    def count(self, is_last: bool) -> None:
-        """Count an all-reduce that has started, if it is the last one in the backward pass of a model.
-
-        The caller must pass the exception to `note` if the all-reduce fails.
-        """
-        self._num_made += is_last
 
     def _received_last(self, is_awaited: bool, future: Any) -> Any:
         received = self._received(future)
         if is_awaited:
-            assert self.ledger is not None
             self.ledger.end_exchange()
         return received
 
@@ -174,17 +151,13 @@ class Exchanges:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Record any exception that communication raises in the `with` block, and raise it again."""
+        """Record the step's first exception in the `with` block that means a lost connection. All are raised again."""
         try:
             yield
         except Exception as error:  # communication raises different classes of exceptions in each backend
-            self.note(error)
+            if self._error is None and self._is_lost(error):
+                self._error = error
             raise
-
-    def note(self, error: BaseException) -> None:
-        """Store the step's first exception that means a lost connection. Ignore all other exceptions."""
-        if self._error is None and self._is_lost(error):
-            self._error = error
 
     @property
     def has_broken(self) -> bool:
@@ -197,7 +170,7 @@ class Exchanges:
         Raises:
             RuntimeError: A connection was lost during the step. `is_lost` returns True for this exception.
         """
-        num_made, self._num_made = self._num_made, 0
+        num_made, self.num_made = self.num_made, 0
         if self._error is not None:
             raise self._error
         if not num_made and self._is_broken():

@@ -33,7 +33,7 @@ from raysgd.torch.objects.filling import fill, is_empty
 from raysgd.torch.objects.moving import to_device
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import FSDPOptions
-from raysgd.torch.parallel.strategy import Strategy, repeat_first, take_from_first, trainable
+from raysgd.torch.parallel.strategy import Strategy, take_from_first, trainable
 
 _HAS_LEFT = -1  # sent instead of a model's number by a rank that has no batches left
 
@@ -258,11 +258,10 @@ class FSDP(Strategy):
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Let ranks run different numbers of forward passes in the `with` block. The models stay sharded."""
         roots = _roots(models)
+        self._repeat_buffers(roots)
         for model in roots:
-            repeat_first(model.buffers())
             model.set_reshard_after_forward(True)
             model.reshard()  # a forward pass without a backward pass may have left the parameters gathered
-        self._refresh_left_out()
         try:
             with self._rounds.opened(roots, self.forward_context):
                 yield
@@ -356,11 +355,8 @@ class _WeightedReduceScatter:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
-        assert self._parallel.record is not None, "all ranks step together"
-        self._parallel.record.note("gradients were exchanged")
-        weight = self._parallel.leg.outgoing_weight()
-        if isinstance(weight, torch.Tensor) or weight != 1.0:
-            input_tensor.mul_(weight) if isinstance(weight, torch.Tensor) or weight else input_tensor.zero_()
+        self._parallel.note_exchange("gradients were exchanged")
+        self._parallel.multiply_by_weight(input_tensor)
         return _reduce_scatter(output=output_tensor, input=input_tensor, op=op, group=group, async_op=async_op)
 
 

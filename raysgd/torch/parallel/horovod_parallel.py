@@ -21,8 +21,6 @@ from raysgd.core.connections.horovod import import_horovod, is_connection_error
 from raysgd.core.private_names import require_names
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.parallel.exchanges import Exchanges
-from raysgd.torch.parallel.global_record import GlobalRecord
-from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import Strategy, Summation
 
 _NUM_NAMES_OF_SUMS = 8  # number of names for sums; all ranks finish a sum before its name is reused
@@ -52,12 +50,10 @@ class HorovodParallel(HorovodByHand):
     """
 
     def __init__(self, world_size: int) -> None:
+        self.synchronizes = world_size > 1
         super().__init__()
         require_names(torch._C, "_current_graph_task_id")
         require_names(torch.autograd.Variable, "_execution_engine")
-        self.synchronizes = world_size > 1
-        self.leg = Leg(is_global=self.synchronizes)
-        self.record = GlobalRecord() if self.synchronizes else None
         self._pairs: list[tuple[Any, Any]] = []  # for each optimizer: the user's object and its wrapper
         self._averaged: set[torch.Tensor] = set()
         self._num_models = self._num_sums = 0
@@ -132,8 +128,8 @@ class HorovodParallel(HorovodByHand):
     def compress(self, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return a gradient times this rank's weight, and None. Horovod calls this before it sends the gradient."""
         gradient = gradient.contiguous()  # Horovod requires contiguous tensors
-        weight = self.leg.outgoing_weight()
-        return gradient * weight if isinstance(weight, torch.Tensor) or weight != 1.0 else gradient, None
+        self.multiply_by_weight(gradient)
+        return gradient, None
 
     def decompress(self, gradient: torch.Tensor, context: None) -> torch.Tensor:
         """Return the averaged gradient unchanged. Horovod calls this method to undo `compress`."""

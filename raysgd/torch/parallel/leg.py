@@ -5,7 +5,7 @@ continues in a new worker group. The strategy's attribute `leg` is the current `
 passes between calls. The strategy then has a `Leg` without batches.
 
 A backward pass belongs to the batch that the training code requested last. Therefore, it is an error to request a batch
-with a different weight while the previous batch still needs its backward pass. `raysgd.torch.parallel.amounts` explains
+with a different weight while the previous batch still needs its backward pass. `raysgd.torch.parallel.batch` explains
 the weights.
 """
 
@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from raysgd.torch.objects.criteria import NO_CALL, LossCall
-from raysgd.torch.parallel.amounts import Counted, Omitted, Window
-from raysgd.torch.parallel.batch import Batch
+from raysgd.torch.parallel.batch import Batch, Counted, Omitted, Window
 from raysgd.torch.parallel.exchanges import StepRows
 from raysgd.torch.parallel.logical_shards import LogicalShards
 from raysgd.torch.parallel.undo import Undo
@@ -32,7 +31,7 @@ class Leg:
     A step is an optimizer step. A window is the set of batches whose gradients are accumulated for one step. A global
     batch consists of the batches on which all ranks train at the same time. With `deterministic=True`, each global
     batch is divided into logical shards, whose number does not depend on the number of ranks. The class implements the
-    protocol `PlaceInStep`.
+    protocol `CurrentStep`.
 
     Args:
         window: Number of batches in a step. The last step of an epoch or a call may have fewer batches.
@@ -381,10 +380,6 @@ class Leg:
         self.batch.computed.discard(id(optimizer))
         self.waiting = self.omitted = None
 
-    def end_window(self) -> None:
-        """Allow the optimizer to step although fewer than `window` batches were accumulated."""
-        self.batch = self.batch.end()
-
     @contextmanager
     def weighting(self, counted: Counted | None = None) -> Iterator[None]:
         """Set how the gradients of the backward pass in the `with` block are weighted before they are sent.
@@ -399,14 +394,22 @@ class Leg:
         finally:
             self.counted, self._is_weighted = None, False
 
-    def outgoing_weight(self) -> Any:
-        """Return the factor by which to multiply gradients before they are sent to other ranks.
+    def outgoing(self, is_told: bool = False) -> tuple[Any, Counted | Omitted | None]:
+        """Return the factor by which to multiply gradients before they are sent to other ranks, and what to tell them.
 
-        The factor is a number or a one-element tensor.
+        The factor is a number or a one-element tensor. What to tell are amounts that the other ranks do not know yet,
+        to be sent along with the gradients; None if there are none. Their `divisor` then completes the mean.
+
+        Args:
+            is_told: True if the caller can send amounts along with the gradients.
         """
         if self.window > 1 or self._is_weighted:
-            return 1.0
-        if self.counted is not None:
-            return self.counted.factor()
-        self.use()
-        return self.batch.weight
+            weight = 1.0
+        elif self.counted is None:
+            self.use()
+            weight = self.batch.weight
+        elif is_told and not self.counted.is_known:
+            return self.counted.amount / self.counted.reference, self.counted
+        else:
+            weight = self.counted.factor()
+        return weight, self.omitted if is_told and self.omitted is not None and not self.omitted.is_known else None

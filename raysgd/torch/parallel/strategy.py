@@ -5,7 +5,7 @@ If the ranks' batches differ in size, that mean is not the mean over all samples
 multiplies each rank's gradient by a weight proportional to the rank's number of samples (`Batch.weight`, nearly always
 1.0). With gradient accumulation, a hook would get the sum of several batches' gradients. In this case, the library
 weights the losses instead. This requires that the library, not user code, runs the backward pass. See
-`raysgd.torch.parallel.amounts`.
+`raysgd.torch.parallel.batch`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from raysgd.core.connections.group import Group
 from raysgd.core.connections.torch import mesh_group, summation_beside
 from raysgd.torch.objects.blocks import without_checkpointing
 from raysgd.torch.objects.loading import load_model, load_optimizer
-from raysgd.torch.parallel.exchanges import Exchanges, gather_rows
+from raysgd.torch.parallel.batch import Counted, Omitted
+from raysgd.torch.parallel.exchanges import Exchanges, StepRows, gather_rows
 from raysgd.torch.parallel.global_record import GlobalRecord
 from raysgd.torch.parallel.leg import Leg
+from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.data.rank_rows import Gather, RowExchange
 
 # A function that starts to sum a tensor of integers over the ranks, in place. It returns a function that waits for the
@@ -54,6 +56,7 @@ class Strategy:
         tells_rows: True to send each rank's metrics (its row) to the other ranks in each step.
 
     Attributes:
+        tells_rows: True to send each rank's metrics (its row) to the other ranks in each step.
         synchronizes: True if every optimizer step involves all ranks.
         has_others: True if there are other ranks.
         is_sharded: True if each rank holds only a shard of each model, so that all ranks must take part to assemble a
@@ -74,7 +77,7 @@ class Strategy:
 
     def __init__(self, has_others: bool = True, tells_rows: bool = False) -> None:
         self.leg = Leg(is_global=self.synchronizes)
-        self._tells_rows = tells_rows
+        self.tells_rows = tells_rows
         self._row_exchange: tuple[Gather, RowExchange] | None = None  # for the current worker group; None until needed
         self.has_others = has_others
         self.exchanges = Exchanges()
@@ -104,13 +107,14 @@ class Strategy:
         self._left_out.append(model)
         return model
 
-    def _refresh_left_out(self, in_training: bool = False) -> None:
-        """Copy rank 0's buffers of unwrapped models to all ranks. Wrappers do this for wrapped models.
+    def _repeat_buffers(self, wrapped: Iterable[torch.nn.Module] = (), in_training: bool = False) -> None:
+        """Copy rank 0's buffers of models to all ranks. In training, wrappers do this for wrapped models.
 
         Args:
+            wrapped: Wrapped models whose buffers are copied in addition to those of unwrapped models.
             in_training: True to copy only the buffers of models that are in training mode.
         """
-        for model in self._left_out:
+        for model in (*wrapped, *self._left_out):
             if model.training or not in_training:
                 repeat_first(model.buffers())
 
@@ -141,7 +145,7 @@ class Strategy:
         if self.record is not None:
             self.record = GlobalRecord(self.record.number + 1)
         if self._left_out:
-            leg.refresh = partial(self._refresh_left_out, in_training=True)
+            leg.refresh = partial(self._repeat_buffers, in_training=True)
         leg.check = self.exchanges.check if may_run_backward and self.has_others else None
         return leg
 
@@ -206,19 +210,21 @@ class Strategy:
         if self.record is not None:
             self.record = GlobalRecord()
 
-    def row_exchange(self, name: str, size: int) -> RowExchange | None:
-        """Return the object that sends each rank's metrics to the other ranks; None if ranks do not send metrics.
+    def step_rows(self, run: EpochRun, size: int) -> StepRows | None:
+        """Return the object that sends this rank's metrics to the other ranks in each step of a call.
+
+        Return None if there is no mesh to send them over. Called only if `tells_rows` is True.
 
         Args:
-            name: Name of this rank.
+            run: State of the call.
             size: Number of ranks.
         """
-        gather = gather_rows(size) if self._tells_rows else None
+        gather = gather_rows(size)
         if gather is None:
             return None
         if self._row_exchange is None or self._row_exchange[0] != gather:
-            self._row_exchange = gather, RowExchange(name, gather)
-        return self._row_exchange[1]
+            self._row_exchange = gather, RowExchange(run.rows.name, gather)
+        return StepRows(self._row_exchange[1], run)
 
     @property
     def num_ranks(self) -> int:
@@ -269,6 +275,23 @@ class Strategy:
         if self.leg.undo is not None:
             self.leg.undo.note_exchange()
 
+    def multiply_by_weight(self, gradients: torch.Tensor, is_told: bool = False) -> Counted | Omitted | None:
+        """Multiply this rank's gradients by their weight, in place, before they are sent to the other ranks.
+
+        Args:
+            gradients: Gradients of the running backward pass.
+            is_told: True if the caller can send amounts along with the gradients.
+
+        Returns:
+            The amounts to send along with the gradients, which `Leg.outgoing` explains; None if there are none.
+        """
+        weight, told = self.leg.outgoing(is_told)
+        if isinstance(weight, torch.Tensor) or weight not in (0.0, 1.0):
+            gradients.mul_(weight)
+        elif not weight:
+            gradients.zero_()  # the gradients of a batch that does not count may be NaN, which times 0 is NaN
+        return told
+
     def average_deferred(self, parameters: Sequence[torch.Tensor]) -> None:
         """Average gradients whose all-reduce was deferred to a later batch, if no later batch has followed."""
 
@@ -296,11 +319,6 @@ class Strategy:
 
         If models are sharded, all ranks must call this method together, and only rank 0 gets the full state.
         """
-        state: dict[str, Any] = part.state_dict()
-        return state
-
-    def part_of_state(self, part: Any) -> dict[str, Any]:
-        """Return this rank's state dict of a model or optimizer. If models are sharded, its tensors are shards."""
         state: dict[str, Any] = part.state_dict()
         return state
 

@@ -238,16 +238,12 @@ class Undo:
         """Return the optimizers that have not stepped since the last boundary."""
         return [each for each in self._optimizers if id(each) not in self._stepped]
 
-    def forget(self) -> None:
-        """Discard the record of the current batch. The batch can no longer be undone then."""
-        self._batch = None
-
     def note_restored(self) -> None:
         """Discard all records about steps. Called after a state was loaded, to which the records do not apply.
 
         From now on, all existing gradients count as gradients with which no optimizer has stepped.
         """
-        self.forget()
+        self._batch = None
         self._not_stepped, self._stepped, self._waiting = list(self._optimizers), set(), None
 
     def switch_off(self) -> None:
@@ -260,7 +256,7 @@ class Undo:
         Args:
             is_used: False if batches of this call are not repeated after a failure. Nothing is copied then.
         """
-        self.forget()
+        self._batch = None
         is_watching = is_used and not self._is_off
         self._watched = _Watched(self._models, not self.copies_all, self._unchanging) if is_watching else None
 
@@ -357,7 +353,7 @@ class Undo:
             batch, watched = self._batch, self._watched
             if batch is not None and watched is not None and watched.is_first and not self.copies_all:
                 self._end_first(batch, watched)
-            self.forget()
+            self._batch = None
         self._stepped, self._waiting = set(), None
 
     def _end_first(self, batch: _OpenBatch, watched: _Watched) -> None:
@@ -412,7 +408,7 @@ class Undo:
             batch.put_back()
             if batch.is_copied:
                 self._copies.put_back()
-        self.forget()
+        self._batch = None
 
 
 def parameters_of(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from raysgd.core.numbers.metric_meters import as_weight
 from raysgd.core.text.log_lines import Once
 from raysgd.torch.objects.precision import Precision
-from raysgd.torch.parallel.amounts import Counted
+from raysgd.torch.parallel.batch import Counted
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.step.optimizer_hooks import OptimizerHooks
 
@@ -139,14 +139,11 @@ class Gradients:
             self._precision.backward(loss, optimizer)
         elif is_further:  # weight the loss, because the communication hook would also weight the older gradients
             factor = counted.factor() if counted is not None else leg.batch.weight if leg.window == 1 else 1.0
-            with self._parallel.further_pass(self._parameters(cleared)):
+            with self._parallel.further_pass(p for each in cleared for p in self._precision.parameters(each)):
                 self._precision.backward(loss * factor, optimizer)
         else:
             with leg.weighting(counted):
                 self._precision.backward(loss, optimizer)
-
-    def _parameters(self, optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
-        return (parameter for each in optimizers for parameter in self._precision.parameters(each))
 
     def _clear(self, chosen: Sequence[Any], bystanders: Sequence[Any]) -> None:
         """Clear the gradients of optimizers, except gradients to which this batch adds.
@@ -209,9 +206,9 @@ class Gradients:
             self._parallel.note_exchange("gradients were exchanged")
             with self._parallel.exchanges.noting():
                 if leg.rows is not None:
-                    leg.rows.send_rows(leg.batch)
+                    leg.rows.send(leg.batch)
                 leg.shards.add_up(parameters, leg.shards.seed_of_step)
-            self._parallel.exchanges.count(True)
+            self._parallel.exchanges.num_made += 1
 
     # ------------------------------------------------------------------------------------ steps
 

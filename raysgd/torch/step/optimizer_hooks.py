@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from raysgd.torch.objects.precision import Precision
-from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
@@ -27,6 +26,8 @@ class OptimizerHooks:
 
     Attributes:
         clips: True if gradients are clipped.
+        may_miss_clipping: True if gradients must be clipped, but an optimizer does not support hooks, so that user code
+            may step it without clipping.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class OptimizerHooks:
         self._parallel = parallel
         self._steps_itself = False
         self._optimizers: Sequence[Any] = ()
-        self._sees_all = True
+        self.may_miss_clipping = False
         self._undo: list[Callable[[], None]] = []
         self._about_to_step: set[int] = set()  # IDs of the optimizers whose current step has gradients
 
@@ -54,7 +55,7 @@ class OptimizerHooks:
             undo()
         self._optimizers = optimizers
         hooked = list(filter(tells_of_steps, optimizers))
-        self._sees_all = len(hooked) == len(optimizers)
+        self.may_miss_clipping = self.clips and len(hooked) < len(optimizers)
         handles = [each.register_step_pre_hook(self._before_step) for each in hooked]
         handles += [each.register_step_post_hook(self._after_step) for each in hooked]
         self._undo = [each.remove for each in handles]
@@ -62,16 +63,6 @@ class OptimizerHooks:
     def sees(self, optimizer: Any) -> bool:
         """Return True if `optimizer` has the hooks, so that every one of its steps is noticed."""
         return tells_of_steps(optimizer) and any(each is optimizer for each in self._optimizers)
-
-    def misses_clipping(self, leg: Leg) -> bool:
-        """Return True if gradients were not clipped although the trainer's options require it.
-
-        This happens if user code steps an optimizer that does not support hooks.
-
-        Args:
-            leg: Tracks the part of the training call that this worker group runs.
-        """
-        return self.clips and not leg.has_clipped and not self._sees_all
 
     def step(self, optimizer: Any) -> None:
         """Unscale and clip the gradients of an optimizer, and step the optimizer."""

@@ -170,7 +170,7 @@ class HostedOperator(ABC):
             snapshot,
             time.monotonic(),
             self.loop.own_s,
-            self.loop.samples_used(),
+            self.feed.samples_used(),
             time=self.ledger.reading(),
             joint_work=self.loop.joint_work,
         )

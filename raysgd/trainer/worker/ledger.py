@@ -37,7 +37,6 @@ from raysgd.core.engine.shared.time_spent import (
     USEFUL,
     TimeSpent,
 )
-from raysgd.exceptions import OnFailure
 
 BROKEN, LEFT = "(broken off)", "(group left)"
 """Internal bins for the time since a call was interrupted, and since the worker left the group.
@@ -114,20 +113,20 @@ class Ledger:
     def call(self, first: str = OTHER) -> Iterator[None]:
         """Inside the block, measure the time of a training call.
 
-        If the block raises an error, the last step counts as interrupted.
+        If the block raises an error, the last step counts as interrupted. After the answer to the call, the caller
+        enters the bin `DRIVER`.
 
         Args:
             first: Name of the bin to which time is assigned first.
         """
         self.enter(first)
-        with OnFailure(self._break_off):
+        try:
             yield
+        except BaseException:  # also on Ctrl-C
+            self._break_off()
+            raise
         self.commit()
         self.enter(OTHER)
-
-    def end_call(self) -> None:
-        """Stop measuring the call. From now on, the worker waits for the driver's next call."""
-        self.enter(DRIVER)
 
     def timing(self, batches: Iterator[ItemT]) -> Iterator[ItemT]:
         """Yield the batches, and measure how long it takes to draw each batch and to train on it.

@@ -86,7 +86,7 @@ class Internals:
         lost: Metrics that lost workers measured in this call. Only rank 0 has them, and adds them to its own metrics.
         once: Remembers which messages have been logged, so that no message is logged twice.
         callbacks: The worker callbacks that the operator calls.
-        place: The worker's position in the current step, a `PlaceInStep`. None outside a call.
+        step: The worker's position in the current step, a `CurrentStep`. None outside a call.
     """
 
     _operator: Any  # the operator whose `_raysgd` attribute is this object
@@ -102,7 +102,7 @@ class Internals:
         self.lost: Sequence[MetricSummary] = ()
         self.once = Once()
         self.callbacks = InstalledCallbacks()
-        self.place: Any = None
+        self.step: Any = None
 
     @property
     def world(self) -> World:
@@ -246,8 +246,8 @@ class BaseOperator:
 
         Call this method on all workers, and do not train on the batch then.
         """
-        if self._raysgd.place is not None:
-            self._raysgd.place.skip()
+        if self._raysgd.step is not None:
+            self._raysgd.step.skip()
 
     @rung
     def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:

@@ -247,7 +247,9 @@ class ClassRunner(ReplicaCalls, ABC):
             elif world.rank in handover.takers:
                 self._take_over(*hosted.receive(handover.source, handover.takers))
             hosted.settle_in()
-            self._settle_call(hosted.names_of_all(), handover.orphans)
+            names, call = hosted.names_of_all(), self._training
+            if call is not None:
+                call.settle(names, handover.orphans)
             hosted.operator.world_changed()
             return hosted.facts()
 

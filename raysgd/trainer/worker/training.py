@@ -6,7 +6,7 @@ After workers are lost, a `train` call continues in the surviving workers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -112,7 +112,7 @@ class ReplicaCalls:
             self._copies.forget_call()
         begun = RunState(0, loop.pass_index(stream), request.num_steps, call=request.call)
         call = self._training = TrainingCall(hosted, self._copies, begun)
-        call.samples_before = loop.samples_used()
+        call.samples_before = hosted.feed.samples_used()
         return call.train_on(stream, request)
 
     def resume_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
@@ -267,19 +267,6 @@ class ReplicaCalls:
         self._training = call
         return call
 
-    def _settle_call(self, present: Collection[str] | None, left: Iterable[RunState]) -> None:
-        """Keep the metrics of ranks that are missing from the new group of workers, because the call continues there.
-
-        Args:
-            present: Names of the ranks in the new group, or None if the names are unknown. Ranks that are not in the
-                new group count as lost.
-            left: Progress and metrics of the ranks that left the group as planned, without a failure.
-        """
-        call = self._training
-        if call is not None:
-            call.settle(present)
-            call.rows.lost.update((each.name, each.metrics) for each in left)
-
     # ------------------------------------------------------------------------------------ validation and prediction
 
     def validate(self, request: EpochRequest, share: Any = None) -> EpochAnswer:
@@ -301,7 +288,7 @@ class ReplicaCalls:
             with (
                 hosted.evaluating(),
                 feed.validating(request) as stream,
-                around_batches(operator, "validate_batch", stream.place),
+                around_batches(operator, "validate_batch", stream.step),
             ):
                 began_at = stream.num_steps_taken
                 batches = stream.take(request.num_steps)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, cast
 
 from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.time_spent import DRIVER
 from raysgd.core.engine.shared.types import HeldAtStep
 from raysgd.core.numbers.metric_meters import NUM_SAMPLES
 from raysgd.core.numbers.results import ProgressKind
@@ -83,7 +84,7 @@ class TrainingCall(EpochRun):
         internals = operator._raysgd
         callbacks = internals.callbacks
         self.info = {**request.info, **internals.info_of_call(request.num_steps, self.epoch_idx)}
-        epoch_before, place_before = feed.epoch, internals.place
+        epoch_before, step_before = feed.epoch, internals.step
         self.attach(stream)
         if request.hold_at is not None and request.hold_at > self.num_completed:
             self.gate = Gate(request.hold_at)
@@ -102,11 +103,11 @@ class TrainingCall(EpochRun):
                 stack.callback(setattr, self, "is_running", False)
                 stack.enter_context(hosted.ledger.call(loop.first_bin))
                 stack.enter_context(hosted.training(self, stream))
-                place = internals.place = loop.place
-                after = callbacks.after_batch(operator, place) if callbacks.are_there else None
+                step = internals.step = loop.step
+                after = callbacks.after_batch(operator, step) if callbacks.are_there else None
                 # The library's own `train_epoch` completes each batch's metrics. The user's `train_epoch` does not.
                 if after is not None or not is_stock:
-                    stack.enter_context(around_batches(operator, "train_batch", place, after))
+                    stack.enter_context(around_batches(operator, "train_batch", step, after))
                 if request.profile:
                     stack.enter_context(hosted.timers.record("train_epoch"))
                 if callbacks.are_there:
@@ -129,7 +130,7 @@ class TrainingCall(EpochRun):
             raise
         finally:
             internals.meters_to_fill = stream.at_boundary = None
-            internals.place = place_before
+            internals.step = step_before
         if not batches.was_touched and feed.epoch == epoch_before:
             feed.begin_pass()  # the user's `train_epoch` has used other data, so nothing has counted this epoch yet
         return self._end(returned, request, place=feed.place_of_call(stream))
@@ -140,7 +141,7 @@ class TrainingCall(EpochRun):
         The returned dict goes into the run's journal. `raysgd.replay` uses it to find the samples of each step.
         """
         hosted, operator, feed = self._hosted, self._hosted.operator, self._hosted.feed
-        is_begun, place = stream.is_mid_pass, cast("Any", hosted.loop.place)
+        is_begun, leg = stream.is_mid_pass, cast("Any", hosted.loop.step)
         consumed = stream.completed if is_begun else 0
         own = None if is_of_library(type(operator).train_epoch) else f"`{type(operator).__name__}` overrides"
         return {
@@ -149,7 +150,7 @@ class TrainingCall(EpochRun):
             "consumed": consumed,
             "num_workers": hosted.world.size,
             "attempt": [request.call, request.attempt],
-            "window": place.window,
+            "window": leg.window,
             "is_of_call": stream is not feed.train_stream,
             "data": stream.source.layout(consumed, is_begun),
             "obstacle": own and f"{own} `train_epoch`, which takes the steps itself",
@@ -232,7 +233,7 @@ class TrainingCall(EpochRun):
         )
         self.answer, self.is_finished = answer, True
         loop.end_call()
-        hosted.ledger.end_call()
+        hosted.ledger.enter(DRIVER)
         return self._with_lost(answer)
 
     def _with_lost(self, answer: EpochAnswer) -> EpochAnswer:

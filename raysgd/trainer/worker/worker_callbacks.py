@@ -14,7 +14,7 @@ from typing import Any
 from raysgd.callbacks.worker_callback import WorkerCallback, call_event, has_state, key_of
 from raysgd.core.numbers.meters import AverageMeterCollection, HeldMetric
 from raysgd.core.numbers.metric_meters import BATCH_WEIGHT, NUM_SAMPLES, is_metric_object, weight_of
-from raysgd.trainer.worker.data.batch_streams import PlaceInStep
+from raysgd.trainer.worker.data.batch_streams import CurrentStep
 
 CALLBACKS = "callbacks"
 """Key of the callbacks' states in the training state of a worker. Without such states, the key is missing."""
@@ -89,7 +89,7 @@ class InstalledCallbacks:
         for each in self._with("_on_leg"):
             call_event(each, "_on_leg", operator, describe())
 
-    def after_batch(self, operator: Any, step: PlaceInStep) -> Callable[[Any], Any] | None:
+    def after_batch(self, operator: Any, step: CurrentStep) -> Callable[[Any], Any] | None:
         """Return a function to call with the metrics of each batch. After each step, it calls callbacks' `on_step_end`.
 
         The function returns the metrics with the entries that callbacks added. If no callback overrides `on_step_end`,

@@ -1,6 +1,6 @@
 """What streams of batches of TensorFlow have of their own: samples of all ranks, padding, lockstep, steps of batches.
 
-How a stream moves through passes is tested in `tests/torch/data/test_batch_streams.py`.
+How a stream moves through passes is tested in `tests/torch/data/test_sources.py`.
 """
 
 from __future__ import annotations

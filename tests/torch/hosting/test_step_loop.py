@@ -11,7 +11,7 @@ import torch
 from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.status import find_straggler
 from raysgd.operators import GANOperator
-from raysgd.torch.data.feed import TorchFeed
+from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.hosting import step_loop
 from raysgd.torch.hosting.step_loop import StepLoop, make_undo, needs_copies
 from raysgd.torch.objects.precision import Precision
@@ -194,8 +194,8 @@ def test_what_waits_after_a_state_was_restored_are_its_gradients() -> None:
 
 def test_the_time_of_a_call_begins_at_zero() -> None:
     loop = loop_of(Plain())
-    loop._leg = Leg()
-    loop._leg.own_s = 2.0
+    loop.latest_leg = Leg()
+    loop.latest_leg.own_s = 2.0
     assert loop.own_s == 2.0
     loop.begin_call()
     assert loop.own_s is None
@@ -205,7 +205,7 @@ def in_user_code(own_s: float, since: float) -> StepLoop:
     """A rank that has spent so long by itself in the steps before, and has been in this one since then."""
     parallel = Joined()
     loop = loop_of(Plain(), parallel=parallel)
-    parallel.leg = loop._leg = Leg()
+    parallel.leg = loop.latest_leg = Leg()
     parallel.leg.own_s, parallel.leg.began_at = own_s, since
     return loop
 

@@ -68,7 +68,7 @@ def test_an_exchange_of_the_users_hook_is_timed() -> None:
 
 def test_an_exchange_with_a_rank_that_is_elsewhere_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     class Elsewhere:
-        size = 2
+        size, waited_s = 2, 0.0
 
         def is_quick_for(self, num_bytes: int) -> bool:
             return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raysgd.torch.parallel.amounts import Omitted
+from raysgd.torch.parallel.batch import Omitted
 from raysgd.torch.parallel.leg import Leg
 
 OPTIMIZER = object()
@@ -72,7 +72,7 @@ def test_a_stream_that_ends_before_its_last_batch_was_used_leaves_that_its_weigh
     leg = joint(1)
     hand_out(leg, 1.5)
     leg.end_stream()
-    assert leg.outgoing_weight() == 1.5
+    assert leg.outgoing() == (1.5, None)
 
 
 def test_a_replica_by_itself_may_draw_as_it_likes() -> None:

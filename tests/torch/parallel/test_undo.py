@@ -80,7 +80,7 @@ class Program:
         """Whether the next batch is copied before it."""
         self.undo.begin_step()
         is_whole = self.undo.is_whole
-        self.undo.forget()
+        self.undo.put_back()
         return is_whole
 
     def state(self) -> Any:

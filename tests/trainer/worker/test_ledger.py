@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from raysgd.core.engine.shared.time_spent import TimeSpent
+from raysgd.core.engine.shared.time_spent import DRIVER, TimeSpent
 from raysgd.trainer.worker.ledger import Ledger
 
 
@@ -60,7 +60,7 @@ def test_a_call_is_told_apart(ledger: Ledger, clock: Clock) -> None:
         for _ in ledger.timing(drawing(clock, 3, ledger)):
             clock.sleep(10)
         clock.sleep(0.25)
-    ledger.end_call()
+    ledger.enter(DRIVER)
     clock.sleep(7)
     assert spent(ledger) == {"start_up": 5, "other": 0.75, "data": 3, "useful": 30, "driver": 7}
     assert ledger.of_call() == {"other": 0.75, "data": 3, "useful": 30, "driver": 7}

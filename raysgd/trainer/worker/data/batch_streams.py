@@ -40,7 +40,7 @@ class BatchInStep(Protocol):
         """True if the optimizer steps after this batch. With gradient accumulation, this is a step's last batch."""
 
 
-class PlaceInStep(Protocol):
+class CurrentStep(Protocol):
     """A worker's position in a step that all workers take together.
 
     With PyTorch, this is the `Leg` object of the part of a call that the current group of workers runs.
@@ -69,39 +69,23 @@ class PlaceInStep(Protocol):
 
 
 ItemT = TypeVar("ItemT")
-PlaceT = TypeVar("PlaceT", bound=PlaceInStep)
+StepT = TypeVar("StepT", bound=CurrentStep)
 
 
-class _OpenPass(Generic[ItemT]):
-    """The rest of a pass over the data: the items that a stream has not yielded yet.
-
-    Args:
-        items: Iterator over the items of the stream's source.
-
-    Attributes:
-        items: Iterator over the items that have not been drawn yet.
-        ahead: Items that were drawn from `items` but not yielded yet. An element None marks the end of the pass.
-    """
-
-    def __init__(self, items: Iterator[ItemT]) -> None:
-        self.items = items
-        self.ahead: list[ItemT | None] = []
-
-
-class BatchStream(ABC, Generic[ItemT, PlaceT]):
+class BatchStream(ABC, Generic[ItemT, StepT]):
     """Yields the batches of a source, pass after pass over the data, and remembers the position in the data.
 
     A subclass defines what an item of its source is, and how samples are counted.
 
     Args:
         source: Object that supplies the batches, such as a wrapped data loader.
-        place_of: Function that returns the worker's position in the current step. The stream records each batch there
-            before yielding the batch.
+        step: The worker's position in the current step. The stream records each batch there before yielding the batch.
         next_pass: Function that is called when a new pass starts, and returns the index of the pass.
         undo: Function that is called before a padding batch, and returns a function that reverts the effects of
             training on that batch. None if padding batches have no effects.
 
     Attributes:
+        step: The worker's position in the current step. With PyTorch, each training call sets it.
         at_boundary: Function that is called after each completed step, or None. If it raises an exception, the
             iteration ends.
         prepare: Function that is called before the first batch of every call and every pass.
@@ -114,16 +98,17 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
     def __init__(
         self,
         source: Any,
-        place_of: Callable[[], PlaceT],
+        step: StepT,
         next_pass: Callable[[], int],
         undo: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
         self.source = source
-        self._place_of = place_of
+        self.step = step
         self._next_pass = next_pass
         self._undo = undo
         self._undo_padding: Callable[[], None] | None = None
-        self._pass: _OpenPass[ItemT] | None = None
+        self._items: Iterator[ItemT] | None = None  # items of the open pass that were not drawn yet
+        self._ahead: list[ItemT | None] = []  # items that were drawn but not yielded yet; None ends the pass
         self._to_resume: tuple[int, int] | None = None
         self._num_open = 0  # number of global batches that were started since the last confirmed optimizer step
         self._is_last_of_step = True  # True if the most recently drawn batch is the last of its step
@@ -132,11 +117,6 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         self.has_one_pass = self._has_begun = False
         self.pass_index = 0
         self.num_steps_taken = 0
-
-    @property
-    def place(self) -> PlaceT:
-        """The worker's position in the current step."""
-        return self._place_of()
 
     @property
     @abstractmethod
@@ -152,11 +132,11 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         """
 
     @abstractmethod
-    def _begin_batch(self, place: PlaceT, item: ItemT, is_last: bool) -> Any:
-        """Make a batch of an item, count its samples, record the batch in `place`, and return it.
+    def _begin_batch(self, step: StepT, item: ItemT, is_last: bool) -> Any:
+        """Make a batch of an item, count its samples, record the batch in `step`, and return it.
 
         Args:
-            place: The worker's position in the current step.
+            step: The worker's position in the current step.
             item: The item that was drawn from the source.
             is_last: True if this batch is the last of the pass or of the call.
         """
@@ -169,21 +149,18 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
     @property
     def is_mid_pass(self) -> bool:
         """True if the next batch belongs to the most recently started pass."""
-        return self._pass is not None or self._to_resume is not None or self._num_open > 0
+        return self._items is not None or self._to_resume is not None or self._num_open > 0
 
     def settle(self) -> None:
-        """Confirm the last step after the loop over the batches has finished.
+        """Confirm the last step, because the training loop requests the next batch or has finished.
 
         Raises:
             RuntimeError: The group of workers broke during the last step.
         """
-        self._settle(self.place)
-
-    def _settle(self, place: PlaceT) -> None:
         if self._undo_padding is not None:
             self._leave_padding()
         if self._num_open:
-            place.confirm()
+            self.step.confirm()
         self._num_open = 0
 
     def break_off(self) -> None:
@@ -192,7 +169,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         if self.is_mid_pass:
             self.resume(self.pass_index, self.completed)
         self.num_steps_taken = self.num_steps_completed
-        self._pass, self._num_open, self._is_last_of_step = None, 0, True
+        self._items, self._num_open, self._is_last_of_step = None, 0, True
 
     def resume(self, pass_index: int, consumed: int) -> None:
         """Let the next batch come from the given position in a pass.
@@ -201,53 +178,53 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
             pass_index: Index of the pass.
             consumed: Number of samples at the start of the pass that were used already.
         """
-        self._pass, self._is_last_of_step = None, True
+        self._items, self._is_last_of_step = None, True
         self.pass_index, self._to_resume = pass_index, (pass_index, consumed)
 
     def take(self, num_steps: int | None) -> Iterator[Any]:
         """Yield the batches of `num_steps` steps, spanning as many passes as needed.
 
-        A step counts as done when the caller requests the batch after it. The stream then calls `place.confirm` and
+        A step counts as done when the caller requests the batch after it. The stream then calls `step.confirm` and
         `at_boundary`. An empty source ends the iteration.
 
         Args:
             num_steps: Number of steps. None for the rest of the current pass, or for a whole new pass if the last one
                 is complete.
         """
-        num_drawn, just_opened, place = 0, False, self.place
+        num_drawn, just_opened, step = 0, False, self.step
         self._undo_padding = None
-        if self._pass is not None and num_steps != 0:
+        if self._items is not None and num_steps != 0:
             self.prepare()
         while num_steps is None or num_drawn < num_steps or not self._is_last_of_step:
-            if self._pass is None:
+            if self._items is None:
                 if num_steps is None and num_drawn:
                     break
-                self._pass, just_opened = _OpenPass(self._open()), True
-            place.began_at = time.perf_counter()
-            if not self._pass.ahead:
-                self._pass.ahead.append(next(self._pass.items, None))
-            item = self._pass.ahead[0]  # keep the item in `ahead` until it is yielded: drawing the next one may fail
+                self._items, self._ahead, just_opened = self._open(), [], True
+            step.began_at = time.perf_counter()
+            if not self._ahead:
+                self._ahead.append(next(self._items, None))
+            item = self._ahead[0]  # keep the item in `_ahead` until it is yielded: drawing the next one may fail
             if item is None:
-                self._pass = None
+                self._items = None
                 if just_opened:
                     break
                 continue
             just_opened = False
-            is_first_of_step, self._is_last_of_step = self._place_in_step(item)
+            is_first_of_step, self._is_last_of_step = self._ends_of_step(item)
             num_drawn += is_first_of_step
             is_last_of_call = num_drawn == num_steps and self._is_last_of_step
-            batch = self._hand_out(place, item, is_first_of_step, is_last_of_call)
+            batch = self._hand_out(step, item, is_first_of_step, is_last_of_call)
             if batch is not NO_BATCH:
                 self._num_open += is_first_of_step
-                if place.batch.is_padding:
+                if step.batch.is_padding:
                     yield from self._undoing_padding(batch)
                 else:
                     yield batch
-                if place.batch.is_boundary:
-                    self._settle(place)
+                if step.batch.is_boundary:
+                    self.settle()
                     if self.at_boundary is not None:
                         self.at_boundary()
-        place.end_stream()
+        step.end_stream()
 
     def _open(self) -> Iterator[ItemT]:
         if self.has_one_pass and self._has_begun:
@@ -260,28 +237,28 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
             self.pass_index, consumed = self._next_pass(), 0
         return self._begin_pass(consumed)
 
-    def _hand_out(self, place: PlaceT, item: ItemT, is_first_of_step: bool, is_last_of_call: bool) -> Any:
-        assert self._pass is not None
-        is_last = self._is_last_of_pass(self._pass, item)
+    def _hand_out(self, step: StepT, item: ItemT, is_first_of_step: bool, is_last_of_call: bool) -> Any:
+        is_last = self._is_last_of_pass(item)
         batch = self._begin_batch(
-            place, item, is_last or is_last_of_call
+            step, item, is_last or is_last_of_call
         )  # if a rank was lost, this raises an error before the step counts as started
         self.num_steps_taken += is_first_of_step
         if is_last:
-            self._pass = None  # the next call starts a new pass
+            self._items = None  # the next call starts a new pass
         return batch
 
-    def _place_in_step(self, item: ItemT) -> tuple[bool, bool]:
+    def _ends_of_step(self, item: ItemT) -> tuple[bool, bool]:
         """Return two bools: True if a step of all ranks starts with this item, and True if such a step ends with it."""
         return True, True
 
-    def _is_last_of_pass(self, open_pass: _OpenPass[ItemT], item: ItemT) -> bool:
-        """Return True if the item at the front of `ahead` is the last of the pass.
+    def _is_last_of_pass(self, item: ItemT) -> bool:
+        """Return True if the item at the front of `_ahead` is the last of the pass.
 
-        To find out, draw the next item, which replaces the item in `ahead`.
+        To find out, draw the next item, which replaces the item in `_ahead`.
         """
-        open_pass.ahead = [next(open_pass.items, None)]
-        return open_pass.ahead[0] is None
+        assert self._items is not None, "the item comes from the open pass"
+        self._ahead = [next(self._items, None)]
+        return self._ahead[0] is None
 
     def _undoing_padding(self, batch: Any) -> Iterator[Any]:
         undo = self._undo_padding = None if self._undo is None else self._undo()
@@ -315,7 +292,7 @@ class WatchedBatches:
 
         A padding batch repeats samples, because this worker has no samples left while other workers have some.
         """
-        is_padding: bool = self._stream.place.batch.is_padding
+        is_padding: bool = self._stream.step.batch.is_padding
         return is_padding
 
     def __iter__(self) -> Iterator[Any]:

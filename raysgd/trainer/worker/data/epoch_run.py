@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -284,16 +284,18 @@ class EpochRun:
     def _read(self, row: Any) -> MetricSummary:
         return self.meters.summary_of(*row.part(METRICS))
 
-    def settle(self, present: Collection[str] | None) -> None:
-        """Keep the metrics that lost ranks had sent, because the call continues in a new group of workers.
+    def settle(self, present: Collection[str] | None, left: Iterable[RunState] = ()) -> None:
+        """Keep the metrics of ranks that are missing from the new group of workers in which the call continues.
 
         They are added to the result when the call ends.
 
         Args:
             present: Names of the ranks in the new group. If None, the names are unknown and no rank counts as lost.
+            left: Progress and metrics of the ranks that left the group as planned, without a failure.
         """
         told = self._told
         self.rows.settle(self.num_completed, told, told if present is None else present)
+        self.rows.lost.update((each.name, each.metrics) for each in left)
 
     def with_lost(self, answer: EpochAnswer) -> EpochAnswer:
         """Return this rank's answer with the metrics of lost ranks added.

@@ -15,7 +15,6 @@ from typing import Any
 from raysgd.core.arrays.data_kinds import CallData, DataPosition
 from raysgd.core.arrays.ray_batches import RayLoader
 from raysgd.core.engine.shared.types import DataLedger
-from raysgd.exceptions import OnFailure
 from raysgd.trainer.messages.epochs import EpochRequest
 
 logger = logging.getLogger(__name__)
@@ -114,7 +113,10 @@ class DataFeed(ABC):
 
     @abstractmethod
     def samples_used(self) -> DataLedger | None:
-        """Return the record of which training samples were used, or None if this is unknown."""
+        """Return the record of which training samples were used, or None if this is unknown.
+
+        Both the training thread and the worker's second thread call this method.
+        """
 
     @abstractmethod
     def ray_loader(self, name: str) -> RayLoader | None:
@@ -155,24 +157,21 @@ class DataFeed(ABC):
                 over this data is then already counted.
         """
         epoch = self.epoch
-        with OnFailure(lambda: self._count(epoch)):  # if the call cannot start, do not count a pass for it
-            return self._joined(request, is_begun)
-
-    def _joined(self, request: EpochRequest, is_begun: bool) -> Any:
-        if request.shard_key is not None:
-            self._count(self.epoch + (not is_begun))
-            stream = self._stream_of_call(request)
-        elif self.train_stream is None:
-            stream = self._stream_over(self._source("train", request, training=True), self.begin_pass)
-            self._resume(stream)
-            self.train_stream, self._to_resume = stream, None
-        else:
-            stream = self.train_stream
-        stream.source.join(self._ranks)
+        try:
+            if request.shard_key is not None:
+                self.epoch += not is_begun
+                stream = self._stream_of_call(request)
+            elif self.train_stream is None:
+                stream = self._stream_over(self._source("train", request, training=True), self.begin_pass)
+                self._resume(stream)
+                self.train_stream, self._to_resume = stream, None
+            else:
+                stream = self.train_stream
+            stream.source.join(self._ranks)
+        except BaseException:  # also on Ctrl-C: a call that cannot start counts no pass
+            self.epoch = epoch
+            raise
         return stream
-
-    def _count(self, epoch: int) -> None:
-        self.epoch = epoch
 
     @contextmanager
     def validating(self, request: EpochRequest) -> Iterator[Any]:

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from raysgd.core.engine.shared.time_spent import OTHER
-from raysgd.core.engine.shared.types import DataLedger
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.messages.joint_work import JointWork
-from raysgd.trainer.worker.data.batch_streams import PlaceInStep
+from raysgd.trainer.worker.data.batch_streams import CurrentStep
 from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.data.feed import DataFeed
 
@@ -23,15 +22,18 @@ class Loop:
     Attributes:
         first_bin: Category of time, in the worker's `Ledger`, to which the time before the first batch is assigned. If
             the user's code reads its data itself, the whole call is assigned to this category.
+        has_stock_loop: True if the library's own training loop runs the epoch, not one that the user wrote. The
+            library's loop adds the number of samples and the logged metrics to the metrics of each batch itself.
     """
 
     first_bin: ClassVar[str] = OTHER
+    has_stock_loop = False
 
     def __init__(self, feed: DataFeed) -> None:
         self._feed = feed
 
     @property
-    def place(self) -> PlaceInStep:
+    def step(self) -> CurrentStep:
         """The worker's position in the current step."""
         raise NotImplementedError
 
@@ -47,14 +49,6 @@ class Loop:
         This property has the same value on all ranks.
         """
         return self.is_whole
-
-    @property
-    def has_stock_loop(self) -> bool:
-        """True if the library's own training loop runs the epoch, not one that the user wrote.
-
-        The library's loop adds the number of samples and the logged metrics to the metrics of each batch itself.
-        """
-        return False
 
     def is_lost(self, error: BaseException) -> bool:
         """Return True if an error means that workers cannot communicate anymore, for example because one was lost."""
@@ -121,16 +115,9 @@ class Loop:
         """
         return None
 
-    def samples_used(self) -> DataLedger | None:
-        """Return the record of which samples were used. Return None if the library does not divide the data.
-
-        Both the training thread and the worker's second thread call this method.
-        """
-        return self._feed.samples_used()
-
     def progress_text(self) -> str:
         """Return a text for the log about the repeated samples of an interrupted call. Empty if these are unknown."""
-        data = self.samples_used()
+        data = self._feed.samples_used()
         return "" if data is None else f"no sample lost, {data.in_flight} in flight are repeated ({data})"
 
     def num_samples(self, run: EpochRun) -> int:

@@ -1,6 +1,6 @@
 """The iterator that user code is given, padding that leaves no trace, and the batches that are left for later.
 
-How a stream moves through passes is tested with the streams of the frameworks: `tests/torch/data/test_batch_streams.py`
+How a stream moves through passes is tested with the streams of the frameworks: `tests/torch/data/test_sources.py`
 and `tests/tf/data/test_batch_streams.py`.
 """
 
@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from raysgd.torch.data.feed import TorchFeed
+from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.worker.data import batch_streams
 from raysgd.trainer.worker.data.batch_streams import NO_BATCH, BatchStream, WatchedBatches, redrawing
 
 
-class Place:
+class Step:
     """A step whose negative batches are padding."""
 
     is_boundary = True
@@ -33,15 +33,12 @@ class Place:
     def end_stream(self) -> None:
         self.log.append("no batch follows")
 
-    def itself(self) -> Place:
-        return self
-
     @property
-    def batch(self) -> Place:
+    def batch(self) -> Step:
         return self
 
 
-class Numbers(BatchStream[Any, Place]):
+class Numbers(BatchStream[Any, Step]):
     """Batches out of a list; the position is the number of batches."""
 
     completed = 0
@@ -49,8 +46,8 @@ class Numbers(BatchStream[Any, Place]):
     def _begin_pass(self, consumed: int) -> Iterator[Any]:
         return iter(self.source[consumed:])
 
-    def _begin_batch(self, place: Place, item: Any, is_last: bool) -> Any:
-        place.is_padding = item is not NO_BATCH and item < 0
+    def _begin_batch(self, step: Step, item: Any, is_last: bool) -> Any:
+        step.is_padding = item is not NO_BATCH and item < 0
         return item
 
 
@@ -71,7 +68,7 @@ class Counter:
 
 def counted(batches: list[Any]) -> tuple[Numbers, Counter]:
     counter = Counter()
-    return Numbers(batches, Place().itself, lambda: 0, counter.remember), counter
+    return Numbers(batches, Step(), lambda: 0, counter.remember), counter
 
 
 def test_what_padding_changes_is_undone_ahead_of_the_next_batch() -> None:
@@ -126,7 +123,7 @@ def test_a_look_ahead_that_fails_loses_no_batch() -> None:
             yield 2
             raise OSError("no file")
 
-    stream = Flaky([], Place().itself, lambda: 0)
+    stream = Flaky([], Step(), lambda: 0)
     batches = stream.take(None)
     assert next(batches) == 1
     with pytest.raises(OSError, match="no file"):
@@ -137,10 +134,10 @@ def test_a_look_ahead_that_fails_loses_no_batch() -> None:
 
 def test_a_step_that_fails_before_its_batch_is_handed_out_has_not_begun() -> None:
     class Broken(Numbers):
-        def _begin_batch(self, place: Place, item: Any, is_last: bool) -> Any:
+        def _begin_batch(self, step: Step, item: Any, is_last: bool) -> Any:
             raise ConnectionError("noticed ahead of the batch")
 
-    stream = Broken([1, 2], Place().itself, lambda: 0)
+    stream = Broken([1, 2], Step(), lambda: 0)
     with pytest.raises(ConnectionError):
         next(stream.take(None))
     assert stream.num_steps_completed == 0
@@ -148,9 +145,9 @@ def test_a_step_that_fails_before_its_batch_is_handed_out_has_not_begun() -> Non
 
 def test_the_step_is_told_when_it_is_done_and_when_no_batch_follows() -> None:
     stream, _ = counted([1, 2])
-    place = stream.place
+    step = stream.step
     assert list(stream.take(1)) == [1]
-    assert place.log == ["confirmed", "no batch follows"]
+    assert step.log == ["confirmed", "no batch follows"]
 
 
 def test_watched_batches_know_whether_they_were_used() -> None:

@@ -15,8 +15,8 @@ import torchmetrics
 from torch.utils.data import DataLoader
 
 from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
-from raysgd.torch.data.batch_streams import DividedLoaderSource, TorchBatchStream
 from raysgd.torch.data.sampling import ShardedLoader, shard_loader
+from raysgd.torch.data.sources import DividedLoaderSource, TorchBatchStream
 from raysgd.torch.objects import metric_objects
 from raysgd.torch.parallel.leg import Leg
 from raysgd.trainer.messages.epochs import merged
@@ -163,7 +163,7 @@ def stream_of(num_samples: int = 10, batch_size: int = 1) -> TorchBatchStream:
     sharded = shard_loader(DataLoader(range(num_samples), batch_size), rank=0, world_size=1, training=True)
     assert isinstance(sharded, ShardedLoader)
     leg = Leg()
-    return TorchBatchStream(DividedLoaderSource(sharded, 7), lambda: leg, lambda: 0)
+    return TorchBatchStream(DividedLoaderSource(sharded, 7), leg, lambda: 0)
 
 
 def a_run(num_steps: int | None = None) -> EpochRun:

@@ -16,10 +16,10 @@ from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import OnFailure
 from raysgd.streams.source import StreamData
 from raysgd.torch.data import call_data
-from raysgd.torch.data.batch_streams import DividedLoaderSource
 from raysgd.torch.data.call_data import PredictionLoader
-from raysgd.torch.data.feed import TorchFeed
+from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader
+from raysgd.torch.data.sources import DividedLoaderSource
 from raysgd.torch.hosting.replica_state import TorchState
 from raysgd.torch.hosting.step_loop import StepLoop, is_stock, make_undo
 from raysgd.torch.objects import hyperparameters, metric_objects, rng
@@ -32,7 +32,7 @@ from raysgd.torch.operator.registrar import global_batches
 from raysgd.torch.operator.settings import OperatorContext, TorchSettings
 from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.ddp import DDP
-from raysgd.torch.parallel.exchanges import StepRows, names_of_all
+from raysgd.torch.parallel.exchanges import names_of_all
 from raysgd.torch.parallel.global_record import sums_of
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.step.advice import check_norms, comparing_sizes, with_advice
@@ -41,8 +41,8 @@ from raysgd.trainer.messages.epochs import bind_batch_info
 from raysgd.trainer.messages.facts import RunnerFacts
 from raysgd.trainer.messages.prediction import PredictRequest, Work
 from raysgd.trainer.messages.weight_sums import WeightSums
-from raysgd.trainer.worker import hosted
 from raysgd.trainer.worker.data.epoch_run import EpochRun
+from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import check_is_set_up, take_place
 from raysgd.utils import BATCH_SIZE
@@ -72,15 +72,17 @@ class TorchFacts(RunnerFacts):
         return {**counts, "schedulers": self.num_schedulers} if self.num_schedulers else counts
 
 
-class TorchHostedOperator(hosted.HostedOperator):
+class TorchHostedOperator(HostedOperator):
     """A user's `TrainingOperator` inside a worker, with its data, training loop and state.
 
     Attributes:
         parallel: Strategy, such as DDP, that keeps the workers' models in sync.
+        internals: The library's private state for the operator.
     """
 
     settings: TorchSettings
     operator: TrainingOperator
+    internals: TorchInternals
     state: TorchState
     feed: TorchFeed
     loop: StepLoop
@@ -94,11 +96,6 @@ class TorchHostedOperator(hosted.HostedOperator):
         self._modes: ModuleModes | None = None  # train/eval modes to restore after an evaluation; None otherwise
         self._prediction: PredictionLoader | None = None
 
-    @property
-    def internals(self) -> TorchInternals:
-        """The library's private state for the operator."""
-        return self.operator._raysgd
-
     def build(self) -> TorchFacts:
         settings, world, device = self.settings, self.world, self._device
         precision = make_precision(settings.use_fp16, device, settings.precision)
@@ -108,6 +105,7 @@ class TorchHostedOperator(hosted.HostedOperator):
             rng.seed_alike(settings.seed)
         self.operator = settings.training_operator_cls(config=settings.config_for(world.size), context=context)
         check_is_set_up(self.operator)
+        self.internals = self.operator._raysgd
         self.internals.begin_training(counts_ahead=is_stock(self.operator, "train_epoch", "train_batch"))
         self._check_data()
         recovery = settings.recovery
@@ -240,7 +238,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         self._part_ways()
         take_place(self.operator, world)
         self.feed.take_place(world.rank, world.size, now, before)
-        self.loop.forget_time()  # the driver compares the step times of all ranks, and new ranks have none yet
+        self.loop.latest_leg = None  # the driver compares the step times of all ranks, and new ranks have none yet
 
     def send(self, state: Any, takers: Sequence[int]) -> None:
         handover.send(state, takers, self.operator.device)
@@ -258,9 +256,12 @@ class TorchHostedOperator(hosted.HostedOperator):
     def training(self, run: EpochRun, stream: Any) -> Iterator[None]:
         self.has_trained = True
         self.parallel.exchanges.ledger = self.ledger
-        if self._modes is not None or self._prediction is not None:
-            self._end_evaluation()
-        leg = self.loop.begin_leg(run.epoch_idx, stream.source)
+        if self._modes is not None:
+            self._modes.give_back()  # the train/eval modes from before the evaluation
+        if self._prediction is not None:
+            self._prediction.close()
+        self._modes = self._prediction = None
+        leg = stream.step = self.loop.begin_leg(run.epoch_idx, stream.source)
         internals, parallel = self.internals, self.parallel
         began_at = stream.num_steps_taken
         if leg.has_several_batches and is_stock(self.operator, "train_epoch", "train_batch", "forward", "backward"):
@@ -271,7 +272,9 @@ class TorchHostedOperator(hosted.HostedOperator):
         try:
             can_continue = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
             self.loop.undo.open_call(can_continue and self.loop.can_resume(stream))
-            leg.rows = self._rows_of(run, stream)
+            # Only a call that can continue after losing a rank needs to know the metrics of the other ranks.
+            if parallel.tells_rows and self.epoch_obstacle is None and self.feed.is_divided(stream):
+                leg.rows = parallel.step_rows(run, self.world.size)
             with nullcontext() if parallel.record is None else parallel.record.of_call():
                 with self._in_shares(run, stream.source), noting:
                     yield
@@ -279,29 +282,7 @@ class TorchHostedOperator(hosted.HostedOperator):
             leg.check_counted()
         finally:
             parallel.end_leg()
-
-    def _rows_of(self, run: EpochRun, stream: Any) -> StepRows | None:
-        """Return the object that sends this rank's metrics to the other ranks in each step; None if this is not needed.
-
-        If a rank is lost, the other ranks thus still have its metrics. They are needed only if the call can continue
-        without the lost rank.
-
-        Args:
-            run: State of the call.
-            stream: Stream of batches on which the call trains.
-        """
-        exchange = self.parallel.row_exchange(run.rows.name, self.world.size)
-        if exchange is None or self.epoch_obstacle is not None or not self.feed.is_divided(stream):
-            return None
-        return StepRows(exchange, run)
-
-    def _end_evaluation(self) -> None:
-        """Restore the models' train/eval modes from before the evaluation, and close the loader of `predict`."""
-        if self._modes is not None:
-            self._modes.give_back()
-        if self._prediction is not None:
-            self._prediction.close()
-        self._modes = self._prediction = None
+            stream.step = parallel.leg
 
     def _in_shares(self, run: EpochRun, source: Any) -> AbstractContextManager[Any]:
         """Return a context manager that adds advice to PyTorch's errors while the call trains.

@@ -15,29 +15,28 @@ from raysgd.streams.source import StreamData, StreamSource, stream_data
 from raysgd.streams.stream import Stream
 from raysgd.torch.data import call_data
 from raysgd.torch.data.batch_sampler import GlobalBatchRule
-from raysgd.torch.data.batch_streams import (
+from raysgd.torch.data.batches import TensorCollate
+from raysgd.torch.data.ray_tensors import as_batch
+from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, seed_of
+from raysgd.torch.data.sources import (
     DividedLoaderSource,
     DrawnItem,
     LoaderSource,
     PlainSource,
     TorchBatchStream,
 )
-from raysgd.torch.data.batches import TensorCollate
-from raysgd.torch.data.ray_tensors import as_batch
-from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, seed_of
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.ranks import RankSums
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.messages.prediction import AsBatch
-from raysgd.trainer.worker.data import feed
 from raysgd.trainer.worker.data.batch_streams import NO_BATCH
-from raysgd.trainer.worker.data.feed import has_divided_source
+from raysgd.trainer.worker.data.feed import DataFeed, has_divided_source
 
 logger = logging.getLogger(__name__)
 
 
-class TorchFeed(feed.DataFeed):
+class TorchFeed(DataFeed):
     """Opens streams of batches over the loaders that the operator registered, or over data that the user passes.
 
     The user may pass data for one call to `train` or `validate` as the call's argument `dataset`.
@@ -82,7 +81,7 @@ class TorchFeed(feed.DataFeed):
         return data if isinstance(data, StreamData) else None
 
     def _stream_over(self, source: LoaderSource, begin_pass: Callable[[], int]) -> TorchBatchStream:
-        return TorchBatchStream(source, lambda: self._parallel.leg, begin_pass, self._undo)
+        return TorchBatchStream(source, self._parallel.leg, begin_pass, self._undo)
 
     def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> LoaderSource:
         loader, ranks = self.made_of_call(name, request), self._ranks
@@ -119,8 +118,7 @@ class TorchFeed(feed.DataFeed):
         is_of_call = request.shard_key is not None
         find = self._source_of_call if is_of_call else self._source
         source = find("validation", request, training=False)
-        leg = Leg()
-        stream = TorchBatchStream(source, lambda: leg, lambda: 0)
+        stream = TorchBatchStream(source, Leg(), lambda: 0)
         is_dealt = is_of_call or self.ray_loader("validation") is not None
         stream.has_one_pass = is_dealt and isinstance(source, PlainSource)
         return stream

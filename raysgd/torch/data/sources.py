@@ -24,8 +24,7 @@ from raysgd.torch.data.sampling import ShardedLoader
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.ranks import RankSums
 from raysgd.torch.parallel.strategy import Summation
-from raysgd.trainer.worker.data import batch_streams
-from raysgd.trainer.worker.data.batch_streams import NO_BATCH
+from raysgd.trainer.worker.data.batch_streams import NO_BATCH, BatchStream
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +74,9 @@ class DividedLoaderSource:
     Attributes:
         seed: Seed for the order of the samples in all passes.
         order: Order of the samples, such as a `ShuffledOrder`, which all passes use.
+        has_own_order: True if a user's sampler generates the order. Such a sampler may generate another order for the
+            same pass.
+        num_samples: Number of samples in a pass, over all ranks.
         check_plan: Function that is called when a pass starts or resumes. It gets the plan for the rest of the pass.
     """
 
@@ -88,7 +90,8 @@ class DividedLoaderSource:
         self._check_order: Callable[[bool], None] | None = None
         self.check_plan: Callable[[PassPlan], None] | None = None
         self.seed = seed
-        self.order = sharded.sampler.order
+        self.order, self.num_samples = sharded.sampler.order, sharded.num_samples
+        self.has_own_order = isinstance(self.order, SamplerOrder)
 
     def join(self, ranks: RankSums) -> None:
         if self._ranks is ranks:
@@ -187,11 +190,6 @@ class DividedLoaderSource:
         """With `deterministic=True`, the number of logical shards in each global batch; otherwise 0."""
         return self._sharded.sampler.num_shards
 
-    @property
-    def has_own_order(self) -> bool:
-        """True if a user's sampler generates the order. Such a sampler may generate another order for the same pass."""
-        return isinstance(self.order, SamplerOrder)
-
     @cached_property
     def is_repeatable(self) -> bool:
         """True if a new worker would get the samples in the same order as this worker.
@@ -204,11 +202,6 @@ class DividedLoaderSource:
                 "%s draws another order each time: if a worker is lost in this call, it begins again", self.order.name
             )
         return is_so
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples in a pass, over all ranks."""
-        return self._sharded.num_samples
 
     def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
         sampler = self._sharded.sampler
@@ -362,7 +355,7 @@ def _samples_in(batch: Any) -> int | None:
     return None if batch is _END else count_samples(batch)
 
 
-class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
+class TorchBatchStream(BatchStream[DrawnItem, Leg]):
     """The stream of batches that a call reads from a source. It also counts the samples used in the pass."""
 
     _num_steps_in_pass = _began_at = 0
@@ -400,13 +393,13 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
         self._num_steps_in_pass, self._began_at, self._before = 0, consumed, None
         return iter(self.source.open(self.pass_index, consumed))
 
-    def _is_last_of_pass(self, open_pass: Any, item: DrawnItem) -> bool:
-        if item.is_last_of_pass is None and self.place.window > 1:
-            return super()._is_last_of_pass(open_pass, item)
-        open_pass.ahead = []
+    def _is_last_of_pass(self, item: DrawnItem) -> bool:
+        if item.is_last_of_pass is None and self.step.window > 1:
+            return super()._is_last_of_pass(item)
+        self._ahead = []
         return bool(item.is_last_of_pass)
 
-    def _place_in_step(self, item: DrawnItem) -> tuple[bool, bool]:
+    def _ends_of_step(self, item: DrawnItem) -> tuple[bool, bool]:
         return item.is_first, item.is_last_part
 
     def _begin_batch(self, leg: Leg, item: DrawnItem, is_last: bool) -> Any:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Sampler
 from raysgd.core.arrays.data_kinds import CallData
 from raysgd.core.arrays.division import Division
 from raysgd.streams.source import stream_data
-from raysgd.torch.data.feed import TorchFeed
+from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.data.sample_order import ShuffledOrder
 from raysgd.torch.data.sampling import UndividedLoader, shard_loader
 from raysgd.torch.parallel.strategy import Strategy

@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from raysgd.core.connections.torch import end_process_group
-from raysgd.torch.data.batch_streams import (
+from raysgd.torch.data.sample_order import length_of
+from raysgd.torch.data.sampling import ShardedLoader, shard_loader
+from raysgd.torch.data.sources import (
     DividedLoaderSource,
     LoaderSource,
     PlainSource,
     TorchBatchStream,
     tell_epoch,
 )
-from raysgd.torch.data.sample_order import length_of
-from raysgd.torch.data.sampling import ShardedLoader, shard_loader
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.ranks import RankSums
@@ -90,7 +90,7 @@ def in_lockstep(batches: Any) -> PlainSource:
 def make_stream(source: LoaderSource) -> tuple[TorchBatchStream, Passes]:
     passes = Passes()
     leg = Leg()
-    return TorchBatchStream(source, lambda: leg, passes), passes
+    return TorchBatchStream(source, leg, passes), passes
 
 
 def numbers(batches: Any) -> list[Any]:
@@ -220,19 +220,17 @@ def test_a_length_that_is_not_there_is_none(loader: Any, length: int | None) -> 
 
 def test_each_batch_comes_with_its_share_of_the_step() -> None:
     leg = Leg()
-    stream = TorchBatchStream(DividedLoaderSource(divided(7, batch_size=2, world_size=2), SEED), lambda: leg, Passes())
+    stream = TorchBatchStream(DividedLoaderSource(divided(7, batch_size=2, world_size=2), SEED), leg, Passes())
     shares = [(_bare(batch), leg.batch.weight, leg.batch.num_samples) for batch in stream.take(None)]
     assert shares == [([0, 1], 1.0, 2), ([4, 5], 2 * 2 / 3, 2)]
-    second = TorchBatchStream(
-        DividedLoaderSource(divided(7, batch_size=2, rank=1, world_size=2), SEED), lambda: leg, Passes()
-    )
+    second = TorchBatchStream(DividedLoaderSource(divided(7, batch_size=2, rank=1, world_size=2), SEED), leg, Passes())
     shares = [(_bare(batch), leg.batch.weight, leg.batch.num_samples) for batch in second.take(None)]
     assert shares == [([2, 3], 1.0, 2), (6, 2 / 3, 1)]
 
 
 def test_a_rank_without_samples_in_the_last_step_knows_that_its_batch_is_padding() -> None:
     leg = Leg()
-    stream = TorchBatchStream(DividedLoaderSource(divided(3, rank=1, world_size=2), SEED), lambda: leg, Passes())
+    stream = TorchBatchStream(DividedLoaderSource(divided(3, rank=1, world_size=2), SEED), leg, Passes())
     assert [(leg.batch.weight, leg.batch.is_padding) for _ in stream.take(None)] == [(1.0, False), (0.0, True)]
 
 
@@ -242,7 +240,7 @@ def test_a_batch_counts_by_the_samples_that_were_drawn_whatever_a_collator_retur
     leg = Leg()
     sharded = shard_loader(loader, rank=0, world_size=1, training=True)
     assert isinstance(sharded, ShardedLoader)
-    stream = TorchBatchStream(DividedLoaderSource(sharded, SEED), lambda: leg, Passes())
+    stream = TorchBatchStream(DividedLoaderSource(sharded, SEED), leg, Passes())
     assert [(len(batch[0]), leg.batch.num_samples) for batch in stream.take(None)] == [(3, 4), (2, 3)]
 
 
