@@ -158,7 +158,7 @@ class Mailbox:
     def break_off(self, error: BaseException) -> None:
         """Let `next_message` raise an exception, instead of waiting for a message, until `mend` is called.
 
-        For example, the worker group has lost a worker, or new workers are about to join the group.
+        Called when new workers are about to join the worker group.
         """
         with self._changed:
             self._broken = error
@@ -256,7 +256,7 @@ class PendingCheckpoints:
     def refuse(self, token: int) -> None:
         """Release a function that waits in `copy_if_fetched`, because the driver will not fetch its checkpoint.
 
-        Called in another thread than `copy_if_fetched`.
+        Called from another thread while `copy_if_fetched` waits.
         """
         with self._changed:
             self._open.discard(token)

@@ -28,7 +28,7 @@ _LOOK_S = 0.05
 
 @dataclass(frozen=True, eq=False)
 class GroupPlace:
-    """The function's rank in one of its groups, with the number of that group.
+    """A training function's rank in one of its worker groups, with the number of that group.
 
     Attributes:
         number: Number of earlier groups since the function started, equal on all ranks.
@@ -41,7 +41,7 @@ class GroupPlace:
 
 @dataclass(frozen=True)
 class BatchStart:
-    """The function's progress at the start of a batch, to compare with its progress at the end of the batch."""
+    """A training function's progress at the start of a batch, for a comparison at the end of the batch."""
 
     num_done: int
     num_failed: int
@@ -241,7 +241,7 @@ class Membership:
             self._num_failed, self.is_new = number, False
 
     def fail(self) -> None:
-        """Mark the current batch as failed. Called before the function communicates with other ranks for the batch."""
+        """Mark the current batch as failed. Called if the group is found to be broken when the batch starts."""
         with self._changed:
             self._fail()
 

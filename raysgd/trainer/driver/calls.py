@@ -301,7 +301,8 @@ class EpochCalls:
         starts_over = options.starts_over or self._validation_starts_over
         request = replace(options, starts_over=starts_over).with_seed(facts.seed)
         requests: Requests = [(request,)] * len(worlds)  # the same object for all ranks, so that it is pickled once
-        # Rank 0 runs in the driver's thread, which cannot wait and call listeners. So rank 0 calls them between steps.
+        # With `use_local`, rank 0 trains in the driver's thread, so this thread cannot call the listeners in the
+        # meantime. Instead, rank 0 calls them between its steps.
         if self._use_local and self.listeners.on_wait is not None:
             requests[0] = (replace(request, redraw=self.listeners.on_wait),)
         if dataset is not None:
@@ -404,7 +405,7 @@ class EpochCalls:
     def _break_off_where(self, leaves: Callable[[], bool]) -> None:
         """If `leaves` returns True, end the call at once, in the middle of a step. Otherwise, call the listeners.
 
-        Used for training calls that cannot stop between two steps and continue later.
+        Used for training calls that are not stopped between two steps, because they could not continue there later.
         """
         if leaves():
             raise EpochLeft

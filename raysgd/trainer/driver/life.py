@@ -216,7 +216,7 @@ class TrainerLife:
         """
         used = {
             "spare_workers": self.group_settings.spare_workers > 0,
-            # No snapshots are taken inside epochs, so advice to take them less often makes no sense.
+            # If this option is None, no snapshots are taken inside epochs, so they cannot be taken less often.
             "snapshot_every_n_steps": self.group_settings.recovery.snapshot_every_n_steps is None,
         }
         return [name for name, is_used in used.items() if is_used]

@@ -89,8 +89,8 @@ class EpochAnswer:
             not recorded.
         weight_sums: Checksums of the weights, if they were requested.
         num_inherited: Number of samples whose metrics this worker took over from lost workers.
-        num_used: Number of samples that all ranks together have trained on in the call, or in its last pass over the
-            data.
+        num_used: Number of samples that all ranks together have trained on in the call. If the call spans several
+            passes over the data, only the samples of the last pass count.
         call: Number of the training call that the worker has answered.
     """
 
