@@ -329,8 +329,8 @@ class GlobalSteps:
 
         Raises:
             DistNetworkError: The batch failed after one of its steps had counted.
-            ValueError: The batch repeats another worker's sample, so it needs a step with weight zero, but no step
-                followed.
+            ValueError: This rank's part of the batch is a sample of another rank, with weight 0, and the function has
+                not taken a step on it.
         """
         if mark is not self._open:  # the function has started a batch of another loader, which ended this batch
             return "done"

@@ -202,7 +202,7 @@ class RepeatingLoader(DataLoader[Any]):
 
     Args:
         loader: The loader to wrap.
-        steps: Object that decides which optimizer steps on the loader's batches count.
+        steps: Object that decides whether an optimizer step on one of the loader's batches counts.
 
     Attributes:
         is_open: True while the function is in the middle of a training pass.

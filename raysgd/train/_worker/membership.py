@@ -49,7 +49,7 @@ class BatchStart:
 
 
 class Membership:
-    """Decides which optimizer steps of a function count, and blocks the function between batches while a group forms.
+    """Decides whether a function's optimizer steps count, and blocks the function between batches while a group forms.
 
     A step counts if all ranks have its averaged gradients. Otherwise its batch is repeated. Before a rank steps, it
     reports that it has the gradients, and waits until all ranks have reported. If the group breaks in the meantime,

@@ -1,7 +1,7 @@
 """`TrainerLife`: a trainer's workers and settings, from the start of the workers until the trainer ends.
 
 The workers end when the user shuts the trainer down, when the trainer is garbage-collected, or when the program exits.
-The public methods of the trainer, and the parts that run its calls and its changes, all work on this object.
+The trainer's methods use this object, and so do the objects that run the trainer's calls and change its settings.
 """
 
 from __future__ import annotations
