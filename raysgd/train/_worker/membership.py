@@ -287,7 +287,9 @@ class Membership:
             self._break(error)
 
     def leave(self) -> None:
-        """Keep the function from using its group, whose connections are closed. Then wait until its collectives fail.
+        """Keep the function from using its group, and wait until its collectives in the group have failed.
+
+        The connections of the group are already closed.
 
         Raises:
             TimeoutError: A collective does not end in time.

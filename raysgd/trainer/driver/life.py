@@ -186,8 +186,8 @@ class TrainerLife:
     def check_same_data(self) -> None:
         """Check that all workers registered the same datasets. If not, end the workers and raise an error.
 
-        Each worker takes its shard of the dataset that it registered itself. Shards of different datasets could overlap
-        unnoticed.
+        Each worker takes its shard from the dataset that this worker has registered. Shards of different datasets could
+        overlap unnoticed.
         """
         different = find_different_data(self.controller.facts)
         if different is not None:

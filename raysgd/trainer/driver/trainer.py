@@ -174,7 +174,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     def _kept_by(self, keeper: Keeper, note_fit: NoteProgress) -> KeptTrainer:
         """Return an object that records changes of this trainer's settings and history.
 
-        From these records, a detached trainer continues in a new process if its process ends.
+        If the process of a detached trainer ends, the trainer continues from these records in a new process.
 
         Args:
             keeper: Counts the trainer's calls that change the training state.
@@ -386,7 +386,10 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _save_snapshot(self, checkpoint: str, snapshot: Snapshot) -> None:
-        """Write a snapshot, a copy of the training state that the driver holds, to a file. This calls no worker."""
+        """Write a snapshot that the driver already has to a file, without calling the workers.
+
+        A snapshot is a copy of the training state.
+        """
 
     @abstractmethod
     def _place_in(self, snapshot: Snapshot) -> tuple[int, int]:

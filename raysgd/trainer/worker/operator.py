@@ -353,7 +353,7 @@ def take_place(operator: BaseOperator, world: World) -> None:
 
 
 def made_by_hand(operator_cls: type[Any]) -> TypeError:
-    """Return the error to raise when the user's code creates an operator itself, which only the library may do."""
+    """Return the error to raise if the user's code creates an operator, which only the library may do."""
     name = operator_cls.__name__
     return TypeError(
         f"`{name}()`: each worker creates its own operator. Pass the class itself, `training_operator_cls={name}`."

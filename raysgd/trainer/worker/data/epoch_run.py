@@ -79,8 +79,8 @@ class Gate:
         """
         with self._changed:
             self.proposed, self._is_agreed = at, None
-            # `proposed` is set before this check. If the training thread completes the step after the check, it
-            # therefore finds the proposal, and waits until the ranks have agreed or not.
+            # `proposed` is set before this check. Therefore, if the training thread completes the step after the check,
+            # it finds the proposal, and waits for the decision of all ranks.
             if completed() < at:
                 return True
             self.proposed = None
