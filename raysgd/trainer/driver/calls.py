@@ -1,8 +1,8 @@
 """The driver's side of training and validation calls: sends each worker its request, and handles the answers.
 
 While a call runs, functions that are registered as listeners receive its progress. After the call, the driver records
-its throughput, and how the workers spent their time. A validation that runs concurrently with training uses a spare
-worker. If this spare has to replace a lost worker, the validation starts over on another spare.
+the call's throughput, and how the workers spent their time. A validation that runs concurrently with training uses a
+spare worker. If this spare has to replace a lost worker, the validation starts over on another spare.
 """
 
 from __future__ import annotations
@@ -413,7 +413,7 @@ class EpochCalls:
             self.listeners.on_wait()
 
     def _run_measured(self, call: Call, max_retries: int) -> list[EpochAnswer]:
-        """Run a training call, and return the workers' answers by rank. Measure its samples per second."""
+        """Run a training call, and return the workers' answers by rank. Measure the call's samples per second."""
         events = self.controller.history.events
         began, num_events = time.perf_counter(), len(events)
         self.accounts.begin_call()

@@ -42,7 +42,7 @@ class Framework:
     Attributes:
         runner_cls: Class of the replicas, the objects that run the trainer's calls in the workers. A subclass of
             `ClassRunner`.
-        connection: Forms a communication group of the framework from the workers.
+        connection: Connects the workers in a communication group of the framework.
         reservation_timeout_s: Seconds to wait until Ray has reserved the workers' resources.
         keeps_survivors: True if workers that survive a failure can continue from their current training state, without
             a snapshot.

@@ -162,7 +162,7 @@ class Internals:
         raise NotImplementedError
 
     def completed(self, metrics: Any, batch: Any) -> Any:
-        """Return the metrics of a batch, with the logged metrics and, if it was missing, the number of samples added.
+        """Return the metrics of a batch with the logged metrics added. Also add the number of samples if it is missing.
 
         Args:
             metrics: The metrics that the operator's method returned. A value that is not a dict is returned unchanged.
