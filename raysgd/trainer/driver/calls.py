@@ -301,8 +301,8 @@ class EpochCalls:
         starts_over = options.starts_over or self._validation_starts_over
         request = replace(options, starts_over=starts_over).with_seed(facts.seed)
         requests: Requests = [(request,)] * len(worlds)  # the same object for all ranks, so that it is pickled once
-        # With `use_local`, rank 0 trains in the driver's thread, so this thread cannot call the listeners in the
-        # meantime. Instead, rank 0 calls them between its steps.
+        # With `use_local`, rank 0 trains in the thread that otherwise waits for the workers and calls the listeners. So
+        # rank 0 calls them between its steps.
         if self._use_local and self.listeners.on_wait is not None:
             requests[0] = (replace(request, redraw=self.listeners.on_wait),)
         if dataset is not None:
