@@ -147,7 +147,7 @@ class FunctionRun:
                 self.returned = list(step.data)
                 self._checkpoints.flush()
                 self._end_those_that_wait()
-                # Some new workers had not yet joined the training when the functions finished on the other workers.
+                # End the workers if some of them were added too late to join the training before it finished.
                 if self._spec.is_elastic and not self._queues.are_all_there:
                     self._controller.kill_group()
         return step
@@ -202,8 +202,8 @@ class FunctionRun:
     def _can_be_kept(self, error: BaseException | None) -> bool:
         """Return True if the workers can run another function.
 
-        This is the case if the function has raised an exception on every rank, or if there is only one rank and its
-        function could be stopped. If only some ranks failed, the other ranks may still be inside a collective. A
+        This is the case if the function has raised an exception on every rank, or if there is only one rank and this
+        method can stop its function. If only some ranks failed, the other ranks may still be inside a collective. A
         collective of the next function could then receive the old function's data.
         """
         size = len(self._members)
@@ -294,7 +294,7 @@ class FunctionRun:
         parts = [None] if self._data is None else self._data(len(worlds), hooks.workers.workers)
         if goes_to_all:
             start = spec, shared, parts[0]
-            # Standby workers start the function with the same arguments. Sharded data would leave no shard for them.
+            # Standby workers can start with these arguments, too, because the arguments contain no rank's own shard.
             hooks.replicas.start = start
             starts = [start] * len(worlds)  # one object for all ranks, so that the engine pickles it only once
         else:
@@ -304,7 +304,7 @@ class FunctionRun:
 
     @property
     def _is_running(self) -> bool:
-        """True if the function was started on the current workers, and not only on workers that were replaced since."""
+        """True if the function was started on the current worker group, and not only on an earlier worker group."""
         return self._attempt == self._hooks.num_started
 
     @property
@@ -381,8 +381,8 @@ class FunctionRun:
             self._queues.follow(self._attempt, self._members)
             while not self._queues.has_step:
                 self._queues.extend(self._call(FunctionReplica.next_messages, self._told_to_take))
-                # If a rank's message is still missing, other ranks have already continued after the checkpoint, so a
-                # restart would lose their progress.
+                # If a rank's message is still missing, the other ranks are already past the last checkpoint. A restart
+                # would lose what they have done since that checkpoint.
                 self.may_restart = self.may_restart and self._queues.has_step
             messages = self._queues.take_step()
             questions = questions_in(messages)

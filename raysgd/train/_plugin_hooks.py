@@ -38,8 +38,8 @@ class PluginHooks(GroupHooks):
         backend: The plug-in.
         config: The configuration that selected the plug-in.
         resources: Resources of one worker.
-        await_checkpoint: Function that waits until no worker is sending a checkpoint to the driver, at most the given
-            number of seconds.
+        await_checkpoint: Function that waits until no worker is sending a checkpoint to the driver. Its argument is the
+            maximum number of seconds to wait.
         make_object: Function that creates the user's object in every worker after the worker was started; None for no
             object.
         tell_failure: Function to call with the diagnosis of a failure before the failed call is repeated.

@@ -147,7 +147,7 @@ class BaseTrainer(ABC):
         Raises:
             ValueError: The configs contradict each other, or do not suit the trainer. Nothing was started.
             TrainingFailedError: The run failed more often than `FailureConfig(max_failures=...)` allows. The error is
-                also an instance of your loop's exception. The run's folder contains all earlier reports.
+                also an instance of the class of your loop's exception. The run's folder contains all earlier reports.
         """
         self._check()
         restored = self._restored

@@ -116,7 +116,7 @@ class CheckpointTaker(ABC):
         return self._num_landed > counted
 
     def await_arrival(self, timeout_s: float) -> None:
-        """Wait until no worker is sending a checkpoint, at most the given number of seconds.
+        """Wait until no worker is sending a checkpoint, but at most `timeout_s` seconds.
 
         Afterwards, the checkpoint may be lost, or received but not written yet.
         """

@@ -657,9 +657,9 @@ def preemption_of(nodes: Sequence[str], deadlines: Mapping[str, int]) -> Preempt
 
 
 def restarts_allowed(max_retries: int) -> float:
-    """Return the number of restarts that `max_retries` allows, which is one less than `max_retries` itself.
+    """Return how many times a run restarts before a failure is raised as an error.
 
-    `max_retries` is the number of the failure that is raised as an error.
+    With `max_retries=3`, the third failure is raised, so there are two restarts. A negative value allows any number.
 
     >>> [restarts_allowed(number) for number in (0, 1, 3, -1)]
     [0, 0, 2, inf]
@@ -670,7 +670,7 @@ def restarts_allowed(max_retries: int) -> float:
 class CallableFlag(int):
     """A boolean value that can also be called.
 
-    The type of `is_started`, which was a property in some versions of the old library and a method in others.
+    This is the type of `is_started`. It was a property in some versions of the old library, and a method in others.
     """
 
     def __call__(self) -> bool:

@@ -41,7 +41,8 @@ class HorovodConfig(BackendConfig):
         verbose: Not used.
         key: Not used; generated if it is None.
         ssh_port: Not used.
-        ssh_identity_file: File to write `ssh_str` to, readable only by its owner, unless the file exists.
+        ssh_identity_file: New file to which `ssh_str` is written, readable only by its owner. An existing file is not
+            changed.
         ssh_str: A private key.
         timeout_s: How long the workers wait for each other at startup.
         placement_group_timeout_s: Not used; see `TRAIN_PLACEMENT_GROUP_TIMEOUT_S`.

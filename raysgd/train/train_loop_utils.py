@@ -1,4 +1,4 @@
-"""The functions of `raysgd.train.session`, importable under the name of the Ray 2.0 module that had such functions."""
+"""The functions of `raysgd.train.session`, importable under the name of the corresponding Ray 2.0 module."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def in_thread(function: Callable[[], None], name: str) -> Future[None]:
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters that a caller of a function may have to pass.
+    """Return the parameters of a function.
 
     Keyword-only parameters that have a default, or a value from `partial`, are left out.
     """

@@ -113,7 +113,7 @@ class TorchCheckpoint(Checkpoint):
 
 
 def _missing_parameters(model: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
-    """Return the names of a model's parameters that a state dict omits, or [] if the two also differ in other ways."""
+    """Return the parameter names that a state dict omits, or [] if it also differs from the model in other ways."""
     names = model.state_dict().keys()
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     missing = [name for name in names if name not in state]

@@ -48,9 +48,9 @@ _SAME = 1e-6  # relative tolerance for comparing sums, because sums of equal val
 
 
 class GlobalSteps:
-    """Makes all ranks of a training function step, or none of them, even if a worker is lost (`elastic=True`).
+    """Ensures that an optimizer step is taken on all ranks or on no rank, even if a worker is lost (`elastic=True`).
 
-    It holds the models, optimizers and loaders that the function has prepared.
+    This object holds the models, optimizers and loaders that a training function has prepared.
 
     Args:
         session: The function's session. The session's `Membership` follows the changing worker group, and decides which
@@ -329,8 +329,8 @@ class GlobalSteps:
 
         Raises:
             DistNetworkError: The batch failed after one of its steps had counted.
-            ValueError: The batch repeats another worker's sample, so it needs a step with weight zero, but no step
-                followed.
+            ValueError: This rank's part of the batch is a sample of another rank, with weight 0, and the function has
+                not taken a step on it.
         """
         if mark is not self._open:  # the function has started a batch of another loader, which ended this batch
             return "done"

@@ -37,8 +37,8 @@ class Accelerator:
     Attributes:
         seed: Seed of the random number generators; None if it was not set.
         parallel: Strategy that gathers and loads the state of models and optimizers.
-        steps: Makes all ranks take an optimizer step, or no rank. The function can therefore continue after a worker
-            was lost. None without `elastic=True`.
+        steps: Ensures that an optimizer step is taken on all ranks or on no rank, so that the function can continue
+            after a worker was lost. None without `elastic=True`.
     """
 
     def __init__(self, precision: Precision, device: torch.device, steps: GlobalSteps | None = None) -> None:

@@ -202,7 +202,7 @@ class RepeatingLoader(DataLoader[Any]):
 
     Args:
         loader: The loader to wrap.
-        steps: Object that decides which optimizer steps on the loader's batches count.
+        steps: Object that decides whether an optimizer step on one of the loader's batches counts.
 
     Attributes:
         is_open: True while the function is in the middle of a training pass.
@@ -299,10 +299,10 @@ class RepeatingLoader(DataLoader[Any]):
         self.is_open = False
 
     def _leave(self, has_trained: bool, is_last: bool) -> None:
-        """Count a pass as an epoch if the function leaves the pass early.
+        """Count a pass that the function leaves early as an epoch, if the function has taken a step in the pass.
 
-        Do not count a pass in which no step was taken. Do not count a pass that leaves a stream before its last batch
-        either, because the next pass continues there.
+        A pass over a stream counts only if the function leaves it during the last batch. Otherwise, the next pass
+        continues where this pass stopped.
 
         Args:
             has_trained: True if the function has taken a step in the pass.

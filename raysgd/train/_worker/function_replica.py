@@ -316,7 +316,7 @@ class FunctionReplica:
 
 
 class _WaitBrokenOff(BaseException):
-    """Raised in a call that waits for a message, to interrupt it so that new workers can join the group."""
+    """Raised to interrupt a call that waits for a message, so that new workers can join the group."""
 
 
 @dataclass

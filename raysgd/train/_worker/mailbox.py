@@ -159,7 +159,7 @@ class Mailbox:
     def break_off(self, error: BaseException) -> None:
         """Let `next_message` raise an exception, instead of waiting for a message, until `mend` is called.
 
-        For example, the worker group has lost a worker, or new workers are about to join the group.
+        Called when the worker group is broken, and when new workers are about to join the group.
         """
         with self._changed:
             self._broken = error
@@ -252,7 +252,7 @@ class PendingCheckpoints:
     def refuse(self, token: int) -> None:
         """Release a function that waits in `copy_if_fetched`, because the driver will not fetch its checkpoint.
 
-        Called in another thread than `copy_if_fetched`.
+        Called from another thread while `copy_if_fetched` waits, or by `copy_if_fetched` itself if copying fails.
         """
         with self._changed:
             self._open.discard(token)

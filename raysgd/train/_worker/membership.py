@@ -18,9 +18,9 @@ from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import OnFailure
 
 _BREAKS_IN_S = 60.0  # how long a collective may take to fail once its connections are closed
-# After the group broke and its known collectives failed, wait this long for the function to call this module.
-# Collectives that user code calls directly, without this module, fail in the meantime. A function that is busy between
-# two passes may take longer than this.
+# How long `Membership.leave` waits, after the collectives that run through this module have failed, until the function
+# calls this module or waits for the driver. In this time, collectives that user code calls directly fail, too. The time
+# may be too short for a function that is busy between two passes.
 _REST_S = 0.2
 _FIRST_BATCH_S = 120.0  # how long a new worker's function may take from getting its rank to its first batch
 _LOOK_S = 0.05
@@ -28,7 +28,7 @@ _LOOK_S = 0.05
 
 @dataclass(frozen=True, eq=False)
 class GroupPlace:
-    """The function's rank in one of its groups, with the number of that group.
+    """A training function's rank in one of its worker groups, with the number of that group.
 
     Attributes:
         number: Number of earlier groups since the function started, equal on all ranks.
@@ -41,7 +41,7 @@ class GroupPlace:
 
 @dataclass(frozen=True)
 class BatchStart:
-    """The function's progress at the start of a batch, to compare with its progress at the end of the batch."""
+    """A training function's progress at the start of a batch, for a comparison at the end of the batch."""
 
     num_done: int
     num_failed: int
@@ -49,7 +49,7 @@ class BatchStart:
 
 
 class Membership:
-    """Decides which optimizer steps of a function count, and blocks the function between batches while a group forms.
+    """Decides whether a function's optimizer steps count, and blocks the function between batches while a group forms.
 
     A step counts if all ranks have its averaged gradients. Otherwise its batch is repeated. Before a rank steps, it
     reports that it has the gradients, and waits until all ranks have reported. If the group breaks in the meantime,
@@ -243,7 +243,7 @@ class Membership:
             self._num_failed, self.is_new = number, False
 
     def fail(self) -> None:
-        """Mark the current batch as failed. Called before the function communicates with other ranks for the batch."""
+        """Mark the current batch as failed. Called if the group is found to be broken when the batch starts."""
         with self._changed:
             self._fail()
 
@@ -284,7 +284,9 @@ class Membership:
             self._break(error)
 
     def leave(self) -> None:
-        """Keep the function from using its group, whose connections are closed. Then wait until its collectives fail.
+        """Keep the function from using its group, and wait until its collectives in the group have failed.
+
+        The connections of the group are already closed.
 
         Raises:
             TimeoutError: A collective does not end in time.

@@ -21,7 +21,7 @@ class TrainingResultType(Enum):
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A function's message, as `BackendExecutor` returns it."""
+    """A training function's message, as `BackendExecutor` returns it."""
 
     type: TrainingResultType
     data: dict[str, Any]

@@ -69,7 +69,7 @@ def open_writers(folder: Path, config: Mapping[str, Any], replaced: Collection[s
 
 
 def _writers(config: Mapping[str, Any]) -> Iterator[tuple[str, SafeSink]]:
-    """Yield pairs: the name of a Ray Tune logger, and our writer that writes the same file as this logger."""
+    """Yield pairs: the name of a Ray Tune logger, and raysgd's own writer of the file that this logger writes."""
     # Not strict, so that NaN and infinity are written as numbers and not as null.
     results = JsonLines(RESULT_FILE, {"config": config}, strict=False)
     yield JSON_LOGGER, SafeSink(results, RESULT_FILE, hidden=("config",))

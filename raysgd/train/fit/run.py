@@ -398,9 +398,10 @@ def followed(placement_strategy: str) -> Literal["PACK", "SPREAD"] | None:
 
 
 def as_max_retries(max_failures: int) -> int:
-    """Convert `FailureConfig.max_failures` to the executor's `max_retries`, which is one higher.
+    """Convert `FailureConfig.max_failures` to the executor's `max_retries`.
 
-    `max_failures` counts restarts, and `max_retries` is the number of the failure that is raised as an error.
+    `max_failures=2` allows two restarts. The equivalent is `max_retries=3`, which raises the third failure as an
+    error. A negative value allows any number of restarts.
 
     >>> [as_max_retries(number) for number in (0, 2, -1)]
     [1, 3, -1]

@@ -41,12 +41,12 @@ def split_batch_size(requested: int, num_workers: int) -> int:
 
 
 def global_batch_in_words(num_workers: int, batch_size: int, can_be_constant: bool) -> str:
-    """Describe a global batch whose size depends on the number of workers, and the option that would fix its size.
+    """Describe a global batch whose size depends on the number of workers, and the option that keeps its size constant.
 
     Args:
         num_workers: Number of workers.
         batch_size: Number of samples in the batch of one worker.
-        can_be_constant: Whether the trainer could fix the size of the global batch.
+        can_be_constant: Whether the trainer supports this option.
 
     Examples:
         >>> global_batch_in_words(2, 32, can_be_constant=True)

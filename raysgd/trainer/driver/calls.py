@@ -1,8 +1,8 @@
 """The driver's side of training and validation calls: sends each worker its request, and handles the answers.
 
 While a call runs, functions that are registered as listeners receive its progress. After the call, the driver records
-its throughput, and how the workers spent their time. A validation that runs concurrently with training uses a spare
-worker. If this spare has to replace a lost worker, the validation starts over on another spare.
+the call's throughput, and how the workers spent their time. A validation that runs concurrently with training uses a
+spare worker. If this spare has to replace a lost worker, the validation starts over on another spare.
 """
 
 from __future__ import annotations
@@ -301,7 +301,8 @@ class EpochCalls:
         starts_over = options.starts_over or self._validation_starts_over
         request = replace(options, starts_over=starts_over).with_seed(facts.seed)
         requests: Requests = [(request,)] * len(worlds)  # the same object for all ranks, so that it is pickled once
-        # Rank 0 runs in the driver's thread, which cannot wait and call listeners. So rank 0 calls them between steps.
+        # With `use_local`, rank 0 trains in the thread that otherwise waits for the workers and calls the listeners. So
+        # rank 0 calls them between its steps.
         if self._use_local and self.listeners.on_wait is not None:
             requests[0] = (replace(request, redraw=self.listeners.on_wait),)
         if dataset is not None:
@@ -404,7 +405,7 @@ class EpochCalls:
     def _break_off_where(self, leaves: Callable[[], bool]) -> None:
         """If `leaves` returns True, end the call at once, in the middle of a step. Otherwise, call the listeners.
 
-        Used for training calls that cannot stop between two steps and continue later.
+        Used for training calls that are not stopped between two steps, because they could not continue there later.
         """
         if leaves():
             raise EpochLeft
@@ -412,7 +413,7 @@ class EpochCalls:
             self.listeners.on_wait()
 
     def _run_measured(self, call: Call, max_retries: int) -> list[EpochAnswer]:
-        """Run a training call, and return the workers' answers by rank. Measure its samples per second."""
+        """Run a training call, and return the workers' answers by rank. Measure the call's samples per second."""
         events = self.controller.history.events
         began, num_events = time.perf_counter(), len(events)
         self.accounts.begin_call()

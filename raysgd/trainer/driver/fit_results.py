@@ -126,9 +126,10 @@ class EpochResults:
         self.take_records()
 
     def tell_pending(self) -> None:
-        """Call `on_result` for the last epoch of a checkpoint that was saved before `on_result` was called.
+        """Call `on_result` for the last epoch that a loaded checkpoint includes.
 
-        If the validation of that epoch is still due, validate first.
+        The run that saved the checkpoint had not called `on_result` for this epoch yet. If the validation of the epoch
+        is still due, validate first.
         """
         history, number = self._run.history, self._run.epoch
         if not len(history):

@@ -1,7 +1,7 @@
 """`TrainerLife`: a trainer's workers and settings, from the start of the workers until the trainer ends.
 
 The workers end when the user shuts the trainer down, when the trainer is garbage-collected, or when the program exits.
-The public methods of the trainer, and the parts that run its calls and its changes, all work on this object.
+The trainer's methods use this object, and so do the objects that run the trainer's calls and change its settings.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Framework:
     Attributes:
         runner_cls: Class of the replicas, the objects that run the trainer's calls in the workers. A subclass of
             `ClassRunner`.
-        connection: Forms a communication group of the framework from the workers.
+        connection: Connects the workers in a communication group of the framework.
         reservation_timeout_s: Seconds to wait until Ray has reserved the workers' resources.
         keeps_survivors: True if workers that survive a failure can continue from their current training state, without
             a snapshot.
@@ -186,8 +186,8 @@ class TrainerLife:
     def check_same_data(self) -> None:
         """Check that all workers registered the same datasets. If not, end the workers and raise an error.
 
-        Each worker takes its shard of the dataset that it registered itself. Shards of different datasets could overlap
-        unnoticed.
+        Each worker takes its shard from the dataset that this worker has registered. Shards of different datasets could
+        overlap unnoticed.
         """
         different = find_different_data(self.controller.facts)
         if different is not None:
@@ -216,7 +216,7 @@ class TrainerLife:
         """
         used = {
             "spare_workers": self.group_settings.spare_workers > 0,
-            # No snapshots are taken inside epochs, so advice to take them less often makes no sense.
+            # If this option is None, no snapshots are taken inside epochs, so they cannot be taken less often.
             "snapshot_every_n_steps": self.group_settings.recovery.snapshot_every_n_steps is None,
         }
         return [name for name, is_used in used.items() if is_used]

@@ -185,7 +185,8 @@ class RunCheckpoints:
         newest = [each.newest_checkpoint(run) for each in run.callbacks]
         locations, left = [str(location) for location in newest if location is not None], self.trainer.left_file
         if left is not None and place_of(left)[0] >= 0:
-            # Last, because `max` takes the first of equally new files, and the other files have the callbacks' states.
+            # `left` comes last, because `max` takes the first of equally new files. The callbacks' files also have the
+            # callbacks' states.
             locations.append(left)
         return max(locations, key=place_of, default=None)
 

@@ -131,7 +131,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
-        """Raise an error if one call cannot use this dataset instead of the data that the operator registered."""
+        """Raise an error if a call cannot use `dataset` in place of the data that the operator registered."""
 
     def _check_fit(self, epochs: int) -> None:
         """Raise an error if `fit` cannot train for this many epochs."""
@@ -174,7 +174,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     def _kept_by(self, keeper: Keeper, note_fit: NoteProgress) -> KeptTrainer:
         """Return an object that records changes of this trainer's settings and history.
 
-        From these records, a detached trainer continues in a new process if its process ends.
+        If the process of a detached trainer ends, the trainer continues from these records in a new process.
 
         Args:
             keeper: Counts the trainer's calls that change the training state.
@@ -275,8 +275,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         Raises:
             InvalidCountError: `max_retries` is negative, or `num_steps` is not a valid count.
             ValueError: This was called while `fit` is running, for example by a callback.
-            WorkerError: Your code raised an error. It can also be caught by the class of your error. The call is not
-                retried.
+            WorkerError: Your code raised an error. The `WorkerError` is also an instance of that error's class. The
+                call is not retried.
             WorkersLostError: Workers were lost and no retries are left.
         """
         self._refuse_inside_fit("train")
@@ -387,7 +387,10 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _save_snapshot(self, checkpoint: str, snapshot: Snapshot) -> None:
-        """Write a snapshot, a copy of the training state that the driver holds, to a file. This calls no worker."""
+        """Write a snapshot that the driver already has to a file, without calling the workers.
+
+        A snapshot is a copy of the training state.
+        """
 
     @abstractmethod
     def _place_in(self, snapshot: Snapshot) -> tuple[int, int]:
@@ -609,8 +612,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             ValueError: The order of the data cannot be preserved, a column is missing, or an output has a different
                 number of rows than its batch.
             KeyError: A data frame lacks one of the `feature_columns`.
-            WorkerError: The operator raised an error. It can also be caught by the class of that error. The call is not
-                retried.
+            WorkerError: The operator raised an error. The `WorkerError` is also an instance of that error's class. The
+                call is not retried.
             WorkersLostError: Workers were lost and no retries are left.
         """
         checks.refuse_text(streaming=streaming)
@@ -659,8 +662,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
         Raises:
             ValueError, TypeError: The config is invalid. Nothing has changed.
-            WorkerError: Your `setup` raised an error. It can also be caught by the class of your error. The workers
-                were shut down, and the next call starts new workers with the new config.
+            WorkerError: Your `setup` raised an error. The `WorkerError` is also an instance of that error's class. The
+                workers were shut down, and the next call starts new workers with the new config.
         """
         self._changes.begin_again(replace(self._life.settings, config=self._checked_config(config)))
 
@@ -677,8 +680,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         Raises:
             ValueError: The config has no such entry, or the entry cannot be changed in running operators.
             UnpicklableError: A value cannot be sent to the workers.
-            WorkerError: `config_changed` raised an error. It can also be caught by the class of that error. All workers
-                keep the old config.
+            WorkerError: `config_changed` raised an error. The `WorkerError` is also an instance of that error's class.
+                All workers keep the old config.
         """
         self._changes.change_config(changes, self._checked_config)
 
@@ -696,8 +699,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             TypeError: The argument is not an operator class.
             ValueError: The state does not fit the objects that the new class registers, or the trainer uses FSDP,
                 Horovod or creator functions. All workers keep the old class.
-            WorkerError: `setup` of the new class raised an error. It can also be caught by the class of that error. All
-                workers keep the old class.
+            WorkerError: `setup` of the new class raised an error. The `WorkerError` is also an instance of that error's
+                class. All workers keep the old class.
         """
         self._check_reload(training_operator_cls)
         self._changes.reload(training_operator_cls)

@@ -56,7 +56,8 @@ class TrainerPort:
         leaves_epochs: True if a run can stop inside an epoch, and later continue there.
         epoch_obstacle: Returns the reason why an interrupted epoch must start over, or None if it can continue.
         save_behind: Saves the trainer in a background thread. Returns None if the file is already complete.
-        save_snapshot: Writes a snapshot, a copy of the training state that the driver already holds, to a file.
+        save_snapshot: Writes a snapshot that the driver already has to a file. A snapshot is a copy of the training
+            state.
         place_in: Returns the number of completed epochs in a snapshot, and its number of steps over all epochs.
         settings: Returns the settings with which the trainer created its operators in the workers.
         kept: If this process reattaches to a detached trainer, the progress that the previous process stored; otherwise

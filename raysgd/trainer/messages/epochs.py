@@ -85,12 +85,12 @@ class EpochAnswer:
         epoch_idx: Index of the epoch in which a training call began, or of the last epoch before an evaluation.
         heartbeat: The worker's progress and time measurements at the end of a training call.
         place: Position at which a training call stopped in data that the user passed to it. Otherwise, None.
-        joint_work: Record of the operations, such as all-reduces, that must be the same on all ranks. None if they are
-            not recorded.
+        joint_work: Record of the actions, such as all-reduces, that must be the same on all ranks. None if these
+            actions are not recorded.
         weight_sums: Checksums of the weights, if they were requested.
         num_inherited: Number of samples whose metrics this worker took over from lost workers.
-        num_used: Number of samples that all ranks together have trained on in the call, or in its last pass over the
-            data.
+        num_used: Number of samples that all ranks together have trained on in the call. If the call spans several
+            passes over the data, only the samples of the last pass count.
         call: Number of the training call that the worker has answered.
     """
 

@@ -1,6 +1,6 @@
-"""Compares the operations, such as all-reduces, that the ranks have run in a training call, and their order.
+"""Compares the actions, such as all-reduces, that the ranks have taken in a training call.
 
-All ranks must run the same operations in the same order. Otherwise, they wait for each other forever, or their models
+All ranks must take the same actions in the same order. Otherwise, they wait for each other forever, or their models
 become different. This module does no I/O.
 """
 

@@ -48,7 +48,7 @@ class PredictRequest:
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches that one worker predicts in one round.
+    """The batches that one worker predicts in one round of a `predict` call.
 
     Attributes:
         batches: The batches in the format of the user's data, in row order.
@@ -73,9 +73,9 @@ class Batches:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a dataset that one worker predicts in one round, as one range of row indices per batch.
+    """The rows of a dataset that one worker predicts in one round of a `predict` call.
 
-    Every worker already has the whole dataset.
+    Each range contains the row indices of one batch. Every worker already has the whole dataset.
     """
 
     ranges: Sequence[range]
@@ -87,10 +87,10 @@ Work = Batches | Rows
 class PredictionPlace:
     """The progress of a `predict` call in one worker.
 
-    In other calls, the progress is read from a batch stream. This class has the attributes that are read there.
+    The progress of other calls is read from attributes of a batch stream. This class has the same attributes.
 
     Attributes:
-        source: Always None. A batch stream has a `source` here, which returns the total number of batches.
+        source: Always None. In a batch stream, this attribute is the source of the batches.
         num_steps_taken: Estimated number of batches that all workers together have completed.
     """
 

@@ -112,7 +112,7 @@ class BatchRequest:
     Attributes:
         batch_size: Number of rows in a batch.
         has_size: True if the user passed the batch size to `predict`. It then overrides a batch size that the data
-            specifies itself.
+            specifies.
         feature_columns: The `feature_columns` that the user passed to `predict`.
         leaf: Function that converts an array of the results to the user's format.
     """

@@ -20,11 +20,11 @@ from raysgd.exceptions import RanksDifferError
 # Allowed relative difference. In a measurement, two trainings of one model differed by 1e-6 after 8,000 steps, because
 # they used different kernels.
 _TOLERANCE = 1e-4
-# Allowed relative difference for weights with 1 or 2 bytes per element. In the same measurement with
-# bfloat16, they differed by 0.14.
+# Allowed relative difference for weights with 1 or 2 bytes per element. In the same measurement with bfloat16, the two
+# trainings differed by 0.14.
 _TOLERANCES_OF_SHORT = {1: 1.0, 2: 0.3}
-# Differences in a tensor are relative to its norm, but at least to this fraction of the norm of all weights. If the
-# norm of a tensor is smaller, its elements may be noise around 0.
+# Differences in a tensor are relative to the tensor's norm. If this norm is smaller than the following fraction of the
+# norm of all weights, the elements may be noise around 0. The differences are then relative to that fraction instead.
 _SMALLEST = 1e-3
 # Fraction of the time to spend on comparisons, except those at snapshots. All comparisons together take less than 1 %
 # of the time.
@@ -69,9 +69,9 @@ class WeightSums:
 
 
 class ComparisonPace:
-    """Decides after which training calls to compare the weights of all ranks, to spend about 0.5 % of the time on it.
+    """Decides after which training calls to compare the weights of all ranks.
 
-    In addition, weights are always compared when a snapshot is taken.
+    These comparisons take at most about 0.5 % of the time. In addition, the weights are compared at each snapshot.
     """
 
     def __init__(self) -> None:
@@ -166,10 +166,10 @@ def _difference(sums: Mapping[int, WeightSums]) -> str:
 
 
 def _apart(one: WeightSums, other: WeightSums) -> Sequence[bool]:
-    """Return for each weight tensor whether two ranks differ in it.
+    """Return for each weight tensor whether it differs between two ranks.
 
-    Differences of the sums are relative to the norm of the tensor, because a sum may be near 0 although its elements
-    are not.
+    Differences of the sums are relative to the norm of the tensor, because the sum of a tensor's elements may be near 0
+    although the elements are not.
     """
     these, those = one.numbers, other.numbers
     is_same = (these == those) | (np.isnan(these) & np.isnan(those))

@@ -162,7 +162,7 @@ class Internals:
         raise NotImplementedError
 
     def completed(self, metrics: Any, batch: Any) -> Any:
-        """Return the metrics of a batch, with the logged metrics and, if it was missing, the number of samples added.
+        """Return the metrics of a batch with the logged metrics added. Also add the number of samples if it is missing.
 
         Args:
             metrics: The metrics that the operator's method returned. A value that is not a dict is returned unchanged.
@@ -353,7 +353,7 @@ def take_place(operator: BaseOperator, world: World) -> None:
 
 
 def made_by_hand(operator_cls: type[Any]) -> TypeError:
-    """Return the error to raise when the user's code creates an operator itself, which only the library may do."""
+    """Return the error to raise if the user's code creates an operator, which only the library may do."""
     name = operator_cls.__name__
     return TypeError(
         f"`{name}()`: each worker creates its own operator. Pass the class itself, `training_operator_cls={name}`."

@@ -357,7 +357,7 @@ class ReplicaCalls:
     def joint_work_of(self, error: BaseException) -> JointWork | None:
         """Return the record of this rank's joint actions: those that all ranks must take in the same order in a call.
 
-        Return None if `error` cannot come from ranks that took different actions.
+        Return None if different actions on the ranks cannot be the cause of `error`.
         """
         loop = self._hosted.loop
         return loop.joint_work if loop.may_be_parted(error) else None

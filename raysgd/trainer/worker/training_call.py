@@ -27,7 +27,7 @@ from raysgd.trainer.worker.state.copies import StateCopies
 
 
 class TrainingCall(EpochRun):
-    """A `train` call on this worker. It runs the operator's `train_epoch`, again after each interruption.
+    """A `train` call on this worker. It runs the operator's `train_epoch`, and runs it again after an interruption.
 
     A call that was interrupted by a failure, or paused, continues after its last completed step. A finished call is
     kept until the next one begins, because another rank may not have finished it.
@@ -35,8 +35,8 @@ class TrainingCall(EpochRun):
     Args:
         hosted: The operator to train.
         copies: Takes the snapshots inside the call.
-        begun: Says which call this is, in which epoch it starts, and how many steps it takes. Its number of completed
-            steps is ignored. To continue after these steps, call `take_over`.
+        begun: Says which call this is, in which epoch it starts, and how many steps it takes. The number of completed
+            steps in `begun` is ignored. To continue after these steps, call `take_over`.
 
     Attributes:
         info: The `info` dictionary that is passed to the operator's `train_epoch`. Set while it runs.

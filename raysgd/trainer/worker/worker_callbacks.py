@@ -248,7 +248,7 @@ def _after_step(callbacks: Sequence[WorkerCallback], operator: Any, metrics: Any
 
 
 def _over_batches(meters: AverageMeterCollection, metrics: Any, is_last: bool) -> Any:
-    """Average metrics over the batches of a step, whose gradients add up.
+    """Average metrics over all batches whose gradients are added up for one step.
 
     After the last batch, return the averages and their weights. Before that, return the metrics of the batch. A metric
     that cannot be averaged has the value of the last batch.

@@ -43,7 +43,7 @@ class BatchInStep(Protocol):
 class CurrentStep(Protocol):
     """A worker's position in a step that all workers take together.
 
-    With PyTorch, this is the `Leg` object of the part of a call that the current group of workers runs.
+    With PyTorch, this is a `Leg` object. A leg is the part of a call that one group of workers runs.
 
     Attributes:
         began_at: Time at which the worker started to draw its batch.

@@ -79,8 +79,8 @@ class Gate:
         """
         with self._changed:
             self.proposed, self._is_agreed = at, None
-            # `proposed` is set before this check. If the training thread completes the step after the check, it
-            # therefore finds the proposal, and waits until the ranks have agreed or not.
+            # `proposed` is set before this check. Therefore, if the training thread completes the step after the check,
+            # it finds the proposal, and waits for the decision of all ranks.
             if completed() < at:
                 return True
             self.proposed = None
@@ -177,8 +177,8 @@ class EpochRun:
         gate: Agreement with the other ranks to stop the call between two steps.
         samples_before: Record of which samples were used before the call. None if this rank joined during the call.
         call: Number of the training call, by which requests for this call are recognized.
-        began_at: The stream's `num_steps_completed`, minus the number of completed steps of the call. It would be the
-            count at the start of the call if all steps came from this stream.
+        began_at: Number to subtract from the stream's `num_steps_completed` to get the number of completed steps of
+            the call.
         stream: The stream from which the call takes its batches. None after `detach`.
     """
 
