@@ -107,6 +107,16 @@ def test_large_buckets_of_many_ranks_go_through_gloo(monkeypatch: pytest.MonkeyP
     assert models[1].module.weight.grad.norm() > 0
 
 
+@pytest.mark.parametrize("hook", [None, allreduce_hook])
+def test_gradients_of_padding_do_not_count_even_if_they_are_nan(hook: Any) -> None:
+    parallel = DDP()
+    model = parallel.wrap(a_model(), None, {} if hook is None else {COMM_HOOK: hook})
+    parallel.begin_leg([model], may_run_backward=False)
+    parallel.leg.begin_batch(0.0, 0, 4)
+    model(torch.full((1, 2), torch.nan)).sum().backward()
+    assert model.module.weight.grad.tolist() == [[0.0, 0.0]]
+
+
 def test_a_model_with_a_hook_of_ours_can_be_copied_and_saved(tmp_path: Path) -> None:
     """As users do who keep the best one, or an average of the last; neither copies the other models of the operator."""
 
