@@ -105,7 +105,10 @@ class GlooConnections:
 
 
 def as_written(address: str) -> bytes:
-    """Encode a socket address as gloo does, in the layout of C's `sockaddr`: the port, followed by the host."""
+    """Encode the port and the host of a socket address as gloo does.
+
+    These are the bytes that follow the address family in C's `sockaddr`.
+    """
     host, _, port = address.rpartition(":")
     return int(port).to_bytes(2, "big") + _packed(host)
 

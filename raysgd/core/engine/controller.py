@@ -790,8 +790,9 @@ class ElasticController(Lifecycle):
     def _adapt(self, call: Call) -> None:
         """Before a call, move workers off nodes that are being removed, and add workers if resources are free.
 
-        The change uses no retry. If the group was adopted from the trainer's previous process, its ranks may already be
-        running the call. Such a group can change only between two steps, so this method then does nothing.
+        The change does not count as a retry. If the group was adopted from the trainer's previous process, its ranks
+        may already be running the call. Such a group can change only between two steps, so this method then does
+        nothing.
         """
         kept_by = keeper()
         if kept_by is not None and kept_by.found is not None:

@@ -38,13 +38,13 @@ LEFT = "the call is left"
 
 
 class Monitor:
-    """Watches the calls of a trainer one after the other, and changes to the group between calls.
+    """Watches the calls of a trainer, one after the other, and the changes to its group between calls.
 
     Args:
         lifecycle: Holds the worker group.
         is_of_restore: True if the monitor watches only the restore of a snapshot and the repeated calls that follow. It
-            then takes no snapshots: while the first of several calls is repeated, a snapshot would seem to cover all of
-            them.
+            then takes no snapshots: a snapshot taken while the first of several calls is repeated would be mistaken
+            for a snapshot taken after all of these calls.
 
     Attributes:
         is_on: True while a call or a change to the group is watched. Callers set it to False once nothing runs.

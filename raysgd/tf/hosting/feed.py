@@ -156,9 +156,9 @@ class TFFeed(feed.DataFeed):
     def align_validation(self) -> None:
         """Reset a shuffled validation dataset to the order of its first pass, if its order may differ between ranks.
 
-        The order differs after workers were replaced, because a new worker starts with the first order. It may also
-        differ if the training dataset contains the same shuffle, because each pass over the training dataset changes
-        the order.
+        The order differs if a worker has been replaced, because the new worker starts with the first order. It may also
+        differ if the training dataset contains the same shuffle. Each pass over the training dataset then changes the
+        order of the validation dataset, too, and the ranks may have made different numbers of such passes.
         """
         internals = self._operator_of()._raysgd
         data, is_regrouped, self._is_regrouped = internals.data, self._is_regrouped, False

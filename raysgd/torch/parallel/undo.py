@@ -346,7 +346,7 @@ class Undo:
             batch.num_collectives = None
 
     def end_step(self) -> None:
-        """Record a boundary: the batch, if one has begun, is complete. It can no longer be undone then."""
+        """Record a boundary: if a batch has begun, it is complete and can no longer be undone."""
         if self._waiting is not None:
             self._not_stepped = self._without_step()
             self.note_return()

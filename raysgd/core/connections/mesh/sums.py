@@ -10,10 +10,12 @@ ranks choose the same algorithm:
 ranks              up to `MAX_WHOLE_BYTES`               larger
 =================  ====================================  ==================================================
 up to `MOST`       each rank sends its array to all      reduce-scatter, then all-gather
-more               reduce up a tree, then broadcast      the same below `LEAST_PART_BYTES` per rank, else
-                                                         reduce-scatter, then all-gather
-on several nodes   the same on each node, then among     reduce-scatter on each node, all-reduce each part
-                   the first ranks of the nodes          between nodes, then all-gather on each node
+more               reduce up a tree, then broadcast      below `LEAST_PART_BYTES` per rank: reduce up a
+                                                         tree, then broadcast; otherwise: reduce-scatter,
+                                                         then all-gather
+on several nodes   reduce on each node, all-reduce       reduce-scatter on each node, all-reduce each part
+                   among the nodes' first ranks, then    between nodes, then all-gather on each node
+                   broadcast on each node
 =================  ====================================  ==================================================
 
 As an exception, up to `MOST` ranks on several nodes also send small arrays directly to all. ADR 35 explains the
