@@ -238,7 +238,7 @@ class GlobalBatchRule:
 
     @property
     def of_streams(self) -> Callable[[int, int], Division | ShardedGlobalBatch]:
-        """The method `division` for streams. It ignores `multiple`: a stream's batch size is that of a global batch."""
+        """The method `division` for streams. It ignores `multiple`, because a stream's batch is a global batch."""
         return replace(self, multiple=1).division
 
     def division(self, global_size: int, world_size: int) -> Division | ShardedGlobalBatch:

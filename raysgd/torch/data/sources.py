@@ -277,7 +277,7 @@ class PlainSource:
         self._loader, self._is_in_lockstep = loader, is_in_lockstep
 
     def join(self, ranks: RankSums) -> None:
-        """Store the rank and the sums of the worker group that runs the next call."""
+        """Store `ranks`, which has this worker's rank in the next call's worker group and sums over that group."""
         self._ranks = ranks
 
     def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:

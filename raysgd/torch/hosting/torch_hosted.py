@@ -272,7 +272,8 @@ class TorchHostedOperator(HostedOperator):
         try:
             can_continue = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
             self.loop.undo.open_call(can_continue and self.loop.can_resume(stream))
-            # Only a call that can continue after losing a rank needs to know the metrics of the other ranks.
+            # Exchange metrics only if the call can continue after a rank is lost. The remaining ranks then report the
+            # lost rank's metrics.
             if parallel.tells_rows and self.epoch_obstacle is None and self.feed.is_divided(stream):
                 leg.rows = parallel.step_rows(run, self.world.size)
             with nullcontext() if parallel.record is None else parallel.record.of_call():

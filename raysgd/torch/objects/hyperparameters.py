@@ -20,7 +20,7 @@ Hyperparameters = Sequence[Mapping[str, Any]]
 _RATE, _FIRST_RATE, _HIGHEST_RATE = "lr", "initial_lr", "max_lr"  # `OneCycleLR` sets `max_lr`
 _RATES = frozenset({_RATE, _FIRST_RATE, _HIGHEST_RATE, "min_lr"})
 _CYCLED = frozenset({"momentum", "betas"})
-_OWN_RATES = ("eta_min", "min_lrs", "max_lrs")  # rates in schedulers that do not scale with the initial learning rate
+_OWN_RATES = ("eta_min", "min_lrs", "max_lrs")  # a scheduler's rates that do not follow the initial rate
 
 
 def note_first_rates(schedulers: Iterable[Any]) -> None:
