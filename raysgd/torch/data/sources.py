@@ -368,7 +368,7 @@ class TorchBatchStream(BatchStream[DrawnItem, Leg]):
         return self.samples_used()[1]
 
     def samples_used(self) -> tuple[int | None, int, int]:
-        """Return three sample counts over all ranks: of the whole pass, of its completed steps, and of the open step.
+        """Return three sample counts over all ranks: of the whole pass, its completed steps, and the step in progress.
 
         The first count is None if it is unknown. Another thread may call this method during training.
         """

@@ -36,7 +36,7 @@ def note_first_rates(schedulers: Iterable[Any]) -> None:
 
 
 def read(optimizers: Iterable[Any]) -> list[Hyperparameters]:
-    """Return the current hyperparameters of each optimizer: an empty list for one without parameter groups."""
+    """Return the current hyperparameters of each optimizer. Without parameter groups, they are an empty list."""
     return [[_plain(group) for group in getattr(optimizer, "param_groups", ())] for optimizer in optimizers]
 
 
