@@ -266,7 +266,8 @@ class TorchHostedOperator(HostedOperator):
         began_at = stream.num_steps_taken
         if leg.has_several_batches and is_stock(self.operator, "train_epoch", "train_batch", "forward", "backward"):
             refuse_sum(internals.criterion)
-        # Before each pass over the data, check that no parameters were frozen, unfrozen or added without `rewrap`.
+        # Before each pass over the data, check that user code has called `rewrap` if it froze or unfroze parameters, or
+        # added parameter groups.
         stream.prepare = partial(internals.trained.check, self.operator._freezes_in_batches)
         noting = internals.loss_calls.on(internals.criterion, leg.note_labels, only_labels=True)
         try:
