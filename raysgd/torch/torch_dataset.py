@@ -16,7 +16,8 @@ class TorchMLDataset(ShardedFrames):
     """Sharded data frames, for training with PyTorch. Each shard is a dataset of tuples `(*features, label)`.
 
     In the operator's `setup`, create a `DataLoader` over `get_shard(self.world_rank)`. The shards may have different
-    lengths, so pass `num_steps` to `train`, or `add_dist_sampler=False` to the trainer.
+    lengths. In training, a worker that runs out of batches repeats its last batch with weight 0 until all workers have
+    run out.
 
     Args:
         ds: A `raysgd.util.data.MLDataset`.

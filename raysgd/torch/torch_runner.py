@@ -50,8 +50,8 @@ class TorchRunner(ClassRunner):
             own_state: This rank's random states; None to leave the current random states unchanged.
 
         Returns:
-            None if the file is not visible to this process; nothing has changed then. False if another process wrote to
-            the file meanwhile; the replica may then hold a mix of the old and the new contents. Otherwise True.
+            None if this process cannot access the file, so that nothing has changed. False if another process wrote to
+            the file meanwhile, so that the replica may have a mix of the old and the new contents. Otherwise True.
         """
         with checkpoint_file.mapped_again(reference) as (state, is_unchanged):
             if state is None:

@@ -130,9 +130,9 @@ def _resources_of(options: Mapping[str, Any], tune_config: Mapping[str, Any]) ->
 
 
 def _bundles_of(options: Mapping[str, Any], tune_config: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Return the resources that Tune reserves for a trial: one dict for each worker, including spare workers.
+    """Return the resources that Tune reserves for a trial: a dict for the trial's process, then one for each worker.
 
-    The first dict is for the trial's process, unless that process runs a worker itself (`use_local`).
+    Spare workers are included. If the trial's process runs a worker itself (`use_local`), it has no separate dict.
     """
     found = _resources_of(options, tune_config)
     num_gpus = found.get("num_gpus_per_worker", 1) if found["use_gpu"] else 0

@@ -106,7 +106,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             constant when the number of workers changes. Requires DDP.
         micro_batch_size: Maximum number of samples of a split batch that a worker processes at once. A worker with more
             samples processes them in several batches and accumulates the gradients for one step.
-        deterministic: True to get bitwise the same weights as `num_workers` workers would without failures, even if
+        deterministic: True to get bitwise the same weights as a run on `num_workers` workers without failures, even if
             workers are lost or added. See `docs/operator.md`. Requires DDP and, on GPUs, deterministic kernels.
         accumulate_grad_batches: Number of batches to accumulate per optimizer step. The gradient equals that of one
             large batch.
@@ -457,7 +457,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         saving.load_snapshot(self._life.controller, snapshot)
 
     def update_scheduler(self, metric: Any) -> None:
-        """Step every registered scheduler with the value of `metric`, as `ReduceLROnPlateau` requires."""
+        """Call `step(metric)` of every registered scheduler, as `ReduceLROnPlateau` requires."""
         self._schedule(TorchRunner.update_schedulers, metric)
 
     def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> bool:

@@ -238,7 +238,7 @@ class GlobalBatchRule:
 
     @property
     def of_streams(self) -> Callable[[int, int], Division | ShardedGlobalBatch]:
-        """The method `division` for streams. It ignores `multiple`: a stream's batch size is that of a global batch."""
+        """The method `division` for streams. It ignores `multiple`, because a stream's batch is a global batch."""
         return replace(self, multiple=1).division
 
     def division(self, global_size: int, world_size: int) -> Division | ShardedGlobalBatch:
@@ -251,7 +251,7 @@ class GlobalBatchRule:
 
 
 class SeededIndices(list[int]):
-    """The sample indices of a logical shard, and the seed for random numbers that loading the samples draws."""
+    """The sample indices of a logical shard, and a seed to set before the samples are loaded."""
 
     def __init__(self, indices: Iterable[int], seed: int) -> None:
         super().__init__(indices)
@@ -388,8 +388,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
     def most_batches(self) -> int:
         """Number of batches that a rank processes in a full step.
 
-        With a user's batch sampler, the number is not known in advance. The value is then 2 if the number may exceed 1,
-        and otherwise 1.
+        With a user's batch sampler, the number is not known in advance. In that case, the value is 2 if a rank may
+        process several batches in a step, and otherwise 1.
         """
         if isinstance(self.order, BatchesOrder):  # a user's batch sampler may choose other batch sizes in each pass
             return 1 if self.rule is None or self.rule.cap is None else 2

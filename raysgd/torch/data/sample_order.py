@@ -199,10 +199,10 @@ class SamplerOrder:
     """The order in which a user's sampler yields indices.
 
     The sampler is iterated over once per pass. Before that, the global generators of PyTorch, `random` and NumPy, and
-    the sampler's own PyTorch `generator`, are seeded from the seed and the pass index. If the sampler has `set_epoch`,
-    it is then called with the pass index. After the iteration, the generators' states are restored. If the sampler uses
-    any other source of randomness, the ranks may get different orders. The ranks compare their orders and raise in that
-    case.
+    the sampler's own PyTorch `generator`, are seeded from the seed and the pass index. If the sampler has a method
+    `set_epoch`, this method is called with the pass index. After the iteration, the generators' states are restored. If
+    the sampler uses any other source of randomness, the ranks may get different orders. The ranks compare their orders
+    and raise if the orders differ.
     """
 
     sampler: Any

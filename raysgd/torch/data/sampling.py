@@ -240,8 +240,8 @@ def _begin_process(user_function: Callable[[int], None] | None, worker_id: int) 
 class SeededRows(Dataset[Any]):
     """Wraps a map-style dataset and seeds the random number generators before each batch is loaded.
 
-    As a result, random augmentation and random numbers in `collate_fn` depend only on the batch, not on the rank. Any
-    other attribute is looked up in the wrapped dataset.
+    As a result, random augmentation and random numbers in `collate_fn` depend only on the batch, not on the rank.
+    Attributes that this class lacks are looked up in the wrapped dataset.
 
     Args:
         dataset: The user's dataset.

@@ -277,7 +277,7 @@ class PlainSource:
         self._loader, self._is_in_lockstep = loader, is_in_lockstep
 
     def join(self, ranks: RankSums) -> None:
-        """Store the rank and the sums of the worker group that runs the next call."""
+        """Store `ranks`, which has this worker's rank in the next call's worker group and sums over that group."""
         self._ranks = ranks
 
     def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
@@ -368,7 +368,7 @@ class TorchBatchStream(BatchStream[DrawnItem, Leg]):
         return self.samples_used()[1]
 
     def samples_used(self) -> tuple[int | None, int, int]:
-        """Return three sample counts over all ranks: of the whole pass, of its completed steps, and of the open step.
+        """Return three sample counts over all ranks: of the whole pass, its completed steps, and the step in progress.
 
         The first count is None if it is unknown. Another thread may call this method during training.
         """

@@ -93,8 +93,8 @@ def _checked(controller: ElasticController, state: dict[str, Any], is_file: bool
     check_progress(state["epoch"], state.get(RESUME))
     resume = dict(as_in_file(state).get(RESUME) or {})
     rank_states = _checked_rank_states(resume.pop(RNG, ()))
-    # A file that was saved by the same number of ranks contains the separate state of each current rank. After loading,
-    # the workers' state equals the state in the file.
+    # The last value is True if the same number of ranks saved the file. The file then has the random states of each
+    # current rank, so the workers' state equals the state in the file once it is loaded.
     return {**state, RESUME: resume}, rank_states, is_file and len(rank_states) == controller.num_workers
 
 

@@ -1,8 +1,8 @@
 """Trains a DCGAN with a custom training step: two models and two optimizers.
 
 The data is MNIST in its original format, from `data_dir`. Nothing is downloaded. Test mode trains on a few images of
-random noise instead. Existing programs and tests import names from this module. For an example to read, see
-`examples/dcgan.py`.
+random noise instead. Existing programs and tests import names from this module. For an example to read, see `gan.py` in
+the repository's folder `examples`.
 """
 
 from __future__ import annotations

@@ -107,8 +107,8 @@ class StepLoop(Loop):
     def is_whole(self) -> bool:
         """True if the current state is the result of completed steps only, or can be restored to such a state."""
         if self._has_own_gradients or (self._has_taken_steps and not self._has_exchanged):
-            # If user code steps without an all-reduce, the ranks' weights diverge. Repeat the call from the snapshot,
-            # because the driver compares the ranks' weights at the end of a call and raises if they differ.
+            # User code steps without an all-reduce, so the ranks' weights diverge, and new ranks must not copy them.
+            # The call is repeated from the snapshot. At its end, the driver compares the weights, and raises.
             return False
         return self.undo.can_put_back(self._parallel.exchanges.has_broken)
 
@@ -214,7 +214,7 @@ class StepLoop(Loop):
     def end_leg(self, leg: Leg, num_batches: int) -> None:
         """End the part of a call that this worker group runs.
 
-        The last optimizer step may have fewer batches than usual. If accumulated gradients wait for it, take the step.
+        If accumulated gradients still wait for an optimizer step, take the step with fewer batches than usual.
 
         Args:
             leg: The `Leg` that tracks this part of the call.

@@ -266,13 +266,15 @@ class TorchHostedOperator(HostedOperator):
         began_at = stream.num_steps_taken
         if leg.has_several_batches and is_stock(self.operator, "train_epoch", "train_batch", "forward", "backward"):
             refuse_sum(internals.criterion)
-        # Before each pass over the data, check that no parameters were frozen, unfrozen or added without `rewrap`.
+        # Before each pass over the data, check that user code has called `rewrap` if it froze or unfroze parameters, or
+        # added parameter groups.
         stream.prepare = partial(internals.trained.check, self.operator._freezes_in_batches)
         noting = internals.loss_calls.on(internals.criterion, leg.note_labels, only_labels=True)
         try:
             can_continue = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
             self.loop.undo.open_call(can_continue and self.loop.can_resume(stream))
-            # Only a call that can continue after losing a rank needs to know the metrics of the other ranks.
+            # Exchange metrics only if the call can continue after a rank is lost. The remaining ranks then report the
+            # lost rank's metrics.
             if parallel.tells_rows and self.epoch_obstacle is None and self.feed.is_divided(stream):
                 leg.rows = parallel.step_rows(run, self.world.size)
             with nullcontext() if parallel.record is None else parallel.record.of_call():

@@ -257,7 +257,7 @@ def are_classes(target: Any) -> TypeGuard[torch.Tensor]:
 
 
 def _takes_hooks(criterion: Any) -> bool:
-    """Return True if forward hooks can be registered on a criterion: a module that is not compiled.
+    """Return True if a criterion supports forward hooks. It must be a module that is not compiled.
 
     A new hook on a compiled module would make PyTorch compile the module again.
     """

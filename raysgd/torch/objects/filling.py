@@ -105,5 +105,5 @@ def _reset(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> None:
 
 def _is_untouched(tensor: torch.Tensor, version: int) -> bool:
     if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
-        return bool(tensor.isnan().all())  # a write through `tensor.data` would not change the version
+        return bool(tensor.isnan().all())  # `_room_like` set NaN; the version would not show a write through `.data`
     return bool(tensor.numel()) and tensor._version == version

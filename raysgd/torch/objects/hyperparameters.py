@@ -20,7 +20,7 @@ Hyperparameters = Sequence[Mapping[str, Any]]
 _RATE, _FIRST_RATE, _HIGHEST_RATE = "lr", "initial_lr", "max_lr"  # `OneCycleLR` sets `max_lr`
 _RATES = frozenset({_RATE, _FIRST_RATE, _HIGHEST_RATE, "min_lr"})
 _CYCLED = frozenset({"momentum", "betas"})
-_OWN_RATES = ("eta_min", "min_lrs", "max_lrs")  # rates in schedulers that do not scale with the initial learning rate
+_OWN_RATES = ("eta_min", "min_lrs", "max_lrs")  # a scheduler's rates that do not follow the initial rate
 
 
 def note_first_rates(schedulers: Iterable[Any]) -> None:
@@ -36,7 +36,7 @@ def note_first_rates(schedulers: Iterable[Any]) -> None:
 
 
 def read(optimizers: Iterable[Any]) -> list[Hyperparameters]:
-    """Return the current hyperparameters of each optimizer: an empty list for one without parameter groups."""
+    """Return the current hyperparameters of each optimizer. Without parameter groups, they are an empty list."""
     return [[_plain(group) for group in getattr(optimizer, "param_groups", ())] for optimizer in optimizers]
 
 

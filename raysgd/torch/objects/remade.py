@@ -284,7 +284,7 @@ class RemadeParameters:
             self._made[index][name].keep_original()
 
     def end_loading(self, index: int, left_out: Collection[str]) -> None:
-        """Set the parameters that a loaded state omits to their original values. Later saved states omit them, too.
+        """Restore the original values of parameters that a loaded state omits. States saved later omit the frozen ones.
 
         Args:
             index: Index of the module whose state was loaded.

@@ -222,10 +222,11 @@ class BatchMetrics(Internals):
     def _amount_of(self, metrics: Mapping[str, Any]) -> Any:
         """Return the number of labels over which `val_loss` is the mean.
 
-        Return None if `val_loss` is not a result of the criterion.
+        Return None if `val_loss` does not come from the criterion, so that it is weighted by samples.
 
         Raises:
-            ValueError: `val_loss` is not a result of the criterion, which ignores labels or weights them unequally.
+            ValueError: `val_loss` does not come from the criterion, but cannot be weighted by samples either, because
+                the criterion ignores labels or weights them unequally.
         """
         loss = metrics.get("val_loss")
         for call in self.evaluated:

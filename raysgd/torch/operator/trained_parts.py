@@ -1,8 +1,8 @@
 """`TrainedParts`: records which parameters are frozen and which parameter groups the optimizers have.
 
 After `setup`, user code may freeze or unfreeze parameters, or add parameter groups, and then call `rewrap`. Snapshots
-record such changes, as lists of parameter names. A new worker has run only `setup`. It then makes the recorded changes,
-so that it trains the same parameters as the other workers.
+record such changes, as lists of parameter names. After its `setup`, a new worker makes the recorded changes, so that it
+trains the same parameters as the other workers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TrainedParts:
         return _flags_of(self._registered)
 
     def has_changed(self, freezes_in_batches: bool = False) -> bool:
-        """Return True if parameters were frozen or unfrozen, or groups were added, since the last call to `note`.
+        """Return True if parameters were frozen or unfrozen, or parameter groups were added, since the last `note`.
 
         If all parameters of a model are now frozen, the model counts as unchanged. The reason is that user code, such
         as a GAN, may freeze a whole model during a part of each batch.
@@ -77,7 +77,7 @@ class TrainedParts:
             freezes_in_batches: True to ignore all newly frozen parameters and detect only unfrozen ones.
 
         Raises:
-            ValueError: Parameters were frozen or unfrozen, or groups were added, without a call to `rewrap`.
+            ValueError: Parameters were frozen or unfrozen, or parameter groups were added, without a call to `rewrap`.
         """
         if self.has_changed(freezes_in_batches):
             raise ValueError(

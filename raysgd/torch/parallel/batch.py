@@ -12,7 +12,7 @@ works even if user code runs the backward pass. If a step has several batches (a
 sum of their gradients. In this case, the loss of each batch is multiplied by the batch's amount, and the summed
 gradient is divided by the sum of all amounts before the step.
 
-ADR 3 explains why gradients are weighted by samples, over several batches, and by weights that users pass.
+ADR 3 explains why a gradient is weighted by its samples, its labels, or a weight that user code passes.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Counted:
         self._total = sum(float(each) for (each,) in told)
 
     def divisor(self, num_ranks: int) -> Any:
-        """Return the number by which to divide the ranks' sum of gradients, which are multiplied by amounts.
+        """Return the divisor for the sum of the ranks' gradients, each multiplied by its `amount / reference`.
 
         Args:
             num_ranks: Number of ranks.
@@ -267,7 +267,7 @@ class Omitted:
         self._of_all, self.is_known = [sum(map(float, each)) for each in zip(*told, strict=True)], True
 
     def divisor(self, num_ranks: int) -> float:
-        """Return the number by which to divide the sum of gradients. Skipped samples are corrected before the step."""
+        """Return the divisor for the sum of the ranks' gradients. `correction` is applied later, before the step."""
         return float(num_ranks)
 
     @property

@@ -190,9 +190,9 @@ class DDP(Strategy):
     def further_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
         """Run another backward pass of the same batch in the `with` block, then average the gradients over the ranks.
 
-        `DistributedDataParallel` averages gradients only once after each forward pass, so the gradients of a second
-        backward pass may not be averaged. This method averages the sums of old and new gradients. The old gradients are
-        already the same on all ranks, so averaging does not change their part of the sum.
+        `DistributedDataParallel` averages gradients only once after each forward pass, so it does not always average
+        the gradients of a second backward pass. This method averages the sums of old and new gradients. The old
+        gradients are already the same on all ranks, so averaging does not change their part of the sum.
         """
         self.exchanged.clear()
         with super().further_pass(parameters):

@@ -145,7 +145,8 @@ def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Futur
             try:
                 leg.rows.send(leg.batch)
             except MeshBroken as error:
-                # With `MeshBroken`, gloo's connections would stay open, and other ranks may be waiting on them.
+                # After a `MeshBroken`, the library shuts down the mesh but not gloo's connections. Other ranks may be
+                # waiting on gloo's connections, so raise an error after which both are shut down.
                 raise DistNetworkError(str(error)) from None
     return future
 

@@ -106,8 +106,9 @@ class Exchanges:
 
     Attributes:
         ledger: Measures the time spent in communication.
-        num_made: Number of all-reduces in the running step that were the last ones in the backward pass of a model. A
-            caller that counts an all-reduce itself must run it in a `with` block of `noting`.
+        num_made: Number of all-reduces in the running step. If the gradients of one backward pass of a model are sent
+            in several all-reduces, only the last one counts. A caller that increments this number must run its
+            all-reduce in a `with` block of `noting`.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class Exchanges:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Record the step's first exception in the `with` block that means a lost connection. All are raised again."""
+        """Record the step's first connection error in the `with` block. Every exception is raised again."""
         try:
             yield
         except Exception as error:  # communication raises different classes of exceptions in each backend

@@ -200,7 +200,7 @@ class FSDP(Strategy):
 
     @contextmanager
     def _filled_for_a_moment(self, part: torch.nn.Module) -> Iterator[None]:
-        """Allocate a module that is on the meta device, with rank 0's values, for the `with` block.
+        """For the `with` block, allocate a module that is on the meta device, and copy rank 0's values into it.
 
         The `with` block must shard the module. After the block, the memory of the full parameters is freed.
         """

@@ -87,7 +87,8 @@ def sums_of(
     Args:
         models: Registered models, without wrappers.
         compares_ranks: The operator's attribute `compares_ranks`, which selects the models to compare.
-        left_out_of: Returns the names of a model's parameters that may differ between ranks; None if all may differ.
+        left_out_of: Function that returns the names of a model's parameters that may differ between ranks; None if all
+            may differ.
         is_exact: True for checksums that change with any bit. False for sums, which are compared with a tolerance.
     """
     began = time.perf_counter()

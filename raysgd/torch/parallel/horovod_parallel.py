@@ -75,7 +75,7 @@ class HorovodParallel(HorovodByHand):
                 tensor.copy_(self._hvd.synchronize(handle))
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
-        """Return an optimizer for the same parameters that averages gradients over the ranks and has rank 0's state.
+        """Return a wrapped optimizer that averages gradients over the ranks. Its state is copied from rank 0.
 
         Raises:
             InvalidRegistrationError: Horovod does not support this optimizer.

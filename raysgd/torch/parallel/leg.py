@@ -248,7 +248,7 @@ class Leg:
     # ------------------------------------------------------------------------------------ labels
 
     def note_labels(self, call: LossCall) -> None:
-        """Record a call to a PyTorch loss that averages over labels, so that `backward` can weight by their number."""
+        """Record a call to a loss that averages over labels, so that `backward` can weight the batch by its labels."""
         if call.amount is None or not torch.is_grad_enabled():
             return
         batch = self.batch
@@ -395,10 +395,10 @@ class Leg:
             self.counted, self._is_weighted = None, False
 
     def outgoing(self, is_told: bool = False) -> tuple[Any, Counted | Omitted | None]:
-        """Return the factor by which to multiply gradients before they are sent to other ranks, and what to tell them.
+        """Return the factor by which to multiply gradients before they are sent, and the amounts to send with them.
 
-        The factor is a number or a one-element tensor. What to tell are amounts that the other ranks do not know yet,
-        to be sent along with the gradients; None if there are none. Their `divisor` then completes the mean.
+        The factor is a number or a one-element tensor. The amounts are a `Counted` or an `Omitted`; None if the other
+        ranks need no amounts. The caller must divide the sum of the ranks' gradients by the `divisor` of the amounts.
 
         Args:
             is_told: True if the caller can send amounts along with the gradients.

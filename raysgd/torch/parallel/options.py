@@ -16,7 +16,7 @@ class StepOptions:
     Attributes:
         accumulate_grad_batches: Number of batches per optimizer step. The step's gradient equals the gradient of one
             large batch with the samples of all these batches.
-        clip_grad_norm: Largest norm of all gradients of an optimizer; None for no limit.
+        clip_grad_norm: Maximum total norm of an optimizer's gradients; None for no limit.
         clip_grad_value: Largest absolute value of each element of the gradients; None for no limit.
         sync_batchnorm: True to compute the statistics of batch norms over the batches of all workers. Needs GPUs.
         compile: True to compile models with `torch.compile`, or a dict of options for `torch.compile`.

@@ -239,7 +239,7 @@ class Undo:
         return [each for each in self._optimizers if id(each) not in self._stepped]
 
     def note_restored(self) -> None:
-        """Discard all records about steps. Called after a state was loaded, to which the records do not apply.
+        """Discard all records about steps. Called after another state was loaded, because the records do not fit it.
 
         From now on, all existing gradients count as gradients with which no optimizer has stepped.
         """
@@ -254,7 +254,7 @@ class Undo:
         """Prepare for the batches of a call, or for the remaining batches of a call after a failure.
 
         Args:
-            is_used: False if batches of this call are not repeated after a failure. Nothing is copied then.
+            is_used: False if batches of this call are not repeated after a failure, so that nothing is copied.
         """
         self._batch = None
         is_watching = is_used and not self._is_off

@@ -95,8 +95,8 @@ class OptimizerHooks:
         call to the old closure. Otherwise, return None, so that the arguments stay unchanged.
 
         Raises:
-            ValueError: The step has a closure. A closure computes gradients from a single batch of this rank, but the
-                step needs several batches or ranks.
+            ValueError: The step has a closure, although gradients are averaged over ranks or accumulated over batches.
+                A closure computes gradients from a single batch of this rank.
         """
         self._about_to_step.discard(id(optimizer))
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
