@@ -105,7 +105,7 @@ class GlooConnections:
 
 
 def as_written(address: str) -> bytes:
-    """Encode a socket address as gloo does, in the layout of C's `sockaddr`: the port, followed by the host."""
+    """Encode a socket address as gloo does: like C's `sockaddr_in` or `sockaddr_in6`, without the address family."""
     host, _, port = address.rpartition(":")
     return int(port).to_bytes(2, "big") + _packed(host)
 

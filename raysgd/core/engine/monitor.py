@@ -43,8 +43,8 @@ class Monitor:
     Args:
         lifecycle: Holds the worker group.
         is_of_restore: True if the monitor watches only the restore of a snapshot and the repeated calls that follow. It
-            then takes no snapshots: while the first of several calls is repeated, a snapshot would seem to cover all of
-            them.
+            then takes no snapshots. A snapshot counts as covering all calls that were to be repeated, so a restart from
+            it would skip the calls that had not been repeated yet.
 
     Attributes:
         is_on: True while a call or a change to the group is watched. Callers set it to False once nothing runs.

@@ -386,7 +386,7 @@ class RetryBudget:
     def _is_free(self, progress: int) -> bool:
         """Return True if continuing with the survivors costs no retry.
 
-        One step since the survivors last continued is not enough. Code that fails at every step may also complete one
+        One step since the survivors last continued is not enough: code that fails after every step also completes one
         step between two failures.
 
         Args:

@@ -10,13 +10,16 @@ ranks choose the same algorithm:
 ranks              up to `MAX_WHOLE_BYTES`               larger
 =================  ====================================  ==================================================
 up to `MOST`       each rank sends its array to all      reduce-scatter, then all-gather
-more               reduce up a tree, then broadcast      the same below `LEAST_PART_BYTES` per rank, else
-                                                         reduce-scatter, then all-gather
-on several nodes   the same on each node, then among     reduce-scatter on each node, all-reduce each part
-                   the first ranks of the nodes          between nodes, then all-gather on each node
+more               reduce up a tree, then broadcast      below `LEAST_PART_BYTES` per rank: reduce up a
+                                                         tree, then broadcast; otherwise reduce-scatter,
+                                                         then all-gather
+on several nodes   sum on each node, then over the       reduce-scatter on each node, all-reduce each part
+                   first ranks of the nodes, then        between nodes, then all-gather on each node
+                   broadcast on each node
 =================  ====================================  ==================================================
 
-As an exception, up to `MOST` ranks on several nodes also send small arrays directly to all. ADR 35 explains the
+In the last row, each sum over a few of the ranks uses the algorithm that the first two rows list for this number of
+ranks. As an exception, up to `MOST` ranks on several nodes also send small arrays directly to all. ADR 35 explains the
 choices.
 """
 
@@ -130,8 +133,8 @@ class RankSums:
             ranks: The ranks that take part in the sum.
             flat: One-dimensional array.
             kind: Identifies the type of collective, see `Mesh.swap`.
-            is_small: True to send the whole array. This takes fewer messages than sending it in parts, but a rank may
-                then send it more than twice.
+            is_small: True to send the whole array, False to send it in parts if that is faster. Sending the whole array
+                takes fewer messages, but some ranks send more bytes.
         """
         if len(ranks) == 1:
             return
