@@ -146,7 +146,7 @@ def grace_s(
 
     Args:
         kinds: The kinds of failure known so far.
-        asks_survivors: True if the caller polls the survivors afterwards, which reveals which rank died.
+        asks_survivors: True if the caller polls the survivors afterwards. That poll reveals which rank died.
         ran_s: Seconds from the start of the call to the first failure.
         last_answer_s: Seconds from the first failure to the last answer.
     """

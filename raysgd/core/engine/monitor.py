@@ -197,8 +197,8 @@ class Monitor:
         """Return True if Ray was stopped. If no worker responds either, end the call.
 
         Called after a signal that ends the program. If all processes of the program got the signal, Ray was stopped,
-        too. Ray then no longer reports lost workers. After a minute without the head node, it kills the driver, which
-        must save the newest snapshot before that.
+        too. Ray then no longer reports lost workers. After a minute without the head node, Ray kills the driver. The
+        driver must save the newest snapshot before that.
 
         Raises:
             WorkersLostError: No worker has responded for a while.

@@ -417,7 +417,7 @@ Handshake: TypeAlias = Generator[int, None, Peer]
 
 @dataclass(frozen=True)
 class Credentials:
-    """This rank's number and the group's secret, with which it proves that it belongs to the group."""
+    """This rank's number, and the group's secret. With the secret, the rank proves that it belongs to the group."""
 
     rank: int
     secret: bytes
