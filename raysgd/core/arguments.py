@@ -347,7 +347,7 @@ def answer_mistakes(line: str, *, unnamed: str = "", shown: str = "") -> Callabl
     """Return a decorator for methods. A call with unknown arguments then raises an error with advice on what to write.
 
     Args:
-        line: The line of code to write if there is no better advice. It completes a sentence.
+        line: Advice for calls for which there is no more specific advice. It follows the word "write" in the message.
         unnamed: Warning to log once if the first argument is passed by position. `%(given)s` stands for its value.
         shown: Name of the method in error messages. Default: its actual name.
     """

@@ -41,7 +41,7 @@ class DataPosition:
 
 @dataclass(frozen=True)
 class CallData:
-    """The data passed to one call, such as `train`. In a worker, only that worker's shard of the data.
+    """The data passed to one call, such as `train`. `kind` determines whether a worker gets all of the data or a shard.
 
     Attributes:
         kind: How the data is sharded, and what `data` contains.

@@ -34,7 +34,7 @@ _QUICK_BYTES_AT_PORTS = 2**20
 class Group:
     """One rank's object for collectives with all other ranks: sums, gathers and broadcasts.
 
-    Sums are bitwise identical on all ranks. Up to eight ranks on one node are summed in rank order.
+    Sums are bitwise identical on all ranks. With up to eight ranks, all on one node, arrays are summed in rank order.
 
     Args:
         world: This rank and the size of the group.

@@ -49,7 +49,8 @@ class HorovodConnection(Connection):
 
     Attributes:
         timeout_s: How long a collective may wait for other ranks before it raises. Horovod counts whole seconds. It
-            checks for late ranks four times per timeout, and at least once a minute, so it may raise up to 50% later.
+            checks for late ranks four times per timeout, or once a minute if the timeout is long. It may therefore
+            raise late: in the worst case, after 1.5 times the timeout.
         start_timeout_s: How long ranks wait for other ranks while the group forms. Default: `timeout_s`.
         interfaces: Names of allowed network interfaces. Each node uses the first interface in the list that exists
             there. If empty, each node uses the interface that leads to rank 0.

@@ -452,9 +452,9 @@ def _abort_process_group() -> None:
 def end_process_group() -> None:
     """Leave PyTorch's default group. If forming the group failed, reset PyTorch's group counter.
 
-    PyTorch numbers its groups, and ranks find each other by this number. A rank whose attempt failed has counted the
-    group, but a rank that failed before its attempt has not. Without the reset, both would wait for each other forever
-    in the next group.
+    PyTorch numbers its groups, and ranks find each other by the group's number. If forming a group fails, some ranks
+    have already counted the group and other ranks have not. Without the reset, these ranks would use different numbers
+    for the next group, and wait for each other forever.
     """
     import torch.distributed as dist
 
@@ -471,9 +471,9 @@ def end_process_group() -> None:
 
 # ---------------------------------------------------------------------------------------------------------------- GPUs
 
-# A GPU's ID is a number or a name such as `GPU-8932f937`. CUDA assigns ordinals to the GPUs that a process may see, in
-# the order of `CUDA_VISIBLE_DEVICES`, or to all GPUs of the machine if that is not set. ADR 55 explains why each worker
-# sees the GPUs of all workers on its node.
+# A GPU's ID is a number or a name such as `GPU-8932f937`. `CUDA_VISIBLE_DEVICES` lists the GPUs that a process sees.
+# CUDA numbers these GPUs in the order of the list (their ordinals). If the variable is not set, the process sees all
+# GPUs of the machine. ADR 55 explains why each worker sees the GPUs of all workers on its node.
 
 
 def ordinal_of(gpu_id: str, visible: str | None) -> int:

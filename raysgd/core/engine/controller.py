@@ -441,7 +441,7 @@ class ElasticController(Lifecycle):
     def _copy_only_state(self, call: Call, budget: RetryBudget) -> None:
         """Before a call, copy the training state to the driver, because only the workers have it.
 
-        If the call could not continue with the survivors of a failure, also wait until the copy has arrived.
+        Unless survivors of a failure can continue the call, also wait until the copy has arrived.
 
         Args:
             call: The call that is about to run.
@@ -790,7 +790,7 @@ class ElasticController(Lifecycle):
     def _adapt(self, call: Call) -> None:
         """Before a call, move workers off nodes that are being removed, and add workers if resources are free.
 
-        The change does not count as a retry. If the group was adopted from the trainer's previous process, its ranks
+        This change does not count as a retry. If the group was adopted from the trainer's previous process, its ranks
         may already be running the call. Such a group can change only between two steps, so this method then does
         nothing.
         """

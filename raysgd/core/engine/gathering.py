@@ -18,8 +18,8 @@ from raysgd.exceptions import OnFailure
 _DEATH_GRACE_S = 0.05  # after a death: simultaneous deaths are reported within this time
 # After a lost connection: the cause is nearly always that a worker died, which Ray reports soon.
 _CONNECTION_GRACE_S = 5.0
-# After a lost connection, if survivors are polled next: the poll finds the dead rank, while Ray may report a lost node
-# late.
+# After a lost connection, if the caller polls the survivors next: a short wait is enough, because the poll finds the
+# dead rank before Ray reports that a node was lost.
 _SHORT_CONNECTION_GRACE_S = 0.3
 _USER_GRACE_S = 1.0  # after an exception in user code: ranks that wait for the failed rank in a collective never answer
 # Upper limit of the wait after a long call, in which other ranks may raise the same exception later.
@@ -56,11 +56,12 @@ class Listener:
         self._listened_s = self._last_answer_s = 0.0
 
     def stop(self, kinds: Collection[FailureKind] = ()) -> None:
-        """Make `listen`, which runs in another thread, return soon, because the rank in the driver process has failed.
+        """Make `listen` return soon, because the rank in the driver process has failed.
 
-        `listen` first waits the usual time for further answers. After this method returns, the callback `on_wait` of
-        `listen` is not running and is never called again, so the objects that it uses can be closed. This holds even
-        after one Ctrl-C during this method. A second Ctrl-C makes this method return early.
+        `listen` runs in another thread. Before it returns, it waits the usual time for further answers. After this
+        method returns, the callback `on_wait` of `listen` is not running and is never called again, so the objects that
+        the callback uses can be closed. This holds even after one Ctrl-C during this method. A second Ctrl-C makes this
+        method return early.
 
         Args:
             kinds: How the rank in the driver failed.
@@ -145,7 +146,7 @@ def grace_s(
 
     Args:
         kinds: The kinds of failure known so far.
-        asks_survivors: True if the caller polls the survivors afterwards, which reveals which rank died.
+        asks_survivors: True if the caller polls the survivors afterwards. That poll reveals which rank died.
         ran_s: Seconds from the start of the call to the first failure.
         last_answer_s: Seconds from the first failure to the last answer.
     """

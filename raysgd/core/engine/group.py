@@ -558,7 +558,7 @@ class WorkerGroup:
 
         Returns:
             The lost nodes. None if the node of a lost rank still has workers, or is the driver's node. Also None if
-            some of the nodes are alive and each lost only one worker.
+            each of the nodes lost only one worker and at least one of the nodes is alive.
         """
         emptied = emptied_nodes(lost, infos)
         # The driver's node cannot be lost, because this code runs on it.

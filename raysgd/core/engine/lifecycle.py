@@ -312,7 +312,7 @@ class Lifecycle(ABC):
         copies = [answer.capture for answer in report.values if answer.capture is not None]
         if copies and not self.snapshots.has_any:
             self.snapshots.take_from(group, copies, is_first=True)
-        if num_spares and not self.spec.runs_on:  # otherwise the front end starts spares once it has the function
+        if num_spares and not self.spec.runs_on:  # with `runs_on`, the front end starts spares once it has the function
             group.standby.start_more(num_spares, num_workers)
         return True
 
@@ -544,8 +544,8 @@ class Lifecycle(ABC):
     def _leaving_nodes(self) -> frozenset[str]:
         """IDs of nodes that will be removed soon.
 
-        Empty if the program is about to end. Ray may have stopped then, and a request to it would not return before Ray
-        ends this process.
+        Empty if the program is about to end: Ray may already have stopped, and a request to Ray would not return before
+        Ray ends this process.
         """
         return frozenset() if self.is_ending else self._rules.leaving_nodes()
 

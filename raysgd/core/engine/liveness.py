@@ -20,8 +20,8 @@ class OwnTime:
     """A clock that counts seconds since its creation, without the time in which this process was stalled.
 
     This clock measures how long other processes take to answer. If this process is suspended (SIGSTOP) or its machine
-    stalls, the other processes may have stalled, too, so that time must not count against them. Call `look` often: a
-    long gap between two calls to `look` counts as a stall.
+    stalls, the other processes may have stalled, too. The time of the stall must therefore not count against them. Call
+    `look` often: a long gap between two calls to `look` counts as a stall.
 
     Args:
         now: Clock, in seconds.
@@ -146,9 +146,9 @@ class LivenessCheck(Generic[KeyT]):
         return answers, silent
 
     def rest(self) -> None:
-        """Count the whole time since the last check against the workers.
+        """Count the whole time since the last check as part of the workers' silence.
 
-        This process was busy in that time, not stalled.
+        In that time, this process was busy rather than stalled.
         """
         self._own_time.catch_up()
 

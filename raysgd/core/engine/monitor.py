@@ -43,8 +43,8 @@ class Monitor:
     Args:
         lifecycle: Holds the worker group.
         is_of_restore: True if the monitor watches only the restore of a snapshot and the repeated calls that follow. It
-            then takes no snapshots: a snapshot taken while the first of several calls is repeated would be mistaken
-            for a snapshot taken after all of these calls.
+            then takes no snapshots. A snapshot counts as covering all calls that were to be repeated, so a restart from
+            it would skip the calls that had not been repeated yet.
 
     Attributes:
         is_on: True while a call or a change to the group is watched. Callers set it to False once nothing runs.
@@ -197,8 +197,8 @@ class Monitor:
         """Return True if Ray was stopped. If no worker responds either, end the call.
 
         Called after a signal that ends the program. If all processes of the program got the signal, Ray was stopped,
-        too. Ray then no longer reports lost workers. After a minute without the head node, it kills the driver, which
-        must save the newest snapshot before that.
+        too. Ray then no longer reports lost workers. After a minute without the head node, Ray kills the driver. The
+        driver must save the newest snapshot before that.
 
         Raises:
             WorkersLostError: No worker has responded for a while.

@@ -228,7 +228,7 @@ def classify(report: GroupReport) -> Diagnosis:
     """Return the cause of a failed call.
 
     A death takes precedence, because it causes the survivors' errors. A user exception takes precedence over lost
-    connections, because the rank that raised it stops, which breaks the other ranks' connections.
+    connections: the rank that raised the exception stops, so the other ranks lose their connections to that rank.
     """
     failures = [outcome.failure for outcome in report.outcomes if outcome.failure is not None]
     assert failures, "classify() needs a report with at least one failure"
@@ -386,7 +386,7 @@ class RetryBudget:
     def _is_free(self, progress: int) -> bool:
         """Return True if continuing with the survivors costs no retry.
 
-        One step since the survivors last continued is not enough. Code that fails at every step may also complete one
+        One step since the survivors last continued is not enough: code that fails after every step also completes one
         step between two failures.
 
         Args:

@@ -57,8 +57,8 @@ _PROGRAM_END = ProgramEnd()
 def end_with(owner: Any, end: Callable[..., Any], *args: Any, **kwargs: Any) -> finalize[..., Any]:
     """Call `end(*args, **kwargs)` when `owner` is garbage collected, or when the program exits, before Ray shuts down.
 
-    A plain `weakref.finalize` may run after Ray's exit hook. Python registers the exit hook of all finalizers when the
-    first finalizer in the process is created, possibly before Ray is imported.
+    A plain `weakref.finalize` may run after Ray's exit hook. Python runs the newest exit hook first, and registers the
+    exit hook of all finalizers when the first finalizer in the process is created, possibly before Ray is imported.
 
     Returns:
         The `weakref.finalize` object.

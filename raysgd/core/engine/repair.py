@@ -777,7 +777,7 @@ class GroupRepair:
         avoided = self._lifecycle.nodes_to_avoid
         standby.kill_on(avoided)
         formed.joining += standby.take_ready(missing, 0.0)
-        if not self._lifecycle.is_ending:  # otherwise Ray may have stopped, and would not tell which nodes are alive
+        if not self._lifecycle.is_ending:  # while it ends, Ray may be unable to report which nodes are alive
             standby.start_more(most - formed.num_workers - standby.num_coming, most, avoided)
         missing = max(change.num_awaited, self._scaling.min_workers) - formed.num_workers
         if not wait_s or missing <= 0 or not standby.num_coming:

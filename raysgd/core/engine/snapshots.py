@@ -213,7 +213,7 @@ class Snapshots:
     Args:
         spec: Settings of the worker group, including those for snapshots.
         now: Clock, in seconds.
-        is_cut_off: Returns True if the program is about to end and Ray was stopped. To read from Ray's object store
+        is_cut_off: Returns True if the program is about to end and Ray was stopped. Reading from Ray's object store
             would then end this process at once.
 
     Attributes:
@@ -558,10 +558,10 @@ class Snapshots:
         return self.is_current or (self.landed is not None and is_whole)
 
     def take_from(self, group: WorkerGroup, parts: Sequence[Capture], *, is_first: bool = False) -> None:
-        """Create a snapshot from the ranks' captures. If they lack the shared state, start to fetch it.
+        """Create a snapshot from the ranks' captures. If the captures lack the shared state, start to fetch that state.
 
-        Shared state is what all ranks have in common, such as the model. Rank 0 stores it. If it is sharded, each rank
-        stores one shard.
+        Shared state is what all ranks have in common, such as the model. Rank 0 stores this state. If the state is
+        sharded, each rank stores one shard.
 
         Args:
             group: The group that took the captures.

@@ -126,7 +126,7 @@ def packed_bytes(what: str, value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class SentData:
-    """Wraps data that a program passes to a detached trainer. Unpickling the wrapper returns `data` itself.
+    """Wraps data that a program passes to a detached trainer. Unpickling returns the data without the wrapper.
 
     Each call unpickles a new copy of the data. The function `identity` returns the same token for all copies, so that
     the trainer recognizes data that it has received before.
@@ -241,7 +241,7 @@ class WorkerProcess:
         call_thread: ID of the thread that runs the current call or ran the last call. None before the first call.
             `_NO_THREAD` while the worker waits for the next call on a Unix socket.
         number: Number of the last call that had a number. None if no call had a number.
-        reply: The reply to that call, for a driver that sends it again.
+        reply: The reply to the call with this number, for a driver that sends the call again.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class WorkerProcess:
     @_guarded
     def open_endpoint(self, host: str, rank: int) -> int:
         """Leave the current group, if any, and listen on a port for the ranks of the next group. Return the port."""
-        # Also leave the group of one in which a standby worker was prepared, and a group that `join` failed to form.
+        # Also leave the single-rank group in which a standby worker was prepared, and a group that could not be formed.
         if self._replica is not None or self._world.size:
             self._connection.leave()
         return self._connection.open_endpoint(host, rank)

@@ -185,7 +185,7 @@ class Accounts:
         Args:
             account: The rank's account.
             spent: The new process's first report for this rank.
-            before: The same process's last report for another rank. None if there is none.
+            before: The new process's last report for the rank that it had before. None if it had no other rank.
             now: The current time, on the driver's clock.
         """
         last = account.newest

@@ -126,12 +126,12 @@ class History(Sequence[dict[str, Any]]):
     def add(self, record: CallRecord, row: dict[str, Any] | None = None) -> None:
         """Add the record of a call. A `train` call starts a new row.
 
-        A `validate` call after the epoch completes that row.
+        The metrics of a `validate` call are added to an existing row, unless the validation ran inside an epoch.
 
         Args:
             record: The record of the call.
-            row: The row that a `validate` call completes. Default: the last row, if `fit` made both this call and the
-                row's `train` call, or made neither of them.
+            row: The row that gets the metrics of a `validate` call. Default: the last row, if `fit` made both this call
+                and the row's `train` call, or made neither of them.
         """
         self.records.append(record)
         if record.kind == "train":
@@ -375,9 +375,9 @@ class CallRecorder:
     Attributes:
         history: The history with the calls so far.
         trained: The epoch, from 1, in which the last call to `train` started.
-        told_s: Returns how many seconds the ranks have spent in training calls since an earlier process of this trainer
-            stored its state: the maximum over the ranks. None if there was no earlier process, and after this process
-            has recorded a training call.
+        told_s: Returns the seconds that the ranks have spent in training calls since an earlier process of this trainer
+            stored its state. If the ranks differ, returns the largest value. None if there was no earlier process, or
+            once this process has recorded a training call.
     """
 
     def __init__(self, events: list[GroupEvent]) -> None:

@@ -76,7 +76,10 @@ RememberObjects = Callable[[Sequence[Any]], Callable[[], None]]
 
 
 class ObjectMeter:
-    """Accumulates one metric that batches report as a metric object. Holds the last object and the captured states.
+    """Accumulates one metric that batches report as a metric object. The object itself accumulates its batches.
+
+    For a summary, the state of the last reported object is copied (captured) and the object is reset. This class stores
+    that object and the merged copies.
 
     Attributes:
         live: The metric object that a batch has reported since the last capture, or None if no batch has reported one.

@@ -89,7 +89,7 @@ FORMER_FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class _FormerUnpickler(pickle.Unpickler):
-    """Reads a pickle that may contain only plain values and NumPy arrays."""
+    """Reads a pickle of plain values and NumPy arrays. Raises `NotPlainError` for a pickle with other contents."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the safe replacement for the function `module.name`, which the pickle names.

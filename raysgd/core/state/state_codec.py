@@ -125,7 +125,10 @@ def decode(encoded: EncodedState, copy: bool) -> Any:
 
 
 class _TensorPart(NamedTuple):
-    """The position of a tensor's bytes, in the buffer or in a separate array, with its dtype, shape and strides."""
+    """The position of a tensor's bytes in an `EncodedState`, and the tensor's dtype, shape and strides.
+
+    The bytes are in the encoded state's `buffer`, or in one of the arrays in `apart`.
+    """
 
     apart: int | None
     start: int

@@ -1,8 +1,8 @@
 """raysgd's logging: shows warnings by default, and shows the workers' log lines in the driver, with their ranks.
 
 A library usually leaves logging to its user. raysgd warns about lost workers and about anything that changes training
-results, so it shows warnings until the user configures logging. From then on, only the user's handlers decide. A
-warning that would repeat on every batch is shown once, and lists of ranks are kept short.
+results, so it shows warnings until the user configures logging. From then on, the user's handlers decide what
+is shown. A warning that would repeat on every batch is shown once, and lists of ranks are kept short.
 """
 
 from __future__ import annotations

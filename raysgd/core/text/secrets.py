@@ -18,8 +18,8 @@ _AS_A_WORD = r"sig|sas|dsn|jwt|auth|authorization|bearer"
 _NAME = rf"(?:(?:{_ANYWHERE})\w{{0,40}}|(?:{_AT_THE_END}|(?<![a-z0-9])(?:{_AS_A_WORD}))\d*)"
 _IS_SECRET = re.compile(rf"{_NAME}$", re.IGNORECASE)
 
-# Matches the user and key before the `@` of a URI, even if the key has slashes. In a URI without a bucket, a port
-# number does not count as a key.
+# Matches the user and key before the `@` of a URI, even if the key has slashes. In the URI of a storage bucket, a
+# number followed by a slash counts as part of the key. In any other URI, such a number counts as a port.
 _USER = re.compile(
     r"""(?:\b(s3[an]?|gs|gcs|az|abfss?|wasbs?|oss):)?(?<=:)(?P<slashes>//?)"""
     r"""(?P<user>[^/@\s'"`]*:(?(1)|(?!\d+/))[^@\s'"`]{0,1000}@(?:[^/@\s'"`]*@)*)""",

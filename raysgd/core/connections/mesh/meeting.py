@@ -359,9 +359,9 @@ def _listen_at_name(host: str) -> tuple[socket.socket, socket.socket, int] | Non
 
 
 def has_names(host: str) -> bool:
-    """Return True if ranks at the address `host` listen at Unix sockets.
+    """Return True if ranks at the address `host` listen at Unix sockets where possible.
 
-    In a sandbox, they may have to use TCP anyway.
+    In a sandbox that forbids Unix sockets, these ranks use TCP instead.
     """
     return _HAS_NAMES and host == LOOPBACK
 
@@ -417,7 +417,7 @@ Handshake: TypeAlias = Generator[int, None, Peer]
 
 @dataclass(frozen=True)
 class Credentials:
-    """This rank's number and the group's secret, with which it proves that it belongs to the group."""
+    """This rank's number, and the group's secret. With the secret, the rank proves that it belongs to the group."""
 
     rank: int
     secret: bytes

@@ -18,7 +18,8 @@ on several nodes   reduce on each node, all-reduce       reduce-scatter on each 
                    broadcast on each node
 =================  ====================================  ==================================================
 
-As an exception, up to `MOST` ranks on several nodes also send small arrays directly to all. ADR 35 explains the
+In the last row, each sum over a few of the ranks uses the algorithm that the first two rows list for this number of
+ranks. As an exception, up to `MOST` ranks on several nodes also send small arrays directly to all. ADR 35 explains the
 choices.
 """
 
@@ -132,8 +133,8 @@ class RankSums:
             ranks: The ranks that take part in the sum.
             flat: One-dimensional array.
             kind: Identifies the type of collective, see `Mesh.swap`.
-            is_small: True to send the whole array. This takes fewer messages than sending it in parts, but a rank may
-                then send it more than twice.
+            is_small: True to send the whole array, False to send it in parts if that is faster. Sending the whole array
+                takes fewer messages, but some ranks send more bytes.
         """
         if len(ranks) == 1:
             return

@@ -28,7 +28,7 @@ class Call:
         rank: The only rank that runs the call. None for all ranks.
         on_wait: Called about ten times a second while the driver waits for the call.
         resume: Function that resumes the call in a newly formed group, with the same arguments as `function`. None if
-            the call can only start over, which is enough for a call that does not change the state.
+            the call can only start over. That is enough for a call that does not change the state.
         leaves_as_new: True if new workers are built with the state that this call produces. A restart then need not
             repeat the call.
         check: Called with the values of all ranks before the call counts as completed. If it raises, the group is
