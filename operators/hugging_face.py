@@ -82,8 +82,7 @@ class HuggingFaceOperator(SupervisedOperator):
     `train` reports `train_loss`. `validate` reports `val_loss` and, if the labels are integers, `val_accuracy`.
 
     You can also override `build_optimizer`, `build_scheduler`, `count_labels`, `forward`, and any method of
-    `TrainingOperator` independently of the others. `setup` calls the `build_...` methods. If you override `setup`, call
-    `super().setup(config)`.
+    `TrainingOperator`. `setup` calls the `build_...` methods. If you override `setup`, call `super().setup(config)`.
 
     All config keys are optional, and you can add your own. Names from `transformers.TrainingArguments` that have an
     equivalent in raysgd raise a `ValueError` that names the equivalent.
@@ -308,7 +307,7 @@ class HuggingFaceOperator(SupervisedOperator):
     def load_pretrained(trainer: TorchTrainer, folder: str | Path) -> None:
         """Load a saved adapter into the models of all workers.
 
-        The adapter can have been saved by `save_pretrained` of this class or of PEFT.
+        The adapter can come from `save_pretrained` of this class or of PEFT.
 
         Args:
             trainer: A trainer of a `HuggingFaceOperator` with a `PeftModel`.

@@ -208,7 +208,7 @@ class CreatorOperator(TrainingOperator):
     def _end_epoch(self, own: Sequence[Any], callbacks: Any, data: Mapping[str, Any]) -> None:
         """Validate and call the callbacks, as Keras does after the last step of an epoch.
 
-        Called if an epoch was interrupted after its last step; only this work is left then.
+        Called if an epoch was interrupted after its last step, so that only this work is left.
 
         Args:
             own: The user's callbacks.
@@ -234,8 +234,8 @@ class CreatorOperator(TrainingOperator):
     def _stoppers(self, callbacks: Sequence[Any]) -> list[Any]:
         """Return a list with a callback that stops all ranks at the same step if one rank's callback stops training.
 
-        Return an empty list if none of the user's callbacks that all ranks run has a method that Keras calls in each
-        step.
+        Callbacks that only rank 0 runs are ignored. If no other callback overrides a method that Keras calls in each
+        step, return an empty list.
         """
         group = self._raysgd.context.synchronizer.group
 

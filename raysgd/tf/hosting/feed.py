@@ -157,8 +157,8 @@ class TFFeed(feed.DataFeed):
         """Reset a shuffled validation dataset to the order of its first pass, if its order may differ between ranks.
 
         The order differs after workers were replaced, because a new worker starts with the first order. It may also
-        differ if the training dataset contains the same shuffle, because each pass over the training dataset changes
-        the order.
+        differ if the training dataset contains the same shuffle. Each pass over the training dataset then changes the
+        order, and the ranks may have started different numbers of passes.
         """
         internals = self._operator_of()._raysgd
         data, is_regrouped, self._is_regrouped = internals.data, self._is_regrouped, False

@@ -50,8 +50,8 @@ class GlobalLosses:
     def num_samples_of(self, counted: int, repeat: Exchange) -> float:
         """Return this rank's number of samples in the current step.
 
-        If raysgd's loop draws the batches, return the number that the loop knows. Otherwise, return `counted`, or 1 if
-        `counted` is -1.
+        If raysgd's loop draws the batches, return the number that the loop has recorded. Otherwise, return `counted`,
+        or 1 if `counted` is -1.
 
         Args:
             counted: Number of samples counted in the batch by a step of a Keras loop. -1 if no such step runs.

@@ -381,8 +381,8 @@ def _executor(
 def followed(placement_strategy: str) -> Literal["PACK", "SPREAD"] | None:
     """Convert the `placement_strategy` of a scaling config for an executor, which has no strict strategies.
 
-    A strict strategy becomes the plain strategy, which Ray follows as far as possible. "PACK", the default, becomes
-    None.
+    A strict strategy becomes the plain strategy, which Ray follows as far as possible. If the user set "PACK", the
+    default, return None.
 
     >>> [followed(strategy) for strategy in ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")]
     [None, 'PACK', 'SPREAD', 'SPREAD']
