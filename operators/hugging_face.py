@@ -90,8 +90,8 @@ class HuggingFaceOperator(SupervisedOperator):
     * `lr`: Learning rate. Default: 0.00005.
     * `optimizer`: "adamw" (the default), "adam", "rmsprop", "sgd", or a class that takes `lr` and `weight_decay`.
     * `weight_decay`: Weight decay. Default: 0. One-dimensional parameters and biases do not decay.
-    * `scheduler`: Name of a schedule for `transformers.get_scheduler`, such as "linear". Set `num_training_steps` too,
-      and `num_warmup_steps` if it is not 0. Needs `TorchTrainer(scheduler_step_freq="batch")`.
+    * `scheduler`: Name of a schedule for `transformers.get_scheduler`, such as "linear". Also set `num_training_steps`
+      and, for a warm-up, `num_warmup_steps`. Needs `TorchTrainer(scheduler_step_freq="batch")`.
     * `batch_size`: Samples per step and worker. With `split_batches=True`, samples per step over all workers.
       Default: 32. To set the global batch size in either case, use the key `raysgd.utils.BATCH_SIZE` instead.
     * `seed`: Seed for PyTorch's generators, which determine the initial weights, the data order and all later random

@@ -83,7 +83,8 @@ class CreatorOperator(TrainingOperator):
     ) -> dict[str, Any]:
         """Run Keras's `fit` once, with the options in `fit_config`. Return the metrics of the last epoch.
 
-        Each value is returned twice, under Keras's name and with the prefix `train_`: `loss` and `train_loss`.
+        Each value is returned twice, under Keras's name and with the prefix `train_`. For example, the loss is returned
+        as `loss` and as `train_loss`.
         """
         options = dict(self.config.get(_FIT_CONFIG) or {})
         if num_steps is not None:

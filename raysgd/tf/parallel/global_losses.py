@@ -204,7 +204,7 @@ class GlobalLosses:
         return factor
 
     def _compare(self, is_test: bool, is_sum: bool, count: Array, divisor: Array) -> np.float64:
-        """Return this rank's factor, for which the ranks all-reduce their divisors.
+        """Return this rank's factor. To compute it, the ranks all-reduce their numbers of samples and their divisors.
 
         TensorFlow calls this each time that the graph runs. On a rank without samples, the factor is 0. An evaluation
         needs no all-reduce, unless a Keras loop evaluates the same global batches on all ranks.

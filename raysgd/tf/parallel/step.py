@@ -206,8 +206,8 @@ def repeat_with_zeros(exchanges: Sequence[Exchange], result: Any) -> Any:
 def _zeros_like(gradient: Any, variable: Any) -> Callable[[], Any]:
     """Return a function that creates a zero gradient, dense or sparse like the given gradient.
 
-    A tensor created here could not be used in another graph later. A dense zero gradient gets the shape of the
-    variable, because the shape of the gradient may be unknown in a graph.
+    The result is a function, because a tensor that is created now could not be used in another graph later. A dense
+    zero gradient gets the shape of the variable, because the shape of the gradient may be unknown in a graph.
     """
     import tensorflow as tf
 
