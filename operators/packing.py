@@ -39,9 +39,9 @@ def pack(samples: Any, num_tokens: int) -> Any:
     The packing depends only on text lengths, so all workers create the same packs. Texts are placed from longest to
     shortest, each into the fullest pack that still has space for it (best-fit decreasing).
 
-    A stream is packed while it is read. Each shard is packed separately, and texts are placed in the order of the shard.
-    At most 16 packs at a time wait for more texts. Call `pack` after `map` and `filter`, and before `shuffle`, `take` and
-    `batch`, which then count packs.
+    A stream is packed while it is read. Each shard is packed separately, and its texts are placed in the order in which
+    they are read. At most 16 packs at a time wait for more texts. Call `pack` after `map` and `filter`, and before
+    `shuffle`, `take` and `batch`, which then count packs.
 
     Args:
         samples: An iterable or a stream of tokenized texts, as tokenizers return them, with `input_ids` and optional
