@@ -471,7 +471,7 @@ class TrainerCallbacks:
     """The callbacks of one `Trainer` run: `raysgd.train` callbacks, and `raysgd.callbacks` callbacks.
 
     Raises:
-        TypeError: An object in the list is not a callback.
+        TypeError: An object in `callbacks` is not a callback.
     """
 
     def __init__(self, callbacks: Any) -> None:

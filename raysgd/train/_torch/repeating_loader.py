@@ -197,8 +197,8 @@ class GlobalStream:
 class RepeatingLoader(DataLoader[Any]):
     """Wraps a loader over global batches, and repeats a batch if a worker was lost while the batch was processed.
 
-    After a loss, the loader waits before the next batch until the remaining workers have formed a new group. New
-    workers also join between two batches. Other attributes come from the wrapped loader.
+    After a worker was lost, the loader waits before the next batch until the remaining workers have formed a new group.
+    New workers also join between two batches. Other attributes come from the wrapped loader.
 
     Args:
         loader: The loader to wrap.
