@@ -166,7 +166,7 @@ class GlobalSteps:
         self._is_checked = True
 
     def refuse_unprepared(self, optimizer: torch.optim.Optimizer) -> None:
-        """If an optimizer trains a prepared model, check that it is prepared, or is part of a prepared optimizer.
+        """Check that an optimizer of a prepared model is prepared itself, or is part of a prepared optimizer.
 
         Raises:
             ValueError: The optimizer is not prepared.

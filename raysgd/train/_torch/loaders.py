@@ -224,7 +224,7 @@ def _over(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> DataLoad
 
 
 def _accept_epochs(sampler: Any) -> None:
-    """Add a `set_epoch` method that does nothing to a sampler, unless the sampler has its own.
+    """Give a sampler a `set_epoch` method that does nothing, unless the sampler has its own.
 
     Training functions call `loader.sampler.set_epoch`, but with a single worker, the loader keeps the user's sampler.
     """
