@@ -299,7 +299,7 @@ class RepeatingLoader(DataLoader[Any]):
         self.is_open = False
 
     def _leave(self, has_trained: bool, is_last: bool) -> None:
-        """Count a pass that the function leaves early as an epoch, if the function has taken a step in the pass.
+        """When the function leaves a pass early, count the pass as an epoch if the function has taken a step in it.
 
         A pass over a stream counts only if the function leaves it during the last batch. Otherwise, the next pass
         continues where this pass stopped.

@@ -334,7 +334,7 @@ class FitRun:
     def _take_landing(self) -> bool:
         """Return True if a new checkpoint must reset the count of failures.
 
-        This is the case if a checkpoint was written since the last failure, and the function has never raised.
+        This is the case if a checkpoint was written since the last failure, and the function has never raised an error.
         """
         return self._checkpoints.take_landing() and not self._has_raised
 
