@@ -117,10 +117,10 @@ class GANOperator(TrainingOperator):
         return self._loss(self.discriminator(generated), 1.0)
 
     def score_samples(self, real: torch.Tensor, generated: torch.Tensor) -> dict[str, Any]:
-        """Return additional metrics for `validate` from a batch of real and generated samples. Override this.
+        """Return additional metrics for `validate` from equal numbers of real and generated samples. Override this.
 
-        Both networks are in evaluation mode, and both batches have the same size. Do not call collectives here, because
-        ranks may have different numbers of batches.
+        Both networks are in evaluation mode. Do not call collectives here, because ranks may have different numbers of
+        batches.
         """
         return {}
 

@@ -82,8 +82,7 @@ class HuggingFaceOperator(SupervisedOperator):
     `train` reports `train_loss`. `validate` reports `val_loss` and, if the labels are integers, `val_accuracy`.
 
     You can also override `build_optimizer`, `build_scheduler`, `count_labels`, `forward`, and any method of
-    `TrainingOperator` independently of the others. `setup` calls the `build_...` methods. If you override `setup`, call
-    `super().setup(config)`.
+    `TrainingOperator`. `setup` calls the `build_...` methods. If you override `setup`, call `super().setup(config)`.
 
     All config keys are optional, and you can add your own. Names from `transformers.TrainingArguments` that have an
     equivalent in raysgd raise a `ValueError` that names the equivalent.
@@ -91,8 +90,8 @@ class HuggingFaceOperator(SupervisedOperator):
     * `lr`: Learning rate. Default: 0.00005.
     * `optimizer`: "adamw" (the default), "adam", "rmsprop", "sgd", or a class that takes `lr` and `weight_decay`.
     * `weight_decay`: Weight decay. Default: 0. One-dimensional parameters and biases do not decay.
-    * `scheduler`: Name of a schedule for `transformers.get_scheduler`, such as "linear". Set `num_training_steps` too,
-      and `num_warmup_steps` if it is not 0. Needs `TorchTrainer(scheduler_step_freq="batch")`.
+    * `scheduler`: Name of a schedule for `transformers.get_scheduler`, such as "linear". Also set `num_training_steps`
+      and, for a warm-up, `num_warmup_steps`. Needs `TorchTrainer(scheduler_step_freq="batch")`.
     * `batch_size`: Samples per step and worker. With `split_batches=True`, samples per step over all workers.
       Default: 32. To set the global batch size in either case, use the key `raysgd.utils.BATCH_SIZE` instead.
     * `seed`: Seed for PyTorch's generators, which determine the initial weights, the data order and all later random
@@ -308,7 +307,7 @@ class HuggingFaceOperator(SupervisedOperator):
     def load_pretrained(trainer: TorchTrainer, folder: str | Path) -> None:
         """Load a saved adapter into the models of all workers.
 
-        The adapter can have been saved by `save_pretrained` of this class or of PEFT.
+        The adapter can come from `save_pretrained` of this class or of PEFT.
 
         Args:
             trainer: A trainer of a `HuggingFaceOperator` with a `PeftModel`.

@@ -39,9 +39,9 @@ def pack(samples: Any, num_tokens: int) -> Any:
     The packing depends only on text lengths, so all workers create the same packs. Texts are placed from longest to
     shortest, each into the fullest pack that still has space for it (best-fit decreasing).
 
-    A stream is packed while it is read. Each shard is packed separately, and its texts are placed in their order. At
-    most 16 packs at a time wait for more texts. Call `pack` after `map` and `filter`, and before `shuffle`, `take` and
-    `batch`, which then count packs.
+    A stream is packed while it is read. Each shard is packed separately, and its texts are placed in the order in which
+    they are read. At most 16 packs at a time wait for more texts. Call `pack` after `map` and `filter`, and before
+    `shuffle`, `take` and `batch`, which then count packs.
 
     Args:
         samples: An iterable or a stream of tokenized texts, as tokenizers return them, with `input_ids` and optional
@@ -211,7 +211,10 @@ def _of_texts(stream: Stream) -> Pipeline:
 
 
 def checked_pack(row: Any) -> Any:
-    """Return a row of a packed stream. If the row is an error, raise it: a stream can skip rows that raise errors."""
+    """Return a row of a packed stream, or raise the error that takes the place of a row.
+
+    With `batch(on_error="skip")`, a stream skips the rows for which a function raises an error.
+    """
     if isinstance(row, Exception):
         raise row
     return row

@@ -15,7 +15,7 @@ class RegressionOperator(MeasuredOperator):
     """Trains a model with the mean squared error. You provide the model and the data.
 
     Override `build_model` and `build_data`. A sample is `(input, target)`. The model returns predictions with the same
-    shape as the targets. A trailing dimension of size 1 is squeezed.
+    shape as the targets. If the predictions have an additional last dimension of size 1, this dimension is squeezed.
 
     `train` reports `train_loss`. `validate` reports `val_loss`, `val_mae` (mean absolute error) and `val_r2` (fraction
     of variance explained). The values equal what a single process would compute from the samples of all workers.

@@ -83,7 +83,8 @@ class CreatorOperator(TrainingOperator):
     ) -> dict[str, Any]:
         """Run Keras's `fit` once, with the options in `fit_config`. Return the metrics of the last epoch.
 
-        Each value is returned twice, under Keras's name and with the prefix `train_`: `loss` and `train_loss`.
+        Each value is returned twice, under Keras's name and with the prefix `train_`. For example, the loss is returned
+        as `loss` and as `train_loss`.
         """
         options = dict(self.config.get(_FIT_CONFIG) or {})
         if num_steps is not None:
@@ -208,7 +209,7 @@ class CreatorOperator(TrainingOperator):
     def _end_epoch(self, own: Sequence[Any], callbacks: Any, data: Mapping[str, Any]) -> None:
         """Validate and call the callbacks, as Keras does after the last step of an epoch.
 
-        Called if an epoch was interrupted after its last step; only this work is left then.
+        Called if an epoch was interrupted after its last step, so that only this work is left.
 
         Args:
             own: The user's callbacks.
@@ -234,8 +235,8 @@ class CreatorOperator(TrainingOperator):
     def _stoppers(self, callbacks: Sequence[Any]) -> list[Any]:
         """Return a list with a callback that stops all ranks at the same step if one rank's callback stops training.
 
-        Return an empty list if none of the user's callbacks that all ranks run has a method that Keras calls in each
-        step.
+        Callbacks that only rank 0 runs are ignored. If no other callback overrides a method that Keras calls in each
+        step, return an empty list.
         """
         group = self._raysgd.context.synchronizer.group
 

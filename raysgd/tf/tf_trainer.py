@@ -85,7 +85,8 @@ class TFTrainer(ClassTrainer[OperatorT]):
         resources_per_worker: Custom Ray resources for each worker, such as `{"fast_disk": 1}`.
         accelerator_type: The type of GPU that workers need, by its name in Ray, such as "A100".
         placement_strategy: "PACK" places workers on as few nodes as possible, "SPREAD" on as many as possible. By
-            default, workers with GPUs are packed, so that most traffic stays inside a node, and others are spread.
+            default, workers with GPUs are packed, so that most traffic stays inside a node. Without GPUs, workers are
+            spread.
         runtime_env: Ray runtime environment of the worker processes. Default: the job's runtime environment. It does
             not apply to a worker in the driver.
         initialization_hook: Function without arguments to call in each worker process before anything else.

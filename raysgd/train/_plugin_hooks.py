@@ -112,7 +112,7 @@ class PluginHooks(GroupHooks):
             if self._make_object is not None:
                 make_objects(self._make_object, made)
             known |= {group.infos[rank]: worker for rank, worker in zip(new, made, strict=True)}
-        except LostDuringCallError as lost:  # only logged, because the next call handles the loss
+        except LostDuringCallError as lost:  # only logged, because the next call recovers from the lost worker
             logger.warning("%s, while joining the group; the next call handles the loss", lost)
         self.workers.follow([known.get(info) for info in group.infos])
         self._infos = [info for info in group.infos if info in known]
@@ -124,7 +124,7 @@ class PluginHooks(GroupHooks):
             return
         try:
             hook(self.workers, self._config)
-        except LostDuringCallError as lost:  # only logged, because the next call handles the loss
+        except LostDuringCallError as lost:  # only logged, because the next call recovers from the lost worker
             logger.warning("%s, in `on_training_start`; the next call handles the loss", lost)
 
     def on_failure(self, diagnosis: Diagnosis) -> None:

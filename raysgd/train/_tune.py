@@ -1,8 +1,8 @@
 """Runs trainers as trials of Ray Tune, which stores their checkpoints and receives every report of rank 0.
 
-A `FunctionTrial` runs a `Trainer`. A `FitTrial` runs a trainer with a `fit()` method. Tune may choose the arguments of
-this trainer, and users may override its training loop. The loop therefore runs in a thread of the trial and waits at
-each report until Tune requests the next report.
+A `FunctionTrial` runs a `Trainer`. A `FitTrial` runs a trainer with a `fit()` method. Users may override the training
+loop of this trainer, so a trial cannot run the loop step by step. Instead, the loop runs in a thread of the trial, and
+waits at each report until Tune requests the next report.
 """
 
 from __future__ import annotations

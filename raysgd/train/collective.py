@@ -13,7 +13,9 @@ T = TypeVar("T")
 
 
 def broadcast_from_rank_zero(data: T) -> T:
-    """Return rank 0's value of `data` on all workers. All workers must call this function, and wait for each other.
+    """Return rank 0's value of `data` on all workers.
+
+    All workers must call this function. The call blocks until all of them have called it.
 
     Raises:
         TypeError: The value cannot be pickled.

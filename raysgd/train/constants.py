@@ -16,7 +16,7 @@ from raysgd.air.constants import WILDCARD_KEY as WILDCARD_KEY
 
 BASIC_AUTOFILLED_KEYS = {TIMESTAMP, TIME_THIS_ITER_S, TRAINING_ITERATION}
 
-# Keys that are added to reports if the environment variable `ENABLE_DETAILED_AUTOFILLED_METRICS_ENV` is 1.
+# Keys that are added to reports if the environment variable TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS is 1.
 DATE = "_date"
 HOSTNAME = "_hostname"
 NODE_IP = "_node_ip"

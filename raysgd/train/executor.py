@@ -79,7 +79,7 @@ WORDS = FrontEndWords(
 
 @dataclass(frozen=True)
 class ExecutorRules:
-    """Settings of an executor that differ between its users: `Trainer` uses the defaults, `fit` does not.
+    """Settings that differ between the executors of `Trainer`, which uses the defaults, and of `fit`.
 
     Attributes:
         failures: Policy that decides after a failure whether to retry or to raise the error.
@@ -153,7 +153,7 @@ class BackendExecutor:
         max_retries: The number of the worker failure, counted from 1, that is raised as an error: 3 allows two restarts
             and raises the third failure. -1 allows any number of failures. Each `start`, training function and `run`
             counts from 1 again. Workers that die while starting also count.
-        resize_interval_s: How often a run with fewer workers than the maximum looks for free resources.
+        resize_interval_s: Seconds between two searches for free resources, if a run has fewer workers than the maximum.
         heartbeat_s: A worker process that does not respond for this many seconds counts as lost.
         placement: Further requirements of the workers, and how Ray places the workers on nodes.
         rules: Settings that differ between `Trainer` and `fit`. Default: those of `Trainer`.
@@ -649,7 +649,7 @@ def preemption_of(nodes: Sequence[str], deadlines: Mapping[str, int]) -> Preempt
 
     Args:
         nodes: The node of each rank.
-        deadlines: For each node that will be taken away, the time in milliseconds of Unix time; 0 if it is unknown.
+        deadlines: For each node that will be taken away, when this happens, in milliseconds of Unix time; 0 if unknown.
     """
     ranks = {node: [rank for rank, place in enumerate(nodes) if place == node] for node in nodes if node in deadlines}
     times = [deadlines[node] for node in ranks if deadlines[node]]
@@ -670,7 +670,7 @@ def restarts_allowed(max_retries: int) -> float:
 class CallableFlag(int):
     """A boolean value that can also be called.
 
-    This is the type of `is_started`. It was a property in some versions of the old library, and a method in others.
+    This is the type of `is_started`, which was a property in some versions of the old library, and a method in others.
     """
 
     def __call__(self) -> bool:

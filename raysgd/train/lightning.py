@@ -112,7 +112,7 @@ class RayTrainReportCallback(_Callback):
         UploadOptions(**self._options)  # created only because it validates the options
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save a Lightning checkpoint and report it with the logged metrics. All ranks take part in both."""
+        """Save a Lightning checkpoint and report it with the logged metrics. Called on all ranks."""
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         folder = tempfile.mkdtemp(prefix="raysgd-lightning-")

@@ -176,7 +176,7 @@ def columns_of(data: Any, name: str = _TENSOR) -> dict[str, Any]:
         return {name: data}
     if isinstance(data, Mapping):
         return {key: stacked(values) for key, values in data.items()}
-    data = data.to_pandas() if hasattr(data, "to_pandas") else data  # this is a PyArrow table
+    data = data.to_pandas() if hasattr(data, "to_pandas") else data  # only PyArrow tables have `to_pandas`
     if not hasattr(data, "columns"):
         raise TypeError(
             f"`data={data!r:.200}`: need an array of NumPy, a dict of arrays, a data frame or a table of PyArrow."

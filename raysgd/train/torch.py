@@ -1,7 +1,7 @@
 """PyTorch in training functions: the process group, and helpers for models, loaders, optimizers and mixed precision.
 
-Call the helpers inside a function that a trainer runs. They prepare your objects for several workers, and leave them
-unchanged for a single worker.
+Call the helpers inside a function that a trainer runs. They prepare your objects for the worker's device, the run's
+precision, and training on several workers.
 """
 
 from __future__ import annotations

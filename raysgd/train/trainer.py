@@ -72,8 +72,8 @@ class Trainer:
             to `~/ray_results`. Default: a new folder in `~/ray_results`.
         max_retries: The number of the failure, counted from 1, that ends a run: 3 allows two restarts and raises the
             third failure as an error. -1 allows any number of failures.
-        resize_interval_s: How often a run with fewer workers than the maximum looks for free resources. The run grows
-            after a checkpoint.
+        resize_interval_s: Seconds between two searches for free resources, if a run has fewer workers than the maximum.
+            The run grows after a checkpoint.
         heartbeat_s: A worker process that does not respond for this many seconds, because it is stopped or frozen,
             counts as lost. A starting process gets at least 120 s.
         accelerator_type: The GPU model that workers need, by its name in Ray, such as "A100".
@@ -471,7 +471,7 @@ class TrainerCallbacks:
     """The callbacks of one `Trainer` run: `raysgd.train` callbacks, and `raysgd.callbacks` callbacks.
 
     Raises:
-        TypeError: An object in the list is not a callback.
+        TypeError: An object in `callbacks` is not a callback.
     """
 
     def __init__(self, callbacks: Any) -> None:

@@ -188,7 +188,7 @@ def _of_dataset(dataset: Any) -> PredictionSource:
 
 
 def _as_given(batch: Any) -> Any:
-    """Convert the tensors in a batch from the user's iterator to NumPy arrays."""
+    """Return a batch that the user's iterator has yielded, with its tensors converted to NumPy arrays."""
     return plain(tuple(batch) if isinstance(batch, list) else batch)
 
 

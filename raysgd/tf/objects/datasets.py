@@ -31,7 +31,7 @@ NO_FIRST_ORDER = (
     "repeated or skipped. Remove the shuffle, because validation does not need it"
 )
 
-_IGNORE = 1  # TensorFlow's policy for serializing a dataset without external state, such as Python functions
+_IGNORE = 1  # TensorFlow's policy to omit external state, such as Python functions, when it serializes a dataset
 
 _ADVICE = "`tf.data.Dataset.from_tensor_slices(...).batch(...)`, or with `from_generator`"
 _ADVICE_FOR_INDEXED = (  # a `PyDataset` of Keras 3, or a `Sequence` of tf_keras

@@ -56,7 +56,10 @@ class ExchangeRecord:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Measure the time that the block, a training call or a part of it, spends outside gradient all-reduces."""
+        """Measure the time that the block spends outside gradient all-reduces.
+
+        The block runs a training call, or a part of it.
+        """
         self._left_at = time.perf_counter()
         try:
             yield

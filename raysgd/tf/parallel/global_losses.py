@@ -50,8 +50,8 @@ class GlobalLosses:
     def num_samples_of(self, counted: int, repeat: Exchange) -> float:
         """Return this rank's number of samples in the current step.
 
-        If raysgd's loop draws the batches, return the number that the loop knows. Otherwise, return `counted`, or 1 if
-        `counted` is -1.
+        If raysgd's loop draws the batches, return the number that the loop has recorded. Otherwise, return `counted`,
+        or 1 if `counted` is -1.
 
         Args:
             counted: Number of samples counted in the batch by a step of a Keras loop. -1 if no such step runs.
@@ -204,7 +204,7 @@ class GlobalLosses:
         return factor
 
     def _compare(self, is_test: bool, is_sum: bool, count: Array, divisor: Array) -> np.float64:
-        """Return this rank's factor, for which the ranks all-reduce their divisors.
+        """Return this rank's factor. To compute it, the ranks all-reduce their numbers of samples and their divisors.
 
         TensorFlow calls this each time that the graph runs. On a rank without samples, the factor is 0. An evaluation
         needs no all-reduce, unless a Keras loop evaluates the same global batches on all ranks.

@@ -23,9 +23,9 @@ _SUM, _MEAN, _FIRST = "sum", "mean", "only_first_replica"
 class GlobalMetrics:
     """Makes Keras models report an epoch's metrics over all ranks instead of over one rank.
 
-    Keras takes an epoch's results from the model's `get_metrics_result`, but only if it returns the same names as the
-    last step. This class replaces that method with one that returns these names. For a metric, the new method returns
-    the result over all ranks, and for any other number its sample-weighted mean over the ranks.
+    Keras takes an epoch's results from the model's `get_metrics_result`, but only if this method returns the same names
+    as the last step. This class replaces `get_metrics_result` with a method that returns these names. The values of
+    metrics are results over all ranks. All other numbers are averaged over the ranks, weighted by samples.
 
     Args:
         group: Returns the group of ranks.

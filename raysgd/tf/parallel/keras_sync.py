@@ -43,7 +43,7 @@ class Synchronizer:
 
     Attributes:
         step: The current training step, if raysgd's own loop draws the batches.
-        validation_step: The current validation step. Each rank iterates over its batches independently.
+        validation_step: The current validation step. In a validation, the ranks do not step together.
         exchanges: Counts and times the gradient all-reduces.
         losses: Scales losses that are not means over samples. None if there will never be other replicas.
         watches: False if models and optimizers are left unchanged, because there will never be other replicas.
@@ -273,7 +273,7 @@ class Synchronizer:
         """Take part in a step for which this rank has no samples, by repeating the all-reduces of its last step.
 
         Args:
-            train_step: The operator's `train_step`. If this rank has not taken a step yet, this function is traced to
+            train_step: The operator's `train_step`. If this rank has not taken a step yet, `train_step` is traced to
                 find out which all-reduces a step has.
             batch: Batch with which to trace the step.
         """

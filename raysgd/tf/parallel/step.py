@@ -17,11 +17,11 @@ Exchange = Callable[[], object]
 
 @dataclass
 class TFStep:
-    """A replica's current step if raysgd's own loop draws the batches.
+    """A replica's current step in raysgd's own loop.
 
     Attributes:
-        num_samples: Number of this rank's samples in the step. None if a Keras loop draws the batches. The number is
-            then counted in the batch.
+        num_samples: Number of this rank's samples in the step. None between steps. Also None if a Keras loop draws the
+            batches, because the number is then counted in each batch.
         num_global: The step's total number of samples over all ranks, or 0 if unknown.
         weights: This rank's sum of sample weights, and the sum over all ranks. Both are 0 without sample weights.
         began_at: Time at which the loop started to draw the batch.
@@ -206,8 +206,8 @@ def repeat_with_zeros(exchanges: Sequence[Exchange], result: Any) -> Any:
 def _zeros_like(gradient: Any, variable: Any) -> Callable[[], Any]:
     """Return a function that creates a zero gradient, dense or sparse like the given gradient.
 
-    A tensor created here could not be used in another graph later. A dense zero gradient gets the shape of the
-    variable, because the shape of the gradient may be unknown in a graph.
+    The result is a function, because a tensor that is created now could not be used in another graph later. A dense
+    zero gradient gets the shape of the variable, because the shape of the gradient may be unknown in a graph.
     """
     import tensorflow as tf
 

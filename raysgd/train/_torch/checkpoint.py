@@ -178,7 +178,10 @@ class TorchPredictor(TensorPredictor):
         return cls(saved.get_model(model), saved.get_preprocessor(), use_gpu)
 
     def call_model(self, inputs: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Return the model's output, a tensor or a dict of tensors. An override may also return a data frame."""
+        """Return the model's output: a tensor, or a dict of tensors by name.
+
+        An override can also return a data frame, although the annotation does not include this type.
+        """
         outputs: torch.Tensor | dict[str, torch.Tensor] = self.model(inputs)
         return outputs
 

@@ -166,7 +166,7 @@ class GlobalSteps:
         self._is_checked = True
 
     def refuse_unprepared(self, optimizer: torch.optim.Optimizer) -> None:
-        """If an optimizer trains a prepared model, check that it is prepared, or is part of a prepared optimizer.
+        """Check that an optimizer of a prepared model is prepared itself, or is part of a prepared optimizer.
 
         Raises:
             ValueError: The optimizer is not prepared.
@@ -336,8 +336,8 @@ class GlobalSteps:
             return "done"
         membership, self._open = self._membership, None
         self._undo.note_return()
+        # True if the function has taken a step in this batch, but the ranks have not agreed yet that the step counts.
         has_unsaid = self._num_steps > 0 and membership.num_done == mark.num_done
-        # Did the function take a step in this batch on which the ranks have not agreed yet?
         if has_unsaid and not membership.has_repeated(mark):
             membership.flaw = _NUMBERS_DIFFER if self._num_usual else membership.flaw
             membership.count_step(self._agree)
@@ -383,7 +383,7 @@ class GlobalSteps:
         return mark is not self._open or self._num_steps > 0
 
     def _learn(self, num_steps: int) -> None:
-        """Record how many optimizer steps the function takes per batch. The first batch shows this number."""
+        """Record how many optimizer steps the function takes per batch, as counted in the first batch."""
         self._num_usual = num_steps
         self._undo.copies_all = self._undo.copies_all or num_steps > 1
 

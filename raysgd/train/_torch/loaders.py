@@ -51,8 +51,8 @@ def prepare_data_loader(
 
     Args:
         data_loader: The loader, or a stream, or a shard of a stream from `get_dataset_shard`. With a stream, workers
-            notify each other where the stream ends. `loader.state_dict()` is then a position in the stream, which any
-            number of workers can load.
+            agree on where the stream ends. `loader.state_dict()` is then a position in the stream, which any number of
+            workers can load.
         add_dist_sampler: True to shard a map-style dataset across the workers.
         move_to_device: True to move the batches to the device.
         auto_transfer: True to copy the next batch while the current batch is processed. Only on GPUs, and not for
@@ -224,7 +224,7 @@ def _over(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> DataLoad
 
 
 def _accept_epochs(sampler: Any) -> None:
-    """Add a `set_epoch` method that does nothing to a sampler, unless the sampler has its own.
+    """Give a sampler a `set_epoch` method that does nothing, unless the sampler has its own.
 
     Training functions call `loader.sampler.set_epoch`, but with a single worker, the loader keeps the user's sampler.
     """

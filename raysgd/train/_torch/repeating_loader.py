@@ -197,8 +197,8 @@ class GlobalStream:
 class RepeatingLoader(DataLoader[Any]):
     """Wraps a loader over global batches, and repeats a batch if a worker was lost while the batch was processed.
 
-    After a loss, the loader waits before the next batch until the remaining workers have formed a new group. New
-    workers also join between two batches. Other attributes come from the wrapped loader.
+    After a worker was lost, the loader waits before the next batch until the remaining workers have formed a new group.
+    New workers also join between two batches. Other attributes come from the wrapped loader.
 
     Args:
         loader: The loader to wrap.
@@ -299,7 +299,7 @@ class RepeatingLoader(DataLoader[Any]):
         self.is_open = False
 
     def _leave(self, has_trained: bool, is_last: bool) -> None:
-        """Count a pass that the function leaves early as an epoch, if the function has taken a step in the pass.
+        """When the function leaves a pass early, count the pass as an epoch if the function has taken a step in it.
 
         A pass over a stream counts only if the function leaves it during the last batch. Otherwise, the next pass
         continues where this pass stopped.

@@ -162,8 +162,8 @@ class FunctionReplica:
 
         Args:
             index: Number for the next checkpoint, if the workers themselves write checkpoints to storage.
-            is_needed: True to wait for a message. False to return no message, because the driver still has an unread
-                message from this worker.
+            is_needed: True to wait for a message. False to return no new message, because the driver still has an
+                unread message from this worker.
             num_taken: Number of messages that the driver has received, for functions that continue in place. Later
                 messages were lost when a call failed, and are sent again.
             start: Arguments of `start`, if the function is not running yet.

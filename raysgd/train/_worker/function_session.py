@@ -75,9 +75,9 @@ class Session:
         self._spec = spec
         self._began = self._last_report = time.monotonic()
         self._pending_checkpoints = pending or PendingCheckpoints()
-        # The function's thread encodes everything that leaves the worker. Encoding takes one copy and keeps tensors and
-        # arrays separate; no later step handles gigabytes in Python. Each encoder reuses its buffer. Reports are small,
-        # so they get their own encoder.
+        # The function's thread encodes everything that leaves the worker. Encoding makes one copy without pickling
+        # tensors and arrays, so no later step handles gigabytes in Python. An encoder reuses its buffers. Reports have
+        # their own encoder, so that a small report never occupies the large buffer of a checkpoint.
         self._checkpoints, self._reports = StateEncoder(), StateEncoder()
         self.mailbox = Mailbox(self._run, spec.num_ahead)
         self.membership = self._membership_of(world) if spec.steps_in or world.is_distributed else None

@@ -18,9 +18,9 @@ from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import OnFailure
 
 _BREAKS_IN_S = 60.0  # how long a collective may take to fail once its connections are closed
-# How long `Membership.leave` waits, after the collectives that run through this module have failed, until the function
-# calls this module or waits for the driver. In this time, collectives that user code calls directly fail, too. The time
-# may be too short for a function that is busy between two passes.
+# First, `Membership.leave` waits until the collectives that run through this module have failed. It then waits at most
+# this long for the function to call this module or to wait for the driver. Meanwhile, collectives that user code calls
+# directly fail, too. The time may be too short for a function that is busy between two passes.
 _REST_S = 0.2
 _FIRST_BATCH_S = 120.0  # how long a new worker's function may take from getting its rank to its first batch
 _LOOK_S = 0.05

@@ -155,7 +155,7 @@ class StreamPart:
     def joined(self, ranks: StreamGroup, collate: Collate, *, exact: bool) -> StreamPart:
         """Connect this worker to the other workers, and return this object.
 
-        The workers then notify each other how many rows they have read.
+        The workers then send each other the number of rows that they have read.
 
         Args:
             ranks: The group through which the workers communicate.

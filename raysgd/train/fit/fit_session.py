@@ -130,7 +130,7 @@ class FitSession(Session):
         options = options or UploadOptions()
         self._await_upload()
         self.iteration += 1
-        # The driver uses only the metrics of rank 0, so other ranks do not send theirs.
+        # The driver uses only the metrics of rank 0. Workers that cannot get rank 0 therefore send no metrics.
         data = self._packed(self._spec.encode({**metrics, **self._details()})) if self._may_be_first else None
         if checkpoint is None:
             self._send_metrics(data)

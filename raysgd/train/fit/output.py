@@ -234,7 +234,8 @@ class ConsoleReporter:
     """A callback that prints the events of a run, for `RunConfig(verbose=...)`.
 
     Args:
-        verbose: 1 prints the run's folder and its end, 2 also attempts and checkpoints, 3 also each report.
+        verbose: 1 prints the run's folder at the start, and a line when the run ends. 2 also prints attempts and
+            checkpoints, and 3 also prints each report.
     """
 
     def __init__(self, verbose: int) -> None:

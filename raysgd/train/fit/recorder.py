@@ -145,7 +145,7 @@ class Recorder:
         return bool(result[DONE])
 
     def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
-        """Pass the workers' events, such as losses, to the callbacks.
+        """Pass the events of the worker group, such as a lost worker, to the callbacks.
 
         Args:
             events: Function that returns all events so far.

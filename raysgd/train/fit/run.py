@@ -334,7 +334,7 @@ class FitRun:
     def _take_landing(self) -> bool:
         """Return True if a new checkpoint must reset the count of failures.
 
-        This is the case if a checkpoint was written since the last failure, and the function has never raised.
+        This is the case if a checkpoint was written since the last failure, and the function has never raised an error.
         """
         return self._checkpoints.take_landing() and not self._has_raised
 
@@ -381,8 +381,8 @@ def _executor(
 def followed(placement_strategy: str) -> Literal["PACK", "SPREAD"] | None:
     """Convert the `placement_strategy` of a scaling config for an executor, which has no strict strategies.
 
-    A strict strategy becomes the plain strategy, which Ray follows as far as possible. "PACK", the default, becomes
-    None.
+    A strict strategy becomes the plain strategy, which Ray follows as far as possible. If the user set "PACK", the
+    default, return None.
 
     >>> [followed(strategy) for strategy in ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")]
     [None, 'PACK', 'SPREAD', 'SPREAD']
