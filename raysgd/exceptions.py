@@ -103,7 +103,7 @@ class RanksDifferError(RaySGDError, RuntimeError):
 class IncompatibleModelError(RaySGDError, ValueError):
     """A Keras model, its loss or its training step cannot be trained correctly, for example because it is not compiled.
 
-    Many such models can be trained by one worker, but several workers would not compute the same as one process.
+    One worker can train many of these models. Several workers, however, would compute other results than one process.
     """
 
 

@@ -639,7 +639,7 @@ class Paths:
 
 
 def _has(new: str, module: str, names: Sequence[str], missing: str) -> str:
-    """Return a phrase for an error message about a name that raysgd lacks. It lists names that raysgd does have.
+    """Return a phrase for an error message about a name that raysgd lacks. The phrase lists names that raysgd has.
 
     Args:
         new: The current module.

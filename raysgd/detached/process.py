@@ -235,7 +235,7 @@ class TrainerProcess:
         return await self.answer(asked.token)
 
     async def begin(self, asked: CallRequest) -> None:
-        """Queue a call, unless it was queued before or the program that makes it has ended."""
+        """Queue a call, unless it was queued before or the program that made it has ended."""
         if self._log.find(asked.token) is None and asked.program in self._programs:
             if asked.kind != "start":
                 self._write(lambda: {_entry(asked.token): pickle.dumps((asked, None))})

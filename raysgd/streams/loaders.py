@@ -180,7 +180,7 @@ def collated(collate: Callable[[list[Any]], Any], rows: list[Any], places: Seque
     """
     try:
         return collate(rows)
-    except Exception as error:  # the function may be the user's, and raise any exception
+    except Exception as error:  # a user's function may raise any exception
         first, forms = dict(_forms(rows[0])), [dict(_forms(row)) for row in rows]
         odd = next((number for number, each in enumerate(forms) if each != first), None)
         where = f"{places[0]}, to {places[-1]}"

@@ -107,7 +107,7 @@ class EpochResults:
         for record in recorded.part(self._seen, recorded.extent).records:
             if record.of_fit:
                 history.add(record, history[-1] if len(history) else None)
-            else:  # the record of a call that a callback made, or the user's code between two epochs
+            else:  # the call was made by a callback, or by the user's code between two epochs
                 history.records.append(record)
         self._seen = recorded.extent
 

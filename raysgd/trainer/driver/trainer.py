@@ -109,7 +109,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @property
     def _calls(self) -> TrainerCalls:
-        """Object that runs the next call. It is not kept, because it refers to this trainer."""
+        """A new object for the next call. The trainer does not store this object; `TrainerCalls` gives the reason."""
         return TrainerCalls(
             self._life,
             check_answers=self._check_answers,
@@ -363,7 +363,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return self._calls.start_validation(options, dataset, reduce_results, blocking)
 
     def _after_evaluation(self) -> None:
-        """Called after an evaluation, in which the operators may have changed state of their own."""
+        """Called after an evaluation, which may have changed the states of the workers' random number generators."""
 
     @abstractmethod
     def save(self, checkpoint: str | PathLike[str], blocking: bool = True) -> Any:
@@ -396,7 +396,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     def _place_in(self, snapshot: Snapshot) -> tuple[int, int]:
         """Return the number of epochs, and of batches over all epochs, that were trained before a snapshot was taken.
 
-        A snapshot is a copy of the training state. The driver must hold this one already.
+        A snapshot is a copy of the training state. The snapshot must already be in the driver.
         """
 
     @checks.answer_mistakes("`trainer.fit(5)` for 5 epochs")
@@ -720,8 +720,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
         Raises:
             TypeError: `other` is not a trainer of this class.
-            ValueError, KeyError: The state does not fit, and the workers keep their old state. Or a schedule cannot be
-                rescaled to the config's learning rate; the workers then have already loaded the state of `other`.
+            ValueError, KeyError: The state does not fit, and the workers keep their old state. Or the workers have
+                loaded the state of `other`, but a schedule cannot be rescaled to the config's learning rate.
         """
         own_cls = self._life.framework.runner_cls
         if not isinstance(other, ClassTrainer) or other._life.framework.runner_cls is not own_cls:

@@ -22,8 +22,8 @@ class JointWork:
 
     Attributes:
         counts: How many times the rank has taken each kind of action, by the action's name.
-        marks: Hashes of the sequence of actions. The last hash covers all actions so far, and each earlier hash covers
-            one action less.
+        marks: Hashes of the sequence of actions. The last hash covers all actions so far. Each earlier hash covers one
+            action less than the hash after it.
         is_over: True if the training call has ended on this rank.
         number: Number of the training call, counted from when the group of workers formed.
     """
