@@ -129,8 +129,8 @@ class Result:
         """Read the result of a run from its trial's folder. Errors are unpickled, which may run code.
 
         Args:
-            path: Path or URI of the trial's folder, as in `Result.path`. The trial's folder is inside the folder with the
-                run's name.
+            path: Path or URI of the trial's folder, as in `Result.path`. The trial's folder is inside the folder
+                that has the run's name.
             storage_filesystem: A `pyarrow.fs.FileSystem` that contains `path`.
 
         Raises:

@@ -224,7 +224,7 @@ class Checkpointing(WritesFiles):
             self._save(run, self._unsaved, blocking=self.blocking)
 
     def _rate(self, run: Run, score: float | None) -> None:
-        """Store `score`, the metric of epoch `run.epoch`, for this epoch's file. Delete files that are not kept anymore."""
+        """Store `score`, the metric of epoch `run.epoch`, for this epoch's file. Delete files that are not kept."""
         self._finish_write(run)
         before, epoch = self._saved, (run.epoch, 0)
         rated = [replace(each, score=score) if each.number == epoch else each for each in before]

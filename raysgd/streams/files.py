@@ -61,8 +61,8 @@ class StreamFile(NamedTuple):
         """Return a string that changes if the content of the file changes, or an empty string if none is available.
 
         Args:
-            has_digest: Whether the string consists of the size and a hash of the first and last bytes. If False, it is
-                the size of a local file, and empty for a file in a store.
+            has_digest: If True, return the size, and a hash of the first and the last bytes. If False, return the size
+                of a local file, and an empty string for a file in a store.
         """
         try:
             if not has_digest:

@@ -41,8 +41,7 @@ class LaneEnds:
     """Decides how many rows each lane contributes to a global batch (deals the rows), and finds out where lanes end.
 
     If the lengths of shards are unknown, each rank looks ahead in the lanes that it watches, and sends the other ranks
-    what it has found. The other ranks sometimes receive this several global batches
-    later.
+    what it has found. The other ranks sometimes receive this only several global batches later.
 
     Args:
         of_pass: The pass over the stream.

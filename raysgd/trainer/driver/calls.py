@@ -293,7 +293,7 @@ class EpochCalls:
             name: "train" or "validation".
             options: Options of the call, the same for all ranks.
             dataset: Data to use instead of the registered data, or None.
-            worlds: The position of each rank in the group of workers.
+            worlds: Each worker's rank and group size.
             sharing: Divides datasets over the workers. Default: the `sharing` attribute.
             facts: What a worker reported after it ran `setup`. Default: the report of rank 0.
         """

@@ -153,7 +153,7 @@ class EpochResults:
 
     @property
     def can_validate(self) -> bool:
-        """True if there is data to validate on, as far as is known."""
+        """True unless it is known that there is no data to validate on."""
         has_data = self._dataset is not None
         return (has_data or self._trainer.calls.controller.facts[0].has_validation) and not self._lacks_data
 

@@ -269,7 +269,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
                 finishes. With `use_local`, the call has already finished when you get the handle.
 
         Returns:
-            A dict with `num_samples`, `epoch`, `batch_count`, and each metric's mean over the samples and last value.
+            A dict with `num_samples`, `epoch` and `batch_count`. For each metric, the dict also has the mean over all
+            samples, and the last value as `last_<name>`.
             With creator functions, `train_<name>` is the last value of each entry in Keras's history.
 
         Raises:

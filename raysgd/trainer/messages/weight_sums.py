@@ -24,7 +24,8 @@ _TOLERANCE = 1e-4
 # trainings differed by 0.14.
 _TOLERANCES_OF_SHORT = {1: 1.0, 2: 0.3}
 # Differences in a tensor are relative to the tensor's norm. If this norm is smaller than the following fraction of the
-# norm of all weights, the elements may be noise around 0. The differences are then relative to that fraction instead.
+# norm of all weights, the elements may be noise around 0. The differences are then relative to this part of the norm of
+# all weights instead.
 _SMALLEST = 1e-3
 # Fraction of the time of training calls to spend on comparisons, except those at snapshots. All comparisons together
 # take less than 1 % of that time.
