@@ -101,7 +101,7 @@ class RanksDifferError(RaySGDError, RuntimeError):
 
 
 class IncompatibleModelError(RaySGDError, ValueError):
-    """A Keras model, its loss or its training step cannot be trained correctly, for example because it is not compiled.
+    """A Keras model, its loss or its training step cannot be trained correctly, for example an uncompiled model.
 
     One worker can train many of these models. Several workers, however, would compute other results than one process.
     """

@@ -440,7 +440,7 @@ def _this_program() -> str:
 def _detach(actor: Any, program: str, made_in: Any) -> None:
     """Report to the trainer's process that this program no longer needs the trainer.
 
-    This runs when the program's handle to the trainer is garbage collected, or at exit.
+    This function runs when the program's handle to the trainer is garbage-collected, or when the program exits.
 
     Args:
         actor: Ray's handle to the trainer's actor.

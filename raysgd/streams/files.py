@@ -58,7 +58,7 @@ class StreamFile(NamedTuple):
         return f"{self.folder.path}/{self.name}"
 
     def version(self, has_digest: bool) -> str:
-        """Return a string that changes if the content of the file changes, or an empty string if none is available.
+        """Return a string that changes if the content of the file changes. Return an empty string if none exists.
 
         Args:
             has_digest: If True, return the size, and a hash of the first and the last bytes. If False, return the size
@@ -280,7 +280,7 @@ class TableStream(FileStream):
 
 
 class ParquetStream(TableStream):
-    """Reads Parquet files. To continue at a row, whole row groups before it are skipped.
+    """Reads Parquet files. To continue at a row, the stream skips the whole row groups before this row.
 
     If there are fewer than 64 files (the number of lanes), each row group is a shard of known length. Otherwise, each
     file is a shard. The lengths of the files are then unknown, because finding them would require opening every file.

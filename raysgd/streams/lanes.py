@@ -156,8 +156,8 @@ def lanes_of(rank: int, world_size: int, num_lanes: int) -> range:
 def spread_order(num_lanes: int) -> list[int]:
     """Return the lane indices in order of turns: the order in which the lanes contribute rows to global batches.
 
-    Lanes with consecutive turns have distant indices. A global batch with few rows then takes them from lanes of all
-    workers, so that each worker mostly reads the lanes that it watches.
+    Lanes with consecutive turns have distant indices. A global batch with few rows therefore takes these rows from
+    lanes of all workers, so that each worker mostly reads the lanes that it watches.
 
     >>> spread_order(8)
     [0, 4, 2, 6, 1, 5, 3, 7]

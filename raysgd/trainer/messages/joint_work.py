@@ -55,7 +55,7 @@ class JointWork:
 def difference(by_rank: Mapping[int, Any]) -> str:
     """Describe how the actions of ranks in a training call differ.
 
-    Return an empty string if all ranks have taken the same actions, or can still catch up with the others.
+    Return an empty string if all ranks have taken the same actions, or if the ranks that are behind can still catch up.
 
     Args:
         by_rank: The latest progress report, answer or failure of each rank, by rank. Ranks without a `joint_work` are
