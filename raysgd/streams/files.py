@@ -58,7 +58,7 @@ class StreamFile(NamedTuple):
         return f"{self.folder.path}/{self.name}"
 
     def version(self, has_digest: bool) -> str:
-        """Return a string that changes if the content of the file changes. Return an empty string if none exists.
+        """Return a string that changes if the content of the file changes, or "" if there is no such string.
 
         Args:
             has_digest: If True, return the size, and a hash of the first and the last bytes. If False, return the size

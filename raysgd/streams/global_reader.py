@@ -314,8 +314,8 @@ class GlobalReader:
     def _wanted(self, dealt: DealtRows, start: int, stop: int, num_global: int) -> list[LaneSlice]:
         """Return which rows of each lane this worker reads for a batch.
 
-        A worker without rows in the batch reads none, and repeats its last batch as padding. A worker that never had rows
-        reads some rows for padding.
+        A worker without rows in the batch reads none, and repeats its last batch as padding. A worker that has not had
+        rows yet reads some rows for padding.
         """
         if start == stop:
             if self._has_rows or not self._pad:
