@@ -396,7 +396,7 @@ def made_from_parts(
 
 
 def _builtin_base(user_class: type[BaseException]) -> type[BaseException]:
-    """Return the nearest built-in base class of `user_class`. Only its `__new__` can create instances."""
+    """Return the nearest built-in base class of `user_class`, whose `__new__` creates instances of `user_class`."""
     base = user_class
     while base.__module__ != "builtins":
         base = base.__base__  # type: ignore[assignment]  # never None for an exception

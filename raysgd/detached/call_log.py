@@ -134,7 +134,7 @@ class CallLog:
         return token in self._interrupted
 
     def find(self, token: str) -> LoggedCall | None:
-        """Return the call with this ID. Return None if there is no such call, or a program has received its answer."""
+        """Return the call with this ID. Return None if there is none, or if a program has received the answer."""
         return self._calls.get(token)
 
     def confirm(self, token: str) -> None:

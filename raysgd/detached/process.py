@@ -137,7 +137,10 @@ class TrainerProcess:
         presence.future().add_done_callback(lambda answer: self._note_end(program))
 
     def _note_end(self, program: str) -> None:
-        """Record that a program has ended or detached. Called in one of Ray's threads when its `stay` request ends."""
+        """Record that a program has ended or detached.
+
+        Called in one of Ray's threads when the program's `stay` request ends.
+        """
         self._programs.pop(program, None)
         self._leaving.pop(program, None)
         self._write(lambda: {f"{_PROGRAM}{program}": None})

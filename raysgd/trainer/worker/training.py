@@ -127,7 +127,7 @@ class ReplicaCalls:
             See `train_epoch`.
         """
         call = run_of(self._training, request.call)
-        # None means that this rank had not begun the call when it was interrupted.
+        # None means that this rank had not begun the call when the call was interrupted.
         return self.train_epoch(request, share) if call is None else call.resume(request, share)
 
     def resume_left(self, begun: BegunEpoch, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
