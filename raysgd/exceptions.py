@@ -101,9 +101,9 @@ class RanksDifferError(RaySGDError, RuntimeError):
 
 
 class IncompatibleModelError(RaySGDError, ValueError):
-    """A Keras model, its loss or its training step cannot be trained correctly, for example because it is not compiled.
+    """A Keras model, its loss or its training step cannot be trained correctly, for example an uncompiled model.
 
-    Many such models can be trained by one worker, but several workers would not compute the same as one process.
+    One worker can train many of these models. Several workers, however, would compute other results than one process.
     """
 
 
@@ -396,7 +396,7 @@ def made_from_parts(
 
 
 def _builtin_base(user_class: type[BaseException]) -> type[BaseException]:
-    """Return the nearest built-in base class of `user_class`. Only its `__new__` can create instances."""
+    """Return the nearest built-in base class of `user_class`, whose `__new__` creates instances of `user_class`."""
     base = user_class
     while base.__module__ != "builtins":
         base = base.__base__  # type: ignore[assignment]  # never None for an exception

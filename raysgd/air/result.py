@@ -39,7 +39,7 @@ class Result:
     Attributes:
         metrics: The last report of rank 0, including the values that raysgd adds to every report, such as
             `training_iteration`. None if rank 0 never reported.
-        checkpoint: The checkpoint that was reported last, which may not be the best. None if there is no checkpoint.
+        checkpoint: The checkpoint that was reported last, not necessarily the best. None if there is no checkpoint.
         error: The error that ended the run. None if the run succeeded.
         folder: The trial's folder. None if the run has no folder.
         best_checkpoints: The retained checkpoints, including the newest, each with the metrics that were reported with
@@ -129,7 +129,8 @@ class Result:
         """Read the result of a run from its trial's folder. Errors are unpickled, which may run code.
 
         Args:
-            path: The trial's folder or its URI, as in `Result.path`. It is inside the folder with the run's name.
+            path: Path or URI of the trial's folder, as in `Result.path`. The trial's folder is inside the folder
+                that has the run's name.
             storage_filesystem: A `pyarrow.fs.FileSystem` that contains `path`.
 
         Raises:

@@ -3,7 +3,7 @@
 Callbacks in the workers derive from `WorkerCallback`. This package guarantees:
 
 * The same `Callback` works in `trainer.fit`, in `Trainer.run` and in `RunConfig(callbacks=...)`.
-* If a callback raises an error, the error that the user gets names the callback, the run ends cleanly, and the training
+* If a callback raises an error, the user gets an error that names the callback. The run ends cleanly, and the training
   state is not lost.
 * Importing this package imports neither PyTorch nor TensorFlow.
 

@@ -31,7 +31,8 @@ class AveragedWeights(WorkerCallback):
 
     Floating-point buffers, such as batch-norm statistics, are averaged too. Other buffers are copied. Frozen weights
     that `setup` creates again in each process (`remakes_frozen`) are left out. A second run of the same trainer
-    continues the averages. Both classes work with `TorchTrainer`, except with `strategy="fsdp"`.
+    continues the averages. `EMA` and `SWA` work with `TorchTrainer`, except
+    with `strategy="fsdp"`.
     """
 
     def __init__(self) -> None:

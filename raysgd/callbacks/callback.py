@@ -118,7 +118,7 @@ class Callback:
         """
 
     def on_event(self, run: Run, event: GroupEvent) -> None:
-        """Called once for each event in which workers were lost, added or replaced, after the epoch of the event."""
+        """Called after an epoch, once for each event of the epoch in which workers were lost, added or replaced."""
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Called once when the run ends, whether it succeeds or fails, even if another callback fails.

@@ -196,7 +196,7 @@ class Checkpointing(WritesFiles):
             ) from error
 
     def on_epoch_trained(self, run: Run) -> None:
-        """If validation runs concurrently with training, save the epoch now. Its result arrives only an epoch later."""
+        """If validation runs concurrently with training, save the epoch now. The result arrives one epoch later."""
         self._finish_write(run, waits=False)
         if run.validates_beside:
             self._save_if_due(run, None)
@@ -224,7 +224,7 @@ class Checkpointing(WritesFiles):
             self._save(run, self._unsaved, blocking=self.blocking)
 
     def _rate(self, run: Run, score: float | None) -> None:
-        """Store the value of the metric for the file of an epoch, and delete files that need not be kept anymore."""
+        """Store `score`, the metric of epoch `run.epoch`, for this epoch's file. Delete files that are not kept."""
         self._finish_write(run)
         before, epoch = self._saved, (run.epoch, 0)
         rated = [replace(each, score=score) if each.number == epoch else each for each in before]

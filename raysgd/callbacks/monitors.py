@@ -182,8 +182,8 @@ class StepMetrics(WorkerCallback):
         every: Number of steps over which metrics are averaged.
 
     Attributes:
-        begun: If the run resumes from a checkpoint, a pair: the checkpoint's step, and for each rank, the metrics of
-            the last steps before the checkpoint, which are not part of a finished average yet. Otherwise, None.
+        begun: None, unless the run resumes from a checkpoint. Then a pair: the checkpoint's step, and each rank's
+            metrics of those steps before the checkpoint that are not part of a finished average.
     """
 
     def __init__(self, every: int) -> None:

@@ -282,7 +282,7 @@ def _where_time_went(ledger: Mapping[str, float]) -> str:
 
 
 def _results(history: History) -> str:
-    """Return an HTML table with the metrics of the last epochs, and a folded table with all other results of them."""
+    """Return an HTML table with the metrics of the last epochs, and a folded table with their other results."""
     rows = [*history][-_MOST_ROWS:]
     metrics = readable.metrics_of(rows)
     others = ["epoch", *(name for name in readable.names_in(rows) if name not in {*metrics, "epoch"})]

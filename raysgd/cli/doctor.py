@@ -27,7 +27,7 @@ from raysgd.core.private_names import TABLE, TESTED, missing_names
 Level = Literal["ok", "note", "problem"]
 
 OLDEST = {
-    # Older versions of Ray discard a thread's state after each call, and PyTorch then ends a worker that is in a group.
+    # Older versions of Ray discard a thread's state after each call, and PyTorch then ends a worker process in a group.
     "ray": "2.44",
     # In older versions, a file can make `torch.load(weights_only=True)` run code (CVE-2026-24747).
     "torch": "2.10",

@@ -193,7 +193,7 @@ def _class_run(folder: Folder, names: set[str], now: float) -> str | None:
 
 
 def _newest(checkpoints: Sequence[str]) -> Sidecar | None:
-    """Return the content of the sidecar file of the newest checkpoint. Return None if no sidecar file can be read."""
+    """Return the content of the newest sidecar file that can be read. Return None if no sidecar file can be read."""
     places = dict[str, tuple[int, int]]()
     for checkpoint in checkpoints:
         with suppress(ValueError):

@@ -1,8 +1,8 @@
 """Contains the table of the old library's names: for each, its current name in raysgd, or why it has none.
 
-The old library is `ray.util.sgd`, together with the former `ray.train` and `ray.air`. From this table, `raysgd migrate`
-rewrites programs and `raysgd.compat.install` redirects their imports. The tables in `docs/migration.md` are made from
-it, too.
+The old library is `ray.util.sgd`, together with the former `ray.train` and `ray.air`. `raysgd migrate`
+uses this table to rewrite programs, and `raysgd.compat.install` uses it to redirect their imports. The tables in
+`docs/migration.md` are made from it, too.
 """
 
 from __future__ import annotations
@@ -620,7 +620,7 @@ class Paths:
         """Return an entry for a name that the table does not list under its old module.
 
         The table may list `module.Name`, while the program uses `module.submodule.Name`. In that case, the entry has
-        the current name for `module.Name`. Otherwise, it says that raysgd lacks the name.
+        the current name for `module.Name`. Otherwise, the entry says that raysgd lacks the name.
 
         Args:
             old: The old name.
@@ -639,7 +639,7 @@ class Paths:
 
 
 def _has(new: str, module: str, names: Sequence[str], missing: str) -> str:
-    """Return a phrase for an error message about a name that raysgd lacks. It lists names that raysgd does have.
+    """Return a phrase for an error message about a name that raysgd lacks. The phrase lists names that raysgd has.
 
     Args:
         new: The current module.

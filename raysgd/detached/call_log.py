@@ -134,7 +134,7 @@ class CallLog:
         return token in self._interrupted
 
     def find(self, token: str) -> LoggedCall | None:
-        """Return the call with this ID. Return None if there is no such call, or a program has received its answer."""
+        """Return the call with this ID. Return None if there is none, or if a program has received the answer."""
         return self._calls.get(token)
 
     def confirm(self, token: str) -> None:
@@ -155,8 +155,8 @@ class CallLog:
             for call in calls:
                 call.program, call.was_left = "" if call.method in OF_ITERATORS else None, True
         for call in calls:
-            # The call requests a value of an iterator, or closes it. Only the program that created the iterator could
-            # use the answer, so the call is deleted when it ends.
+            # An empty string marks a call that requests a value of an iterator, or closes the iterator. Only the
+            # program that created the iterator could use the answer, so the call is deleted when it ends.
             if call.program == "":
                 call.answer.add_done_callback(partial(self._forget, call.token))
         self._drop_oldest()
@@ -181,11 +181,11 @@ class CallLog:
             return any(call.program not in (None, program) for call in self._calls.values())
 
     def take_over(self, program: str, assigned: Collection[str] = ()) -> LoggedCall | None:
-        """Find the oldest call whose program has ended, assign it to another program, and return it.
+        """Find the oldest call whose program has ended. Assign this call to the program `program`, and return it.
 
         Args:
             program: ID of the program that gets the call.
-            assigned: IDs of calls that this program has been assigned already, and is not assigned again.
+            assigned: IDs of calls that `program` already has. These calls are not returned.
 
         Returns:
             The call, or None if there is no such call.

@@ -284,6 +284,6 @@ def connect() -> None:
 
 
 def _ends_with_program() -> bool:
-    """Return True if this program started the Ray cluster, which then ends with it. Return False if unknown."""
+    """Return True if the Ray cluster ends with this program, because the program started it. False if unknown."""
     node = find_name("ray._private.worker:_global_node")
     return node is not None and bool(node.is_head())

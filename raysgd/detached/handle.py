@@ -39,7 +39,7 @@ from raysgd.detached.protocol import (
 from raysgd.exceptions import TrainerLostError, TrainerShutdownError
 
 ANSWER_S = 20.0  # seconds without an answer to a request, after which a trainer's process counts as not answering
-_BRIEF_S = 0.2  # a call must take longer than this many seconds before its output is fetched while it runs
+_BRIEF_S = 0.2  # seconds after which the output of a call is requested while the call still runs
 _DETACH_S = 1.0
 _DATA = ("dataset", "validation_dataset")
 _NUM_KNOWN_DATA = 4
@@ -240,7 +240,7 @@ class DetachedTrainer:
         self._check_session()
         try:
             reply = self._wait(token, call, timeout_s)
-        except KeyboardInterrupt:  # raise it in the trainer's process too; the call's answer then is this exception
+        except KeyboardInterrupt:  # also raise it in the trainer's process, where it becomes the answer to the call
             self._actor.interrupt.remote(token)
             reply = self._wait(token, call, None)
         # Drop the object reference, because Ray may repeat the request while the reference exists. `confirm` below lets
@@ -261,7 +261,7 @@ class DetachedTrainer:
 
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         brief_s = _BRIEF_S if timeout_s is None else min(_BRIEF_S, timeout_s)
-        # First wait only for the call. A short call ends during this wait; no request for output is sent then.
+        # First wait only for the call. If the call is short, it ends during this wait, and its output is not requested.
         with suppress(ray.exceptions.GetTimeoutError):
             return self._get(call, brief_s)
         news, knows_other = None, False
@@ -440,7 +440,7 @@ def _this_program() -> str:
 def _detach(actor: Any, program: str, made_in: Any) -> None:
     """Report to the trainer's process that this program no longer needs the trainer.
 
-    This runs when the program's handle to the trainer is garbage collected, or at exit.
+    This function runs when the program's handle to the trainer is garbage-collected, or when the program exits.
 
     Args:
         actor: Ray's handle to the trainer's actor.

@@ -137,7 +137,10 @@ class TrainerProcess:
         presence.future().add_done_callback(lambda answer: self._note_end(program))
 
     def _note_end(self, program: str) -> None:
-        """Record that a program has ended or detached. Called in one of Ray's threads when its `stay` request ends."""
+        """Record that a program has ended or detached.
+
+        Called in one of Ray's threads when the program's `stay` request ends.
+        """
         self._programs.pop(program, None)
         self._leaving.pop(program, None)
         self._write(lambda: {f"{_PROGRAM}{program}": None})
@@ -235,7 +238,7 @@ class TrainerProcess:
         return await self.answer(asked.token)
 
     async def begin(self, asked: CallRequest) -> None:
-        """Queue a call, unless it was queued before or the program that makes it has ended."""
+        """Queue a call, unless it was queued before or the program that made it has ended."""
         if self._log.find(asked.token) is None and asked.program in self._programs:
             if asked.kind != "start":
                 self._write(lambda: {_entry(asked.token): pickle.dumps((asked, None))})

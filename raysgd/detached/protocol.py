@@ -281,7 +281,7 @@ def _is_of_user(record: logging.LogRecord) -> bool:
 
 
 class _Stream(io.TextIOBase):
-    """A file object that replaces stdout or stderr of a trainer's process and passes what is printed to `Output`."""
+    """Replaces stdout or stderr of a trainer's process, and passes each text that the process prints to an `Output`."""
 
     def __init__(self, output: Output, name: str) -> None:
         self._output, self._name = output, name

@@ -143,9 +143,9 @@ def find_jumps(losses: Sequence[float]) -> list[Jump]:
 
 
 def _scale_of(losses: Sequence[float]) -> tuple[_Function, _Function, float]:
-    """Return a function that converts a loss to the scale in which losses are compared, and one that converts it back.
+    """Return two functions that convert a loss to the scale in which losses are compared, and back; and a distance.
 
-    The third value is the distance in this scale that is always a jump.
+    A loss that is farther than this distance from the median, in this scale, is always a jump.
     """
     known = [loss for loss in losses if math.isfinite(loss)]
     if min(known, default=0.0) >= 0:

@@ -263,9 +263,10 @@ class JournalKeeper:
             logger.warning("the journal does not say that %s was saved: %s", at, error)
 
     def _relative(self, location: str) -> str:
-        """Return a path in the folder of the run relative to this folder, so that the user can move the folder.
+        """Return a location to write to the journal. It stays valid if the user moves the folder of the run.
 
-        Return any other path or URI as it is, but without secrets.
+        A path inside the folder of the run is returned relative to this folder. Any other path or URI is returned as it
+        is, but without secrets.
         """
         try:
             return str(Path(location).expanduser().absolute().relative_to(self._folder()))

@@ -97,7 +97,7 @@ def retried(
 def limit_s() -> float:
     """Return the number of seconds for which failed operations on remote storage are retried.
 
-    This is the environment variable `RAYSGD_STORAGE_TIMEOUT_S`, or the default.
+    The environment variable `RAYSGD_STORAGE_TIMEOUT_S` sets this number. Default: 60.
 
     Raises:
         ValueError: The variable is not a number of seconds.

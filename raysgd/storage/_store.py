@@ -191,8 +191,8 @@ class StoreFolder(Folder):
     def writing(self, name: str) -> Iterator[IO[bytes]]:
         """Open a file for writing.
 
-        The data goes into a local temporary file first. It is uploaded at the end of the `with` block, and can then be
-        uploaded again if the first try fails.
+        The data is first written to a local temporary file, which is uploaded at the end of the `with` block. If the
+        upload fails, it can be repeated from this file.
         """
         with tempfile.TemporaryFile(prefix="raysgd-") as file:
             yield file
@@ -233,7 +233,7 @@ class StoreFolder(Folder):
         Args:
             doing: Description of the operation for messages, such as "read `s3://bucket/file`".
             attempt: Function that performs the operation once.
-            reads: Whether to raise a `FileNotFoundError` unchanged.
+            reads: True if the operation reads a file. A `FileNotFoundError` is then raised unchanged.
         """
         try:
             return retried(attempt, doing, self.patience_s)

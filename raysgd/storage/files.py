@@ -131,11 +131,11 @@ def _folder_and_name(uri: str, argument: str = "path") -> tuple[Folder, str]:
 
 
 def in_folder_of(location: str | os.PathLike[str], name: str) -> str:
-    """Return the path or URI of another file in the same folder as a file.
+    """Return the path or URI of the file `name` in the folder of the file at `location`.
 
     Args:
         location: Path or URI of the file.
-        name: Name of the other file.
+        name: Name of the file in the same folder.
 
     Examples:
         >>> in_folder_of("s3://bucket/run/last.pt?region=eu", "a.json"), in_folder_of("last.pt", "a.json")

@@ -75,7 +75,7 @@ class Folder(ABC):
 
     @abstractmethod
     def without_retries(self) -> Folder:
-        """Return the same folder, but do not retry operations that fail.
+        """Return an object for this folder that does not retry operations that fail.
 
         Use this after a store has just failed for a long time.
         """

@@ -46,7 +46,7 @@ def open_folder(path: str | os.PathLike[str], filesystem: Any = None, *, argumen
 
 
 def make_new(parent: Folder, name: str) -> Folder:
-    """Create a new folder with a unique name, and return it. Other programs may do the same at the same time.
+    """Create a new folder with a unique name, and return it. Several programs can call this at the same time.
 
     Args:
         parent: Folder in which to create the new folder.

@@ -58,11 +58,11 @@ class StreamFile(NamedTuple):
         return f"{self.folder.path}/{self.name}"
 
     def version(self, has_digest: bool) -> str:
-        """Return a string that changes if the content of the file changes, or an empty string if none is available.
+        """Return a string that changes if the content of the file changes, or "" if there is no such string.
 
         Args:
-            has_digest: Whether the string consists of the size and a hash of the first and last bytes. If False, it is
-                the size of a local file, and empty for a file in a store.
+            has_digest: If True, return the size, and a hash of the first and the last bytes. If False, return the size
+                of a local file, and an empty string for a file in a store.
         """
         try:
             if not has_digest:
@@ -280,7 +280,7 @@ class TableStream(FileStream):
 
 
 class ParquetStream(TableStream):
-    """Reads Parquet files. To continue at a row, whole row groups before it are skipped.
+    """Reads Parquet files. To continue at a row, the stream skips the whole row groups before this row.
 
     If there are fewer than 64 files (the number of lanes), each row group is a shard of known length. Otherwise, each
     file is a shard. The lengths of the files are then unknown, because finding them would require opening every file.

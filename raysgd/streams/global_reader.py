@@ -41,7 +41,7 @@ class LaneEnds:
     """Decides how many rows each lane contributes to a global batch (deals the rows), and finds out where lanes end.
 
     If the lengths of shards are unknown, each rank looks ahead in the lanes that it watches, and sends the other ranks
-    what it has found. They may receive this several global batches later.
+    what it has found. The other ranks sometimes receive this only several global batches later.
 
     Args:
         of_pass: The pass over the stream.
@@ -314,8 +314,8 @@ class GlobalReader:
     def _wanted(self, dealt: DealtRows, start: int, stop: int, num_global: int) -> list[LaneSlice]:
         """Return which rows of each lane this worker reads for a batch.
 
-        A worker without rows in the batch reads none, and repeats its last batch as padding. If it has never had rows,
-        it reads some rows for padding.
+        A worker without rows in the batch reads none, and repeats its last batch as padding. A worker that has not had
+        rows yet reads some rows for padding.
         """
         if start == stop:
             if self._has_rows or not self._pad:

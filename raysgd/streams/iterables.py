@@ -92,8 +92,9 @@ class HuggingFaceStream(Stream):
     If the dataset has operations that count rows across shards, such as `take` and `skip`, the whole dataset is one
     shard. The `shuffle` method of the dataset does not mix rows of different shards. Use `Stream.shuffle` instead.
 
-    To continue in the middle of a shard, the shard is read from its beginning. If this process has read rows near that
-    position before, for example before another worker was lost, it continues from a `state_dict` of the dataset.
+    To continue in the middle of a shard, the shard is normally read from its beginning. If this process has already
+    read rows near that position, for example before another worker was lost, it continues from a `state_dict` of the
+    dataset instead.
 
     Args:
         dataset: The result of `load_dataset(..., streaming=True)` or `dataset.to_iterable_dataset(num_shards=...)`.

@@ -128,9 +128,9 @@ class OpenShards:
                 reading = self._reading(part, at)
 
     def _reading(self, part: LanePart, at: int) -> _Reading:
-        """Return a `_Reading` of the shard whose buffer has row `at`, or which will reach this row soon.
+        """Return a `_Reading` of the shard of `part`. Its buffer has row `at`, or it will reach this row soon.
 
-        If there is no such `_Reading`, open the shard again.
+        If no open `_Reading` meets this condition, open the shard again.
         """
         readings = self._readings.setdefault(part.shard, [])
         reading = next((each for each in reversed(readings) if each.has(part.first, at)), None)

@@ -156,8 +156,8 @@ def lanes_of(rank: int, world_size: int, num_lanes: int) -> range:
 def spread_order(num_lanes: int) -> list[int]:
     """Return the lane indices in order of turns: the order in which the lanes contribute rows to global batches.
 
-    Lanes with consecutive turns have distant indices. A global batch with few rows then takes them from lanes of all
-    workers, so that each worker mostly reads the lanes that it watches.
+    Lanes with consecutive turns have distant indices. A global batch with few rows therefore takes these rows from
+    lanes of all workers, so that each worker mostly reads the lanes that it watches.
 
     >>> spread_order(8)
     [0, 4, 2, 6, 1, 5, 3, 7]
@@ -199,7 +199,7 @@ def deal(num_rows: int, left: Sequence[int], turn: int) -> DealtRows:
     The lanes contribute one row each, in turn. Lanes without rows are left out.
 
     Args:
-        num_rows: Number of rows in the global batch. It has fewer rows only if no lane has any left.
+        num_rows: Number of rows in the global batch. Fewer rows are taken only if the lanes have fewer rows left.
         left: Number of rows left in each lane.
         turn: Number of the turn with which to start.
 
@@ -214,8 +214,8 @@ def deal(num_rows: int, left: Sequence[int], turn: int) -> DealtRows:
         live = [(place, lane) for place, lane in enumerate(order) if counts[lane] < left[lane]]
         if not live:
             break
-        # In each pass of this loop, deal as many whole rounds as possible until a lane has no rows left. In the end,
-        # deal a part of a round.
+        # In each iteration of this loop, deal as many whole rounds as possible before a lane runs out of rows. In the
+        # last iteration, deal a part of a round.
         rounds = min(num_rows // len(live), *(left[lane] - counts[lane] for _, lane in live))
         dealt = live if rounds else live[:num_rows]
         for _, lane in dealt:

@@ -180,7 +180,7 @@ def collated(collate: Callable[[list[Any]], Any], rows: list[Any], places: Seque
     """
     try:
         return collate(rows)
-    except Exception as error:  # the function may be the user's, and raise any exception
+    except Exception as error:  # a user's function may raise any exception
         first, forms = dict(_forms(rows[0])), [dict(_forms(row)) for row in rows]
         odd = next((number for number, each in enumerate(forms) if each != first), None)
         where = f"{places[0]}, to {places[-1]}"
@@ -208,7 +208,8 @@ class LoaderProcesses:
     The interface is the same as that of `BatchMaker`.
 
     Args:
-        makers: For each process, the object that makes its parts of batches, in the order of lanes.
+        makers: For each process, the object that makes the process's parts of batches. These objects are in the order
+            of the lanes that they read.
         join: Function that combines the parts of a batch into one batch. Parts without rows are left out.
         num_ahead: Number of global batches that should be requested in advance.
         begin: Function that is called first in each process.

@@ -364,7 +364,7 @@ class StreamSource:
         return None if self._end is None else -(-(self._end - self._opened_at) // self.data.batch_size)
 
     def consumed_after(self, num_steps: int) -> int:
-        """Return how many rows of the pass all ranks together have used `num_steps` steps after the pass was opened.
+        """Return how many rows of the pass all ranks together have used after `num_steps` steps of the opened pass.
 
         If the pass was opened in the middle, the rows before this point are included.
         """

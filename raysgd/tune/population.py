@@ -2,7 +2,7 @@
 
 Each member of a population is a trainer with a config. After an interval of training, a member with a bad result
 receives a better member's trained state from memory, and continues with new training operators and a config similar to
-the better member's config. This writes no files and, except with Horovod, restarts no processes.
+the better member's config. Copying a member writes no files and, except with Horovod, restarts no processes.
 
 ADR 72 explains why this does not use Ray Tune.
 """

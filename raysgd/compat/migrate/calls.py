@@ -322,8 +322,9 @@ class Calls:
     def _with_operator(self, arguments: Arguments) -> Arguments:
         """Replace a trainer's creator functions, such as `model_creator`, with the argument `training_operator_cls`.
 
-        The new argument is a call of `from_creators`, which takes the creator functions. It is called on the operator
-        class that the program passes to the trainer, or on `TrainingOperator` if the program passes none.
+        The value of the new argument is a call of `from_creators`, which takes the creator functions. `from_creators`
+        is called on the operator class that the program passes to the trainer. If the program passes none, it is called
+        on `TrainingOperator`.
         """
         taken = [each for each in arguments.each if name_of(each.arg) in (*_CREATORS, "serialize_data_creation")]
         if not any(name_of(each.arg) in _CREATORS for each in taken):

@@ -54,7 +54,7 @@ class Argument:
 
     @property
     def comments(self) -> list[str]:
-        """The comments on the lines above the argument, and after it on its own line."""
+        """The comments on the lines above the argument, and the comment at the end of the argument's line."""
         return comments_in(self.before, *([self.after] if self.after is not None else []))
 
     @property

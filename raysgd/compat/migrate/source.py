@@ -114,7 +114,7 @@ def _unchanged(text: bytes, line: int, reason: str) -> MigratedProgram:
 
 
 def _left_to_ray(names: OldNames) -> Iterator[Finding]:
-    """Yield a finding for each trainer that only Ray has. It says why `ray.train` is not rewritten in the program.
+    """Yield a finding for each trainer that only Ray has. The finding says why `ray.train` is not rewritten.
 
     Such a trainer accepts only Ray's own configs, so the program must continue to import these from Ray.
     """

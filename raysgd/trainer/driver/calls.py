@@ -135,7 +135,7 @@ class ProgressListeners:
                 reader(is_done)
 
     def tell_end(self, kind: ProgressKind, options: EpochOptions, answer: EpochAnswer) -> None:
-        """Report to the listeners, and after a training call to the step readers, that a call has returned.
+        """Report to the listeners that a call has returned. After a training call, report this to the step readers too.
 
         Args:
             kind: The type of call.
@@ -293,7 +293,7 @@ class EpochCalls:
             name: "train" or "validation".
             options: Options of the call, the same for all ranks.
             dataset: Data to use instead of the registered data, or None.
-            worlds: The position of each rank in the group of workers.
+            worlds: Each worker's rank and group size.
             sharing: Divides datasets over the workers. Default: the `sharing` attribute.
             facts: What a worker reported after it ran `setup`. Default: the report of rank 0.
         """
@@ -373,7 +373,8 @@ class EpochCalls:
             is_repeatable=dataset is None,
             leaves=leaves if is_held else None,
         )
-        # Weak, because the call refers to `requests`: a cycle would keep the trainer alive after the program drops it.
+        # The call refers to `requests`, which uses `weak_call`. With a strong reference, this would be a cycle, and the
+        # cycle would keep the trainer alive after the program drops it.
         weak_call = ref(call)
         began, answers = time.perf_counter(), list[EpochAnswer]()
         try:

@@ -42,8 +42,9 @@ class EpochTraining:
             in the middle of a step. The driver may still have a snapshot.
         has_left: True if the run ends inside the epoch that `train` was called for.
         pauses: Decides at which steps the run pauses. None if no option needs pauses.
-        known_step: The step that the previous process had counted before this process took over, or None. The call of
-            that process may still be running.
+        known_step: If this process took over the run from a previous process, the step that the previous process stored
+            last. It is used in place of asking the workers, which may still be running a call of that process. None
+            as soon as this process trains, and in all other runs.
     """
 
     def __init__(

@@ -107,7 +107,7 @@ class EpochResults:
         for record in recorded.part(self._seen, recorded.extent).records:
             if record.of_fit:
                 history.add(record, history[-1] if len(history) else None)
-            else:  # the record of a call that a callback made, or the user's code between two epochs
+            else:  # the call was made by a callback, or by the user's code between two epochs
                 history.records.append(record)
         self._seen = recorded.extent
 
@@ -153,7 +153,7 @@ class EpochResults:
 
     @property
     def can_validate(self) -> bool:
-        """True if there is data to validate on, as far as is known."""
+        """True unless it is known that there is no data to validate on."""
         has_data = self._dataset is not None
         return (has_data or self._trainer.calls.controller.facts[0].has_validation) and not self._lacks_data
 

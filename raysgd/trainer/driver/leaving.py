@@ -97,8 +97,8 @@ class Leaving:
         Where this is not possible, for example outside the main thread, signals are not handled.
 
         Args:
-            tell: Function that the signal handler calls. It may only set flags, because a signal can interrupt the
-                program anywhere.
+            tell: Function that the signal handler calls. It must do nothing but set flags, because a signal can
+                interrupt the program anywhere.
         """
         obstacle = _obstacle()
         if obstacle is not None:
@@ -139,7 +139,7 @@ class Leaving:
         return Preempted(self.signal, checkpoint)
 
     def end_program(self, checkpoint: str | None) -> NoReturn:
-        """Call the handler that the user's program set for the signal, then raise the exception from `error`.
+        """Call the handler that the user's program set for the signal, then raise the exception that `error` returns.
 
         Args:
             checkpoint: The newest checkpoint, or None if nothing was saved.

@@ -77,9 +77,9 @@ class TrainerLife:
         name: Name of the trainer's class.
 
     Attributes:
-        group_settings: As passed. They never change.
+        group_settings: The argument of this name. It never changes.
         settings: The current settings. Change them with `take_settings`.
-        framework: As passed.
+        framework: The argument of this name.
         replicas: Creates the replica of each worker, the object that holds the worker's operator.
         store: Function `(rank, value)` that puts a value into Ray's object store, unless the rank runs in the driver.
         controller: Starts, replaces and ends the workers, and runs calls on them.

@@ -112,7 +112,7 @@ class LiveChanges:
         life = self._life
         revision = life.settings.callbacks_revision + 1
         life.take_settings(replace(life.settings, worker_callbacks=callbacks, callbacks_revision=revision))
-        if life.controller.group is not None:  # if no workers run, they get the callbacks when they start
+        if life.controller.group is not None:  # if no workers are running, the next ones start with these callbacks
             life.on_all(self._runner_cls.follow, life.replicas.settings, changes_state=True, leaves_as_new=True)
 
     def reload(self, training_operator_cls: type[Any]) -> None:

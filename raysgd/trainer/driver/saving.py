@@ -169,8 +169,8 @@ class RunCheckpoints:
         """Save again the files that were saved before the validation result of their epoch arrived.
 
         Args:
-            has_changed: True if the validation result has changed the training state. Otherwise, only write the
-                sidecars again.
+            has_changed: True if the validation result has changed the training state, through a learning rate
+                scheduler. Otherwise, only write the sidecars again.
         """
         try:
             for location in self.of_epoch:

@@ -132,8 +132,8 @@ class DataSharing:
     def positions_to_keep(self) -> dict[str, tuple[str, DataPosition | None]]:
         """Return the positions at which calls stopped in datasets, for a later process that continues this trainer.
 
-        Only datasets that another process sent to this one are included. They have a token by which the later process
-        can recognize the same dataset.
+        Only datasets that another process sent to this one are included. Such a dataset has a token, by which the later
+        process can recognize it.
         """
         return {
             name: (token, position) for name, (token, position) in self._positions.items() if isinstance(token, str)
@@ -156,7 +156,7 @@ class DataSharing:
         self._divisions = {name: each for name, each in self._divisions.items() if each.kind != "creator"}
 
     def forget(self) -> None:
-        """Forget which shards the workers have, so that the next call sends them new ones."""
+        """Forget which shards the workers have. The next call then sends a shard to each worker again."""
         self._divisions.clear()
 
     def _with_shares(self, requests: Requests, shares: Sequence[CallData]) -> Requests:

@@ -109,7 +109,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @property
     def _calls(self) -> TrainerCalls:
-        """Object that runs the next call. It is not kept, because it refers to this trainer."""
+        """A new object for the next call. The trainer does not store this object; `TrainerCalls` gives the reason."""
         return TrainerCalls(
             self._life,
             check_answers=self._check_answers,
@@ -269,7 +269,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
                 finishes. With `use_local`, the call has already finished when you get the handle.
 
         Returns:
-            A dict with `num_samples`, `epoch`, `batch_count`, and each metric's mean over the samples and last value.
+            A dict with `num_samples`, `epoch` and `batch_count`. For each metric, the dict also has the mean over all
+            samples, and the last value as `last_<name>`.
             With creator functions, `train_<name>` is the last value of each entry in Keras's history.
 
         Raises:
@@ -363,7 +364,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return self._calls.start_validation(options, dataset, reduce_results, blocking)
 
     def _after_evaluation(self) -> None:
-        """Called after an evaluation, in which the operators may have changed state of their own."""
+        """Called after an evaluation, which may have changed the states of the workers' random number generators."""
 
     @abstractmethod
     def save(self, checkpoint: str | PathLike[str], blocking: bool = True) -> Any:
@@ -396,7 +397,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     def _place_in(self, snapshot: Snapshot) -> tuple[int, int]:
         """Return the number of epochs, and of batches over all epochs, that were trained before a snapshot was taken.
 
-        A snapshot is a copy of the training state. The driver must hold this one already.
+        A snapshot is a copy of the training state. The snapshot must already be in the driver.
         """
 
     @checks.answer_mistakes("`trainer.fit(5)` for 5 epochs")
@@ -720,8 +721,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
         Raises:
             TypeError: `other` is not a trainer of this class.
-            ValueError, KeyError: The state does not fit, and the workers keep their old state. Or a schedule cannot be
-                rescaled to the config's learning rate; the workers then have already loaded the state of `other`.
+            ValueError, KeyError: The state does not fit, and the workers keep their old state. Or the workers have
+                loaded the state of `other`, but a schedule cannot be rescaled to the config's learning rate.
         """
         own_cls = self._life.framework.runner_cls
         if not isinstance(other, ClassTrainer) or other._life.framework.runner_cls is not own_cls:

@@ -80,7 +80,8 @@ class TrainerCalls:
         can_continue_on: Returns True if a training call on this dataset can continue in another group of workers after
             a failure.
         shown: Returns a context manager that displays the progress of the training call that runs in its block.
-        after_evaluation: Called after an evaluation, in which the operators may have changed state of their own.
+        after_evaluation: Called after an evaluation, which may have changed the states of the workers' random number
+            generators.
     """
 
     life: TrainerLife

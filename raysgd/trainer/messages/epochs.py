@@ -171,9 +171,9 @@ def accepted(method: Callable[..., Any], iterator: Any, **named: Any) -> tuple[l
 def bind_batch_info(method: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
     """Wrap a user's method, such as `train_batch`, in a function that takes a batch and its `batch_info` dictionary.
 
-    Besides the batch, the user's method may take `batch_info`, even as a keyword-only argument; `batch_idx`, as in the
-    guide of the old library (`ray.util.sgd`); both; or neither. A second argument with any other name receives the
-    `batch_info` dictionary.
+    Besides the batch, the user's method can take `batch_info`, `batch_idx`, both or neither. `batch_info` can be a
+    keyword-only argument. `batch_idx` is in the guide of the old library (`ray.util.sgd`). A second argument with any
+    other name receives the `batch_info` dictionary.
     """
     parameters = _parameters(method)
     if parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:

@@ -20,12 +20,13 @@ class RunnerFacts:
         train_data: Properties of the training data that must be identical on all ranks. None if the library does not
             divide the data over the workers.
         validation_data: The same properties of the validation data.
-        keeps_own_state: True if the operator has state of its own that a validation or a prediction may change.
+        keeps_own_state: True if the user's class overrides `state_dict`. A validation or a prediction can change the
+            state that this method returns.
         epoch_obstacle: Reason why an interrupted epoch must start over, or None if it can continue.
         ray_batches: Ray Data that the operator registered, under the keys "train" and "validation". Rank 0 reports it
             for all ranks, and the driver divides it over the workers.
-        has_validation: True if validation data is registered, or if the user overrides `validate`. The user's method
-            may need no registered data.
+        has_validation: True if validation data is registered, or if the user overrides `validate`. An override can work
+            without registered data.
         keeps_global_batch: True if the size of the global batch does not depend on the number of workers.
         batch_size: Number of samples in a batch of this worker's training data, or None if unknown.
     """

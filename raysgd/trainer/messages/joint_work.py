@@ -22,8 +22,8 @@ class JointWork:
 
     Attributes:
         counts: How many times the rank has taken each kind of action, by the action's name.
-        marks: Hashes of the sequence of actions. The last hash covers all actions so far, and each earlier hash covers
-            one action less.
+        marks: Hashes of the sequence of actions. The last hash covers all actions so far. Each earlier hash covers one
+            action less than the hash after it.
         is_over: True if the training call has ended on this rank.
         number: Number of the training call, counted from when the group of workers formed.
     """
@@ -55,7 +55,7 @@ class JointWork:
 def difference(by_rank: Mapping[int, Any]) -> str:
     """Describe how the actions of ranks in a training call differ.
 
-    Return an empty string if all ranks have taken the same actions, or can still catch up with the others.
+    Return an empty string if all ranks have taken the same actions, or if the ranks that are behind can still catch up.
 
     Args:
         by_rank: The latest progress report, answer or failure of each rank, by rank. Ranks without a `joint_work` are

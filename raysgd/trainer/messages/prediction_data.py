@@ -123,7 +123,7 @@ class BatchRequest:
     leaf: Callable[[Any], Any] = trees.own
 
     def size(self, own: int | None) -> int:
-        """Return the batch size to use for data that specifies the batch size `own`, or None."""
+        """Return the batch size to use. `own` is the batch size that the data specifies, or None if it has none."""
         return self.batch_size if self.has_size or own is None else own
 
     def form(self, own: BatchForm = PLAIN_FORM) -> BatchForm:

@@ -24,10 +24,11 @@ _TOLERANCE = 1e-4
 # trainings differed by 0.14.
 _TOLERANCES_OF_SHORT = {1: 1.0, 2: 0.3}
 # Differences in a tensor are relative to the tensor's norm. If this norm is smaller than the following fraction of the
-# norm of all weights, the elements may be noise around 0. The differences are then relative to that fraction instead.
+# norm of all weights, the elements may be noise around 0. The differences are then relative to this part of the norm of
+# all weights instead.
 _SMALLEST = 1e-3
-# Fraction of the time to spend on comparisons, except those at snapshots. All comparisons together take less than 1 %
-# of the time.
+# Fraction of the time of training calls to spend on comparisons, except those at snapshots. All comparisons together
+# take less than 1 % of that time.
 _SHARE = 0.005
 _MOST_NAMES = 3
 _CHUNK = 1 << 16  # number of elements to convert to float64 at a time, in half a megabyte
@@ -71,7 +72,8 @@ class WeightSums:
 class ComparisonPace:
     """Decides after which training calls to compare the weights of all ranks.
 
-    These comparisons take at most about 0.5 % of the time. In addition, the weights are compared at each snapshot.
+    The comparisons after these calls take at most about 0.5 % of the time that training calls take. In addition, the
+    weights are compared at each snapshot.
     """
 
     def __init__(self) -> None:

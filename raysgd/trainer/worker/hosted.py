@@ -241,7 +241,7 @@ class HostedOperator(ABC):
 
     @property
     def has_own_validate(self) -> bool:
-        """True if the user overrides `validate`. Unlike the library's method, an override may work without data."""
+        """True if the user overrides `validate`. Unlike the library's method, an override can work without data."""
         return not is_of_library(type(self.operator).validate)
 
     def follow(self, settings: Any) -> None:

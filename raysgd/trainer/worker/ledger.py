@@ -202,8 +202,8 @@ class Ledger:
 
         Args:
             goes_on: Function that returns True if a call continues in the new group. The time after the block then
-                counts as recovery. If a call was interrupted on this rank, it always continues, and the function is not
-                called.
+                counts as recovery. If a call was interrupted on this rank, the call always continues, and this function
+                is not called.
         """
         if self._waits_for_place:
             self._waits_for_place = False

@@ -244,7 +244,7 @@ class BaseOperator:
     def skip_batch(self) -> None:
         """Leave the current batch out of training.
 
-        Call this method on all workers, and do not train on the batch then.
+        Call this method on all workers. Do not train on the batch after this call.
         """
         if self._raysgd.step is not None:
             self._raysgd.step.skip()

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class ClassRunner(ReplicaCalls, ABC):
-    """The object in a worker that holds the training operator, one at a time, and runs the driver's calls.
+    """The object in a worker that holds the current training operator and runs the driver's calls.
 
     This class implements the engine's interface `RegroupingReplica`. Each framework has a subclass.
 

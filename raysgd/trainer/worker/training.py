@@ -97,7 +97,8 @@ class ReplicaCalls:
             This worker's answer to the driver, or a `HeldAtStep` if the call stopped between two steps.
         """
         hosted, loop = self._hosted, self._hosted.loop
-        # If this call fails before it starts, `_training` stays None; there is no call to resume then.
+        # `_training` stays None until the `TrainingCall` is created below. If an error occurs before that, there is no
+        # call to resume.
         raised, self._training = self._unfinished, None
         if raised is not None and raised.stream is hosted.feed.train_stream is not None:
             # The user's code raised an error in the last call. Train again on the batch in which the error occurred.
@@ -126,7 +127,7 @@ class ReplicaCalls:
             See `train_epoch`.
         """
         call = run_of(self._training, request.call)
-        # None means that this rank had not begun the call when it was interrupted.
+        # None means that this rank had not begun the call when the call was interrupted.
         return self.train_epoch(request, share) if call is None else call.resume(request, share)
 
     def resume_left(self, begun: BegunEpoch, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:

@@ -182,7 +182,7 @@ class InstalledCallbacks:
     def states(self) -> dict[str, Any]:
         """Return the states of the callbacks by `state_key`.
 
-        This includes states from a checkpoint whose callbacks are not installed.
+        This includes states that were loaded from a checkpoint and belong to callbacks that are not installed.
         """
         return {**self._unclaimed, **{key_of(each): call_event(each, "state_dict") for each in self._callbacks}}
 

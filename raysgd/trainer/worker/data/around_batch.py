@@ -49,7 +49,7 @@ def with_logged(metrics: Mapping[str, Any], logged: MutableMapping[str, Any]) ->
     """Return the metrics of a batch together with the logged metrics, and clear `logged`.
 
     Args:
-        metrics: The metrics that `train_batch` or `validate_batch` returned. They take precedence.
+        metrics: The metrics that `train_batch` or `validate_batch` returned. They take precedence over `logged`.
         logged: The metrics that were passed to `self.log` in the batch.
     """
     if not logged:

@@ -31,7 +31,7 @@ class DataFeed(ABC):
 
     Attributes:
         epoch: Number of passes over the training data that have started.
-        train_stream: Stream of batches of the registered training data. None until a call has used it.
+        train_stream: Stream of batches of the registered training data. None until a call has trained on this data.
         data_of_call: This worker's shard of the data that the user passed to the last call, under "train" or
             "validation".
     """
