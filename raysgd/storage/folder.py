@@ -225,7 +225,7 @@ def lies_inside(name: str) -> bool:
 
 
 def check_single(name: str) -> str:
-    """Check that a name can only refer to a file or folder directly in a folder, and return the name.
+    """Check that a name is that of a direct child of a folder, without slashes or `..`, and return the name.
 
     Raises:
         ValueError: The name contains slashes, or leads out of the folder.

@@ -324,7 +324,13 @@ class CreatorOperator(TrainingOperator):
         self.model.fit(datasets.zeros_like(part), verbose=0, shuffle=False)
 
     def _part_to_evaluate(self, dataset: Any, steps: int | None) -> Any:
-        """Return this rank's part of an evaluation dataset, or of the dataset's first `steps` batches."""
+        """Return this rank's part of an evaluation dataset.
+
+        Args:
+            dataset: The dataset. If raysgd does not divide it, each rank has a dataset of its own.
+            steps: Number of batches to evaluate, or None. For a divided dataset, it counts the batches of the whole
+                dataset. Otherwise, it counts the batches of each rank.
+        """
         world = self._raysgd.context.world
         if is_divided(dataset):
             whole = dataset if steps is None else dataset.take(steps)

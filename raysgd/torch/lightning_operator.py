@@ -357,7 +357,10 @@ class LightningOperator(TrainingOperator):
         return self._raysgd.sum_over_workers(float(stops))[0] > 0  # stop on all ranks, or the others would wait
 
     def _skip_rest(self, iterator: Iterable[Any]) -> None:
-        """Consume the epoch's remaining batches, so that the next epoch starts at the beginning of the data."""
+        """Consume the epoch's remaining batches, so that the next epoch starts at the beginning of the data.
+
+        The batches of a loader without a length are not consumed, because there may be no end to them.
+        """
         leg = self._raysgd.parallel.leg
         leg.end_waiting()  # tell the other ranks not to wait for a backward pass of this rank
         if length_of(self._raysgd.data.train_loader) is not None:

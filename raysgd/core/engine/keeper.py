@@ -60,8 +60,8 @@ class Keeper:
 
     Attributes:
         num_calls: Number of state-changing calls that were started.
-        found: The newest call number stored on the adopted workers. None if the workers have stored no number, or after
-            `number` has been called for a state-changing call.
+        found: The newest call number that was stored on the workers when this process took them over from the previous
+            process. None if none was stored, and from the first call on that changes the state.
     """
 
     def __init__(self, trainer: str, write: Callable[[bytes], object]) -> None:

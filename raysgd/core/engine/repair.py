@@ -492,7 +492,7 @@ class GroupRepair:
 
         logger.warning("%s; waiting for new workers", cause(()))
         survivors = self._settled(report, self._monitor.tell_stuck)
-        lifecycle.start_standby()  # the survivors may have continued without requesting resources for new workers
+        lifecycle.start_standby()  # if survivors continued in place before, no new workers were started then
         return self._make(GroupChange("grown", cause, survivors, began, self._scaling.max_workers, wait_s=math.inf))
 
     def change(self, leaving: frozenset[str], cause: str, parts: Sequence[Capture] = ()) -> NotInPlace | None:

@@ -94,8 +94,8 @@ def with_lost(worker: MetricSummary, lost: Sequence[MetricSummary], known: Colle
     """Merge the metrics of a surviving worker with the averages that lost workers had accumulated.
 
     Values that user code computed stay unchanged, and metrics that user code removed stay removed. Metric objects cover
-    only the survivor's batches. If the survivor's metrics contain neither averages of raysgd nor metric objects, they
-    are returned unchanged, unless the survivor counted 0 samples.
+    only the survivor's batches. A survivor that counted 0 samples gets the lost averages. Otherwise, its metrics are
+    returned unchanged if they contain no metric objects and no averages that raysgd computed.
 
     Args:
         worker: Metrics of the worker that survived.

@@ -66,7 +66,8 @@ def kind_of(dataset: Any) -> Kind | None:
     if _is_dataset(dataset) or isinstance(dataset, Stream):
         return "batches"
     kind = data_kinds.kind_of(dataset)
-    return None if kind == "shards" else kind  # sharded datasets yield lists of PyTorch tensors
+    # Datasets of the kind "shards" yield PyTorch tensors, which TensorFlow cannot use.
+    return None if kind == "shards" else kind
 
 
 def _is_dataset(dataset: Any) -> bool:

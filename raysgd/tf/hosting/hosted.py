@@ -172,7 +172,8 @@ class TFHostedOperator(hosted.HostedOperator):
     def take_place(self, world: World) -> None:
         self.feed.take_place(world)
         self.synchronizer.regroup(world)
-        self.synchronizer.exchanges.forget_call()  # restart the measurements, so that they are comparable on all ranks
+        # Discard the measured times and sample counts. A new rank has none, and the ranks' values are compared.
+        self.synchronizer.exchanges.forget_call()
         take_place(self.operator, world)
 
     def send(self, state: Any, takers: Sequence[int]) -> None:

@@ -104,9 +104,10 @@ class Session:
         return self._world
 
     def _part_of(self, shard: Any) -> Any:
-        """Return a shard of the data for the function.
+        """Return a shard of the data in the form in which the user's training function gets it.
 
-        A worker's part of a stream also gets a function that returns the worker's rank, which may not be known yet.
+        A worker's part of a stream is given a callable that returns the worker's `World`, because the rank may not be
+        known yet. Any other shard is returned unchanged.
         """
         return shard.of_worker(lambda: self.world) if isinstance(shard, StreamPart) else shard
 
