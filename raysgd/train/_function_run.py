@@ -25,6 +25,7 @@ from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.policies import RetryBudget
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import World
+from raysgd.core.engine.transfers import Transfer
 from raysgd.core.state.state_codec import EncodedState, decode, lend
 from raysgd.core.text.log_lines import Once, named
 from raysgd.exceptions import OnFailure, RaySGDError, StepMismatchError, WorkerError, WorkersLostError
@@ -49,6 +50,7 @@ from raysgd.trainer.driver.leaving import Leaving
 
 logger = logging.getLogger(__name__)
 
+_POLL_S = 0.2
 LEAVING_S = 30.0
 """How many seconds functions may take to save a checkpoint after a signal that the program must end.
 
@@ -461,8 +463,9 @@ class FunctionRun:
         """
         if checkpoint_ref.token is None:
             return lambda: self.decoded(checkpoint_ref.data)
-        transfer = self._controller.ensure_group().fetch(source, FunctionReplica.fetch, checkpoint_ref.token)
-        return lambda: self.decoded(_arrived(transfer))
+        group = self._controller.ensure_group()
+        transfer = group.fetch(source, FunctionReplica.fetch, checkpoint_ref.token)
+        return lambda: self.decoded(arrived(transfer, lambda: group.is_cut_off, self._leaving.is_due))
 
 
 class MessageQueues:
@@ -648,15 +651,27 @@ def _wait_on() -> None:
     """Do nothing while a call waits. Replaces `_watch`, which may end the program after a signal."""
 
 
-def _arrived(transfer: Any) -> Any:
+def arrived(transfer: Transfer, is_cut_off: Callable[[], bool], is_ending: Callable[[], bool]) -> Any:
     """Wait until a worker's checkpoint has been transferred to the driver, and return the checkpoint.
 
+    Args:
+        transfer: The checkpoint in transit.
+        is_cut_off: Returns True if Ray was stopped. To read from Ray's object store would then end this process.
+        is_ending: Returns True if the program is about to end.
+
     Raises:
-        CheckpointLostError: The worker died.
+        CheckpointLostError: The worker died, or Ray was stopped and the program is about to end.
         Exception: The worker could not encode the checkpoint.
     """
+    import ray
     from ray.exceptions import RayError, RayTaskError
 
+    # Without `fetch_local=False`, each wait that ends too early could discard a part that has already arrived.
+    while (is_gone := is_cut_off()) or not ray.wait([transfer.reference], timeout=_POLL_S, fetch_local=False)[0]:
+        if is_gone and is_ending():
+            raise CheckpointLostError("Ray was stopped before the checkpoint was in the driver")
+        if is_gone:
+            time.sleep(_POLL_S)
     try:
         return transfer.result(None)
     except RayTaskError:

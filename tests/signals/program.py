@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--step-s", type=float, default=0.05)
     parser.add_argument("--every-n-steps", type=int, default=None)
+    parser.add_argument("--use-local", action="store_true")
     parser.add_argument("--snapshot-every-n-steps", type=int, default=None)
     asked = parser.parse_args()
     folder = asked.folder
@@ -143,6 +144,7 @@ def main() -> None:
     with TorchTrainer(
         training_operator_cls=OPERATORS[asked.kind],
         num_workers=asked.workers,
+        use_local=asked.use_local,
         split_batches=True,
         seed=3,
         deterministic=asked.deterministic,

@@ -55,6 +55,8 @@ class Cluster:
         return sum(self.num_free(node) for node in self.nodes.values())
 
     def view(self) -> ClusterView:
+        if self.is_head_gone:
+            return ClusterView((), is_head_gone=True)
         return ClusterView(
             tuple(
                 NodeView(node.name, node.name, {"CPU": float(node.num_slots)}, {"CPU": float(self.num_free(node))})

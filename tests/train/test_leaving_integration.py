@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 import raysgd
 from raysgd.air.config import CheckpointConfig
+from raysgd.core.engine.transfers import transfer
 from raysgd.train import RunConfig, ScalingConfig, Trainer, TrainingCallback, _function_run
 from raysgd.train.backend import BackendConfig
+from raysgd.train.checkpoint import CheckpointLostError
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from tests.helpers.run_if import RunIf
 from tests.train import left_functions
@@ -95,6 +100,16 @@ def test_lost_workers_are_not_replaced_any_more_and_the_newest_checkpoint_stays(
     file = leave(tmp_path, SendsSignal(at=0), left_functions.die_beside_the_signal)
     assert Trainer.load_checkpoint_from_path(file)["step"] == 0
     assert notes(tmp_path, 0, "told") == ["True"], "the function was not started again"
+
+
+def test_a_checkpoint_on_its_way_is_lost_only_where_ray_was_stopped_and_the_program_ends() -> None:
+    coming = transfer(ray.remote(num_cpus=0)(lambda: time.sleep(1000.0)).remote())
+    with pytest.raises(CheckpointLostError, match="Ray was stopped"):
+        _function_run.arrived(coming, lambda: True, lambda: True)
+    ray.cancel(coming.reference, force=True)
+    sent = transfer(ray.remote(num_cpus=0)(lambda: {"step": 1}).remote())
+    is_cut_off = itertools.chain([True], itertools.repeat(False))
+    assert _function_run.arrived(sent, lambda: next(is_cut_off), lambda: False) == {"step": 1}
 
 
 def fit_trainer(folder: Path, callbacks: Any = (), **config: Any) -> DataParallelTrainer:

@@ -77,21 +77,26 @@ class Turns:
         self._owner: int | None = None
         self._line: list[PlaceInLine] = []
         self._line_moves = lifecycle.clock.make_condition()
-        self._closed_to: int | None = None
-        self._why_closed = ""
+        self._closed = threading.local()
 
     @contextmanager
     def closed(self, why: str) -> Iterator[None]:
         """Inside the `with` block, refuse calls from this thread: raise `ValueError` with the message `why`."""
-        before = self._closed_to
-        self._closed_to, self._why_closed = threading.get_ident(), why
+        before = self._why_closed
+        self._closed.why = why
         try:
             yield
         finally:
-            self._closed_to = before
+            self._closed.why = before
+
+    @property
+    def _why_closed(self) -> str | None:
+        """Why this thread must not start a call now. None if it may."""
+        why: str | None = getattr(self._closed, "why", None)
+        return why
 
     def _check_open(self) -> None:
-        if self._closed_to == threading.get_ident():
+        if self._why_closed is not None:
             raise ValueError(self._why_closed)
 
     def reserve(self) -> PlaceInLine:

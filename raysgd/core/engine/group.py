@@ -15,7 +15,7 @@ from typing import Any
 from raysgd.core.engine import ranks as rank_rules
 from raysgd.core.engine.gathering import Listener, await_all, roll_call
 from raysgd.core.engine.keeper import CallNumber, KeptGroup
-from raysgd.core.engine.liveness import OwnTime
+from raysgd.core.engine.liveness import OwnTime, quiet_s
 from raysgd.core.engine.placement import Slots, cluster_view, explain, note_processes
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.policies import Diagnosis, LostNodes, classify, emptied_nodes, words
@@ -602,7 +602,10 @@ class WorkerGroup:
         return calls
 
     def _roll_call(self, references: Mapping[int, Any], num_others: int) -> dict[int, Outcome]:
-        return roll_call(self._platform, references, num_others, self._spec.heartbeat_s)
+        heartbeat_s = self._spec.heartbeat_s
+        # Once Ray was stopped, frozen workers stay frozen, and Ray ends this process after a minute.
+        patience_s = quiet_s(heartbeat_s) if self.is_cut_off else heartbeat_s
+        return roll_call(self._platform, references, num_others, patience_s)
 
     def leave_group(self, survivors: Sequence[int], on_wait: Callable[[], None] | None = None) -> GroupReport:
         """Make the survivors leave their group. Return a report with each survivor's progress.

@@ -48,6 +48,7 @@ _IN_THE_WAY_S = 5.0  # reservation timeout if this program's other trainers hold
 # Timeout for reserving free resources: Ray grants them at once unless another program took them.
 _GROWTH_RESERVATION_S = 1.0
 _SUSPICION_S = 60.0
+_HEAD_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -418,11 +419,18 @@ class Lifecycle(ABC):
     def settled_view(self) -> ClusterView:
         """Return the cluster's nodes and free resources.
 
-        If resources were just released, first wait until Ray reports them.
+        If resources were just released, first wait until Ray reports them. If the head node is gone, wait for it.
+
+        Raises:
+            WorkersLostError: The head node is gone, and the program is about to end.
         """
         need, began = self.spec.resources, self.now()
         while True:
             view = self.view()
+            if view.is_head_gone:  # after a minute, Ray itself ends this process
+                self.check_not_ending("Ray was stopped")
+                self.sleep(_HEAD_S)
+                continue
             wanted = min(self.scaling.max_workers, capacity(view, need, free_only=False))
             settling = {node.node_id for node in view.nodes if node.is_settling}
             # Do not wait for resources of nodes that are probably lost.

@@ -19,7 +19,7 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any
+from typing import Any, TypeVar
 
 from raysgd.core.engine.keeper import NAMESPACE, keeper
 from raysgd.core.engine.policies import capacity, cpus_that_fit
@@ -31,6 +31,8 @@ from raysgd.core.private_names import find_name
 from raysgd.exceptions import OnFailure, ReservationTimeoutError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _POLL_S = 0.01
 _GUARD_POLL_S = 2.0
@@ -181,6 +183,20 @@ def _is_gone(address: str) -> bool:
     return isinstance(_connection_error(address, _SLICE_S), ConnectionRefusedError)
 
 
+def ask_head(ask: Callable[[], T], otherwise: T) -> T:
+    """Return the result of `ask`, a query to the cluster's head node. If the head node is gone, return `otherwise`.
+
+    Without its head node, Ray tries to reach it for a minute and then kills this process. Until then, this thread must
+    be free to save the newest snapshot after a signal. So the query runs in another thread.
+    """
+    head, answer = _head_address(), Future[T]()
+    threading.Thread(target=run_into, args=(answer, ask), name="raysgd-ask", daemon=True).start()
+    while not wait([answer], _SLICE_S).done:
+        if _is_gone(head):
+            return otherwise
+    return answer.result()
+
+
 def is_ray_client() -> bool:
     """Return True if this process is connected through Ray Client."""
     return bool(_ray().util.client.ray.is_connected())
@@ -203,7 +219,11 @@ def outer_group() -> Any:
 
 
 def living_nodes() -> frozenset[str]:
-    """Return the IDs of the nodes that Ray believes to be alive."""
+    """Return the IDs of the nodes that Ray believes to be alive. Return none if the head node is gone."""
+    return ask_head(_living_nodes, frozenset())
+
+
+def _living_nodes() -> frozenset[str]:
     return frozenset(node["NodeID"] for node in _ray().nodes() if node["Alive"])
 
 
@@ -212,7 +232,6 @@ def cluster_view() -> ClusterView:
 
     If this process runs in a placement group, as in a Tune trial, return only that group's bundles, each as a node.
     """
-    ray = _ray()
     outer = outer_group()
     if outer is not None:
         bundles = enumerate(outer.bundle_specs)
@@ -220,10 +239,14 @@ def cluster_view() -> ClusterView:
             tuple(NodeView(f"bundle {index}", "this reservation", bundle, bundle) for index, bundle in bundles),
             can_grow=False,
         )
+    return ask_head(_whole_view, ClusterView((), is_head_gone=True))
+
+
+def _whole_view() -> ClusterView:
     # These queries must be made in this order: see `_is_settling`.
-    free, leaving, groups = _free_by_node(), draining_nodes(), _placement_groups()
+    free, leaving, groups = _free_by_node(), _drain_deadlines(), _placement_groups()
     nodes = []
-    for node in ray.nodes():
+    for node in _ray().nodes():
         name = node["NodeID"]
         if node["Alive"] and name not in leaving:
             total, left = _plain(node["Resources"]), free.get(name, {})
@@ -257,7 +280,7 @@ def _free_by_node() -> Mapping[str, Mapping[str, float]]:
     by_node = find_name("ray._private.state:available_resources_per_node")
     if by_node is not None:
         return dict(by_node())
-    alive = living_nodes()
+    alive = _living_nodes()
     return {next(iter(alive)): _ray().available_resources()} if len(alive) == 1 else {}
 
 
@@ -281,11 +304,15 @@ def draining_nodes() -> frozenset[str]:
 def drain_deadlines() -> dict[str, int]:
     """Return when Ray will remove the nodes that it is draining.
 
-    This function uses a private function of Ray. If Ray lacks it, the result is empty.
+    This function uses a private function of Ray. If Ray lacks it, or if the head node is gone, the result is empty.
 
     Returns:
         The deadlines by node ID, in milliseconds of Unix time. 0 for an unknown deadline.
     """
+    return ask_head(_drain_deadlines, {})
+
+
+def _drain_deadlines() -> dict[str, int]:
     draining = find_name("ray._private.state:state.get_draining_nodes")
     return {} if draining is None else dict(draining())
 
@@ -335,9 +362,9 @@ def impossibility(need: Resources, num_workers: int, view: ClusterView, words: F
 def _state_of(group: Any) -> str:
     """Return a placement group's state, such as "CREATED".
 
-    Unlike `group.wait(0)`, this function waits until Ray has answered.
+    Unlike `group.wait(0)`, this function waits until Ray has answered. If the head node is gone, it returns "".
     """
-    return str(_ray().util.placement_group_table(group).get("state", "REMOVED"))
+    return str(ask_head(lambda: _ray().util.placement_group_table(group), {"state": ""}).get("state", "REMOVED"))
 
 
 class Reservation:
@@ -354,6 +381,9 @@ class Reservation:
         within: The existing placement group to use. "default" uses the group that this process runs in, if Ray also
             places this process's child tasks in that group. None uses no existing group.
         words: The front end's wording for error messages.
+
+    Raises:
+        ReservationTimeoutError: The cluster's head node is gone.
     """
 
     def __init__(
@@ -381,7 +411,11 @@ class Reservation:
             self._guard = guard(name)
             labels = {"bundle_label_selector": [dict(need.labels)] * num_workers} if need.labels else {}
             lifetime = None if keeper() is None else "detached"
-            self._own = ray.util.placement_group(bundles, "PACK" if packs else "SPREAD", name, lifetime, **labels)
+            strategy = "PACK" if packs else "SPREAD"
+            make = partial(ray.util.placement_group, bundles, strategy, name, lifetime, **labels)
+            self._own = ask_head(make, None)
+            if self._own is None:
+                raise ReservationTimeoutError("Ray was stopped: its head node does not answer.")
 
     def __len__(self) -> int:
         return self._num_workers
@@ -440,7 +474,7 @@ class Reservation:
 
     def _is_ready(self, group: Any, timeout_s: int) -> bool:
         try:
-            return bool(group.wait(timeout_s))
+            return bool(ask_head(partial(group.wait, timeout_s), False))
         except Exception as error:  # Ray raises nothing more specific
             if _state_of(group) != "REMOVED":
                 raise
@@ -499,10 +533,11 @@ class Reservation:
         For a bundle on a lost node, the ID is None until Ray moves the bundle to another node. If this reservation
         created no placement group, the nodes are not known, and the ID of one live node is returned for all bundles.
         """
-        ray, alive = _ray(), living_nodes()
-        if self._own is None:
+        own, alive = self._own, living_nodes()
+        if own is None:
             return [next(iter(alive), None)] * self._num_workers
-        holders = ray.util.placement_group_table(self._own).get("bundles_to_node_id", {})
+        table: Mapping[str, Any] = ask_head(lambda: _ray().util.placement_group_table(own), {})
+        holders = table.get("bundles_to_node_id", {})
         return [node if (node := holders.get(index)) in alive else None for index in range(self._num_workers)]
 
     def gpus_of_driver(self) -> list[str]:
@@ -542,12 +577,7 @@ class Reservation:
                 ray.kill(self._guard)
             self._await_removal(group, timeout_s)
 
-        head, removal = _head_address(), Future[None]()
-        threading.Thread(target=run_into, args=(removal, remove), name="raysgd-release", daemon=True).start()
-        while not wait([removal], _SLICE_S).done:
-            if _is_gone(head):
-                return
-        removal.result()
+        ask_head(remove, None)
 
     def _await_removal(self, group: Any, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -606,7 +636,7 @@ def _is_alive(maker: str, node_id: str | None) -> bool:
         return False
     if node_id is None:
         return bool(actors(maker).get("State", "DEAD") != "DEAD")
-    return maker in workers() and node_id in living_nodes()
+    return maker in workers() and node_id in _living_nodes()
 
 
 class ReservationGuard:
@@ -707,7 +737,10 @@ class Slots:
         while len(self._asked) > max(0, count):
             self._asked.pop().close(_CLOSE_S)
         for _ in range(count - len(self._asked)):
-            reservation = self._reserve(1, False)
+            try:
+                reservation = self._reserve(1, False)
+            except ReservationTimeoutError:  # the cluster's head node is gone
+                return
             if not reservation.is_own:  # an existing placement group cannot grow
                 return
             self._asked.append(reservation)

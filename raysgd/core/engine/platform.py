@@ -82,7 +82,7 @@ class Platform:
         actors, identity = find_name("ray._private.state:actors"), getattr(worker.actor, "_actor_id", None)
         if actors is None or identity is None:
             return None
-        entry = actors(identity.hex())
+        entry: Any = placement.ask_head(lambda: actors(identity.hex()), {})
         pid, place = entry.get("Pid"), entry.get("Address", {})
         return WorkerInfo(place["NodeID"], place["IPAddress"], pid) if pid and place.get("NodeID") else None
 

@@ -746,6 +746,24 @@ class TestACallThatIsLeft:
             trainer.note(1, lose_all(trainer))
         assert trainer.kernel.now - began < 5
 
+    @pytest.mark.parametrize("is_left", [False, True])
+    def test_waits_for_ray_itself_until_the_program_ends(self, is_left: bool) -> None:
+        trainer = Trainer(**RESTARTS).started()
+
+        def stop_ray(process: Process) -> None:
+            trainer.cluster.is_head_gone = True
+            process.die(0.01)
+
+        back = (trainer.controller, "is_ending", True) if is_left else (trainer.cluster, "is_head_gone", False)
+        began = trainer.kernel.now
+        trainer.kernel.after(20.0, lambda: setattr(*back))
+        if is_left:
+            with pytest.raises(WorkersLostError, match="Ray was stopped, and the program is about to end"):
+                trainer.note(1, in_note(stop_ray, 1))
+            assert trainer.kernel.now - began < 25.0
+        else:
+            assert trainer.note(1, in_note(stop_ray, 1)) == [(1,)] * 3
+
     def test_starts_no_worker_where_all_are_lost_and_the_program_ends(self) -> None:
         trainer = Trainer().started()
         trainer.walk(10)

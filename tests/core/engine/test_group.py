@@ -172,6 +172,9 @@ class ScriptedPoller:
     def now(self) -> float:
         return self.clock.monotonic()
 
+    def is_head_gone(self) -> bool:
+        return False
+
     def ready(self, references: Collection[TimedCall], timeout_s: float) -> Collection[TimedCall]:
         stall_s = sum(self.stalls.pop(at) for at in list(self.stalls) if at <= self.waited_s)
         until = min(self.now() + timeout_s, max(call.ends_at for call in references))

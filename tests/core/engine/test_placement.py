@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -337,3 +338,14 @@ def test_the_head_of_a_cluster_is_gone_if_nothing_listens_there() -> None:
         assert not placement._is_gone(address)
     assert placement._is_gone(address)
     assert not placement._is_gone("")
+
+
+def test_a_question_to_a_head_that_is_gone_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    never = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setattr(placement, "_head_address", lambda: address)
+    assert placement.ask_head(never.wait, None) is None
+    assert placement.ask_head(lambda: "answer", "none") == "answer"
+    with pytest.raises(KeyError):
+        placement.ask_head(lambda: {}["unknown"], "none")

@@ -204,3 +204,22 @@ def test_a_call_whose_thread_cannot_start_holds_up_no_other(line: Line, monkeypa
         calls.begin(lambda: None)
     assert line.turns._line == []
     calls.await_end()
+
+
+def test_a_thread_that_may_call_again_is_not_closed_by_another_that_came_in_between(line: Line) -> None:
+    """The driver's own worker and the thread that waits for the others both call callbacks."""
+    is_inside, may_go = threading.Event(), threading.Event()
+
+    def close() -> None:
+        with line.turns.closed("in a callback"):
+            is_inside.set()
+            assert may_go.wait(60.0)
+
+    with line.turns.closed("in a callback"):
+        other = line.pool.submit(close)
+        assert is_inside.wait(60.0)
+        with pytest.raises(ValueError, match="in a callback"):
+            line.turns.reserve()
+    may_go.set()
+    other.result(60.0)
+    line.turns.give_up(line.turns.reserve())

@@ -156,11 +156,13 @@ class ClusterView:
         nodes: The live nodes.
         holders: The placement groups that hold resources or wait for them.
         can_grow: True if more nodes may join.
+        is_head_gone: True if the cluster's head node is gone, so that nothing is known.
     """
 
     nodes: tuple[NodeView, ...]
     holders: tuple[PlacementGroupHolder, ...] = ()
     can_grow: bool = True
+    is_head_gone: bool = False
 
     def without(self, node_ids: Collection[str]) -> ClusterView:
         """Return the view without the nodes that have these IDs."""
