@@ -327,7 +327,7 @@ class Undo:
         self.copies_all = has_more or (watched.is_first and self._copies.differ(watched.copied))
 
     def note_step(self, optimizer: Any, *_: Any) -> None:
-        """Record that an optimizer is about to step. PyTorch may call this method as a hook, with more arguments."""
+        """Record that an optimizer is about to step. Callers may pass more arguments, which are ignored."""
         self._stepped.add(id(optimizer))
         batch = self._batch
         if batch is not None:
