@@ -212,7 +212,7 @@ class StepLoop(Loop):
             ValueError: The trainer's gradient accumulation or clipping had no effect, because user code bypassed it.
         """
         name = type(self._operator).__name__
-        if leg.waiting is not None:
+        if leg.accumulated is not None:
             leg.batch = leg.batch.end()  # the optimizer may step although the window is not full
             step_with(self._operator, *self._optimizers)
         if leg.window > 1 and num_batches and not leg.is_used:

@@ -167,7 +167,7 @@ class TrainingCall(EpochRun):
         """
         hosted, loop = self._hosted, self._hosted.loop
         loop.note_boundary()
-        self.meters.count_held()
+        self.meters.count_pending()
         if self.meters.has_objects:
             self.meters.note_boundary()
         hosted.ledger.commit()
