@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from raysgd.core.numbers.meters import HeldMetric
+from raysgd.core.numbers.meters import PendingMetric
 from raysgd.exceptions import CallbackError
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class WorkerCallback:
                 `raysgd.journal`.
         """
 
-    def _on_batch(self, operator: Any, metrics: Sequence[HeldMetric] | None, is_boundary: bool) -> None:
+    def _on_batch(self, operator: Any, metrics: Sequence[PendingMetric] | None, is_boundary: bool) -> None:
         """Called after each batch if the library's own training loop runs.
 
         Args:

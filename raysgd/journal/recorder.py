@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import numpy as np
 
 from raysgd.callbacks.worker_callback import WorkerCallback
-from raysgd.core.numbers.meters import HeldMetric
+from raysgd.core.numbers.meters import PendingMetric
 from raysgd.core.numbers.metric_meters import PLAIN_NUMBERS, NumberMeter, ToFloats
 from raysgd.journal.journal import NO_NORM
 
@@ -143,7 +143,7 @@ class StepRecorder(WorkerCallback):
         if norm is not None and not hasattr(norm, "full_tensor"):  # reading a sharded tensor would need all ranks
             self._norms = (*self._norms, _kept(norm))
 
-    def _on_batch(self, operator: Any, metrics: Sequence[HeldMetric] | None, is_boundary: bool) -> None:
+    def _on_batch(self, operator: Any, metrics: Sequence[PendingMetric] | None, is_boundary: bool) -> None:
         if self._is_off:
             return
         if metrics is not None:
@@ -224,7 +224,7 @@ def reports_after(replica: Any, received: Mapping[str, int]) -> News:
     return News(found.name, *found.reports(received.get(found.name, 0), internals.to_floats), found.lost)
 
 
-def _loss_of(metrics: Sequence[HeldMetric]) -> tuple[Any, Any]:
+def _loss_of(metrics: Sequence[PendingMetric]) -> tuple[Any, Any]:
     """Return the loss of a batch and its weight in the mean loss. If no metric is a loss, return NaN and 0."""
     for name, _, value, weight in metrics:
         if name == TRAIN_LOSS:

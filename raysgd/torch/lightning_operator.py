@@ -216,7 +216,7 @@ class LightningOperator(TrainingOperator):
             self._raysgd.end_batch(metrics, batch)
             if leg.batch.is_boundary:
                 self._progress.end_batch(self.global_step)
-        meters.count_held()
+        meters.count_pending()
         self._progress.end_batch(self.global_step)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:

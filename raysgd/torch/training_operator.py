@@ -134,7 +134,7 @@ class TrainingOperator(RegisteringOperator):
             internals.end_batch(metrics, batch)
             if by_batch and leg.batch.is_boundary:
                 schedulers.step_after_batch(by_batch, internals.precision, leg.batch)
-        meters.count_held()
+        meters.count_pending()
         summary = meters.summary()
         if by_epoch:
             schedulers.step_after_epoch(

@@ -35,8 +35,8 @@ def recorder(operator: Any) -> StepRecorder:
 def held(metrics: dict[str, Any]) -> Any:
     """Return the metrics of a batch as the meters of an operator have read them."""
     meters, values = AverageMeterCollection(read_tensors, metric_objects.capture), dict(metrics)
-    meters.hold(values, values.pop(NUM_SAMPLES, 1))
-    return meters.held[-1][0]
+    meters.add_pending(values, values.pop(NUM_SAMPLES, 1))
+    return meters.pending[-1][0]
 
 
 def rows(block: Any) -> list[tuple[Any, ...]]:

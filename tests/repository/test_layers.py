@@ -528,3 +528,16 @@ def test_workers_start_without_the_modules_of_the_driver(runner: str) -> None:
     loaded = needed_at_import(runner)
     assert runner in loaded
     assert [name for name in sorted(loaded) if f"{name}.".startswith(tuple(f"{each}." for each in DRIVER))] == []
+
+
+def test_the_call_trees_name_functions_of_the_files_beside_them() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    frames = re.findall(r"^ *(?:\w+\.)?(\w+)(?: \(PyTorch\))? +([\w/]+\.py)\b", page, flags=re.MULTILINE)
+    assert len(frames) > 60
+    assert [
+        f"{name} {file}"
+        for name, file in frames
+        if not re.search(
+            rf"(def|class) {name}\b|^    {name}: ", (ROOT / "raysgd" / file).read_text("utf-8"), re.MULTILINE
+        )
+    ] == []

@@ -24,7 +24,7 @@ from raysgd.core.engine.snapshots import SnapshotPace, Snapshots
 from raysgd.core.engine.startup import Loan, StandbyWorkers, StartupCheck
 from raysgd.torch.hosting.step_loop import StepLoop
 from raysgd.torch.parallel.tensor_copies import TensorCopies
-from raysgd.torch.parallel.undo import Undo, _OpenBatch
+from raysgd.torch.parallel.undo import Undo, _OpenStep
 from raysgd.trainer.worker.data import epoch_run
 from raysgd.trainer.worker.data.rank_rows import RankRows
 from tests.simulator.program import Program
@@ -602,7 +602,7 @@ MUTATIONS = (
     Mutation("a batch that broke off is not undone", StepLoop, "return_to_boundary", nothing, (92,)),
     Mutation("a batch counts as undone that was not copied", Undo, "can_put_back", always(True), (501,)),
     Mutation("weights are not put back", TensorCopies, "put_back", nothing, (92,)),
-    Mutation("what optimizers know is not put back", _OpenBatch, "look_into", nothing, (92,)),
+    Mutation("what optimizers know is not put back", _OpenStep, "look_into", nothing, (92,)),
     Mutation("a batch is undone as far as the first one", StepLoop, "note_boundary", nothing, (52,)),
     Mutation("a call that was not begun is answered by the one before", SimReplica, "walk", _begins_late, (157,)),
     Mutation("any call that a rank remembers is the one that goes on", epoch_run, "run_of", _any_run, (1513,)),

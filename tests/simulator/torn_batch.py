@@ -12,7 +12,9 @@ from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.hosting.step_loop import StepLoop, make_undo
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.operator.registrar import RegisteredObjects
+from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import Strategy
+from raysgd.torch.step.optimizer_hooks import OptimizerHooks
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
@@ -53,6 +55,9 @@ class TornBatch:
         self._operator, parallel = _Pair(), _Joined()
         self._optimizers = self._operator._raysgd.registered.optimizers
         self._undo = make_undo(self._operator, parallel, undo, World(0, 2))
+        hooks = OptimizerHooks(Precision(), StepOptions(), self._operator, parallel, InstalledCallbacks())
+        hooks.watch(self._optimizers)
+        hooks.tell(self._undo.note_step)
         self._loop = StepLoop(self._operator, parallel, TorchFeed(lambda name: None, parallel, 1), self._undo)
         self.open_call()
 

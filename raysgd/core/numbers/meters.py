@@ -130,7 +130,7 @@ class AverageMeter:
             self.avg = self.sum / self.count
 
 
-HeldMetric = tuple[Any, ObjectMeter | NumberMeter, Any, Any]
+PendingMetric = tuple[Any, ObjectMeter | NumberMeter, Any, Any]
 """One metric of a batch: its name, the meter that read it, and its value and weight.
 
 A value or weight on the CPU is stored as a number. A tensor on another device is stored as a copy on that device,
@@ -153,8 +153,8 @@ class AverageMeterCollection:
     once. A metric object accumulates batches itself. The last object under a name is captured when the summary is
     created.
 
-    In a training call, the metrics of a batch are stored separately (`hold`) until its step completes. They are then
-    counted (`count_held`), or dropped if the step is interrupted (`drop_held`).
+    In a training call, the metrics of a batch are pending (`add_pending`) until its step completes. Then they are
+    counted (`count_pending`), or dropped if the step is interrupted (`drop_pending`).
 
     Args:
         to_floats: Reads the values of a list of tensors. Called for each summary, and when many tensors wait.
@@ -165,7 +165,7 @@ class AverageMeterCollection:
 
     Attributes:
         n: Number of samples counted, the sum of `n` of all counted batches.
-        held: The metrics and number of samples of each batch whose step has not completed yet.
+        pending: The metrics and number of samples of each batch whose step has not completed yet.
         num_batches: Number of batches counted.
         has_objects: True if any metric is a metric object.
     """
@@ -183,7 +183,7 @@ class AverageMeterCollection:
         self._meters: dict[str, NumberMeter | ObjectMeter] = {}
         self.num_batches = 0
         self.has_objects = False
-        self.held: list[tuple[list[HeldMetric], int | float]] = []
+        self.pending: list[tuple[list[PendingMetric], int | float]] = []
         self.n: int | float = 0
 
     def update(self, metrics: Mapping[str, Any], n: int | float = 1, *, is_strict: bool = True) -> None:
@@ -201,22 +201,22 @@ class AverageMeterCollection:
             TypeError: A value has a type that cannot be averaged.
             ValueError: A tensor or array does not have exactly one element, or a weight is invalid.
         """
-        waiting, self.held = self.held, []
-        self.hold(metrics, n, is_strict=is_strict)
-        self.count_held()
-        self.held = waiting
+        waiting, self.pending = self.pending, []
+        self.add_pending(metrics, n, is_strict=is_strict)
+        self.count_pending()
+        self.pending = waiting
 
-    def hold(self, metrics: Mapping[str, Any], n: int | float = 1, *, is_strict: bool = True) -> None:
-        """Store the metrics of a batch until its step has completed. `count_held` then adds them to the averages.
+    def add_pending(self, metrics: Mapping[str, Any], n: int | float = 1, *, is_strict: bool = True) -> None:
+        """Store the metrics of a batch until its step has completed. `count_pending` then adds them to the averages.
 
-        If the step is interrupted, call `drop_held` instead. Arguments and exceptions are the same as for `update`,
+        If the step is interrupted, call `drop_pending` instead. Arguments and exceptions are the same as for `update`,
         because values are checked now. Metric objects have already accumulated the batch themselves.
         """
         num_samples = n if type(n) is int else float(n)
         if not 0 <= num_samples < math.inf:
             raise ValueError(f"`{NUM_SAMPLES}={n!r}`: need the number of samples of a batch, 0 or more.")
         weight = as_weight(BATCH_WEIGHT, metrics[BATCH_WEIGHT]) if BATCH_WEIGHT in metrics else num_samples
-        meters, entries = self._meters, list[HeldMetric]()
+        meters, entries = self._meters, list[PendingMetric]()
         for name, value in metrics.items():
             meter = meters.get(name)
             if meter is None and is_weight(name):
@@ -227,31 +227,31 @@ class AverageMeterCollection:
             except (TypeError, ValueError):
                 if is_strict:
                     raise
-        self.held.append((entries, num_samples))
+        self.pending.append((entries, num_samples))
 
-    def count_held(self) -> None:
-        """Add the metrics of batches stored by `hold` to the averages. Called when their step has completed."""
-        held, self.held = self.held, []
+    def count_pending(self) -> None:
+        """Add the metrics of batches stored by `add_pending` to the averages. Called when their step has completed."""
+        pending, self.pending = self.pending, []
         meters = self._meters
-        for entries, num_samples in held:
+        for entries, num_samples in pending:
             for name, meter, value, weight in entries:
                 (meters.get(name) or meters.setdefault(name, meter)).add(value, weight)
             self.num_batches += 1
             self.n += num_samples
 
     def note_boundary(self) -> None:
-        """Store the states of metric objects at the end of a training step, so that `drop_held` can restore them."""
+        """Store the states of metric objects at the end of a training step, so that `drop_pending` can restore them."""
         meters = self._meters.values()
         metrics = [meter.live for meter in meters if isinstance(meter, ObjectMeter) and meter.live is not None]
         remember = self._remember_objects if metrics else None
         self._forget_rest = None if remember is None else remember(metrics)
 
-    def drop_held(self) -> None:
-        """Discard the metrics of batches stored by `hold`, because their step was interrupted.
+    def drop_pending(self) -> None:
+        """Discard the metrics of batches stored by `add_pending`, because their step was interrupted.
 
         Also restore the states of metric objects that the last `note_boundary` stored.
         """
-        self.held.clear()
+        self.pending.clear()
         if self._forget_rest is not None:
             self._forget_rest()
             self._forget_rest = None
@@ -264,7 +264,7 @@ class AverageMeterCollection:
 
         Creating a summary does not reset the averages: a later summary covers these batches, too.
         """
-        self._read_pending()
+        self._read_unread()
         values: dict[str, Any] = {BATCH_COUNT: self.num_batches, NUM_SAMPLES: self.n}
         totals: dict[str, tuple[float, float]] = {}
         objects: dict[str, CapturedMetric] = {}
@@ -281,23 +281,23 @@ class AverageMeterCollection:
         return MetricSummary(values, totals, objects)
 
     def tally(self) -> tuple[tuple[Any, ...], list[float]]:
-        """Return the sums, including the metrics stored by `hold`, but without metric objects.
+        """Return the sums, including the metrics stored by `add_pending`, but without metric objects.
 
         Returns:
             The names of the metrics, and a list of floats: the number of samples, then the sum, weight and last value
             of each metric.
         """
-        self._read_pending()
+        self._read_unread()
         after = AverageMeterCollection(self._to_floats)
         after.n, meters = self.n, dict[Any, NumberMeter]()
         meters.update((name, each.copy()) for name, each in self._meters.items() if isinstance(each, NumberMeter))
-        for entries, num_samples in self.held:
+        for entries, num_samples in self.pending:
             after.n += num_samples
             for name, meter, value, weight in entries:
                 if isinstance(meter, NumberMeter):
                     meters.setdefault(name, meter.copy()).add(value, weight)
         after._meters.update(meters)
-        after._read_pending()
+        after._read_unread()
         sums = ((each.total, float(each.count), float(each.last)) for each in meters.values())
         return tuple(meters), [float(after.n), *itertools.chain(*sums)]
 
@@ -371,11 +371,11 @@ class AverageMeterCollection:
             return ObjectMeter(name, self._capture_object)
         return NumberMeter(name, self._to_floats)
 
-    def _read_pending(self) -> None:
-        """Read the pending tensors of all metrics in one call, so that the host waits for the device only once."""
-        meters = [meter for meter in self._meters.values() if isinstance(meter, NumberMeter) and meter.pending]
+    def _read_unread(self) -> None:
+        """Read the unread tensors of all metrics in one call, so that the host waits for the device only once."""
+        meters = [meter for meter in self._meters.values() if isinstance(meter, NumberMeter) and meter.unread]
         if not meters:
             return
-        floats = iter(self._to_floats([tensor for meter in meters for tensor in meter.pending]))
+        floats = iter(self._to_floats([tensor for meter in meters for tensor in meter.unread]))
         for meter in meters:
-            meter.fold([next(floats) for _ in meter.pending])
+            meter.fold([next(floats) for _ in meter.unread])

@@ -15,7 +15,7 @@ BATCH_WEIGHT = "batch_weight"
 _WEIGHT_OF = f"{BATCH_WEIGHT}_of_"
 # Largest number of unread device tensors per metric. Reading them waits for the device, and storing them uses the
 # device's memory.
-MAX_PENDING = 256
+MAX_UNREAD = 256
 BATCH_COUNT = "batch_count"
 NUM_SAMPLES = "num_samples"
 
@@ -159,15 +159,15 @@ ToFloats = Callable[[list[Any]], list[float]]
 class NumberMeter:
     """Accumulates one metric: its sum, weight and last value, and the device tensors that have not been read yet."""
 
-    __slots__ = ("_name", "_to_floats", "_weights", "count", "last", "pending", "total", "weight_name")
+    __slots__ = ("_name", "_to_floats", "_weights", "count", "last", "total", "unread", "weight_name")
 
     def __init__(self, name: str, to_floats: ToFloats) -> None:
         self._name, self.weight_name = name, weight_of(name)
         self._to_floats = to_floats
         self.last: Any = _UNREAD
-        # An entry is None if the weight is a tensor. The weight then follows its value in `pending`.
+        # An entry is None if the weight is a tensor. The weight then follows its value in `unread`.
         self._weights: list[int | float | None] = []
-        self.pending: list[Any] = []
+        self.unread: list[Any] = []
         self.total = 0.0
         self.count: int | float = 0
 
@@ -200,11 +200,11 @@ class NumberMeter:
         """Add a value and its weight, as `read` returned them."""
         if type(value) not in PLAIN_NUMBERS:
             waits = is_tensor(type(weight))
-            self.pending += [value, weight] if waits else [value]
+            self.unread += [value, weight] if waits else [value]
             self._weights.append(None if waits else weight)
             self.last = _UNREAD
-            if len(self.pending) >= MAX_PENDING:
-                self.fold(self._to_floats(self.pending))
+            if len(self.unread) >= MAX_UNREAD:
+                self.fold(self._to_floats(self.unread))
             return
         self.last = value
         if weight:  # a batch of padding has weight 0 but may have the value NaN, and 0 * NaN is NaN
@@ -215,17 +215,17 @@ class NumberMeter:
         """Add the sum and weight of another meter. Use that meter's last value only if this meter has no last value."""
         self.total += total
         self.count += count
-        if self.last is _UNREAD and not self.pending:
+        if self.last is _UNREAD and not self.unread:
             self.last = last
 
     def copy(self) -> NumberMeter:
-        """Return a copy of this meter. The meter must have no pending tensors."""
+        """Return a copy of this meter. The meter must have no unread tensors."""
         other = NumberMeter(self._name, self._to_floats)
         other.total, other.count, other.last = self.total, self.count, self.last
         return other
 
     def fold(self, floats: list[float]) -> None:
-        """Add the values of the pending tensors, given as floats, and discard the tensors."""
+        """Add the values of the unread tensors, given as floats, and discard the tensors."""
         numbers = iter(floats)
         for weight in self._weights:
             number = next(numbers)
@@ -235,7 +235,7 @@ class NumberMeter:
                 self.count += weight
         if self.last is _UNREAD:
             self.last = number
-        self.pending.clear()
+        self.unread.clear()
         self._weights.clear()
 
     @property

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +47,7 @@ class StepLoop(Loop):
     the operator's `global_step` already includes the step, but `return_to_boundary` can still undo it.
 
     What happens in a step is recorded in `undo`: the `Leg` reports batches, the strategy reports all-reduces of
-    gradients, and hooks on the optimizers report steps.
+    gradients, and `OptimizerHooks` reports steps.
 
     Args:
         operator: Operator that trains.
@@ -77,12 +76,6 @@ class StepLoop(Loop):
         self._has_own_gradients = False
         # Whether this call has averaged gradients over the ranks, and whether it has stepped optimizers.
         self._has_exchanged = self._has_taken_steps = False
-        for number, optimizer in enumerate(filter(tells_of_steps, self._optimizers), start=1):
-            # PyTorch calls these hooks after the user's hooks. If a user's hook raises, the optimizer does not step,
-            # and no step is recorded.
-            optimizer.register_step_pre_hook(undo.note_step)
-            if parallel.record is not None:
-                optimizer.register_step_pre_hook(partial(self._note_work, f"optimizer {number} stepped"))
 
     @property
     def step(self) -> Leg:
@@ -93,11 +86,6 @@ class StepLoop(Loop):
 
     def may_be_parted(self, error: BaseException) -> bool:
         return self.is_lost(error) or any(isinstance(link, NotAligned) for link in with_causes(error))
-
-    def _note_work(self, work: str, *_: Any) -> None:
-        """Record an optimizer's step as an action that all ranks must take. PyTorch calls this hook before the step."""
-        assert self._parallel.record is not None
-        self._parallel.record.note(work)
 
     @property
     def can_return(self) -> bool:
@@ -224,7 +212,7 @@ class StepLoop(Loop):
             ValueError: The trainer's gradient accumulation or clipping had no effect, because user code bypassed it.
         """
         name = type(self._operator).__name__
-        if leg.waiting is not None:
+        if leg.accumulated is not None:
             leg.batch = leg.batch.end()  # the optimizer may step although the window is not full
             step_with(self._operator, *self._optimizers)
         if leg.window > 1 and num_batches and not leg.is_used:

@@ -112,6 +112,9 @@ class TorchHostedOperator(HostedOperator):
         copies = recovery.undo if recovery.in_place else False
         undo = make_undo(self.operator, self.parallel, copies, world, self.ledger)
         self.loop = StepLoop(self.operator, self.parallel, self.feed, undo)
+        self.internals.hooks.tell(undo.note_step)
+        if self.parallel.record is not None:
+            self.internals.hooks.tell(self._note_step)
         self.state = TorchState(self.operator, self.parallel, self.feed, self.loop.undo.waiting_parameters)
         registered = self.internals.registered
         hyperparameters.note_first_rates(registered.schedulers)
@@ -121,6 +124,11 @@ class TorchHostedOperator(HostedOperator):
         facts = self.facts()
         self._part_ways()
         return facts
+
+    def _note_step(self, _: Any, number: int) -> None:
+        """Record an optimizer's step as an action that all ranks must take."""
+        assert self.parallel.record is not None
+        self.parallel.record.note(f"optimizer {number} stepped")
 
     def _check_data(self) -> None:
         """Check that the train loader and the optimizers work with `split_batches` and `deterministic`.

@@ -110,7 +110,7 @@ class BatchMetrics(Internals):
         if not self.step.batch.is_padding:
             values = dict(metrics)
             self.latest_metrics = metrics
-            self.meters.hold(values, values.pop(NUM_SAMPLES))
+            self.meters.add_pending(values, values.pop(NUM_SAMPLES))
         return metrics
 
     def end_batch(self, metrics: Any, batch: Any) -> None:
@@ -120,7 +120,7 @@ class BatchMetrics(Internals):
         `global_step` at once, but pending metrics become final only once the training loop requests the next batch.
         """
         leg, reported, self._reported = self.parallel.leg, self._reported, None
-        if leg.batch.is_waiting:  # `train_batch` ran no backward pass
+        if leg.batch.needs_backward:  # `train_batch` ran no backward pass
             leg.skip()
         waits = reported is not None and metrics is reported and not self.logged
         if not waits:
@@ -130,13 +130,13 @@ class BatchMetrics(Internals):
         if not leg.batch.is_padding:
             if not waits:
                 if reported is not None:
-                    self.meters.held.pop()
-                self.meters.hold(*self.values_and_weight(metrics, "train_batch"))
+                    self.meters.pending.pop()
+                self.meters.add_pending(*self.values_and_weight(metrics, "train_batch"))
             if BATCH_WEIGHT in metrics:
                 self._compare_weight(metrics)
         if self.callbacks.noting_batches:
-            held = None if leg.batch.is_padding else self.meters.held[-1][0]
-            self.callbacks.note_batch(self._operator, held, leg.batch.is_boundary)
+            pending = None if leg.batch.is_padding else self.meters.pending[-1][0]
+            self.callbacks.note_batch(self._operator, pending, leg.batch.is_boundary)
         self._operator.global_step += leg.batch.is_last_part
 
     def completed(self, metrics: Any, batch: Any) -> Any:

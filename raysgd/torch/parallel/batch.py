@@ -46,7 +46,7 @@ class Batch:
         weight, num_samples, total, number, index, is_last_part, is_boundary: Values of the arguments with these names.
         is_padding: True if the batch has no samples that count and exists only so that this rank takes part in the
             other ranks' collectives.
-        is_waiting: True if the batch still needs a backward pass and its weight matters.
+        needs_backward: True if the batch still needs a backward pass and its weight matters.
         had_backward: True if a backward pass was recorded.
         computed: IDs of the optimizers that have gradients of this batch but have not stepped with them yet.
         weights: Weights that user code passed to the batch's backward passes.
@@ -70,8 +70,8 @@ class Batch:
         "is_exchanged",
         "is_last_part",
         "is_padding",
-        "is_waiting",
         "left_out",
+        "needs_backward",
         "num_samples",
         "number",
         "total",
@@ -94,7 +94,8 @@ class Batch:
         self.weight, self.num_samples, self.total = weight, num_samples, total
         self.number, self.index = number, index
         self.is_last_part, self.is_boundary, self.is_padding = is_last_part, is_boundary, num_samples == 0
-        self.is_waiting = self.had_backward = self.is_by_samples = self.is_exchanged = self.was_asked_to_step = False
+        self.needs_backward = self.had_backward = self.is_by_samples = False
+        self.is_exchanged = self.was_asked_to_step = False
         self.computed: set[int] = set()
         self.left_out: set[int] = set()
         self.weights: list[float] = []

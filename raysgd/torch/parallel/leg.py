@@ -71,7 +71,7 @@ class Leg:
         uncounted: True if a batch was weighted by samples although its loss ignores labels or weights them unequally. A
             tensor if the value is on a GPU.
         has_clipped: True if gradients were clipped in this leg.
-        waiting: With accumulation, the weights of those batches of the current step that had a backward pass. None
+        accumulated: With accumulation, the weights of those batches of the current step that had a backward pass. None
             before the first such batch, and without accumulation.
         omitted: Counts the samples that user code skips in the step; None until `note_omitted` is called in the step.
     """
@@ -100,7 +100,7 @@ class Leg:
         self.labels = NO_CALL
         self.uncounted: Any = False
         self.has_clipped = False
-        self.waiting: Window | None = None
+        self.accumulated: Window | None = None
         self.omitted: Omitted | None = None
         self._is_weighted = False  # True in a backward pass whose loss was already multiplied by its weight
         self._num_waiting, self._is_by_samples = 0, True
@@ -130,7 +130,7 @@ class Leg:
             RuntimeError: The previous batch has another weight and still needs its backward pass.
         """
         before, index, is_boundary = self.batch, 0, True
-        if self.waiting is not None and before.is_boundary and before.had_backward:
+        if self.accumulated is not None and before.is_boundary and before.had_backward:
             raise ValueError(
                 f"`{self.option}`: `self.optimizer_step()` was not called for the last batch of a step. Call it after "
                 "`self.backward(loss)` for every batch, or omit the option and accumulate yourself."
@@ -163,7 +163,7 @@ class Leg:
         )
         if self.window > 1 or self.is_global:
             self._num_waiting += 1
-            self.batch.is_waiting = True
+            self.batch.needs_backward = True
         if self.window > 1 and self.defer is not None:
             self.defer(not is_boundary)
 
@@ -226,9 +226,9 @@ class Leg:
 
     def end_waiting(self) -> None:
         """Record that the latest batch no longer needs a backward pass, because it had one or user code skips it."""
-        if self.batch.is_waiting:
+        if self.batch.needs_backward:
             self._num_waiting -= 1
-            self.batch.is_waiting = False
+            self.batch.needs_backward = False
 
     def skip(self) -> None:
         """Record that user code runs no backward pass for the latest batch. Has no effect if it has already run one.
@@ -236,7 +236,7 @@ class Leg:
         Raises:
             ValueError: With accumulation, every batch needs a backward pass.
         """
-        if self.batch.is_waiting and self.window > 1:
+        if self.batch.needs_backward and self.window > 1:
             raise ValueError(
                 f"`{self.option}`: a batch was skipped, but `self.backward` was not called for it. Call "
                 "`self.backward(loss)` and `self.optimizer_step()` for every batch (a `LightningModule` needs "
@@ -314,7 +314,7 @@ class Leg:
 
     def adds_to(self, optimizer: Any) -> bool:
         """Return True if a backward pass of this batch adds to the gradients that the optimizer's parameters have."""
-        return self.waiting is not None if self.window > 1 else id(optimizer) in self.batch.computed
+        return self.accumulated is not None if self.window > 1 else id(optimizer) in self.batch.computed
 
     @property
     def option(self) -> str:
@@ -338,10 +338,10 @@ class Leg:
         if amount is None:
             total = num_ranks if total is None else total  # it is None before the first and after the last batch
             amount = total / num_ranks * (batch.weight if self.is_global else 1.0)
-        if self.waiting is None:
+        if self.accumulated is None:
             usual = self.usual if total is None else total / num_ranks
-            self.waiting = Window(weight is not None, self.window * usual or 1.0)
-        window = self.waiting
+            self.accumulated = Window(weight is not None, self.window * usual or 1.0)
+        window = self.accumulated
         window.is_exchanged, window.is_of_criterion = batch.is_boundary, is_of_criterion
         if window.is_weighted != (weight is not None):
             raise ValueError(
@@ -378,7 +378,7 @@ class Leg:
     def stepped(self, optimizer: Any) -> None:
         """Record that `optimizer` has stepped, so that the next backward pass clears the old gradients."""
         self.batch.computed.discard(id(optimizer))
-        self.waiting = self.omitted = None
+        self.accumulated = self.omitted = None
 
     @contextmanager
     def weighting(self, counted: Counted | None = None) -> Iterator[None]:

@@ -80,8 +80,8 @@ class _Watched:
         return all(id(each) in self.moving or torch.equal(digest_of(each), digest) for each, digest in pairs)
 
 
-class _OpenBatch:
-    """The running batch: the state before the batch, and what has happened in the batch so far.
+class _OpenStep:
+    """The running optimizer step: the state before the step, and what has happened in the step so far.
 
     Values of tensors are not in this object; `TensorCopies` has copies of them.
 
@@ -197,7 +197,7 @@ class Undo:
         self._is_off = not repeats
         self._copies = TensorCopies()
         self._watched: _Watched | None = None  # None if a failure restarts the call instead of repeating the batch
-        self._batch: _OpenBatch | None = None
+        self._batch: _OpenStep | None = None
         # IDs of the optimizers that have started to step since the last boundary.
         self._stepped: set[int] = set()
         # Parameters that already had gradients when the batch began, because no optimizer had stepped with these
@@ -265,7 +265,7 @@ class Undo:
     def begin_step(self) -> None:
         """Start a batch. Copy the state that the batch may change."""
         self._waiting = waiting = self.waiting_parameters()
-        batch, watched = _OpenBatch(), self._watched
+        batch, watched = _OpenStep(), self._watched
         self._batch = batch
         if watched is None:
             return
@@ -282,12 +282,12 @@ class Undo:
                 "worker is lost in the middle of a batch, the call restarts from the snapshot. The error was: %s",
                 error,
             )
-            self._copies, self._batch = TensorCopies(), _OpenBatch()
+            self._copies, self._batch = TensorCopies(), _OpenStep()
             self.switch_off()
         finally:
             self._ledger.enter(before)
 
-    def _take(self, batch: _OpenBatch, watched: _Watched, waiting: Sequence[torch.Tensor], copies_all: bool) -> None:
+    def _take(self, batch: _OpenStep, watched: _Watched, waiting: Sequence[torch.Tensor], copies_all: bool) -> None:
         batch.places = [(buffers, name, kept(buffers.get(name))) for buffers, name in watched.buffers]
         tensors = [each for _, _, each in batch.places if each is not None]
         seen = {*map(id, watched.parameters)}
@@ -327,7 +327,7 @@ class Undo:
         self.copies_all = has_more or (watched.is_first and self._copies.differ(watched.copied))
 
     def note_step(self, optimizer: Any, *_: Any) -> None:
-        """Record that an optimizer is about to step. PyTorch may call this method as a hook, with more arguments."""
+        """Record that an optimizer is about to step. Callers may pass more arguments, which are ignored."""
         self._stepped.add(id(optimizer))
         batch = self._batch
         if batch is not None:
@@ -356,7 +356,7 @@ class Undo:
             self._batch = None
         self._stepped, self._waiting = set(), None
 
-    def _end_first(self, batch: _OpenBatch, watched: _Watched) -> None:
+    def _end_first(self, batch: _OpenStep, watched: _Watched) -> None:
         if self._watches and not batch.num_exchanges:
             # A batch without an all-reduce does not show what user code does before one. Observe the next batch, too.
             return

@@ -222,7 +222,7 @@ class Gradients:
             ValueError: User code skips samples on this rank, but the ranks have not sent each other how many they skip.
         """
         leg, num_ranks, correction = self._parallel.leg, self._parallel.num_ranks, 1.0
-        window, omitted, parameters = leg.waiting, leg.omitted, self._precision.parameters(optimizer)
+        window, omitted, parameters = leg.accumulated, leg.omitted, self._precision.parameters(optimizer)
         if window is not None:
             if not window.is_exchanged:
                 self._parallel.average_deferred(parameters)

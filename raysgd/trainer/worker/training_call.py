@@ -89,6 +89,7 @@ class TrainingCall(EpochRun):
         if request.hold_at is not None and request.hold_at > self.num_completed:
             self.gate = Gate(request.hold_at)
         stream.at_boundary = self._at_boundary
+        # `take` is a generator: it reads `stream.step` when the first batch is drawn. `hosted.training` sets it before.
         coming = iter(()) if self.is_exhausted else stream.take(self.num_steps_left)
         coming = coming if request.redraw is None else redrawing(coming, request.redraw)
         batches = WatchedBatches(hosted.ledger.timing(coming), stream)
@@ -166,7 +167,7 @@ class TrainingCall(EpochRun):
         """
         hosted, loop = self._hosted, self._hosted.loop
         loop.note_boundary()
-        self.meters.count_held()
+        self.meters.count_pending()
         if self.meters.has_objects:
             self.meters.note_boundary()
         hosted.ledger.commit()

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from raysgd.callbacks.worker_callback import WorkerCallback, call_event, has_state, key_of
-from raysgd.core.numbers.meters import AverageMeterCollection, HeldMetric
+from raysgd.core.numbers.meters import AverageMeterCollection, PendingMetric
 from raysgd.core.numbers.metric_meters import BATCH_WEIGHT, NUM_SAMPLES, is_metric_object, weight_of
 from raysgd.trainer.worker.data.batch_streams import CurrentStep
 
@@ -111,7 +111,7 @@ class InstalledCallbacks:
 
         return after if watching else None
 
-    def note_batch(self, operator: Any, metrics: Sequence[HeldMetric] | None, is_boundary: bool) -> None:
+    def note_batch(self, operator: Any, metrics: Sequence[PendingMetric] | None, is_boundary: bool) -> None:
         """Call `_on_batch` of the callbacks after a batch.
 
         Args:
@@ -263,9 +263,9 @@ def _over_batches(meters: AverageMeterCollection, metrics: Any, is_last: bool) -
     values = {name: value for name, value in metrics.items() if not is_metric_object(type(value))}
     of_step = {name: value for name, value in metrics.items() if name != BATCH_WEIGHT}
     with suppress(TypeError, ValueError):
-        meters.hold(values, values.pop(NUM_SAMPLES, 1), is_strict=False)
+        meters.add_pending(values, values.pop(NUM_SAMPLES, 1), is_strict=False)
         if is_last:
-            meters.count_held()
+            meters.count_pending()
             summary = meters.summary()
             of_step[NUM_SAMPLES] = meters.n
             for name, (_, weight) in summary.totals.items():

@@ -16,7 +16,7 @@ import numpy
 import pytest
 
 from raysgd.core.numbers.meters import AverageMeter, AverageMeterCollection, MetricSummary
-from raysgd.core.numbers.metric_meters import MAX_PENDING
+from raysgd.core.numbers.metric_meters import MAX_UNREAD
 
 
 class FakeTensor:
@@ -170,8 +170,8 @@ class TestNumbers:
     def test_a_weight_beside_the_metrics_is_theirs_and_samples_are_counted(self) -> None:
         meters = AverageMeterCollection()
         meters.update({"loss": 1.0, "batch_weight": 30}, n=2)
-        meters.hold({"loss": 2.0, "batch_weight": numpy.float32(10)}, n=4)
-        meters.count_held()
+        meters.add_pending({"loss": 2.0, "batch_weight": numpy.float32(10)}, n=4)
+        meters.count_pending()
         assert meters.summary() == {"batch_count": 2, "num_samples": 6, "loss": 1.25, "last_loss": 2.0}
         assert meters.summary().totals == {"loss": (50.0, 40.0)}
 
@@ -227,18 +227,18 @@ class TestTensors:
 
     def test_are_read_earlier_when_very_many_wait(self) -> None:
         meters = AverageMeterCollection()
-        for number in range(MAX_PENDING + 1):
+        for number in range(MAX_UNREAD + 1):
             meters.update({"loss": FakeTensor(number)})
-        assert FakeTensor.num_reads == MAX_PENDING
+        assert FakeTensor.num_reads == MAX_UNREAD
         summary = meters.summary()
-        assert summary.totals["loss"] == (MAX_PENDING * (MAX_PENDING + 1) / 2, MAX_PENDING + 1)
-        assert summary["last_loss"] == MAX_PENDING
+        assert summary.totals["loss"] == (MAX_UNREAD * (MAX_UNREAD + 1) / 2, MAX_UNREAD + 1)
+        assert summary["last_loss"] == MAX_UNREAD
 
     def test_the_last_value_is_known_right_after_an_early_reading(self) -> None:
         meters = AverageMeterCollection()
-        for number in range(MAX_PENDING):
+        for number in range(MAX_UNREAD):
             meters.update({"loss": FakeTensor(number)})
-        assert meters.summary()["last_loss"] == MAX_PENDING - 1
+        assert meters.summary()["last_loss"] == MAX_UNREAD - 1
 
     def test_changes_in_place_after_the_batch_do_not_count(self) -> None:
         running = FakeTensor(1.0)
@@ -425,16 +425,16 @@ class TestGoingOn:
 
 def test_what_is_held_back_counts_only_once_it_is_asked_for() -> None:
     meters, loss = AverageMeterCollection(), FakeTensor(2.0)
-    meters.hold({"loss": loss}, n=3)
-    meters.hold({"loss": 4.0}, n=1)
+    meters.add_pending({"loss": loss}, n=3)
+    meters.add_pending({"loss": 4.0}, n=1)
     loss.values[0] = 100.0  # user code goes on with the tensor that it gave
     assert (meters.num_batches, meters.n, dict(meters.summary())) == (0, 0, {"batch_count": 0, "num_samples": 0})
-    meters.count_held()
-    meters.count_held()
+    meters.count_pending()
+    meters.count_pending()
     assert (meters.num_batches, meters.n, meters.summary()["loss"]) == (2, 4, 2.5)
-    meters.hold({"loss": 9.0})
-    meters.drop_held()
-    meters.count_held()
+    meters.add_pending({"loss": 9.0})
+    meters.drop_pending()
+    meters.count_pending()
     assert meters.summary()["loss"] == 2.5
 
 
@@ -497,12 +497,12 @@ def test_a_tally_is_what_a_summary_of_the_same_batches_would_be() -> None:
 
 def test_a_tally_has_what_waits_as_it_will_be_counted_and_changes_nothing() -> None:
     meters = summed(({"loss": 0.5}, 32))
-    meters.hold({"loss": FakeTensor(0.1), "batch_weight": 5}, 16)
-    meters.hold({"loss": FakeTensor(0.2), "batch_weight_of_loss": 3.0, "other": 2.0}, 8)
+    meters.add_pending({"loss": FakeTensor(0.1), "batch_weight": 5}, 16)
+    meters.add_pending({"loss": FakeTensor(0.2), "batch_weight_of_loss": 3.0, "other": 2.0}, 8)
     tally = meters.tally()
     assert meters.summary() == {"batch_count": 1, "num_samples": 32, "loss": 0.5, "last_loss": 0.5}
     assert meters.tally() == tally
-    meters.count_held()
+    meters.count_pending()
     after, found = meters.summary(), meters.summary_of(*tally)
     assert found.totals == after.totals
     assert (found["num_samples"], found["last_loss"]) == (56, 0.2)
@@ -510,7 +510,7 @@ def test_a_tally_has_what_waits_as_it_will_be_counted_and_changes_nothing() -> N
 
 def test_a_batch_without_weight_is_left_out_of_a_tally_whatever_it_says() -> None:
     meters = summed(({"loss": 1.0}, 4))
-    meters.hold({"loss": math.nan}, 0)
+    meters.add_pending({"loss": math.nan}, 0)
     assert meters.summary_of(*meters.tally()).totals == {"loss": (4.0, 4.0)}
 
 
@@ -518,8 +518,8 @@ def test_a_batch_without_weight_is_left_out_of_a_tally_whatever_it_says() -> Non
 def test_what_is_no_metric_is_refused_before_it_waits(value: Any) -> None:
     meters = summed(({"loss": 1.0}, 4))
     with pytest.raises((TypeError, ValueError), match="`other`"):
-        meters.hold({"loss": 3.0, "other": value}, 4)
-    meters.count_held()
+        meters.add_pending({"loss": 3.0, "other": value}, 4)
+    meters.count_pending()
     assert meters.tally() == (("loss",), [4.0, 4.0, 4.0, 1.0])
 
 

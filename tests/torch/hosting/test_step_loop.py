@@ -17,7 +17,9 @@ from raysgd.torch.hosting.step_loop import StepLoop, make_undo, needs_copies
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.operator.registrar import RegisteredObjects
 from raysgd.torch.parallel.leg import Leg
+from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import Strategy
+from raysgd.torch.step.optimizer_hooks import OptimizerHooks
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
@@ -69,6 +71,10 @@ def loop_of(operator: Plain, undo: bool | None = None, parallel: Strategy | None
     parallel = parallel or Joined()
     made = make_undo(operator, parallel, undo, WORLD)
     loop = StepLoop(operator, parallel, TorchFeed(lambda name: None, parallel, 1), made)
+    internals = operator._raysgd
+    hooks = OptimizerHooks(internals.precision, StepOptions(), operator, parallel, internals.callbacks)
+    hooks.watch(internals.registered.optimizers)
+    hooks.tell(made.note_step)
     made.open_call()
     loop.note_boundary()
     return loop

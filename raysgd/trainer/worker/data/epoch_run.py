@@ -220,7 +220,7 @@ class EpochRun:
         have not taken part in it.
         """
         self.gate = Gate()
-        self.meters.drop_held()
+        self.meters.drop_pending()
         self.is_exhausted = self._has_no_step_left
         self.num_steps_before, self.stream = self.num_completed, None
 

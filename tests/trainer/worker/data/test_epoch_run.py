@@ -218,10 +218,10 @@ def test_what_was_measured_of_a_window_that_broke_off_is_forgotten() -> None:
     for loss in (1.0, 2.0):
         next(batches)
         run.meters.update({"loss": loss})
-    run.meters.hold({"loss": 9.0})
+    run.meters.add_pending({"loss": 9.0})
     stream.break_off()
     run.detach()
-    run.meters.count_held()
+    run.meters.count_pending()
     assert run.meters.summary()["loss"] == 1.5
     assert run.meters.num_batches == 2
 
@@ -297,9 +297,9 @@ def test_a_run_that_is_taken_over_again_forgets_its_own_answer() -> None:
 
 
 def told(name: str, run: EpochRun) -> tuple[str, Row]:
-    run.meters.hold({"loss": 3.0}, 2)
+    run.meters.add_pending({"loss": 3.0}, 2)
     layout, numbers = run.meters.tally()
-    run.meters.drop_held()
+    run.meters.drop_pending()
     return name, Row(((METRICS, layout, len(numbers)),), np.array(numbers))
 
 
