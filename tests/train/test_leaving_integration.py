@@ -179,7 +179,7 @@ def test_a_program_under_timeout_is_done_some_day_and_takes_each_step_once(tmp_p
     every_step = [str(step) for step in range(60)]
     for rank in range(2):
         steps = notes(tmp_path, rank, "step")
-        if "lost ranks" in said:
+        if "lost rank" in said:
             assert list(dict.fromkeys(steps)) == every_step, "no step is left out"
         else:
             assert steps == every_step

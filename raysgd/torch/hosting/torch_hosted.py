@@ -125,7 +125,7 @@ class TorchHostedOperator(HostedOperator):
         self._part_ways()
         return facts
 
-    def _note_step(self, _: Any, number: int) -> None:
+    def _note_step(self, *_: Any, number: int) -> None:
         """Record an optimizer's step as an action that all ranks must take."""
         assert self.parallel.record is not None
         self.parallel.record.note(f"optimizer {number} stepped")

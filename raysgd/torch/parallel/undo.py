@@ -326,7 +326,7 @@ class Undo:
         has_more = batch.has_stepped or is_more
         self.copies_all = has_more or (watched.is_first and self._copies.differ(watched.copied))
 
-    def note_step(self, optimizer: Any, *_: Any) -> None:
+    def note_step(self, optimizer: Any, *_: Any, **__: Any) -> None:
         """Record that an optimizer is about to step. Callers may pass more arguments, which are ignored."""
         self._stepped.add(id(optimizer))
         batch = self._batch

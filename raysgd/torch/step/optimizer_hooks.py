@@ -49,7 +49,6 @@ class OptimizerHooks:
         self.may_miss_clipping = False
         self._undo: list[Callable[[], None]] = []
         self._about_to_step: set[int] = set()  # IDs of the optimizers whose current step has gradients
-        self._listeners: list[Callable[[Any, int], object]] = []
 
     def watch(self, optimizers: Sequence[Any]) -> None:
         """Install hooks on the optimizers' steps, so that gradients are clipped even if user code calls `step`."""
@@ -62,20 +61,18 @@ class OptimizerHooks:
         handles += [each.register_step_post_hook(self._after_step) for each in hooked]
         self._undo = [each.remove for each in handles]
 
-    def tell(self, listener: Callable[[Any, int], object]) -> None:
-        """From now on, call a function before each step of an optimizer, with the optimizer and its number from 1.
+    def tell(self, listener: Callable[..., object]) -> None:
+        """From now on, call a function before each step of an optimizer.
 
-        Called after `setup`. PyTorch then calls the listeners after the user's hooks. If a user's hook raises, the
-        optimizer does not step, and no listener is called.
+        Called after `setup`. PyTorch then calls the listener after the user's hooks. If a user's hook raises, the
+        optimizer does not step, and the listener is not called.
+
+        Args:
+            listener: Function that gets the arguments of PyTorch's step hooks, the first of which is the optimizer, and
+                the number of the optimizer as `number`, from 1.
         """
-        if not self._listeners:
-            for number, each in enumerate(filter(tells_of_steps, self._optimizers), start=1):
-                self._undo.append(each.register_step_pre_hook(partial(self._tell_listeners, number)).remove)
-        self._listeners.append(listener)
-
-    def _tell_listeners(self, number: int, optimizer: Any, *_: Any) -> None:
-        for listener in self._listeners:
-            listener(optimizer, number)
+        for number, each in enumerate(filter(tells_of_steps, self._optimizers), start=1):
+            self._undo.append(each.register_step_pre_hook(partial(listener, number=number)).remove)
 
     def sees(self, optimizer: Any) -> bool:
         """Return True if `optimizer` has the hooks, so that every one of its steps is noticed."""
