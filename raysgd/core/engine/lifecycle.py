@@ -552,8 +552,8 @@ class Lifecycle(ABC):
     def _leaving_nodes(self) -> frozenset[str]:
         """IDs of nodes that will be removed soon.
 
-        Empty if the program is about to end: Ray may already have stopped, and a request to Ray would not return before
-        Ray ends this process.
+        Empty if the program is about to end. No worker moves or starts then, so there is no need to ask Ray, which may
+        already have stopped: until the request is given up, a save would wait for it.
         """
         return frozenset() if self.is_ending else self._rules.leaving_nodes()
 

@@ -37,6 +37,7 @@ from raysgd.core.engine.shared.time_spent import (
     USEFUL,
     TimeSpent,
 )
+from raysgd.exceptions import OnFailure
 
 BROKEN, LEFT = "(broken off)", "(group left)"
 """Internal bins for the time since a call was interrupted, and since the worker left the group.
@@ -120,11 +121,8 @@ class Ledger:
             first: Name of the bin to which time is assigned first.
         """
         self.enter(first)
-        try:
+        with OnFailure(self._break_off):
             yield
-        except BaseException:  # also on Ctrl-C
-            self._break_off()
-            raise
         self.commit()
         self.enter(OTHER)
 
