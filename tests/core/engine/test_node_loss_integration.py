@@ -18,7 +18,8 @@ def test_the_state_survives_the_node_of_the_worker_that_had_told_it() -> None:
     assert seen["first"] == [1.0, 1.0]
     assert seen["after the loss"] == [11.0]
     assert seen["failures"] == 1
-    assert seen["cause"] == f"lost rank 0 (node {seen['address']} died)"
+    # On a slow machine, Ray may report that the worker cannot be reached before it reports the dead node.
+    assert seen["cause"] in {f"lost rank 0 (node {seen['address']} died)", "lost rank 0 (out of reach)"}
     assert seen["after the gain"] == [111.0, 111.0], "a node that comes is used"
     assert seen["failures in the end"] == 1, "without spending a retry"
     assert len(seen["small"]) == 4
