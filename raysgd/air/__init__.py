@@ -1,7 +1,7 @@
 """The configs, checkpoints and results of trainers with a `fit()` method, named as in `ray.air`.
 
-`raysgd.air` and `raysgd.train` export the same classes. Importing them neither starts Ray nor imports a framework.
-`raysgd.storage` stores the files.
+`raysgd.train` exports the same classes, except `DatasetConfig`. Importing the classes neither starts Ray nor imports a
+framework. `raysgd.storage` stores the files.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 * A folder without `dict_checkpoint.pkl` is read as a dict with one tar archive of its files. The exceptions are files
   named `KEY.meta.pkl`, whose unpickled content is stored under `KEY`.
 
-Unpickling may run code: read checkpoints only from sources that you trust. Keys and archives cannot write outside the
-target folder.
+Unpickling may run code: read checkpoints only from sources that you trust. When a dict is written to a folder, nothing
+is written outside this folder, whatever the dict's keys and archives contain.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DictContent:
 
     @property
     def representation(self) -> tuple[str, Any]:
-        """A pair: the name that Ray AIR 2.0 gives this type of content, and the content itself."""
+        """A pair: the name that Ray AIR 2.0 gives this type of content, and the dict or object reference."""
         return "object_ref" if self.is_stored else "data_dict", self._data
 
     def as_dict(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class DictContent:
         self._metadata = dict(metadata)
 
     def portable(self) -> DictContent:
-        """Return this object, because a dict can be pickled and read on any machine."""
+        """Return this object, because a dict or an object reference can be pickled and read in another process."""
         return self
 
 
@@ -140,8 +140,9 @@ class FolderContent:
     def portable(self) -> Content:
         """Return content that can be pickled and read in another process.
 
-        If only this machine can access the folder and `goes_by_place` is not set, return the folder's files as a dict.
-        Otherwise, return this object, which is pickled as its location.
+        If the folder is on a local disk or in memory and `goes_by_place` is False, return the folder's content as a
+        dict, because other processes may not be able to access the folder. Otherwise, return this object, which is
+        pickled as the folder's location.
         """
         is_here_only = self.folder.is_local or self.folder.is_in_memory
         return self._copied() if is_here_only and not self._goes_by_place else self

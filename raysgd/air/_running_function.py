@@ -74,23 +74,27 @@ class RunningSession(Protocol):
     def ask(self, name: str, data: Any = None) -> Any:
         """Ask the driver a question, such as which nodes will go away, and return the driver's answer.
 
-        All ranks must ask the question with this name. Each rank may pass its own data.
+        All ranks must call this method with the same `name`. Each rank may pass its own data.
         """
 
     def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Send a checkpoint without metrics to the driver."""
+        """Send a checkpoint without metrics to the driver. In functions that `fit` runs, raise an error instead."""
 
     def load_checkpoint(self) -> dict[str, Any] | None:
         """Return the newest checkpoint that the function has saved.
 
-        If the function has not saved a checkpoint yet, return the checkpoint from which the function started.
+        If the function has not saved a checkpoint yet, return the checkpoint from which the function started, or None.
+        In functions that `fit` runs, raise an error instead.
         """
 
     def current_checkpoint(self) -> Any:
-        """Return the result of `load_checkpoint` as a `Checkpoint`."""
+        """Return the newest checkpoint that the function has saved or reported on this worker, as a `Checkpoint`.
+
+        If there is none yet, return the checkpoint from which the function started, or None.
+        """
 
     def dataset_shard(self, name: str | None) -> Any:
-        """Return this worker's shard of a dataset."""
+        """Return this worker's shard of a dataset. See `raysgd.air.session.get_dataset_shard`."""
 
 
 class Alone:
@@ -198,7 +202,10 @@ def report_to(tune: Any, metrics: Mapping[str, Any], checkpoint: Checkpoint | No
 
 
 def checkpoint_of(tune: Any) -> Checkpoint | None:
-    """Return the checkpoint from which this process's Ray Tune trial continues."""
+    """Return the newest checkpoint that the Ray Tune trial in this process has reported.
+
+    If the trial has not reported a checkpoint yet, return the checkpoint from which the trial started, or None.
+    """
     from raysgd.air.checkpoint import Checkpoint  # imported here because it loads the storage modules
 
     checkpoint = tune.get_checkpoint()

@@ -248,9 +248,10 @@ class Checkpoint:
         return made
 
     def by_place(self: CheckpointType) -> CheckpointType:
-        """Return a copy of this checkpoint. Pickling the copy saves only the folder's location, not its files.
+        """Return a copy of this checkpoint that is pickled as its folder's location, without the folder's files.
 
-        Pickling any other checkpoint in a local folder saves the folder's files.
+        If the folder was written from a dict, the dict is pickled as well, for machines that cannot access the folder.
+        Other checkpoints in a local folder are pickled with the folder's files.
         """
         made = self.from_checkpoint(self)
         if isinstance(self._content, FolderContent):
@@ -258,9 +259,10 @@ class Checkpoint:
         return made
 
     def get_internal_representation(self) -> tuple[str, Any]:
-        """Return a pair: the type of the checkpoint's content, and the content itself.
+        """Return a pair: the type of the checkpoint's content, and the content or its location.
 
-        The type is `local_path`, `data_dict`, `uri` or `object_ref`.
+        The type is `data_dict` (followed by the dict), `object_ref` (the object reference), `local_path` (the folder's
+        path) or `uri` (the folder's URI).
         """
         return self._content.representation
 
@@ -376,7 +378,7 @@ class TensorflowCheckpoint(Checkpoint):
 
     @classmethod
     def from_h5(cls, file_path: str | Path, *, preprocessor: Any = None) -> TensorflowCheckpoint:
-        """Create a checkpoint from a whole model saved by Keras with `model.save("model.h5")`.
+        """Create a checkpoint with the weights of a model that Keras has saved with `model.save("model.h5")`.
 
         Raises:
             ValueError: The file does not exist, or its name does not end in `.h5`.
@@ -411,10 +413,10 @@ class TensorflowCheckpoint(Checkpoint):
         """Return a model with the saved weights.
 
         Args:
-            model: A built Keras model, or a function that creates the model.
+            model: A built Keras model, whose weights are replaced, or a function that creates the model.
 
         Raises:
-            RuntimeError: The checkpoint has no weights.
+            RuntimeError: The checkpoint has no weights, or has a model of another framework.
         """
         made = model if hasattr(model, "set_weights") and not isinstance(model, type) else model()
         made.set_weights(self.get_model_weights())

@@ -59,10 +59,11 @@ class CheckpointConfig:
     """Decides which checkpoints of a run are kept in the run's folder.
 
     Attributes:
-        num_to_keep: Number of checkpoints to keep. None keeps all. With 0, checkpoints are not written to disk, and
-            only the latest is kept, in memory.
-        checkpoint_score_attribute: The reported metric that ranks checkpoints. None ranks them by age. A checkpoint
-            without this metric ranks last.
+        num_to_keep: Number of best checkpoints to keep. `fit` also keeps the newest checkpoint. None keeps all. With 0,
+            checkpoints are not written to disk, and only the newest is kept, in memory.
+        checkpoint_score_attribute: The reported metric that ranks checkpoints. None ranks newer checkpoints higher. A
+            checkpoint without this metric ranks last. In `Trainer.run`, this is a key of the checkpoint's dict, which
+            every checkpoint must contain.
         checkpoint_score_order: "max" if the highest value is best, "min" if the lowest is.
         checkpoint_frequency: Accepted for compatibility. `fit` requires 0 or None, because training functions decide
             when to save.
@@ -108,7 +109,7 @@ class FailureConfig:
             each new checkpoint resets the count to 0 until your function first raises an exception. From then on, the
             count is not reset.
         fail_fast: For runs of several trials. True ends all trials when one fails; "raise" raises the trial's error
-            immediately.
+            immediately. In `fit` of a trainer, "raise" raises the error itself instead of a `TrainingFailedError`.
 
     Raises:
         ValueError: A value is not allowed, or both options are set.
@@ -177,9 +178,9 @@ class RunConfig:
         checkpoint_config: Which checkpoints to keep.
         sync_config: Accepted for programs written for Ray AIR. See `SyncConfig`.
         verbose: Verbosity, from 0 (silent) to 3 (most output).
-        stop: Condition that stops the run before your function returns: a dict of metrics and the values at which to
-            stop; or a function that gets the trial's id and the metrics and returns True to stop; or a list of such
-            conditions, each of which stops the run.
+        stop: Condition that stops the run before your function returns: a dict of metrics and limits, which stops the
+            run when a metric is equal to or greater than its limit; or a function that gets the trial's id and the
+            metrics and returns True to stop; or a list of such conditions, each of which stops the run.
         callbacks: Ray Tune callbacks, such as loggers, or raysgd callbacks.
         progress_reporter: A Ray Tune progress reporter, for a `Tuner`.
         log_to_file: For a `Tuner`. True to redirect output to files in the trial's folder; or one file name; or two,
@@ -189,7 +190,7 @@ class RunConfig:
             the job's runtime environment.
 
     Raises:
-        ValueError: A value is not allowed, or two different folders were passed.
+        ValueError: A value is not allowed, or `storage_path` and `local_dir` differ.
         TypeError: A value has the wrong type.
         ModuleNotFoundError: A package that is needed for the URI in `storage_path` is missing.
     """
@@ -287,17 +288,21 @@ class ScalingConfig:
 
     Attributes:
         trainer_resources: Resources of a Ray Tune trial besides its workers. Default: one CPU. `fit` runs in the driver
-            and reserves only resources that you pass explicitly.
+            and reserves only resources that you pass explicitly. For a trainer derived directly from
+            `BaseTrainer`, these are the resources of the worker that runs `training_loop`.
         num_workers: Number of workers, or `(min, max)` to use as many as the free resources allow.
         use_gpu: True to assign a GPU to each worker.
         resources_per_worker: Resources of each worker. Default: one CPU, or one GPU with `use_gpu`. In a dict, a
             missing "CPU" means 0, and a missing "GPU" means 1 with `use_gpu`.
-        placement_strategy: How Ray places the workers: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
+        placement_strategy: How Ray places the workers: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD". `fit` does
+            not enforce a strict strategy: it treats "STRICT_PACK" as "PACK", and "STRICT_SPREAD" as "SPREAD".
         _max_cpu_fraction_per_node: Accepted for programs written for Ray AIR. Current Ray ignores it.
         elastic_resize_monitor_interval_s: Seconds between checks for free resources while a run has fewer workers than
-            the maximum. If resources are free, the run adds workers after its next checkpoint.
+            the maximum. If resources are free, the run adds workers after its next checkpoint. With `elastic`, workers
+            can join without waiting for a checkpoint.
         accelerator_type: The GPU type that workers need, as Ray names it, such as "A100".
-        label_selector: Labels that the workers' nodes must have, in Ray's format: `{"region": "us-west"}`.
+        label_selector: Labels that the workers' nodes must have, in Ray's format: `{"region": "us-west"}`. Requires a
+            fixed number of workers.
         elastic: True to let surviving workers continue in the middle of the training function after a failure, instead
             of restarting the function from its checkpoint. Requires `num_workers=(min, max)`; see
             `raysgd.train.Trainer`.
@@ -436,9 +441,10 @@ class ScalingConfig:
         return [self.trainer_bundle, *(self.worker_bundle for _ in range(num_workers))]
 
     def as_placement_group_factory(self) -> PlacementGroupFactory:
-        """Return the bundles that Ray Tune reserves: one for the trial, then one for each worker.
+        """Return the resources as Ray Tune bundles: one bundle for the trial, then one for each worker.
 
-        If `num_workers` is a range, return bundles for the minimum number of workers, which the run needs to start.
+        If `num_workers` is a range, return bundles for the minimum number of workers, which the run needs to start. A
+        `Tuner` reserves the maximum for each trial.
         """
         from ray.tune import PlacementGroupFactory
 
@@ -532,10 +538,11 @@ class DatasetConfig:
             False for other datasets.
         required: True if the dataset must be passed. Default: False.
         transform: True to apply the preprocessor to the dataset. Default: True.
-        use_stream_api: True to read blocks while training. Default: False.
-        stream_window_size: Number of bytes to read ahead with `use_stream_api`. Default: 1 GiB.
+        use_stream_api: Accepted for programs written for Ray AIR. No effect. Default: False.
+        stream_window_size: Accepted for programs written for Ray AIR. No effect. Default: 1 GiB.
         global_shuffle: True to shuffle all rows before each epoch. Default: False.
-        randomize_block_order: True to randomize the order of the blocks in each epoch. Default: True.
+        randomize_block_order: True to randomize the order of a Ray Data dataset's blocks in each epoch. With None,
+            `fit` does not randomize the order, although `fill_defaults` replaces None with True.
     """
 
     fit: bool | None = None

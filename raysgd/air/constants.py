@@ -6,7 +6,8 @@ from __future__ import annotations
 PREPROCESSOR_KEY = "_preprocessor"
 MODEL_KEY = "model"
 
-# Names of datasets that trainers know. "*" stands for all other names.
+# Names of datasets. By default, trainers shard only "train". As a key of `dataset_config`, "*" stands for all names
+# without an entry of their own.
 TRAIN_DATASET_KEY = "train"
 EVALUATION_DATASET_KEY = "evaluation"
 WILDCARD_KEY = "*"

@@ -26,8 +26,9 @@ SHOULD_CHECKPOINT = "should_checkpoint"
 class CheckpointUploadMode(Enum):
     """How `report` stores a checkpoint.
 
-    With `SYNC`, `report` returns once a checkpoint folder is stored. With `ASYNC`, it returns immediately. In both
-    modes, a dict checkpoint is copied, and the copy is sent while the function continues. `NO_UPLOAD` is not supported.
+    With `SYNC`, `report` returns once a checkpoint folder is stored. With `ASYNC`, it returns immediately, unless the
+    previous folder is still being stored. In both modes, a dict checkpoint is copied, and the copy is sent while the
+    function continues. `NO_UPLOAD` is not supported.
     """
 
     ASYNC = "ASYNC"
@@ -63,8 +64,10 @@ class PreemptionInfo:
 class UploadOptions:
     """Options for storing a report's checkpoint, named as in Ray's `report`.
 
+    Only `checkpoint_upload_mode` and `delete_local_checkpoint_after_upload` can be set.
+
     Raises:
-        ValueError: An option is not supported.
+        ValueError: Another option is set, or the upload mode is neither `SYNC` nor `ASYNC`.
     """
 
     checkpoint_dir_name: str | None = None
@@ -91,7 +94,7 @@ class UploadOptions:
 
     @property
     def deletes(self) -> bool:
-        """True if the checkpoint's local folder is deleted after it is stored."""
+        """True if the local folder that the user passed is deleted after the checkpoint is stored."""
         chosen = self.delete_local_checkpoint_after_upload
         return self.is_async if chosen is None else chosen
 
@@ -143,7 +146,7 @@ Under the other keys in `FILLED_IN`, a value that the function has reported is k
 
 
 def iteration_of(report: Mapping[str, Any]) -> int:
-    """Return a report's `training_iteration`, the count of reports from 1. Return 0 if it is missing or damaged."""
+    """Return a report's `training_iteration`, its number counted from 1. Return 0 if it is missing or damaged."""
     return int(_number(report.get(TRAINING_ITERATION)))
 
 

@@ -76,7 +76,11 @@ class Result:
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """The config that was passed to the training function. None if rank 0 never reported."""
+        """The trial's config. None if rank 0 never reported.
+
+        In a run of `fit()`, this is `{"train_loop_config": config}` with the config of the training function, or an
+        empty dict if the function has no config. Large values are shortened, and keys and passwords are masked.
+        """
         return (self.metrics or {}).get("config")
 
     @property
@@ -179,7 +183,8 @@ def _read_checkpoints(folder: Folder, reports: Iterable[Mapping[str, Any]]) -> l
 def _read_error(folder: Folder) -> Exception | None:
     """Return the error that ended a trial, or None if no error was saved.
 
-    If the error cannot be unpickled, return a `RuntimeError` with its message.
+    If only the error's text was saved, or the error cannot be unpickled, return a `RuntimeError` with the tracebacks
+    of all failed attempts.
     """
     if folder.has(ERROR_PICKLE_FILE):
         try:

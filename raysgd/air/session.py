@@ -1,7 +1,9 @@
 """The functions that a training function calls: `report`, `get_checkpoint`, `get_world_rank` and so on.
 
-They work in training functions run by `fit` or `Trainer.run`. If Ray Tune runs the function as a trial, they report to
-that trial. Anywhere else, they warn once and return a default, so you can call your training function directly.
+They work in training functions run by `fit` or `Trainer.run`. If Ray Tune runs the function as a trial, `report`,
+`get_checkpoint` and the functions that describe the trial call Ray Tune's functions with the same names. The other
+functions, and all functions anywhere else, warn once and return a default, so you can call your training function
+directly.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ __all__ = [
 
 
 def report(*args: Any, **kwargs: Any) -> None:
-    """Send metrics to the driver, and wait until the driver has read them.
+    """Send metrics to the driver, optionally with a checkpoint.
 
     Pass the metrics as one dict, `report({"loss": 0.1}, checkpoint=...)`, where `checkpoint` is a `Checkpoint` or None.
     All workers must report the same number of times.
@@ -56,16 +58,20 @@ def report(*args: Any, **kwargs: Any) -> None:
 
     In functions run by `fit`:
 
+    * The function continues while up to 64 reports wait to be read by the driver. A report with values other than
+      numbers and strings waits until the driver has read it. So does a report with a checkpoint, unless the checkpoint
+      is a folder that is stored with `ASYNC`.
     * Only the metrics of rank 0 count. Any rank may pass a checkpoint. If several ranks pass checkpoints in folders,
       the folders are merged; if several pass dicts, the dict of the lowest rank is used.
     * You may name both arguments: `report(metrics={"loss": 0.1}, checkpoint=...)`. This form is recognized if `metrics`
-      is a dict or if `checkpoint` is neither a number nor a string. Otherwise, all keywords are metrics.
+      is a dict or if `checkpoint` is not a number, a string or None. Otherwise, all keywords are metrics.
     * With `checkpoint_upload_mode=CheckpointUploadMode.ASYNC`, `report` returns while the files of a checkpoint's
       folder are still being stored, and deletes the folder afterwards. The default, `SYNC`, waits and keeps the folder.
     * `delete_local_checkpoint_after_upload` overrides whether the folder is deleted.
     * Other options of Ray's `report` raise an error with advice; see `UploadOptions`.
 
-    In functions run by `Trainer.run`, a checkpoint reported with a dict of metrics may also be a dict.
+    In functions run by `Trainer.run`, `report` waits until the driver has read the metrics. A checkpoint reported with
+    a dict of metrics may also be a dict.
 
     Raises:
         TypeError: The arguments have another form.
@@ -98,11 +104,11 @@ def _arguments_of(
 
 
 def get_checkpoint() -> Checkpoint | None:
-    """Return the checkpoint that was reported last.
+    """Return the checkpoint that this worker has reported last.
 
-    Before the first report, return the checkpoint that the function started from, or None.
-
-    A function that restarts after a failure gets the newest checkpoint reported before the failure.
+    If this worker has not reported a checkpoint yet, return the checkpoint that the function started from, or None. A
+    function that restarts after a failure starts from the newest checkpoint that any worker reported before the
+    failure.
     """
     if (tune := tune_here()) is not None:
         return checkpoint_of(tune)
@@ -118,7 +124,7 @@ def get_dataset_shard(dataset_name: str | None = None) -> Any:
     datasets.
 
     Raises:
-        RuntimeError: There are several datasets, and no name was passed.
+        RuntimeError: A name is required, and none was passed.
         KeyError: In a function run by `Trainer.run`, no dataset has this name.
     """
     session = session_or_warning("get_dataset_shard")
@@ -173,11 +179,18 @@ class TrainContext:
         return _of_trial("get_trial_dir", lambda facts: facts.directory)
 
     def get_metadata(self) -> dict[str, Any] | None:
-        """Return the dict that was passed to the trainer as `metadata`."""
+        """Return the dict that was passed to the trainer as `metadata`.
+
+        Raises:
+            DeprecationWarning: Ray Tune runs the function. Ray's own `get_metadata` then always raises this error.
+        """
         return _of_trial("get_metadata", lambda facts: dict(facts.metadata))
 
     def get_storage(self) -> Any:
-        """Return the trial's folder as a `raysgd.storage.Folder`."""
+        """Return the trial's folder as a `raysgd.storage.Folder`.
+
+        If Ray Tune runs the function, return Ray's `StorageContext` instead.
+        """
         return _of_trial("get_storage", lambda facts: facts.folder)
 
 

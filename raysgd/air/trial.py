@@ -185,7 +185,8 @@ class FitTrialView:
     Attributes:
         trainable_name: Name of the trainer's class.
         trial_id: Id of the trial, such as `1f3a9_00000`.
-        config: The trial's config: `{"train_loop_config": ...}`.
+        config: The trial's config: `{"train_loop_config": config}` with the config of the training function, or an
+            empty dict if the function has no config.
         evaluated_params: Parameters chosen by a search; always empty.
         experiment_tag: `"0"`.
         status: `"PENDING"`, `"RUNNING"`, `"TERMINATED"` or `"ERROR"`.
@@ -253,7 +254,7 @@ class FitTrialView:
         return SimpleNamespace(**names, experiment_dir_name=self.experiment_dir_name)
 
     def get_ray_actor_ip(self) -> str:
-        """Return the IP address of the driver's machine."""
+        """Return the IP address of the driver's machine, or an empty string before the run has started."""
         return str(self.last_result.get("node_ip", ""))
 
     def init_local_path(self) -> None:

@@ -27,12 +27,13 @@ Weights = list[dict[str, Any]]
 
 
 class AveragedWeights(WorkerCallback):
-    """Base class of `EMA` and `SWA`, which average the weights of all models. The averages are equal in all workers.
+    """Base class of `EMA` and `SWA`, which average the weights of all models.
 
-    Floating-point buffers, such as batch-norm statistics, are averaged too. Other buffers are copied. Frozen weights
-    that `setup` creates again in each process (`remakes_frozen`) are left out. A second run of the same trainer
-    continues the averages. `EMA` and `SWA` work with `TorchTrainer`, except
-    with `strategy="fsdp"`.
+    The averages of parameters are equal in all workers. Floating-point buffers, such as batch-norm statistics, are
+    averaged too. Other buffers are copied. If the buffers differ between workers, so do their averages: `get_model`,
+    `swap` and checkpoints use the averages of rank 0. Frozen weights that `setup` creates again in each process
+    (`remakes_frozen`) are left out. A second run of the same trainer continues the averages. `EMA` and `SWA` work with
+    `TorchTrainer`, except with `strategy="fsdp"`.
     """
 
     def __init__(self) -> None:
@@ -98,8 +99,8 @@ class AveragedWeights(WorkerCallback):
 class EMA(AveragedWeights):
     """Computes an exponential moving average of the weights. The average is updated after each optimizer step.
 
-    This works with the library's training loop and with your own. With several optimizers, the average of a weight is
-    updated after the steps of the optimizer that trains this weight.
+    The callback works with the library's training loop and with your own. With several optimizers, the average of a
+    weight is updated after the steps of the optimizer that trains this weight.
 
     Args:
         decay: Factor of the old average in each update, such as 0.999.

@@ -39,8 +39,9 @@ class Callback:
         ...             run.stop("good enough")
 
     Attributes:
-        runs_last: If True, this callback is called after all callbacks for which it is False, whatever its position in
-            the list. Set it to True in a callback that saves the states of other callbacks.
+        runs_last: If True, `trainer.fit` calls this callback after all callbacks for which `runs_last` is False,
+            whatever its position in the list. Set it to True in a callback that saves the states of other callbacks.
+            Runs of training functions ignore `runs_last`.
     """
 
     runs_last: bool = False
@@ -57,7 +58,7 @@ class Callback:
         """Called before each epoch of a `TorchTrainer` or `TFTrainer`."""
 
     def on_progress(self, run: Run, progress: CallProgress) -> None:
-        """Called about ten times a second during an epoch, with the progress of rank 0.
+        """Called about ten times a second during an epoch and its validation, with the progress of rank 0.
 
         The trainer asks the workers for their progress only if a callback overrides this method. The trainer is busy
         training, so you cannot validate or save here: `run.trainer.validate` and `run.save` raise a `ValueError`.
@@ -84,8 +85,9 @@ class Callback:
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
         """Called after each epoch, or for each report of a training function.
 
-        With `fit(validate="async")`, this method is called at the end of the next epoch, once the validation has
-        finished. `run.epoch` is then the validated epoch, but the workers already hold the next epoch's weights.
+        With `fit(validate="async")`, this method is called at the end of the next epoch, or of the run, once the
+        validation has finished. `run.epoch` is then the validated epoch, but the workers may already have trained the
+        next epoch.
 
         Args:
             run: The run.
@@ -106,7 +108,10 @@ class Callback:
         """
 
     def on_checkpoint(self, run: Run, checkpoint: str) -> None:
-        """Called after a checkpoint has been saved, with its path or URI."""
+        """Called after `run.save` or a training function has saved a checkpoint, with the checkpoint's path or URI.
+
+        `Trainer.run` calls this method after a report of the function, and only for the newest checkpoint.
+        """
 
     def on_leave(self, run: Run) -> None:
         """Called when a run stops inside an epoch, for example at `max_steps`.
@@ -118,7 +123,11 @@ class Callback:
         """
 
     def on_event(self, run: Run, event: GroupEvent) -> None:
-        """Called after an epoch, once for each event of the epoch in which workers were lost, added or replaced."""
+        """Called once for each event in which workers were lost, added or replaced.
+
+        The method is called at the end of the epoch of the event. For a training function, it is called at the next
+        report, before `on_result`.
+        """
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Called once when the run ends, whether it succeeds or fails, even if another callback fails.
@@ -149,7 +158,8 @@ class Callback:
         """Return state from which this callback can continue when a run resumes, as data that can be written as JSON.
 
         `fit` and `epochs` of `TorchTrainer` and `TFTrainer` save this state beside each checkpoint and load it when
-        they resume. So does `fit()` of the trainers that run training functions. `Trainer.run` does not.
+        they resume. `fit()` of the trainers that run training functions saves the state in the run's folder after each
+        checkpoint, and a restored run loads it. `Trainer.run` does not save it.
         """
         return None
 
@@ -262,8 +272,8 @@ class Run:
             one after `epoch`) that each worker has trained on. Otherwise 0.
         epochs: The number of the epoch with which the run ends if it does not stop early. None for a training function,
             or if only `max_steps` limits the run.
-        history: The results so far. If the run was resumed, this includes the earlier results that were saved with the
-            checkpoint.
+        history: The results so far. If `fit` of a `TorchTrainer` or `TFTrainer` resumes a run, this includes the
+            earlier results that were saved with the checkpoint.
         callbacks: The callbacks of the run, in the order in which they are called.
         started_at: Start of the run, in seconds since the Unix epoch.
         validates_beside: True if validation runs concurrently with training, so that each epoch's results arrive one
@@ -312,10 +322,13 @@ class Run:
         return folder
 
     def stop(self, reason: str) -> None:
-        """End the run after the current epoch. Inside `on_validation`, end it at the current step.
+        """End the run after the current epoch, or after the current report of a training function.
+
+        If the workers pause before the epoch ends, for example to validate, the run ends at that step. Inside
+        `on_validation`, this is the current step.
 
         Args:
-            reason: Why the run ends, stored in `history.stop_reason`.
+            reason: Why the run ends, stored in `history.stop_reason`. After the first call, later reasons are ignored.
 
         Raises:
             NotImplementedError: Callbacks cannot stop a run of this kind.

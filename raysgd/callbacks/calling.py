@@ -57,7 +57,7 @@ def checked(callbacks: Any) -> tuple[list[Callback], list[WorkerCallback]]:
         The callbacks for the driver, in the order in which they are called, and the worker callbacks.
 
     Raises:
-        TypeError: `callbacks` is neither a list nor None, or contains an object that is not a callback.
+        TypeError: `callbacks` is neither an iterable nor None, or contains an object that is not a callback.
         ValueError: A callback is in the list twice.
     """
     listed = as_list(callbacks)
@@ -162,9 +162,10 @@ class Dispatcher:
     def finish(
         self, hooks: Sequence[str], *args: Any, has_failed: bool, only: Iterable[Any] | None = None, **info: Any
     ) -> None:
-        """Call methods of all callbacks at the end of a run, even if some of them fail.
+        """Call methods of all callbacks at the end of a run, even if some callbacks fail.
 
-        At most one failure is raised. The others are logged.
+        If a method fails, the remaining methods of the same callback are skipped. At most one failure is raised. The
+        others are logged.
 
         Args:
             hooks: Names of the methods.
@@ -174,7 +175,8 @@ class Dispatcher:
             **info: Keyword arguments. Arguments that a method does not accept are left out.
 
         Raises:
-            KeyboardInterrupt, SystemExit: A method raised it, for example because of Ctrl-C.
+            KeyboardInterrupt, SystemExit: A method raised this exception, for example because of Ctrl-C. It is raised
+                even if `has_failed` is True.
             CallbackError: A method failed in a run that had not failed. The first failure is raised.
         """
         failures: list[tuple[Any, BaseException]] = []
@@ -313,7 +315,7 @@ class FunctionCalls(CallbackCalls):
     Args:
         callbacks: The callbacks, in the order in which they are called.
         name: Name of the run.
-        config: The config that the training function receives.
+        config: The config that the training function receives. If it is a mapping, callbacks see it as `run.config`.
         folder: Folder for the files of the callbacks.
         obstacle_to_stop: Reason why `run.stop` cannot end a run of this kind, or None if it can.
 
@@ -386,6 +388,7 @@ class RunCallbacks(Dispatcher):
 
     Raises:
         TypeError: An object is not a callback, or is a worker callback.
+        ValueError: Two raysgd callbacks write to the same file.
     """
 
     def __init__(self, callbacks: Sequence[Any] | None, trial: FitTrialView) -> None:
@@ -489,7 +492,7 @@ class RunCallbacks(Dispatcher):
         """Return the states of the callbacks, for a run that continues this run.
 
         The key of a Ray Tune callback's state is the callback's position among the Ray Tune callbacks. The next number
-        is the key of a list with the states of all raysgd callbacks.
+        is the key of a list with the states of all raysgd callbacks. Empty states are left out.
         """
         states = {index: self.call(each, "get_state") for index, each in enumerate(self.callbacks)}
         own = [each for each in self._own.states() if each["state"] is not None]
@@ -520,7 +523,7 @@ def of_tune_among(callbacks: Iterable[Any]) -> list[Any]:
     """Return the Ray Tune callbacks from the list that the user passed for a run of `fit()` or for a sweep.
 
     Raises:
-        TypeError: An object is neither a raysgd callback nor has a method that Ray Tune calls.
+        TypeError: An object is neither a raysgd callback nor an instance of a class with methods that Ray Tune calls.
     """
     of_tune = [each for each in callbacks if not isinstance(each, Callback)]
     for each in of_tune:

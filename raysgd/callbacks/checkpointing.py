@@ -49,11 +49,12 @@ class Checkpointing(WritesFiles):
     Args:
         folder: A path or a URI, such as `s3://bucket/run`. Default: `checkpoints` in the run's folder. To resume from
             the default, pass the same `folder` to `fit`.
-        every_n_epochs: Number of epochs between saves. The last epoch of a run is always saved.
+        every_n_epochs: Number of epochs between saves. The last epoch is always saved, unless the run fails.
         every_n_steps: Also save inside epochs, whenever a worker has trained on this many more batches, counted over
             all epochs. For example, `epoch_0002_step_000120.ckpt` holds the state after two epochs and 120 batches of
             the third. For `TorchTrainer`.
-        every_minutes: Also save inside epochs, at the first step after this many minutes without a save.
+        every_minutes: Also save inside epochs, at the first step after this many minutes without a save. For
+            `TorchTrainer`.
         blocking: False lets training continue while a file is written. The next save, and the end of the run, wait for
             the write to finish. Older files are deleted only once the new file is complete, so the folder temporarily
             holds one extra file.
@@ -69,7 +70,8 @@ class Checkpointing(WritesFiles):
         restore_best_at_end: Whether to load the best file into the trainer when the run ends without an error.
 
     Raises:
-        ValueError, TypeError: An argument is invalid. During a run: the results have no such metric.
+        ValueError, TypeError: An argument is invalid.
+        CallbackError: During a run, the results have no such metric, or `max_failures` saves in a row have failed.
 
     Examples:
         >>> saving = Checkpointing("runs/digits", keep_last=2, keep_best=1, metric="val_accuracy")
@@ -153,7 +155,10 @@ class Checkpointing(WritesFiles):
         return None if self.newest is None else f"newest checkpoint: {self.newest}"
 
     def newest_checkpoint(self, run: Run) -> str | None:
-        """Return the newest checkpoint in the folder, even if an earlier process saved it, for `resume_from="auto"`.
+        """Return the path or URI of the newest checkpoint in the folder, for `resume_from="auto"`.
+
+        The checkpoint may come from an earlier process. Return None if the folder has no checkpoint that its index file
+        lists.
 
         Raises:
             StorageError: The storage is unreachable.
@@ -196,7 +201,10 @@ class Checkpointing(WritesFiles):
             ) from error
 
     def on_epoch_trained(self, run: Run) -> None:
-        """If validation runs concurrently with training, save the epoch now. The result arrives one epoch later."""
+        """If validation runs concurrently with training, save the epoch now if a save is due.
+
+        The result of the validation arrives one epoch later.
+        """
         self._finish_write(run, waits=False)
         if run.validates_beside:
             self._save_if_due(run, None)
@@ -209,8 +217,8 @@ class Checkpointing(WritesFiles):
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
         """Save the epoch if `every_n_epochs` requires this, or if the last save has failed.
 
-        If validation runs concurrently with training, the epoch has already been saved. In this case, only store its
-        metric.
+        If validation runs concurrently with training, `on_epoch_trained` has already saved the epoch if a save was due.
+        In this case, only store its metric.
         """
         score = self._metric.value_in(result) if self._metric is not None else None
         if run.validates_beside:
@@ -268,7 +276,8 @@ class Checkpointing(WritesFiles):
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Write to the index file how the run ended.
 
-        If the run succeeded, also save its last epoch, and load the best checkpoint if requested.
+        If the run succeeded, also save its last epoch unless this epoch is already saved, and load the best checkpoint
+        if requested.
         """
         self._end = _end_in_words(run, error)
         self._finish_write(run)
@@ -284,8 +293,8 @@ class Checkpointing(WritesFiles):
         self._finish_write(run)
         before = self._saved
         others = [each for each in before if each.number != new.number]
-        # `run.save` also stores this list, as this callback's state, in the file beside the checkpoint. If the file is
-        # written in the background, older files stay in the list until the new file is complete.
+        # `run.save` also stores this list, as this callback's state, in the file beside the checkpoint. If a checkpoint
+        # is written in the background, older checkpoints stay in the list until the new checkpoint is complete.
         self._saved, dropped = self._divide(run, [*others, new]) if blocking else ([*others, new], [])
         assert self._folder is not None
         try:
@@ -454,7 +463,7 @@ def _count_or_none(name: str, value: Any, hint: str) -> int | None:
 def _name_of(epoch: int, step: int) -> str:
     """Return the name of the checkpoint file after `epoch` epochs and `step` batches of the next epoch.
 
-    Sorting the names alphabetically sorts the checkpoints by time.
+    Sorting the names alphabetically sorts the checkpoints by time, up to 9,999 epochs and 999,999 batches per epoch.
     """
     return f"epoch_{epoch:04d}_step_{step:06d}.ckpt" if step else f"epoch_{epoch:04d}.ckpt"
 

@@ -43,10 +43,11 @@ class WatchedMetric:
         self._owner = owner
 
     def check_run(self, run: Run) -> None:
-        """If the metric is a validation metric, check that the run validates.
+        """If the metric is a validation metric, check that the run can produce this metric.
 
         Raises:
-            ValueError: The metric is a validation metric, and the run never validates.
+            ValueError: The metric is a validation metric, but the run never validates, and no callback of the user can
+                add the metric.
         """
         if self.name.startswith(_OF_VALIDATION) and not run._may_validate and not any(map(_may_add, run.callbacks)):
             raise ValueError(
@@ -57,7 +58,7 @@ class WatchedMetric:
     def value_in(self, result: Mapping[str, Any]) -> float | None:
         """Return the value of the metric in the result of an epoch.
 
-        Return None if it is a validation metric and the epoch had no validation.
+        Return None if the metric is a validation metric and the epoch had no validation.
 
         Raises:
             ValueError: The result has no such metric, or its value is not a number.
@@ -145,7 +146,7 @@ class EarlyStopping(Callback):
             "max" for an accuracy, "min" for a loss. For other names it uses "min" and logs a warning.
         patience: Number of results without improvement after which the run ends.
         min_delta: A result is an improvement only if it is better than the best result so far by more than this amount.
-        threshold: Value of the metric at which the run ends immediately, or None.
+        threshold: The run ends as soon as the metric is at least as good as this value. None for no threshold.
         check_finite: Whether to end the run as soon as the metric is NaN or infinite.
 
     Attributes:
@@ -154,7 +155,8 @@ class EarlyStopping(Callback):
         num_without_improvement: Number of results since the best value.
 
     Raises:
-        ValueError, TypeError: An argument is invalid. During a run: the results have no such metric.
+        ValueError, TypeError: An argument is invalid.
+        CallbackError: During a run, the results have no such metric.
 
     Examples:
         >>> stopping = EarlyStopping("val_accuracy", patience=5)

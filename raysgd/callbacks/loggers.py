@@ -61,7 +61,8 @@ class MetricsLogger(Callback):
 class _FileLogger(WritesFiles, MetricsLogger):
     """Base class of loggers that write two files: one for the metrics of epochs, and one for the metrics of steps.
 
-    A resumed run keeps the rows up to the checkpoint from which it resumes. Any other run overwrites the files.
+    If a run continues earlier training, rows of that training are kept: the rows up to the loaded checkpoint, or up to
+    the end of the trainer's previous `fit`. All other rows are removed when the run begins.
     """
 
     _format: ClassVar[type[CsvTable | JsonLines]]
@@ -157,7 +158,11 @@ class TensorBoardLogger(WritesFiles, MetricsLogger):
 
 
 class _ServiceLogger(MetricsLogger):
-    """Base class of loggers for tracking services. A resumed training run continues the same run of the service."""
+    """Base class of loggers for tracking services.
+
+    A training run continues the earlier run of the service if it resumes from a checkpoint, or if the trainer's
+    previous `fit` used the same logger. If no epoch was completed yet, the service gets a new run instead.
+    """
 
     def __init__(self, service: ServiceRun) -> None:
         self._service = service
@@ -180,11 +185,13 @@ class _ServiceLogger(MetricsLogger):
 class MLflowLogger(_ServiceLogger):
     """Logs to an MLflow run: the config as parameters, and the metrics with the epoch as the step.
 
-    If an MLflow run is already active, the logger writes to it and does not close it.
+    If an MLflow run is already active, the logger writes to it and does not close it. In this case, the arguments have
+    no effect.
 
     Args:
         experiment_name: Name of the experiment, which is created if necessary. Default: the environment variable
-            MLFLOW_EXPERIMENT_NAME, otherwise the name of the training run.
+            MLFLOW_EXPERIMENT_NAME, otherwise the name of the training run. If the environment variable
+            MLFLOW_EXPERIMENT_ID names an existing experiment, that experiment is used instead.
         run_name: Name of the MLflow run. Default: the name of the training run.
         tracking_uri: Where MLflow stores runs. Default: MLflow's own setting, otherwise `mlruns` in the training run's
             folder.
@@ -212,8 +219,8 @@ class MLflowLogger(_ServiceLogger):
 class WandbLogger(_ServiceLogger):
     """Logs to a Weights & Biases run: the config, and the metrics with the epoch as the step.
 
-    If a wandb run is already active, the logger writes to it and does not close it. Step metrics, and the metrics of
-    validations inside epochs, are not logged.
+    If a wandb run is already active, the logger writes to it and does not close it. In this case, the arguments have no
+    effect. Step metrics, and the metrics of validations inside epochs, are not logged.
 
     Args:
         project: Name of the project. Default: the environment variable WANDB_PROJECT, or the service's default.
@@ -247,7 +254,8 @@ class WandbLogger(_ServiceLogger):
 class CometLogger(_ServiceLogger):
     """Logs to a Comet experiment: the config as parameters, and the metrics with the epoch as the step.
 
-    If an experiment is already active, the logger writes to it and does not close it.
+    If an experiment is already active, the logger writes to it and does not close it. In this case, the arguments have
+    no effect.
 
     Args:
         project: Name of the project. Default: the environment variable COMET_PROJECT_NAME, or the service's default.

@@ -55,8 +55,9 @@ class ThroughputMonitor(Callback):
     """Adds throughput to each epoch's results: `samples_per_s` over all workers, `batches_per_s` of one worker.
 
     Both are averages over the training call, including recoveries but not validation. For training functions, they are
-    averages over the time since the previous report, and reports must contain `num_samples`. With gradient
-    accumulation, `batches_per_s` counts every batch, not only one per optimizer step.
+    averages over the time since the previous report. Reports must then contain `num_samples` for `samples_per_s`, and
+    `batch_count` for `batches_per_s`. With gradient accumulation, `batches_per_s` counts every batch, not only one per
+    optimizer step.
     """
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
@@ -70,7 +71,8 @@ class ThroughputMonitor(Callback):
 class GoodputMonitor(Callback):
     """Adds to the results of each epoch how the workers spent their time, such as `time_useful_s` and `time_data_s`.
 
-    It also adds `goodput`, the fraction of the time in training calls that was not lost to failures.
+    It also adds `goodput`, the fraction of the time in training calls that was neither lost to failures nor spent on
+    preparing for failures, for example on snapshots.
 
     Each `time_..._s` entry is the time that ranks spent on one activity since the previous epoch, averaged over ranks.
     Activities that took no time are left out. docs/training-runs.md explains the entries.
@@ -258,7 +260,7 @@ class ProfilerTrace(WorkerCallback):
     Args:
         folder: Folder for the files: a folder that all workers share, or a URI such as `s3://bucket/traces`.
         steps: Steps to record, as `(first, end)`. As in `range(first, end)`, step `end` is not recorded. Each worker
-            counts its steps from 0, starting when the run begins. Recording stops at the latest when the epoch ends.
+            counts its own steps in this run from 0. Recording stops at the latest when the epoch ends.
         ranks: Ranks of the workers that record, or None for all ranks.
 
     Raises:

@@ -6,7 +6,7 @@ Guarantees:
 
 * While a bar is shown, other printed and logged lines appear above the bar.
 * The lines of results stay.
-* An error while drawing never ends the training. If the terminal closes, only the drawing stops.
+* If the terminal closes, or the output cannot be written, training continues. Only the drawing stops.
 """
 
 from __future__ import annotations
@@ -204,10 +204,10 @@ def _checked_names(metrics: Any) -> tuple[str, ...] | None:
 
 
 class LineBar:
-    """Writes progress to a log file in aligned columns, without a bar. During a long call, writes a line every minute.
+    """Writes progress as lines of text in aligned columns, without a bar. A long call gets a line every minute.
 
     Args:
-        stream: The log file.
+        stream: Stream to write to: a log file, or a terminal if tqdm is not installed.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -240,7 +240,7 @@ class LineBar:
             metrics: Metrics to show. If there are more than `most`, or if they do not fit in the terminal, only the
                 most informative metrics are shown.
             texts: Other values to show, as text. On a narrow terminal, the throughput is left out first.
-            most: Maximum number of metrics to show, or None for all.
+            most: Maximum number of metrics to show. None to show all, even if the line is too long for the terminal.
         """
         width = cards.width() if is_terminal(self._stream) else math.inf
         without_rate = {name: value for name, value in texts.items() if name != _RATE}

@@ -122,7 +122,7 @@ class HTMLReport(WritesFiles):
 
 
 def facts_of(run: Run, state: str, reason: str = "") -> dict[str, Any]:
-    """Return everything that the page shows about a run, except its history, as plain data.
+    """Return everything that the page shows about a run, except its history and step metrics, as plain data.
 
     Args:
         run: The run.
@@ -218,7 +218,7 @@ def grouped(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Return the names of the metrics to draw in each chart of the page, by the title of the chart.
 
     A training metric and its validation metric share a chart. The learning rate comes last. Metrics without values that
-    can be drawn are left out. If both metrics of a chart have the same values, only one of them is drawn.
+    can be drawn are left out. If two metrics of a chart have the same values, only one of them is drawn.
     """
     groups: dict[str, dict[str, list[Any]]] = {}
     for name in sorted(readable.metrics_of(rows), key=lambda name: name == "lr"):

@@ -116,8 +116,10 @@ class Sidecars:
     def read(self, checkpoint: str) -> Sidecar | None:
         """Return the content of a checkpoint's sidecar file, or None if the checkpoint has no sidecar.
 
+        Later calls to `write` in the same folder reuse the parts of the history that this sidecar lists.
+
         Raises:
-            ValueError: The sidecar file is damaged, or a file with a part of the history is missing.
+            ValueError: The sidecar file is damaged, or a file with a part of the history is missing or damaged.
             StorageError: The storage is unreachable.
         """
         saved = _read(checkpoint)
@@ -137,6 +139,9 @@ def place_of(checkpoint: str) -> tuple[int, int]:
     """Return how far the training was when a checkpoint was saved: completed epochs, and batches of the next epoch.
 
     Return (-1, 0) if the checkpoint has no sidecar file.
+
+    Raises:
+        ValueError: The sidecar file is damaged.
     """
     saved = _read(checkpoint)
     if saved is None:

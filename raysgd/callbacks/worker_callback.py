@@ -29,7 +29,10 @@ class WorkerCallback:
         warn_of_unknown_events(cls, WorkerCallback)
 
     def on_begin(self, operator: Any) -> None:
-        """Called when the run begins. In a worker that joins later, called before `load_state_dict`."""
+        """Called when the run begins, and in each worker that joins later. A saved state is loaded afterward.
+
+        Called again if a checkpoint is loaded that was saved without this callback.
+        """
 
     def on_epoch_begin(self, operator: Any) -> None:
         """Called before the first step of an epoch on this worker."""
@@ -178,7 +181,10 @@ def left_out_of(operator: Any) -> Collection[int]:
 
 
 def state_of(operator: Any, key: str) -> Any:
-    """Return the state of the worker callback with this `state_key`, or None if no callback has this key."""
+    """Return the state of the worker callback with this `state_key`, or None if there is no such state.
+
+    This may be a state from a loaded checkpoint, even if the run does not use the callback.
+    """
     return operator._raysgd.callbacks.state_of(key)
 
 

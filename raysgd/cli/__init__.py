@@ -1,1 +1,1 @@
-"""The `raysgd` command: checks a machine, shows and analyzes runs, and rewrites programs for `ray.util.sgd`."""
+"""The `raysgd` command: checks a machine, monitors and inspects runs, and rewrites programs for older libraries."""

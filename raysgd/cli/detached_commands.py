@@ -71,7 +71,10 @@ def attach(name: str) -> None:
 @click.option("--force", is_flag=True, help="Kill a trainer that is not answering, without waiting or saving.")
 @_in_cluster
 def stop(name: str, force: bool) -> None:
-    """End detached trainer NAME and its call, and free its resources. An idle trainer is saved in its folder first."""
+    """End detached trainer NAME and its call, and free its resources.
+
+    If no call is running and the trainer has a folder, it is saved there first.
+    """
     from raysgd.detached import cluster
 
     words = cluster.stop(name, force=force)

@@ -123,7 +123,7 @@ def check_python(version: tuple[int, int]) -> CheckResult:
 
 
 def check_packages(versions: Mapping[str, str]) -> Iterator[CheckResult]:
-    """Check that the required packages are installed and recent enough.
+    """Check that Ray and a framework are installed, and that all installed packages in `OLDEST` are recent enough.
 
     Args:
         versions: Versions of the installed packages.
@@ -143,7 +143,9 @@ def check_packages(versions: Mapping[str, str]) -> Iterator[CheckResult]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version as a tuple. Comparing two such tuples compares the versions.
+    """Return the numbers of a version as a tuple. Comparing two such tuples compares the versions, except pre-releases.
+
+    The digits of a suffix become part of the last number. For example, 2.16.0rc1 gives (2, 16, 1).
 
     >>> _numbers("2.13.0+cpu"), _numbers("2.6.0rc1") < _numbers("2.16")
     ((2, 13, 0), True)
@@ -197,7 +199,7 @@ def check_ports() -> CheckResult:
 
 
 def _own_address() -> str:
-    """Return the IP address that Ray uses for this machine."""
+    """Return the IP address that Ray uses for this machine, or 127.0.0.1 if Ray is not installed."""
     try:
         import ray
     except ImportError:
@@ -303,7 +305,7 @@ def _advice_on_connection(address: str | None) -> str:
 
 
 def check_cluster() -> Iterator[CheckResult]:
-    """Report the total and the free resources of the cluster, and check that they are enough for two workers."""
+    """Report the total and the free resources of the cluster, and check that its CPUs are enough for two workers."""
     import ray
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -311,7 +313,7 @@ def check_cluster() -> Iterator[CheckResult]:
 
 
 def finding_on_resources(num_nodes: int, total: Mapping[str, float], free: Mapping[str, float]) -> CheckResult:
-    """Check that the resources of a cluster are enough for two workers.
+    """Report the resources of a cluster, and check that enough CPUs are free for two workers.
 
     Args:
         num_nodes: Number of nodes in the cluster.

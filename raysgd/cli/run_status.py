@@ -4,7 +4,7 @@ The files may come from someone else. No code in them is run, and their contents
 are recognized:
 
 * the trial's folder of a `fit()` run of a `raysgd.train` trainer, or the experiment's folder above it;
-* the `logdir` of a `raysgd.train.Trainer`;
+* the `logdir` of a `raysgd.train.Trainer`, or the folder of one run in it, such as `run_001`;
 * the `folder` of `raysgd.TorchTrainer.fit` or `raysgd.TFTrainer.fit`.
 """
 
@@ -98,8 +98,8 @@ def _shown(folder: Folder, kind: str, state: str, facts: Sequence[tuple[str, str
     Args:
         folder: The folder of the run.
         kind: The kind of run, such as "trainer.fit()".
-        state: State of the run. It starts with "finished", "stopped", "interrupted", "failed", "running", or with
-            "silent" if nothing was written for a while.
+        state: State of the run. It starts with "finished", "stopped", "interrupted", "failed" or "running", with
+            "silent" if nothing was written for a while, or with "unknown".
         facts: Further lines, as pairs of a name and a value.
         error: Text of the error that ended the run, if any. Only its last lines are shown.
     """

@@ -13,9 +13,10 @@ from difflib import get_close_matches
 from typing import Literal
 
 Group = Literal["sgd", "train"]
-"""A group of old names: "sgd" for names that Ray no longer has, "train" for names with another meaning in current Ray.
+"""A group of old names: "train" for names of the former `ray.train` and `ray.air`, "sgd" for all others.
 
-`raysgd migrate` does not change names of the group "train" unless the user passes `--ray-train`.
+`raysgd migrate` changes names of the group "train" only if the user passes `--ray-train`, because many of them have
+another meaning in current Ray.
 """
 
 _SESSION_A = "get_dataset_shard load_checkpoint local_rank report save_checkpoint world_rank world_size"
@@ -350,7 +351,7 @@ _RENAMED = {
     "ray.tune.trial.Trial": "ray.tune.experiment.Trial",
     "ray.services.get_node_ip_address": "ray.util.get_node_ip_address",
 }
-"""Old names that were renamed, or whose modules are not in the tables above, each with the current name."""
+"""Old names that the tables above do not cover, each with the current name."""
 _RENAMED_TRAIN = {
     "ray.tune.ResultGrid": "raysgd.tune.ResultGrid",
     "ray.tune.SyncConfig": "raysgd.air.SyncConfig",
@@ -367,7 +368,7 @@ _RENAMED_TRAIN = {
     "ray.train._internal.utils.check_for_failure": "raysgd.utils.check_for_failure",
     "ray.train._internal.utils.construct_path": "raysgd.train.utils.construct_path",
 }
-"""Old names like those in `_RENAMED`, but with another meaning in current Ray. Replaced only with `--ray-train`."""
+"""Names of the group "train" that `_TRAIN` does not cover, each with the current name."""
 
 _NUM_NAMES = 5
 RAY_TRAIN = "2.60"
@@ -620,7 +621,8 @@ class Paths:
         """Return an entry for a name that the table does not list under its old module.
 
         The table may list `module.Name`, while the program uses `module.submodule.Name`. In that case, the entry has
-        the current name for `module.Name`. Otherwise, the entry says that raysgd lacks the name.
+        the current name for `module.Name`. Otherwise, the entry says that raysgd lacks the name. Return None for a name
+        that belongs to current Ray.
 
         Args:
             old: The old name.
@@ -661,7 +663,10 @@ def _means_two(name: str) -> bool:
 
 
 def table(group: Group) -> list[tuple[str, str, str]]:
-    """Return three strings for each old module of a group: the old and the current module, and their common names."""
+    """Return three strings for each old module of a group: the old module, the current one, and the names in both.
+
+    The names are separated by spaces.
+    """
     return [(old, new, names) for old, (new, names) in _GROUPS[group].items()]
 
 
@@ -671,7 +676,7 @@ def gone() -> dict[str, str]:
 
 
 def renamed() -> dict[str, str]:
-    """Return the old names that have a different name in raysgd, each with this current name."""
+    """Return the old names that have a current name but are not listed by `table`, each with the current name."""
     return {**_RENAMED, **_RENAMED_TRAIN}
 
 

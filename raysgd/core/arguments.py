@@ -40,7 +40,10 @@ _PART_OF_NODE = 0.001  # each node has one `accelerator_type:...` resource, whic
 
 
 def is_integer(value: Any) -> bool:
-    """Return True for a Python or NumPy integer. Hyperparameter search libraries often pass NumPy integers."""
+    """Return True for a Python or NumPy integer, but not for a bool.
+
+    Hyperparameter search libraries often pass NumPy integers.
+    """
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -69,12 +72,12 @@ def check_num_workers(name: str, value: Any, hint: str, least: int = 1) -> int:
 
 
 def is_number(value: Any) -> bool:
-    """Return True for a finite Python or NumPy number."""
+    """Return True for a finite real number of Python or NumPy, but not for a bool."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_seconds(name: str, value: Any, least: float = 0.0, *, may_be_least: bool = True) -> float:
-    """Return `value` if it is a valid duration in seconds, otherwise raise an error.
+    """Return a valid duration in seconds as a Python `int` or `float`. Raise an error for any other value.
 
     Args:
         name: Name of the argument.
@@ -161,7 +164,7 @@ def check_operator_class(operator_cls: Any, base: type[Any], shown: str) -> None
     """Raise an error unless the value is an operator class that workers can instantiate.
 
     Also log a warning for each public method that raysgd never calls, if its name looks like a misspelled method of the
-    base class or like a callback's method.
+    base class or like a callback's method, or is another library's name for a method of the base class.
 
     Args:
         operator_cls: Value of the user's argument `training_operator_cls`.
@@ -212,7 +215,7 @@ def _own_methods(operator_cls: type[Any], base: type[Any]) -> list[str]:
 
 
 def check_config(config: Any) -> dict[str, Any]:
-    """Return a copy of the user's config that has the same class. Return an empty dict for None.
+    """Return a copy of the user's config, made by `with_entries`. Return an empty dict for None.
 
     Raises:
         TypeError: The config is not a dict.
@@ -223,9 +226,10 @@ def check_config(config: Any) -> dict[str, Any]:
 
 
 def with_entries(config: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a copy of a config with changed entries. The copy has the same class as the config.
+    """Return a shallow copy of a config with changed entries.
 
-    A copied `DictConfig` keeps its attributes.
+    If the config is mutable, the copy has the same class. For example, the entries of a copied OmegaConf `DictConfig`
+    can still be read as attributes. A read-only mapping is copied to a dict.
     """
     copied: Any = copy.copy(config) if isinstance(config, MutableMapping) else dict(config)
     for name, value in (changes or {}).items():
@@ -267,7 +271,7 @@ _NO_FUNCTIONS = ("torch.Module", "keras.Layer", "tf_keras.Layer")
 
 
 def check_creator(name: str, creator: Any, *parameters: str) -> None:
-    """Raise an error if the user passed an object instead of a function that creates the object in each worker.
+    """Raise an error unless the user passed a function that each worker can call to create an object of its own.
 
     Args:
         name: Name of the argument.
@@ -460,7 +464,10 @@ def check_runtime_env(name: str, value: Any) -> None:
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
-    """Parse the command-line arguments `num_workers`, `use_gpu` and `smoke_test`. With `--address`, connect to Ray."""
+    """Parse the options `--num-workers`, `--use-gpu`, `--smoke-test` and `--address`.
+
+    With `--address`, also connect to that Ray cluster.
+    """
     import argparse
 
     formatter = argparse.RawDescriptionHelpFormatter

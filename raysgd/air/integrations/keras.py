@@ -1,6 +1,7 @@
 """Callbacks for Keras's `model.fit` that report to the run: `ReportCheckpointCallback`, and the older `Callback` class.
 
-Each rank reports, and rank 0 adds the model's weights as a `TensorflowCheckpoint`.
+Each rank reports. At the events at which weights are saved, rank 0 adds the model's weights to its report, as a
+`TensorflowCheckpoint`.
 """
 
 from __future__ import annotations

@@ -41,9 +41,10 @@ def setup_mlflow(config: Mapping[str, Any] | None = None, *, rank_zero_only: boo
         rank_zero_only: True to log only on rank 0. Other ranks get an object on which every call does nothing.
         **options: Other arguments of `ray.air.integrations.mlflow.setup_mlflow`: `tracking_uri`, `experiment_name`,
             `create_experiment_if_not_exists`, `tags` and so on. `experiment_name` defaults to the trial's name.
+            Functions that `Trainer.run` runs have no trial and must pass `experiment_name` or `experiment_id`.
 
     Raises:
-        ValueError: The experiment does not exist, and `create_experiment_if_not_exists` is False.
+        ValueError: The experiment does not exist, and `create_experiment_if_not_exists` is False, which is the default.
     """
     if current_session() is None:
         return _setup_of_ray(dict(config or {}), rank_zero_only=rank_zero_only, **options)

@@ -1,6 +1,7 @@
 """Rewrites outdated calls in a program, or reports them with advice on what to write.
 
 These are calls to `TorchTrainer`, to functions of Ray, and to methods that Ray Data or Keras 3 has changed or removed.
+This module also reports outdated method definitions, and outdated keys in the results of `train` and `validate`.
 """
 
 from __future__ import annotations
@@ -106,7 +107,10 @@ _ABSOLUTE = {
     "pathlib.Path.home",
     "tempfile.mkdtemp",
 }
-"""Functions that return an absolute path, so that a call to `os.path.abspath` around them is not needed."""
+"""Functions whose results are assumed to be absolute paths. The program need not call `os.path.abspath` on them.
+
+`os.path.expanduser` is one of these functions, because its argument usually starts with `~`.
+"""
 _REMOTE = "ray.remote"
 
 _CREATORS = ("model_creator", "optimizer_creator", "data_creator", "loss_creator", "scheduler_creator")
@@ -153,7 +157,7 @@ _METHODS = {
 }
 """Methods that only earlier versions of Ray have, most of them on datasets, each with advice.
 
-A call of a method with such a name is reported for every object, even if the source code does not show its type.
+A call to a method with such a name is reported for every object, even if the source code does not show its type.
 """
 _METHODS_OF_DATASETS = {
     "cache": "datasets of today's Ray Data have `materialize()`",
@@ -192,8 +196,8 @@ def methods_to_change(
 ) -> Iterator[tuple[cst.CSTNode, str]]:
     """Yield the methods of a class that a person must change, each with advice.
 
-    These are constructors of training operators that raysgd cannot call, and methods of Ray Tune trainables that Ray
-    Tune has renamed.
+    These are methods of Ray Tune trainables that Ray Tune has renamed, and two kinds of constructors of training
+    operators: those that raysgd cannot call, and those that read `"world_rank"` from their keyword arguments.
 
     Args:
         node: The class.
@@ -247,7 +251,7 @@ class Calls:
         self.needs: set[str] = set()
 
     def rewritten(self, old: cst.Call, new: cst.Call) -> cst.Call:
-        """Return the expression that replaces a call in the program.
+        """Return the expression that replaces a call in the program. Report the call if a person must change it.
 
         Args:
             old: The call in the original program.
@@ -286,7 +290,10 @@ class Calls:
         return changed
 
     def _with_absolute(self, arg: cst.Arg) -> cst.Arg:
-        """Convert the value of an argument `storage_path` to an absolute path, as current Ray requires."""
+        """Wrap the value of an argument `storage_path` in a call that makes the path absolute, as current Ray requires.
+
+        Other arguments, and values that are already absolute or None, are returned unchanged.
+        """
         if name_of(arg) != "storage_path":
             return arg
         value, function = arg.value, "os.path.abspath({})"
@@ -322,7 +329,7 @@ class Calls:
     def _with_operator(self, arguments: Arguments) -> Arguments:
         """Replace a trainer's creator functions, such as `model_creator`, with the argument `training_operator_cls`.
 
-        The value of the new argument is a call of `from_creators`, which takes the creator functions. `from_creators`
+        The value of the new argument is a call to `from_creators`, which takes the creator functions. `from_creators`
         is called on the operator class that the program passes to the trainer. If the program passes none, it is called
         on `TrainingOperator`.
         """
@@ -340,7 +347,7 @@ class Calls:
         comments = [text for each in own for text in each.comments]
         operator = first.with_value("training_operator_cls", call).below(comments, arguments.indent)
         if len(taken) > 1 and first.after is not None:
-            # The comment at the end of the first argument's line is now in the call of `from_creators`.
+            # The comment at the end of the first argument's line is now in the call to `from_creators`.
             operator = operator.at_end_of(cst.TrailingWhitespace())
         return arguments.replaced(first, operator).without([*taken[1:], *own])
 
@@ -361,7 +368,8 @@ class Calls:
     def _look_for_remote_trainer(self, call: cst.Call, names: set[str]) -> None:
         """Report creator functions that the program passes to a trainer in a Ray actor.
 
-        Such a program first makes an actor class of the trainer, and passes the arguments in a later call of `remote`.
+        Such a program first turns the trainer's class into an actor class. It then passes the arguments in a call to
+        `remote`.
         """
         makes_actor = isinstance(call.func, cst.Call) and _REMOTE in self._names_of(call.func.func)
         if (makes_actor or _REMOTE in names) and any(self._names_of(arg.value) & _TRAINERS for arg in call.args):
@@ -392,7 +400,11 @@ class Calls:
             self._tell(call, _METHODS_OF_DATASETS[name], is_error=not works)
 
     def _of_report(self, old: cst.Call, new: cst.Call) -> cst.Call:
-        """Rewrite a call of `ray.tune.report` from `report(loss=...)` to `report({"loss": ...})`, the current form."""
+        """Rewrite a call to `ray.tune.report` from `report(loss=...)` to `report({"loss": ...})`, the current form.
+
+        A call that already has the current form is left unchanged. A call with an unnamed metric is only reported, as
+        is every call in a program that uses `DistributedTrainableCreator`.
+        """
         if self._is_distributed:
             self._tell(old, _DISTRIBUTED, is_error=True)
             return new
@@ -415,7 +427,7 @@ class Calls:
 
 
 def _with_dict(call: cst.Call) -> cst.Call:
-    """Return a call with all its keyword arguments in one dict. Each argument stays on its own line."""
+    """Return a call with all its keyword arguments in one dict. Line breaks and comments are preserved."""
     elements: list[cst.BaseDictElement] = [
         cst.StarredDictElement(arg.value, comma=arg.comma)
         if arg.keyword is None
@@ -448,7 +460,10 @@ def _with_entry(config: cst.BaseExpression | None, entry: cst.DictElement) -> cs
 
 
 def _with_parameters(source: str) -> set[str]:
-    """Return the names of the functions in a program that have required parameters. Methods are left out."""
+    """Return the names of the functions in a program that have required parameters.
+
+    Methods, whose first parameter is `self`, are left out.
+    """
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     needing = [node for node in functions if len(node.args.args) > len(node.args.defaults)]
     return {node.name for node in needing if node.args.args[0].arg != "self"}

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 @click.option("--diff", "shows_diff", is_flag=True, help="Print what changes.")
 @click.option("--ray-train", is_flag=True, help="`ray.train`, `ray.air` and `ray.ml` mean Ray 1.x or 2.0 to 2.9.")
 def migrate(paths: Sequence[Path], write: bool, shows_diff: bool, ray_train: bool) -> None:
-    """Rewrite programs for `ray.util.sgd`.
+    """Rewrite programs written for `ray.util.sgd` to use raysgd.
 
     PATH is a file, or a folder of Python files. Old imports, names and arguments are replaced with raysgd's. Lines that
     need your decision are printed with the reason. A line that only you can rewrite gets a comment above it, `# raysgd:
-    ...`. The exit status is 1 if there is such a line, or a file that cannot be read, which stays unchanged.
+    ...`. The exit status is 1 if there is such a line, or a file that cannot be rewritten, which stays unchanged.
     """
     try:
         require_installed("libcst", extra="migrate", purpose="`raysgd migrate`")

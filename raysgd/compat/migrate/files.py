@@ -22,8 +22,11 @@ _NOTEBOOK = (
 def files_of(paths: Sequence[Path]) -> Iterator[Path]:
     """Yield each path that is a file, and for each path that is a folder, the Python files and notebooks inside it.
 
+    Hidden subfolders, and subfolders such as `build` and `site-packages`, are skipped.
+
     Raises:
-        FileNotFoundError: A path does not exist, or a folder contains no Python file.
+        FileNotFoundError: A path is neither a regular file nor a folder, or a folder contains neither Python files
+            nor notebooks.
     """
     for path in paths:
         if path.is_file():
@@ -40,7 +43,8 @@ def files_of(paths: Sequence[Path]) -> Iterator[Path]:
 def migrate_file(path: Path, ray_train: bool) -> MigratedProgram:
     """Rewrite one program in memory, without changing its file.
 
-    Symbolic links and special files, such as pipes, are skipped. Notebooks are not rewritten, only reported.
+    Symbolic links and special files, such as pipes, are skipped. Notebooks are not rewritten, but are reported if they
+    use old names. Files that cannot be read are reported, too.
 
     Args:
         path: The program's file.

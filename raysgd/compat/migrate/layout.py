@@ -44,8 +44,8 @@ class Argument:
         arg: The argument itself, without a comma after it.
         before: The whitespace before the argument. If the argument starts a line, this includes comment lines above the
             argument, and the argument's indentation.
-        after: The whitespace and comment at the end of the argument's line. None if another argument follows on the
-            same line.
+        after: The whitespace and comment at the end of the argument's line. None if another argument or the closing
+            parenthesis follows on the same line.
     """
 
     arg: cst.Arg
@@ -59,7 +59,7 @@ class Argument:
 
     @property
     def indent(self) -> str | None:
-        """The indentation of the argument, or None if the argument does not start a line."""
+        """The indentation of the argument relative to its block, or None if the argument does not start a line."""
         return self.before.last_line.value if isinstance(self.before, cst.ParenthesizedWhitespace) else None
 
     def with_value(self, keyword: str, value: cst.BaseExpression) -> Argument:
@@ -75,7 +75,7 @@ class Argument:
 
         Args:
             comments: The comments to add, each on its own line.
-            indent: The indentation of these lines.
+            indent: The indentation of these lines, and of the argument if it did not start a line before.
         """
         if not comments:
             return self
@@ -124,7 +124,7 @@ class Arguments:
         return next((each for each in self.each if name_of(each.arg) == name), None)
 
     def without(self, taken: Sequence[Argument]) -> Arguments:
-        """Return a copy without some of the arguments.
+        """Return a copy without some of the arguments and their comments.
 
         If a removed argument started a line, the next argument on the same line starts it instead.
 
@@ -176,7 +176,8 @@ class Arguments:
 def call_of(function: cst.BaseExpression, arguments: Sequence[Argument], indent: str) -> cst.Call:
     """Return a new call with arguments that are taken from another call.
 
-    The new call is on one line, unless the arguments have comments. Comments above the first argument are dropped.
+    The new call is on one line, unless it must contain comments. Comments above the first argument are left out, and so
+    are all comments of a single argument. The caller keeps these outside the new call.
 
     Args:
         function: The function to call.
@@ -197,7 +198,7 @@ def call_of(function: cst.BaseExpression, arguments: Sequence[Argument], indent:
 
 
 def name_of(arg: cst.Arg) -> str | None:
-    """Return the keyword of an argument, or None for a positional argument."""
+    """Return the keyword of an argument, or None for a positional or starred argument."""
     return arg.keyword.value if arg.keyword is not None else None
 
 

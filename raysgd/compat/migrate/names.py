@@ -45,7 +45,7 @@ class Finding:
 
 
 class OldNames(cst.CSTTransformer):
-    """Replaces old names, such as `ray.util.sgd.torch.TorchTrainer`, while it visits a program's syntax tree.
+    """Replaces old names, such as `ray.util.sgd.TorchTrainer`, and outdated calls while it visits a syntax tree.
 
     Args:
         program: The program's syntax tree, with libcst's metadata.
@@ -154,8 +154,8 @@ class OldNames(cst.CSTTransformer):
 
         Args:
             module: Name of the module.
-            line: The line that imports it.
-            names: Names that the line imports from the module.
+            line: The line that imports the module, or an expression that refers to it.
+            names: Names in the module that the program imports or refers to. Old names are skipped.
         """
         unknown = [name for name in names if self._paths.find(f"{module}.{name}") is None]
         if not self._is_of_ray(module) or (names and not unknown):

@@ -50,7 +50,7 @@ class MigratedProgram:
 
     @property
     def has_failed(self) -> bool:
-        """True if some line can be rewritten only by a person, or if the program could not be parsed."""
+        """True if a person must rewrite some of the program, or if the program could not be read or parsed."""
         return any(finding.is_error for finding in self.findings)
 
     @property
@@ -59,7 +59,10 @@ class MigratedProgram:
         return self.before != self.text
 
     def diff(self) -> str:
-        """Return the changes to the program as a diff that `git apply` accepts."""
+        """Return the changes to the program as a unified diff.
+
+        `git apply` accepts the diff if the program's file is in UTF-8, ends with a line break, and has no form feeds.
+        """
         texts, name = (_lines(self.before), _lines(self.text)), str(self.path).lstrip("/")
         return "".join(difflib.unified_diff(*texts, f"a/{name}", f"b/{name}"))
 
@@ -139,7 +142,7 @@ def _with_imports(module: cst.Module, needs: Sequence[str]) -> cst.Module:
 
     Args:
         module: The program.
-        needs: Names of the modules to import. Modules that the program imports already are skipped.
+        needs: Names of the modules to import. Modules that the program already imports there are skipped.
     """
     first = int(module.get_docstring() is not None)
     last = first

@@ -1,1 +1,1 @@
-"""Framework-independent operations on arrays and batches: nesting, splitting and concatenating."""
+"""Framework-independent code for datasets and batches: arrays, data frames, Ray Data datasets and predictions."""

@@ -20,8 +20,8 @@ class Arrays:
     Args:
         data: An array or tensor, a tuple or dict of arrays or tensors, or a pandas data frame. Each row is a sample.
         batch_size: Number of rows in one worker's batch. With `split_batches=True`, number of rows in the global batch.
-            Default: "batch_size" in the config, or `BATCH_SIZE` in the config. `BATCH_SIZE` counts the rows of all
-            workers, so without `split_batches`, it is divided by the number of workers.
+            Default: `BATCH_SIZE` in the config or, if it is not set, "batch_size" in the config. `BATCH_SIZE` counts
+            the rows of all workers, so without `split_batches`, it is divided by the number of workers.
         feature_columns: Columns of a dict or data frame to pass to the model.
         label_column: The column that the model predicts. A batch is then a tuple of features and label.
         shuffle: True to shuffle the rows in each pass.
@@ -29,7 +29,7 @@ class Arrays:
         transform: Called with each batch in the worker. Returns the batch that `train_batch` gets.
 
     Raises:
-        TypeError: `data` has another type.
+        TypeError: `data` or `feature_columns` has another type.
         ValueError: Another argument is wrong.
 
     Examples:
@@ -94,7 +94,10 @@ def check_columns(feature_columns: Any, data: Any) -> None:
 
 
 def is_of_arrays(data: Any) -> bool:
-    """Return True for an array or tensor, or a tuple or dict of arrays or tensors."""
+    """Return True for an array or tensor, or a tuple or dict of arrays or tensors, which may be nested.
+
+    An empty tuple or dict does not count.
+    """
     if isinstance(data, tuple):
         return bool(data) and all(map(is_of_arrays, data))
     if isinstance(data, Mapping):
@@ -110,7 +113,7 @@ def as_arrays(data: Any, in_columns: bool = False) -> Any:
     """Convert a dataset to arrays that can be sliced by rows.
 
     Args:
-        data: Arrays, or a data frame.
+        data: An array, a tuple or dict of arrays, or a data frame.
         in_columns: True to convert a data frame to a dict of columns, False to convert it to one array of rows.
 
     Raises:

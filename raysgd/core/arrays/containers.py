@@ -20,7 +20,7 @@ class ArrayContainer:
 
     Args:
         leaf: Function that converts each NumPy array to the type that the user gets.
-        is_dict: True to return a dict. A single output is then stored under the key "prediction".
+        is_dict: True to return a dict. An output that is not a dict is then stored under the key "prediction".
     """
 
     def __init__(self, leaf: Callable[[Any], Any] = trees.own, is_dict: bool = False) -> None:
@@ -78,7 +78,7 @@ class RayDataContainer:
     """Returns the outputs of `predict` as a Ray Data dataset, in Ray's object store instead of the driver's memory."""
 
     def stream(self, outputs: Iterator[Any]) -> Iterator[Any]:
-        """Return a dict of arrays for each batch, like Ray Data's `iter_batches`."""
+        """Return an iterator over dicts of arrays, one for each batch, like Ray Data's `iter_batches`."""
         return ({name: trees.own(leaf) for name, leaf in named(output)} for output in outputs)
 
     def collect(self, outputs: Iterable[Any]) -> Any:

@@ -1,6 +1,6 @@
 """The data that users pass to a call such as `train`: how it is sharded across workers, and what each worker gets.
 
-ADR 79 explains why the driver does not split the data.
+ADR 79 explains why the driver does not split arrays and loaders.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class CallData:
 
     @property
     def keeps_position(self) -> bool:
-        """True if workers can reuse their shards in the next call. False if the next call must shard its data again."""
+        """True if workers can reuse their data in the next call. False if the driver must send the data again."""
         return self.kind in ("ray", "creator") or getattr(self.data, "keeps_position", False)
 
     def shares(self, num_workers: int) -> list[CallData]:

@@ -21,7 +21,8 @@ class BatchShare(NamedTuple):
     Attributes:
         start: Index of the first sample in the global batch.
         stop: Index after the last sample. Equal to `start` if the batch is empty.
-        num_together: Total number of samples in the batches that all workers process at the same time.
+        num_together: Total number of samples in the batches that all workers process at the same time. With
+            `ShardedGlobalBatch`, number of samples in the whole global batch.
     """
 
     start: int
@@ -37,7 +38,7 @@ class ShardedGlobalBatch:
         global_size: Number of samples in a full global batch.
         world_size: Number of workers.
         num_shards: Number of shards per global batch. Each worker processes consecutive shards, one after the other.
-        cap: Largest number of samples in a shard; None for no limit.
+        cap: Largest number of samples in a shard; None for no limit. Set `num_shards` high enough for this limit.
 
     Examples:
         >>> [len(ShardedGlobalBatch(16, world_size=3, num_shards=4).parts(16, rank)) for rank in range(3)]
@@ -50,7 +51,7 @@ class ShardedGlobalBatch:
     cap: int | None = None
 
     def num_batches(self, num_samples: int) -> int:
-        """Return the largest number of shards that any worker processes for one global batch.
+        """Return the largest number of shards that any worker processes for one global batch of any size.
 
         Each shard is one batch.
         """
@@ -87,7 +88,7 @@ def even_shares(num_samples: int, num_shares: int, most: int | None = None) -> l
     Args:
         num_samples: Number of samples to split.
         num_shares: Number of shares. The last shares may be empty.
-        most: Largest number of samples in a share; None for no limit.
+        most: Largest number of samples in a share; None for no limit. Set `num_shares` high enough for this limit.
 
     >>> even_shares(5, 3), even_shares(5, 3, most=2)
     ([3, 2, 0], [2, 2, 1])

@@ -1,7 +1,7 @@
-"""Training data from Ray Data datasets: Ray sends batches to the workers one by one, in row order.
+"""Training data from Ray Data datasets: Ray sends batches to the workers one by one.
 
-Every row is in one batch of one worker. With `preserve_order`, the batches of a step contain the same rows as a step of
-a single process with a larger batch.
+Every row is in one batch of one worker. With `preserve_order`, batches are sent in row order, and the batches of a step
+contain the same rows as a step of a single process with a larger batch.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class RayBatches:
 
     Args:
         dataset: The Ray Data dataset.
-        batch_size: Number of rows in one worker's batch. Default: "batch_size" in the config, or `BATCH_SIZE` in the
-            config divided by the number of workers.
+        batch_size: Number of rows in one worker's batch. Default: `BATCH_SIZE` in the config divided by the number of
+            workers or, if it is not set, "batch_size" in the config.
         feature_columns: Columns to pass to the model. Requires `label_column`. If neither is set, a batch is a dict of
             all columns.
         label_column: The column that the model predicts. A batch is then a tuple of features and label.
@@ -157,7 +157,7 @@ class RayBatches:
 
 @dataclass(frozen=True)
 class RayShare:
-    """One worker's shard of a `RayBatches`. It can be iterated several times, once per pass over the data.
+    """One worker's shard of a `RayBatches`. Each call to `arrays` makes one pass over the shard.
 
     Args:
         iterator: Ray's iterator over the shard.

@@ -24,7 +24,7 @@ def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
 def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the name and value of each leaf of a nested structure. A name looks like `['box'][0]`.
 
-    If the structure itself is a leaf, its name is `name`.
+    Each name starts with `name`. If the structure itself is a leaf, its name is `name`.
     """
     if isinstance(tree, Mapping):
         for key, part in tree.items():
@@ -37,7 +37,10 @@ def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def nbytes(tree: Any) -> int:
-    """Return the total size in bytes of all arrays in a nested structure. A value without a size counts as 8 bytes."""
+    """Return the total size in bytes of all arrays in a nested structure, or in a list of nested structures.
+
+    Any other leaf counts as 8 bytes, even a list inside a tuple or dict.
+    """
     if isinstance(tree, list):
         return sum(nbytes(part) for part in tree)
     return sum(int(getattr(leaf, "nbytes", 8)) for _, leaf in leaves(tree))

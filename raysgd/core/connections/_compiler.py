@@ -41,8 +41,9 @@ _KEPT = "__dynamo_disable"
 def defer_compiler() -> None:
     """Register a stand-in for PyTorch's compiler, so that importing PyTorch does not import the real compiler.
 
-    Do nothing if the compiler is imported already, or if the user turned the stand-in off. Log at debug level whether
-    the stand-in was registered.
+    Do nothing if the compiler is already imported or is missing, or if the user turned the stand-in off. Also do
+    nothing if Python does not show whether a module is still being imported. Log at debug level whether the stand-in
+    was registered.
     """
     import torch
 
@@ -113,6 +114,7 @@ class _DeferredImport(MetaPathFinder, Loader):
         """Return a wrapper of `fn` that `torch.compile` does not trace into, like `torch._dynamo.disable`.
 
         Until the compiler is imported, the wrapper calls `fn`. Afterwards, it calls the result of the real `disable`.
+        If `fn` is not a Python function, import the compiler immediately and return the result of the real `disable`.
         """
         if not isinstance(fn, FunctionType):
             return self.real().disable(fn, *args, **options)

@@ -65,8 +65,8 @@ class GlooConnections:
     """One rank's gloo sockets, in all process groups over the same ranks.
 
     Args:
-        board: The group's key-value store. It contains the addresses at which ranks listen, in gloo's own encoding or
-            in that of `as_written`.
+        board: The group's key-value store. It contains the addresses at which ranks listen, encoded by gloo or by
+            `as_written`.
 
     Attributes:
         found: The sockets of this rank, or None until `look` is called.
@@ -239,9 +239,11 @@ def _shut(number: int) -> None:
 def _ends(number: int) -> Ends | tuple[str] | tuple[()]:
     """Return the addresses of a TCP socket, as a tuple.
 
-    The tuple contains the local and remote address of a connection, or the address of a listening socket. For any other
-    socket, the tuple is empty. The addresses come from C functions, because most of these sockets belong to other code:
-    if `socket.setdefaulttimeout` was called, wrapping such a socket in a Python object would make it non-blocking.
+    The tuple contains the local and remote address of a connection, or the address of a listening socket. A connected
+    UDP socket counts as a connection. For any other socket, the tuple is empty.
+
+    The addresses come from C functions, because most of these sockets belong to other code: if
+    `socket.setdefaulttimeout` was called, wrapping such a socket in a Python object would make it non-blocking.
     """
     c = _c()
     own = _address(c.getsockname, number)
@@ -263,7 +265,7 @@ def _c() -> ctypes.CDLL:
 def _address(ask: Callable[..., int], number: int) -> str | None:
     """Return a socket's address from C's `getsockname` or `getpeername`.
 
-    Return None for a socket that is not a TCP socket or has no such address.
+    Return None for a socket that is neither IPv4 nor IPv6, or that has no such address.
     """
     address, size = ctypes.create_string_buffer(_SIZE_OF_ADDRESS), ctypes.c_uint32(_SIZE_OF_ADDRESS)
     if ask(number, address, ctypes.byref(size)) != 0:

@@ -48,7 +48,7 @@ def _is_in(filename: str, name: str) -> bool:
 def with_causes(error: BaseException) -> Iterator[BaseException]:
     """Yield an exception, then its cause, the cause's cause, and so on.
 
-    For an exception without an explicit cause, its context is yielded instead.
+    For an exception without an explicit cause, its context is yielded instead, unless `from None` suppresses it.
     """
     seen: set[int] = set()
     link: BaseException | None = error

@@ -24,8 +24,10 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 _SUM, _ALL, _FIRST, _VALUE, _SUM_AND_ROW = range(5)  # types of collectives
 _QUICK_BYTES_OF_MANY = 8 * 2**20
-"""Largest array for which a sum over more than `MOST` ranks is faster than gloo's, as measured by
-`examples/benchmarks/small_sums.py`. With fewer ranks, sums of any size are faster."""
+"""Largest array for which a sum over more than `MOST` ranks is faster than gloo's.
+
+With up to `MOST` ranks, sums of any size are faster, as measured by `examples/benchmarks/small_sums.py`.
+"""
 
 _QUICK_BYTES_AT_PORTS = 2**20
 """Largest array for which a sum is faster than gloo's if more than two ranks are on one node without Unix sockets."""
@@ -158,8 +160,8 @@ class Group:
     def _gathered_in_rounds(self, own: Array) -> list[Array]:
         """All-gather the ranks' arrays in log2 N rounds of messages.
 
-        In each round, a rank sends all arrays that it has so far to another rank. The distance between the two ranks
-        doubles with each round.
+        In each round, a rank sends all arrays that it has so far to another rank. In the last round, it leaves out
+        those that the other rank already has. The distance between the two ranks doubles with each round.
         """
         parts = np.empty((self.size, *own.shape), own.dtype)  # in rank order, starting with this rank
         parts[0] = own

@@ -28,7 +28,7 @@ INSTALL_COMMAND = "python -m raysgd.horovod.install"
 _POLL_S = 0.01
 _REQUEST_TIMEOUT_S = 60
 _SCOPE = "raysgd"  # namespace for raysgd's keys on Horovod's rendezvous server
-# Upper limit of the seconds after which Horovod warns about a stalled collective. It equals Horovod's default.
+# Longest interval, in seconds, at which Horovod checks for stalled collectives. It equals Horovod's default.
 _LONGEST_STALL_WARNING_S = 60
 
 # Lower-case phrases in Horovod's error messages for ranks that disagree about a collective. Such an error is a bug in
@@ -48,10 +48,10 @@ class HorovodConnection(Connection):
     network interface, that variable stays unchanged.
 
     Attributes:
-        timeout_s: How long a collective may wait for other ranks before it raises. Horovod counts whole seconds. It
-            checks for late ranks four times per timeout, or once a minute if the timeout is long. It may therefore
-            raise late: in the worst case, after 1.5 times the timeout.
-        start_timeout_s: How long ranks wait for other ranks while the group forms. Default: `timeout_s`.
+        timeout_s: How long a collective may wait for other ranks before it raises, rounded up to whole seconds. Horovod
+            checks for late ranks at intervals of a quarter of the timeout, but of at least 1 s and at most 60 s. It may
+            therefore raise late, by up to three of these intervals.
+        start_timeout_s: How long each rank waits until all ranks are ready to initialize Horovod. Default: `timeout_s`.
         interfaces: Names of allowed network interfaces. Each node uses the first interface in the list that exists
             there. If empty, each node uses the interface that leads to rank 0.
     """
@@ -98,6 +98,7 @@ class HorovodConnection(Connection):
 
         Raises:
             RuntimeError: Other code in this process has already initialized Horovod.
+            RendezvousFailed: Another rank failed or was too late, or this rank was interrupted.
             ValueError: This node has none of the allowed interfaces.
         """
         hvd = import_horovod()
@@ -119,7 +120,7 @@ class HorovodConnection(Connection):
     def _wait_for_all(self, rendezvous: Rendezvous, world: World) -> tuple[int, int]:
         """Wait until all ranks have reached this point. Return this rank's cross rank and cross size (see `crossings`).
 
-        Without this wait, ranks would wait for each other in `hvd.init`, which cannot be interrupted.
+        Without this wait, ranks would wait for each other in `hvd.init`, which only rank 0 can interrupt.
         """
         deadline = time.monotonic() + (self.timeout_s if self.start_timeout_s is None else self.start_timeout_s)
         _put(rendezvous, f"place-{world.rank}", [world.node_rank, world.local_rank])
@@ -183,7 +184,8 @@ def import_horovod() -> Any:
 
     Raises:
         ModuleNotFoundError: Horovod is missing. The message has the command to install it.
-        ImportError: Horovod is incompatible with the installed PyTorch. The message has the command to install it.
+        ImportError: Horovod is incompatible with the installed PyTorch, or was built without support for PyTorch. The
+            message has the command to install it.
     """
     try:
         import horovod.torch as hvd
@@ -221,7 +223,10 @@ def crossings(places: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
 
 
 def place(rendezvous: Rendezvous, world: World, crossing: tuple[int, int]) -> dict[str, str]:
-    """Return the environment variables that give Horovod this process's rank and the rendezvous server's address."""
+    """Return the environment variables from which Horovod reads this process's place in the group.
+
+    The variables also contain the rendezvous server's address, and make Horovod use gloo.
+    """
     return {
         "HOROVOD_HOSTNAME": f"node-{world.node_rank}",
         "HOROVOD_RANK": str(world.rank),
@@ -301,7 +306,7 @@ def _start_server(host: str) -> tuple[int, Callable[[], None]]:
         server.socket = listen_at(host)
         server.server_address = server.socket.getsockname()
 
-    # Horovod's own `server_bind` would also look up the machine's host name.
+    # The `server_bind` of Python's `HTTPServer` would also look up the machine's host name.
     kind = type("RendezvousServer", (RendezvousHTTPServer,), {"server_bind": bind})
     server: Any = kind((host, 0), handler, 0)
     server.daemon_threads = True  # a stuck client must not block shutdown

@@ -1,7 +1,7 @@
 """Connects TensorFlow workers over raysgd's own sockets.
 
-In a group of several workers, each worker's environment variable `TF_CONFIG` has the value that TensorFlow documents.
-User code may read its rank from this variable.
+In a group of several workers, each worker has the environment variable `TF_CONFIG` in the format that TensorFlow
+documents. User code may read its rank from this variable.
 
 ADR 31 explains why TensorFlow's own collectives are not used.
 """
@@ -99,7 +99,8 @@ _JOINED: tuple[Group, EarlyVotes] | None = None
 def group_of(world: World) -> Group:
     """Return the collectives of the group that this process joined.
 
-    A process that has not joined a group yet, such as a standby worker, gets the collectives of a single-rank group.
+    If the group has only one rank, or this process has not joined a group yet, as in a standby worker, return the
+    collectives of a single-rank group.
     """
     return _JOINED[0] if world.is_distributed and _JOINED is not None else Group(World(0, 1))
 

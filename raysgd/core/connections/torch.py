@@ -1,7 +1,7 @@
 """Connects PyTorch workers: forms `torch.distributed` process groups with gloo or NCCL, and aborts them on failures.
 
 With gloo, the workers are also connected by a mesh: sockets between all pairs of ranks, over which small collectives
-are faster. With gloo and NCCL, they share a board: a key-value store without a server.
+are faster. With either backend, they share a board: a key-value store without a server.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class TorchConnection(ListeningConnection):
     form_timeout_s: float = FORM_TIMEOUT_S
     joins_alone: bool = False
     _board: Board | None = field(default=None, repr=False, compare=False)
-    # Stored to keep it alive, because PyTorch's C++ code calls its Python methods.
+    # This reference keeps the store alive, because PyTorch's C++ code calls its Python methods.
     _store: Any = field(default=None, repr=False, compare=False)
     _is_interrupted: bool = field(default=False, repr=False, compare=False)
     _has_joined: bool = field(default=False, repr=False, compare=False)
@@ -113,6 +113,8 @@ class TorchConnection(ListeningConnection):
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
         """Form PyTorch's default process group over all ranks.
+
+        Do nothing for a single rank, unless `even_alone` or `joins_alone` is True.
 
         Raises:
             RuntimeError: Other code in this process has already formed a default process group.
@@ -194,7 +196,7 @@ class TorchConnection(ListeningConnection):
 
         Args:
             world: This rank and the size of the group.
-            topic: Prefix of the keys on the board. Must be different for each call.
+            topic: Prefix of the keys on the board. Must be the same on all ranks, and different for each call.
             word: This rank's string.
         """
         assert self._board is not None
@@ -205,7 +207,8 @@ class TorchConnection(ListeningConnection):
         """Make the GPUs of every worker on this node visible to this worker, and select this worker's own GPU.
 
         If each worker saw only its own GPU, workers could not access each other's GPU memory, and NCCL would be slow or
-        fail. This method has no effect if CUDA has already read `CUDA_VISIBLE_DEVICES`.
+        fail. Nothing changes in this worker if it is the driver, or if CUDA has already read `CUDA_VISIBLE_DEVICES`.
+        The worker then only sends the IDs of its GPUs to the other ranks.
         """
         import torch
 
@@ -232,7 +235,7 @@ class TorchConnection(ListeningConnection):
 
         Args:
             form_timeout_s: The new group's timeout. If a rank dies while the group forms, the other ranks wait this
-                long. Default: the timeout of the default group.
+                long. Default: PyTorch's own default (30 minutes), even if the default group has another timeout.
         """
         import torch.distributed as dist
 
@@ -266,7 +269,8 @@ class TorchConnection(ListeningConnection):
     def give_up(self, error: BaseException) -> None:
         """After a connection error, shut down the mesh and the board, so that all other ranks notice the failure.
 
-        Also shut down gloo's sockets, unless the error came from the mesh. ADR 55 explains why.
+        Also shut down gloo's sockets, unless the error came from the mesh of a formed group. ADR 55 explains why. With
+        NCCL, also abort the process group.
         """
         is_in_mesh = self.transport == "gloo" and any(isinstance(link, MeshBroken) for link in with_causes(error))
         if self._is_formed and is_in_mesh:
@@ -375,9 +379,9 @@ _joined: TorchConnection | None = None  # the connection that formed this proces
 
 
 def mesh_group() -> Group | None:
-    """Return the collectives over the mesh, whose synchronous sums are faster than gloo's.
+    """Return the collectives over the mesh, or None if this process has no mesh, as with NCCL.
 
-    Return None without a mesh.
+    For small arrays, these collectives are faster than gloo's.
     """
     return None if _joined is None else _joined._group
 
@@ -390,9 +394,10 @@ def new_group_beside() -> Any:
 
 
 def summation_beside() -> Callable[[Any], Any]:
-    """Return a function that starts an asynchronous sum over all ranks. That function returns PyTorch's `Work` object.
+    """Return a function that starts an asynchronous, in-place sum of a tensor over all ranks.
 
-    The sums run in a separate gloo group. All ranks must call both this function and the returned function.
+    That function returns PyTorch's `Work` object. The sums run in a separate gloo group. All ranks must call both this
+    function and the returned function.
     """
     import torch.distributed as dist
 
@@ -420,7 +425,7 @@ def is_connection_error(error: BaseException) -> bool:
     """Return True if an exception from a collective means that the connections of the group are broken."""
     import torch.distributed as dist
 
-    for link in with_causes(error):  # user code may have wrapped PyTorch's error
+    for link in with_causes(error):  # user code may have wrapped PyTorch's error in a `RuntimeError` that quotes it
         text = str(link).lower()
         if isinstance(link, dist.DistBackendError) and "invalid usage" in text:  # a mistake, such as two ranks per GPU
             return False
@@ -485,7 +490,7 @@ def ordinal_of(gpu_id: str, visible: str | None) -> int:
             value is treated like None.
 
     Raises:
-        RuntimeError: The process cannot see that GPU.
+        RuntimeError: The process cannot see that GPU, or the ID is a name and `visible` lists no GPUs.
 
     Examples:
         >>> ordinal_of("3", visible="1,3"), ordinal_of("3", visible=None)
@@ -505,7 +510,8 @@ def ordinal_of(gpu_id: str, visible: str | None) -> int:
 def visible_to_all(own: str, of_node: Sequence[str]) -> tuple[str, int]:
     """Merge the `CUDA_VISIBLE_DEVICES` of all workers on a node.
 
-    Return a pair: the merged list, and the ordinal of this worker's first GPU.
+    Return a pair: the merged list, and the ordinal of this worker's first GPU. If any of these variables is empty,
+    return `own` and 0.
 
     Args:
         own: The worker's `CUDA_VISIBLE_DEVICES`.

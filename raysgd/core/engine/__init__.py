@@ -2,11 +2,12 @@
 
 It guarantees:
 
-* A call either returns one value per rank, in rank order, or raises one error. It never returns partial results.
+* A call either returns one value for each rank that runs it, in rank order, or raises one error. It never returns
+  partial results.
 * Lost workers and nodes are handled in one module, `repair`, and calls are retried in one module, `controller`.
 * After `stop`, no actor, placement group or thread of the engine is left.
 
-The rest of the library plugs into three interfaces: `Replica` holds the framework's model in a worker, `Connection`
+The rest of the library supplies three parts: a `Replica` holds the framework's model in a worker, a `Connection`
 connects workers with each other, and a front end (such as `TorchTrainer`) makes the calls and supplies the wording of
 errors.
 

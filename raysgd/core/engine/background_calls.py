@@ -24,7 +24,7 @@ class BackgroundCall(CallHandle[T]):
 
     Args:
         future: Receives the call's result or error.
-        interrupt: Interrupts the call as Ctrl-C would. It may be called from any thread.
+        interrupt: Interrupts the call as Ctrl-C would. Called from a thread other than the one that runs the call.
     """
 
     def __init__(self, future: Future[T], interrupt: Callable[[], None]) -> None:
@@ -79,6 +79,7 @@ class BackgroundCalls:
 
         Raises:
             TrainerShutdownError: The trainer was shut down.
+            ValueError: This thread is inside a block of `Turns.closed`.
         """
         turns = self._controller.turns
         place, future = turns.reserve(), Future[Any]()
@@ -99,7 +100,7 @@ class BackgroundCalls:
         return BackgroundCall(future, partial(turns.interrupt_call, place))
 
     def await_end(self) -> None:
-        """Wait a few seconds for the background threads to finish.
+        """Wait for the background threads to finish, at most `_END_S` seconds for each thread.
 
         Before you call this method, interrupt their calls or stop the controller. Otherwise, the threads may keep
         running.

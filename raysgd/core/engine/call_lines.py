@@ -1,9 +1,10 @@
 """Lines: Unix sockets over which the driver calls a worker on the same node.
 
 A call over a line takes a tenth of the time of a Ray call. To open a line, the driver makes one Ray call to the
-worker's method `attend`, which reads calls from the socket and answers them until the socket closes. If the worker
-dies, Ray reports that the `attend` call failed, so the driver notices the death as usual. An answer that cannot be sent
-over the line becomes the return value of `attend`.
+worker's method `attend`. This method runs the first call, which is its argument, and then the calls that arrive on the
+socket, until the socket closes. It sends the answers over the socket. If the worker dies, Ray reports that the `attend`
+call failed, so the driver notices the death as usual. If a call fails, or its answer cannot be sent over the line,
+`attend` ends and passes the failure or the answer on through Ray.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Line:
     Attributes:
         attending: Ray's reference to the call that `attend` started.
         was_joined: True once the worker has connected.
-        is_ended: True once the socket has been closed by either process.
+        is_ended: True once the driver has closed the socket or noticed that the worker has closed it.
     """
 
     def __init__(self, attend: Callable[[str], Any]) -> None:
@@ -72,7 +73,7 @@ class Line:
         return self._socket.fileno()
 
     def send(self, message: bytes) -> bool:
-        """Send a message to the worker. Return False if the socket has been closed."""
+        """Send a message to the worker without blocking. If this fails, close the socket and return False."""
         try:
             self._socket.send(message)
         except OSError:
@@ -80,7 +81,10 @@ class Line:
         return not self.is_ended
 
     def receive(self) -> bytes | None:
-        """Return the worker's next message, or None if no message has arrived. This method does not block."""
+        """Return the worker's next message, or None if no message has arrived or the worker has closed the socket.
+
+        This method does not block.
+        """
         try:
             if not self.was_joined and not self._is_joined():
                 return None
@@ -111,7 +115,7 @@ class Line:
 
 
 class LineCall:
-    """A call that the driver sent to a worker over a `Line`.
+    """A call from the driver to a worker, whose answer arrives over a `Line`.
 
     `wait` accepts such calls as well as Ray object references.
     """
@@ -145,7 +149,7 @@ class LineCall:
         return self._answer is not None
 
     def answer(self) -> Any:
-        """Return the worker's answer. Call this method only after the answer has arrived.
+        """Return the worker's answer. Call this method only after `has_answer` was True.
 
         Raises:
             RaySystemError: The answer cannot be unpickled. `ray.get` raises the same error.
@@ -178,7 +182,8 @@ class LineEnd:
     def answer(self, answer: Any) -> bool:
         """Send the answer of a call to the driver.
 
-        Return False if the answer is too large or cannot be pickled, or if the driver has closed the socket.
+        Return False if the answer is too large or cannot be pickled, or if the driver cannot be reached or has closed
+        the socket.
         """
         try:
             message = pickle.dumps(answer, protocol=5)
@@ -189,7 +194,10 @@ class LineEnd:
         return False
 
     def next(self) -> bytes | None:
-        """Wait for the driver's next message and return it. Return None once the driver has closed the socket."""
+        """Wait for the driver's next message and return it.
+
+        Return None if the driver cannot be reached or has closed the socket.
+        """
         with suppress(OSError):
             return self._socket.recv(LARGEST) or None
         return None
@@ -212,6 +220,8 @@ def _is_of_same_user(connected: socket.socket) -> bool:
 
 def wait(references: Collection[Any], num_returns: int, timeout_s: float | None) -> list[Any]:
     """Wait for remote calls as `ray.wait` does. Return the calls that have ended.
+
+    Unlike `ray.wait`, this function may return more than `num_returns` calls, and returns them in any order.
 
     Args:
         references: The calls, as `LineCall`s or Ray object references.

@@ -105,7 +105,7 @@ class Turns:
         Calls that are made later wait until the position is released.
 
         Raises:
-            TrainerShutdownError: `stop` was called.
+            TrainerShutdownError: The trainer was stopped, or its Ray session has ended.
             ValueError: This thread is inside a `closed` block.
         """
         self._check_open()
@@ -128,8 +128,9 @@ class Turns:
                 thread waits until all positions reserved so far have been released.
 
         Raises:
-            TrainerShutdownError: `stop` was called before or during the block.
-            KeyboardInterrupt: The call that holds `place` was interrupted.
+            TrainerShutdownError: The trainer was stopped, or its Ray session has ended. Raised before the block, or in
+                place of an exception that the block raised.
+            KeyboardInterrupt: This thread's call was interrupted.
             ValueError: This thread is inside a `closed` block.
         """
         self._check_open()
@@ -166,7 +167,7 @@ class Turns:
     def take_if_free(self) -> Iterator[bool]:
         """Run a `with` block like `take_turn`, but never wait.
 
-        Yield False if a call is running or queued, otherwise True.
+        Yield True if the block may use the worker group. Yield False if a call is running or queued.
         """
         if self._line or self._num_inside or not self._lock.acquire(blocking=False):
             yield False
@@ -201,7 +202,7 @@ class Turns:
                 self._line_moves.wait()
 
     def interrupt_call(self, place: PlaceInLine) -> None:
-        """Interrupt the running or queued call that holds the position `place`, as Ctrl-C would.
+        """Interrupt the queued or running call for which `place` was reserved, as Ctrl-C would.
 
         Call this from a thread other than the one that runs the call.
         """
@@ -288,19 +289,23 @@ class ElasticController(Lifecycle):
 
     @property
     def monitor(self) -> Monitor | None:
-        """The monitor of the running call, or None between calls."""
+        """The monitor of the running call. None between calls, and in calls whose only worker is the driver."""
         return self._monitor if self._monitor.is_on else None
 
     def observe_with(self, observer: Callable[[], None]) -> None:
-        """Make the monitor call `observer` about once a second during a call, and once after a call raised an error."""
+        """Make the monitor call `observer` about once a second during a call, and once after a call raised an error.
+
+        If the driver is the only worker, `observer` is called only after errors.
+        """
         self._monitor.observer = observer
 
     def ensure_group(self) -> WorkerGroup:
         """Return the running group. If no group is running, start one from the last snapshot.
 
         Raises:
-            WorkersLostError: Too few workers could be started.
-            TrainerShutdownError: `stop` was called.
+            WorkersLostError: Too few workers could be started, or the training state is lost.
+            WorkerError: The user's set-up code failed.
+            TrainerShutdownError: The trainer was stopped, or its Ray session has ended.
         """
         self.check_active()
         if self.group is not None:
@@ -311,7 +316,7 @@ class ElasticController(Lifecycle):
             return self.running
 
     def stand_by(self) -> None:
-        """Start missing spare workers. If resources are free, also start missing workers of the group.
+        """If resources are free, start missing spare workers and missing workers of the group.
 
         This method does not wait until the new workers are ready.
         """
@@ -323,7 +328,8 @@ class ElasticController(Lifecycle):
         """Start the workers for the first time, or adopt the workers that the trainer's previous process left running.
 
         Args:
-            as_fits: True to start as many workers as fit into the free resources. False to start all workers or raise.
+            as_fits: True to start as many workers as fit into the free resources. False to reserve resources for all
+                workers or raise.
         """
         with self.turns.take_turn():
             if self.take_over():
@@ -336,10 +342,13 @@ class ElasticController(Lifecycle):
     def stop(self, force: bool = False) -> None:
         """Stop the workers and release their resources. If a call is running, it raises `TrainerShutdownError`.
 
+        If the driver is the only worker, a running call is not aborted. The worker is stopped when the call ends.
+
         May be called from any thread, and more than once.
 
         Args:
-            force: True to kill the processes without closing the replicas first. During a call, they are always killed.
+            force: True to kill the remote workers without closing their replicas first. During a call, they are always
+                killed.
         """
         self.turns.stop(force)
 
@@ -404,6 +413,9 @@ class ElasticController(Lifecycle):
     def run(self, call: Call, *, max_retries: int = _DEFAULT_RETRIES, budget: RetryBudget | None = None) -> list[Any]:
         """Run `call` on every rank and return the values in rank order. After a failure, retry the call.
 
+        If `call.rank` is set, only that rank runs the call. If the call ends early (`call.leaves`), return each rank's
+        part of a snapshot, a `Capture`, instead of the values.
+
         Args:
             call: The function to run on the workers, with its arguments for each rank.
             max_retries: Number of retries for failures of this call.
@@ -412,8 +424,10 @@ class ElasticController(Lifecycle):
         Raises:
             WorkerError: User code raised an exception. The error is also an instance of that exception's class. The
                 call is retried only if the failure policy allows it.
+            UnevenStepsError: The ranks ran different steps.
+            UnpicklableError: The call cannot be sent to the workers.
             WorkersLostError: The retries are used up, or too few workers can be started.
-            TrainerShutdownError: `stop` was called before or during the call.
+            TrainerShutdownError: The trainer was stopped before or during the call, or its Ray session has ended.
         """
         with self.turns.take_turn():
             budget, has_failed = budget or RetryBudget(max_retries), True
@@ -465,7 +479,7 @@ class ElasticController(Lifecycle):
         raise WorkersLostError(_LOST_ON_ITS_WAY)
 
     def end_left_call(self) -> None:
-        """End a call that the trainer's previous process left running.
+        """End a call that the trainer's previous process left running, by killing the worker group.
 
         Before that, fetch training state that exists only in the workers.
         """
@@ -474,9 +488,10 @@ class ElasticController(Lifecycle):
             self.end_call("KeyboardInterrupt")
 
     def lend_spare(self) -> Loan | None:
-        """Reserve a ready spare worker for a call of `run_on_spare` (a loan). Return None if no spare is ready.
+        """Reserve a ready spare worker for a call of `run_on_spare` (a loan).
 
-        If the worker group later needs the spare to replace a lost worker, the loan is recalled.
+        If no spare is ready, start missing spares and return None. If the worker group later needs the reserved spare,
+        the loan is recalled.
         """
         with self.turns.take_turn():
             loan = self.ensure_group().standby.lend()
@@ -502,7 +517,8 @@ class ElasticController(Lifecycle):
 
         Args:
             loan: The spare that `lend_spare` reserved. If None, this method waits until a spare is ready.
-            function: Called as `function(replica, loan_number, *args)`. It returns None if the loan was recalled.
+            function: Called as `function(replica, loan_number, *args)`. It must return None if the loan was recalled,
+                and only then.
             make_args: Creates the arguments for each attempt.
             on_wait: Called regularly while this method waits for the spare's answer.
 
@@ -512,7 +528,7 @@ class ElasticController(Lifecycle):
         Raises:
             WorkerError: User code raised an exception.
             WorkersLostError: Several spares died during this call, or no spare is left.
-            TrainerShutdownError: `stop` was called.
+            TrainerShutdownError: The trainer was stopped, or its Ray session has ended.
         """
         num_died = 0
         while True:
@@ -544,7 +560,7 @@ class ElasticController(Lifecycle):
                 self.sleep(_SPARE_POLL_S)
 
     def snapshot(self) -> Snapshot:
-        """Return a snapshot of the current training state, and wait until it has arrived in the driver.
+        """Wait until a snapshot of the current training state has arrived in the driver, and return it.
 
         If no snapshot contains the current state, take a new snapshot first.
 
@@ -579,7 +595,8 @@ class ElasticController(Lifecycle):
     def landed_snapshot(self) -> Snapshot | None:
         """Wait until the newest snapshot has arrived in the driver, and return it.
 
-        Return None if state that all ranks share, such as the model, has changed since that snapshot was taken.
+        Return None if there is no snapshot, if it was lost in transit, or if state that all ranks share, such as the
+        model, has changed since it was taken.
         """
         with self._turn_to_copy():
             self._monitor.await_snapshot()
@@ -601,7 +618,11 @@ class ElasticController(Lifecycle):
         """Request heartbeats from the workers and return the trainer's status.
 
         Args:
-            samples_per_s: Throughput of the last training call. Used if no training call is running.
+            samples_per_s: Throughput of the last training call. Used if no training call is running, or if the
+                throughput of the running call is not known yet.
+
+        Raises:
+            TrainerShutdownError: The trainer was stopped.
         """
         if self.is_stopped or not self.has_session_ended:
             self.check_active()
@@ -615,7 +636,8 @@ class ElasticController(Lifecycle):
         Args:
             last_heartbeats: The ranks' heartbeats at the end of the last training call. Used if no training call is
                 running.
-            samples_per_s: Throughput of the last training call. Used if no training call is running.
+            samples_per_s: Throughput of the last training call. Used if no training call is running, or if the
+                throughput of the running call is not known yet.
         """
         heartbeats = self.monitor.heartbeats if self.monitor is not None else {}
         is_training = any(heartbeat.is_training for heartbeat in heartbeats.values())
@@ -638,7 +660,7 @@ class ElasticController(Lifecycle):
         )
 
     def _run(self, call: Call, budget: RetryBudget) -> list[Any]:
-        """Run a call until an attempt succeeds or no further attempt is allowed. Return the values by rank."""
+        """Run a call until an attempt succeeds or no further attempt is allowed. Return what `run` returns."""
         kept_by = keeper()
         number = kept_by.number(call) if kept_by is not None else None
         self.num_calls = number.call if number is not None else self.num_calls + 1
@@ -663,7 +685,7 @@ class ElasticController(Lifecycle):
                     if held:
                         return held
                 is_inside = True if held is not None else self._mended(call, report, budget)
-            except BaseException as error:  # Ctrl-C or an error in the driver: the ranks are still inside the call
+            except BaseException as error:  # Ctrl-C or an error in the driver: ranks may still be in the call
                 # A driver that is the only worker is not stuck in a collective, so its group can be kept.
                 left = None if isinstance(error, kept) else self.group
                 if left is not None and not left.is_driver_only:
@@ -719,7 +741,7 @@ class ElasticController(Lifecycle):
         return captures
 
     def hold_to_leave(self, call: Call) -> None:
-        """If the user wants the running call to end early, make it stop at the next step.
+        """If `call.leaves` returns True, make the running call stop after the next step.
 
         This method is for groups whose only worker is the driver. The call itself runs this method between two steps.
         In other groups, the monitor stops the call while the driver waits for the workers' answers.
@@ -795,9 +817,10 @@ class ElasticController(Lifecycle):
     def _adapt(self, call: Call) -> None:
         """Before a call, move workers off nodes that are being removed, and add workers if resources are free.
 
-        This change does not count as a retry. If the group was adopted from the trainer's previous process, its ranks
-        may already be running the call. Such a group can change only between two steps, so this method then does
-        nothing.
+        Workers are added only before a call that changes the training state. None of these changes counts as a retry.
+
+        If the group was adopted from the trainer's previous process, its ranks may already be running the call. Such a
+        group can change only between two steps, so this method then does nothing.
         """
         kept_by = keeper()
         if kept_by is not None and kept_by.found is not None:
@@ -825,7 +848,7 @@ class ElasticController(Lifecycle):
             self.recovery.restart_workers(*failed)
 
     def _grow_if_possible(self, call: Call) -> None:
-        """If resources are free, add workers to the group.
+        """If resources are free, start missing spare workers and add workers to the group.
 
         If workers cannot join a running group, restart all workers as a larger group.
         """
@@ -854,8 +877,8 @@ class ElasticController(Lifecycle):
     def renew(self, function: Callable[..., Any], *args: Any) -> None:
         """Rebuild the replicas in the existing worker processes and discard the trained state.
 
-        This has the same effect as a restart but saves the time to start processes. Before you call this method, change
-        the group spec. Otherwise, workers that start later would be built with the old arguments.
+        This has the same effect as `restart` but saves the time to start processes. Before you call this method, update
+        the group spec's `make_replica`. Otherwise, workers that start later would build replicas with the old settings.
 
         Args:
             function: Called as `function(replica, *args)` on each worker. Returns what `Replica.setup` returns.
@@ -864,7 +887,7 @@ class ElasticController(Lifecycle):
         Raises:
             WorkerError: The user's set-up code failed. The workers are killed, and the next call starts new workers.
             WorkersLostError: Workers were lost too often.
-            TrainerShutdownError: `stop` was called.
+            TrainerShutdownError: The trainer was stopped, or its Ray session has ended.
         """
         group = self.group
         if group is None:

@@ -19,7 +19,7 @@ _DEATH_GRACE_S = 0.05  # after a death: simultaneous deaths are reported within 
 # After a lost connection: the cause is nearly always that a worker died, which Ray reports soon.
 _CONNECTION_GRACE_S = 5.0
 # After a lost connection, if the caller polls the survivors next: a short wait is enough, because the poll finds the
-# dead rank before Ray reports that a node was lost.
+# dead rank before Ray reports that a node was lost. In that case, this is also the longest wait after a death.
 _SHORT_CONNECTION_GRACE_S = 0.3
 _USER_GRACE_S = 1.0  # after an exception in user code: ranks that wait for the failed rank in a collective never answer
 # Upper limit of the wait after a long call, in which other ranks may raise the same exception later.
@@ -37,8 +37,7 @@ class Listener:
 
     Args:
         references: Ray's references to the calls, by rank.
-        asks_survivors: True if the caller polls the survivors afterwards. After a broken connection, the wait is then
-            shorter, because that poll reveals which rank died.
+        asks_survivors: True if the caller polls the survivors afterwards. See `grace_s`.
         platform: Fetches the answers. Default: from Ray.
     """
 
@@ -56,15 +55,17 @@ class Listener:
         self._listened_s = self._last_answer_s = 0.0
 
     def stop(self, kinds: Collection[FailureKind] = ()) -> None:
-        """Make `listen` return soon, because the rank in the driver process has failed.
+        """Make `listen`, which runs in another thread, return soon.
 
-        `listen` runs in another thread. Before it returns, it waits the usual time for further answers. After this
-        method returns, the callback `on_wait` of `listen` is not running and is never called again, so the objects that
-        the callback uses can be closed. This holds even after one Ctrl-C during this method. A second Ctrl-C makes this
-        method return early.
+        Called if the rank in the driver process has failed, or after Ctrl-C. Before `listen` returns, it waits the
+        usual time for further answers.
+
+        After this method ends, the callback `on_wait` of `listen` is not running and is never called again. The objects
+        that the callback uses can then be closed. This holds even after one Ctrl-C during this method. A second Ctrl-C
+        ends this method at once.
 
         Args:
-            kinds: How the rank in the driver failed.
+            kinds: How the rank in the driver failed. Empty if it reported no failure.
         """
         self._kinds_of_driver |= set(kinds)
         self._is_stopped = True
@@ -146,7 +147,8 @@ def grace_s(
 
     Args:
         kinds: The kinds of failure known so far.
-        asks_survivors: True if the caller polls the survivors afterwards. That poll reveals which rank died.
+        asks_survivors: True if the caller polls the survivors afterwards. That poll reveals which rank died, so the
+            wait after a lost connection is shorter. After a death, the wait is longer while answers arrive.
         ran_s: Seconds from the start of the call to the first failure.
         last_answer_s: Seconds from the first failure to the last answer.
     """

@@ -44,7 +44,8 @@ class WorkerGroup:
         infos: Node, process and GPUs of each worker, by rank.
         worlds: The `World` of each rank: rank, size, local rank and so on.
         gone: Ranks that were removed since the group was formed.
-        silent: Ranks that did not answer a poll in the last `settle`, although Ray did not report their death.
+        silent: Ranks that did not answer a poll in the last `settle` or in a later `answering`, although Ray did not
+            report their death.
         stuck: Ranks that answered the poll in the last `settle` but did not finish the failed call in time. They may
             have finished that call since.
     """
@@ -219,7 +220,7 @@ class WorkerGroup:
             self._startup.watch_worker(each.worker)
 
     def _build(self, rendezvous: Rendezvous, *, captures: bool) -> Mapping[int, Any]:
-        """Make each rank join the group and build its replica, in a remote call. Return the calls by rank."""
+        """Start the calls in which each rank joins the group and builds its replica. Return the calls by rank."""
         make_replica = self._spec.make_replica
         return {
             rank: worker.submit("build", self.worlds[rank], rendezvous, make_replica, captures)
@@ -270,7 +271,7 @@ class WorkerGroup:
         self.slots.take_over(kept.slots, [worker.slot for worker in kept.workers])
 
     def to_keep(self, facts: Sequence[Any]) -> KeptGroup:
-        """Return a description of the group with which the trainer's next process can adopt these workers.
+        """Return a description that lets the trainer's next process adopt this group.
 
         Args:
             facts: What the replicas' `setup` returned, by rank.
@@ -296,7 +297,8 @@ class WorkerGroup:
             function: Called with the replica and the rank's arguments.
             args_by_rank: The arguments of each rank.
             capture: True to copy the training state after the call, for a snapshot.
-            landed: Token of the newest snapshot that has arrived in the driver. Workers can discard older copies.
+            landed: Token of the newest snapshot that has arrived in the driver. Workers can discard their copy of this
+                snapshot and older copies.
             number: Number of the call. A worker that receives the same number again repeats its reply without running
                 the call.
             on_wait: Called regularly during the wait.
@@ -357,7 +359,8 @@ class WorkerGroup:
         """Run the call of the rank in this process, while another thread gathers the remote ranks' answers.
 
         If a remote rank fails while the local rank waits for it in a collective, the local call would never return. In
-        that case, the ranks' collectives are interrupted. If this does not help, the remote workers are killed.
+        that case, the remote workers are killed. If survivors can be reused and no user code raised an exception, the
+        ranks' collectives are interrupted first, and the workers are killed only if this does not help.
         """
         answers: dict[int, Outcome] = {}
         is_local_done = self._platform.make_event()
@@ -382,14 +385,15 @@ class WorkerGroup:
         return {**outcomes, **answers}
 
     def _must_kill(self, answers: Mapping[int, Outcome], is_local_done: threading.Event, left_s: float) -> bool:
-        """Interrupt the collectives after a remote rank failed, unless the local rank's call returns by itself.
+        """Return True if the remote workers must be killed: one has failed, and the local rank's call does not return.
 
-        Return True if the local call still does not return, so that the remote workers must be killed.
+        If survivors can be reused and no user code raised an exception, first interrupt the collectives, so that the
+        local call can return.
 
         Args:
             answers: The outcomes of the remote ranks.
             is_local_done: Set once the local rank's call has returned.
-            left_s: How many seconds to wait for the local call before the collectives are interrupted.
+            left_s: How many seconds to wait for the local call to return by itself.
         """
         if all(outcome.ok for outcome in answers.values()):
             return False
@@ -435,7 +439,7 @@ class WorkerGroup:
             tokens: For each rank, the token that identifies its shard.
 
         Returns:
-            A `Transfer`, which receives all shards.
+            A `Transfer`, which receives a `DividedValue` of all shards.
         """
         parts = [self.fetch(rank, function, token) for rank, token in enumerate(tokens)]
         keepers = rank_rules.keepers(self.infos, self._platform.home)
@@ -528,9 +532,10 @@ class WorkerGroup:
         return [rank for rank in range(len(self.workers)) if rank not in lost]
 
     def settle_any(self) -> list[int]:
-        """Do the same as `settle`, but for any call that the ranks may be running.
+        """Interrupt any running call, wait until it has ended, and return the ranks that can still be used.
 
-        The trainer's previous process may have started that call.
+        Use this method instead of `settle` if there is no report of the call, for example because the trainer's
+        previous process started it.
         """
         self.interrupt()
         behind = self._submit("execute", _nothing, ranks=self.remote_ranks)
@@ -538,10 +543,10 @@ class WorkerGroup:
         return self.settle(GroupReport(()))
 
     def answering(self, ranks: Sequence[int]) -> list[int]:
-        """Poll idle ranks and return the ranks that answer. Add the ranks that do not answer to `silent`.
+        """Poll ranks and return the ranks that answer. Add the ranks that do not answer to `silent`.
 
         Args:
-            ranks: The ranks to poll. They must not be running a call.
+            ranks: The ranks to poll. They may be running a call. A rank in the driver process counts as answering.
         """
         remote = set(self.remote_ranks)
         calls = self._submit("describe", ranks=[rank for rank in ranks if rank in remote])
@@ -610,9 +615,9 @@ class WorkerGroup:
     def leave_group(self, survivors: Sequence[int], on_wait: Callable[[], None] | None = None) -> GroupReport:
         """Make the survivors leave their group. Return a report with each survivor's progress.
 
-        The survivors also start to listen for the ranks of the next group, which saves a round trip later. The
-        ports can be used only if the next group listens at the same host addresses, for example if no other worker
-        joins.
+        If their connections allow it, the survivors also start to listen for the ranks of the next group, which saves a
+        round trip later. The ports can be used only if the next group listens at the same host addresses, for example
+        if no other worker joins.
 
         Args:
             survivors: The ranks that leave.
@@ -658,7 +663,7 @@ class WorkerGroup:
 
         Returns:
             A report with what each replica's `regroup` returned, or a report with the failure. After a failure, the
-            group is unusable.
+            group cannot run calls until it is formed again.
         """
         self._give_places(survivors, joining, places)
         handover = handover.by_node(self.worlds)
@@ -690,7 +695,7 @@ class WorkerGroup:
 
         Returns:
             A report with what each replica's `setup` returned, or a report with the failure. After a failure, the group
-            is unusable.
+            cannot run calls until it is formed again.
         """
         self._look_after(joining)
         self._give_places(survivors, joining)
@@ -735,7 +740,11 @@ class WorkerGroup:
                 worker.interrupt()
 
     def stop(self, timeout_s: float) -> None:
-        """Close every replica, then kill the processes and release the resources."""
+        """Close every replica, then kill the processes and release the resources.
+
+        Args:
+            timeout_s: How long to wait until the resources are released, in seconds. Closing has a timeout of its own.
+        """
         try:
             remote = [worker.submit("close") for worker in self.workers if isinstance(worker, RemoteWorker)]
             for worker in self.workers:
@@ -754,9 +763,13 @@ class WorkerGroup:
             self.kill(timeout_s)
 
     def kill(self, timeout_s: float = 5.0) -> None:
-        """Kill the processes without closing the replicas, and release the resources.
+        """Kill the remote workers without closing their replicas, and release the resources.
 
-        This method may be called at any time, even during a start, and more than once.
+        A replica in the driver process is closed, because the driver stays alive. This method may be called at any
+        time, even during a start, and more than once.
+
+        Args:
+            timeout_s: How long to wait until the resources are released, in seconds.
         """
         try:
             self.standby.kill_all()

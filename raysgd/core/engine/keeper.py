@@ -1,4 +1,4 @@
-"""Lets a detached trainer's workers outlive the trainer's process, so that its next process can find and use them.
+"""Lets a detached trainer's workers outlive the trainer's process, so that the next process can find and use them.
 
 A detached trainer runs in a Ray actor. Its `Keeper` saves a description of the worker group outside the actor's
 process, and counts the calls that change the training state. Each worker stores the number of its last state-changing
@@ -61,7 +61,7 @@ class Keeper:
     Attributes:
         num_calls: Number of state-changing calls that were started.
         found: The newest call number that was stored on the workers when this process took them over from the previous
-            process. None if none was stored, and from the first call on that changes the state.
+            process. None if no number was stored, and once this process has started a state-changing call.
     """
 
     def __init__(self, trainer: str, write: Callable[[bytes], object]) -> None:

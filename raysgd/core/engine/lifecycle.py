@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 START_ATTEMPTS = 4
 RELEASE_S = 60.0  # longest wait until Ray has released a reservation
-# How often each worker may be replaced while a group starts; the same as the number of retries of a start.
+# Replacements per worker while a group starts, shared by all workers. A start has the same number of retries.
 _REPLACEMENTS = START_ATTEMPTS - 1
 SETTLE_S = 1.0  # Ray's view of free resources lags by a few hundred milliseconds
 _RETURN_S = 10.0  # on a busy machine, it takes seconds until a removed placement group has freed its resources
@@ -138,7 +138,7 @@ class Lifecycle(ABC):
         self.facts: list[Any] = []
         self._replacements = Replacements()
         self._owes_spares = False
-        self._num_short = 0  # largest group size at which memory ran out
+        self._num_short = 0  # group size at which memory last ran out
         self._suspected: dict[str, float] = {}
         self.interrupted: int | None = None
         self.gives_state_up = self.is_fetching = self._is_ending = False
@@ -148,8 +148,9 @@ class Lifecycle(ABC):
     def is_ending(self) -> bool:
         """True if the program is about to end.
 
-        Lost workers are then no longer replaced, and no memory of a snapshot is freed until the next call. A signal
-        handler sets this property, so setting it only sets flags.
+        Lost workers are then no longer replaced, and no memory of a snapshot is freed. If this property is reset,
+        because the program continues after all, memory is freed again from the next call on. The setter is called in a
+        signal handler, so it only sets flags.
         """
         return self._is_ending
 
@@ -199,7 +200,10 @@ class Lifecycle(ABC):
             kept_by.keep_group(self.group.to_keep(facts))
 
     def sleep(self, seconds: float) -> None:
-        """Wait for a number of seconds. Raise `TrainerShutdownError` if the trainer was stopped in the meantime."""
+        """Wait for a number of seconds, then raise an error if the current call must not continue.
+
+        See `check_active`.
+        """
         self.clock.sleep(seconds)
         self.check_active()
 
@@ -220,14 +224,15 @@ class Lifecycle(ABC):
     ) -> None:
         """Record an event of the worker group in the history and log it.
 
-        For the events "lost" and "ended", the new number of workers is recorded as 0.
+        For the events "lost" and "ended", the new number of workers is recorded as 0, and the front end supplies the
+        detail.
 
         Args:
             kind: Kind of the event.
             old_size: Number of workers before the event.
             began: When the event began, in seconds of the engine's clock.
             cause: Reason for the event.
-            detail: Further information for the log.
+            detail: Effect of the event on the training, for users. Ignored for the events "lost" and "ended".
             num_kept: Number of worker processes that were kept.
         """
         now, num_workers = self.now(), self.num_workers
@@ -240,10 +245,11 @@ class Lifecycle(ABC):
     # ------------------------------------------------------------------------------------------------ starts
 
     def start_workers(self, budget: RetryBudget) -> None:
-        """Start the full number of workers, for the first time.
+        """Start the workers for the first time, with resources for the full number of workers.
 
         If a worker dies during the start, the start is repeated as long as the budget allows. If workers can join a
-        running group, only the dead worker is replaced. An exception of the user's set-up code is raised at once.
+        running group, only the dead worker is replaced, and the group may start with fewer workers until the
+        replacement is ready. An exception of the user's set-up code is raised at once.
 
         Raises:
             WorkersLostError: Workers died too often.
@@ -365,11 +371,11 @@ class Lifecycle(ABC):
     ) -> GroupReport:
         """If workers were lost while replicas were built or restored, form a group without these workers.
 
-        The survivors' replicas are rebuilt. If too few workers survive, wait for standby workers as long as any standby
-        worker is starting.
+        The survivors' replicas are rebuilt, and standby workers that are ready replace the lost workers. If too few
+        workers survive, wait for standby workers as long as any standby worker is starting.
 
         Args:
-            report: The report of the call in which workers were lost.
+            report: The report of the call in which the replicas were built or restored.
             group: The worker group. If this method fails, the group is unusable.
             on_wait: Called regularly during the wait. Default: a function that kills frozen workers, as during a start.
             captures: True to copy the replicas' state after `setup`.
@@ -419,7 +425,8 @@ class Lifecycle(ABC):
     def settled_view(self) -> ClusterView:
         """Return the cluster's nodes and free resources.
 
-        If resources were just released, first wait until Ray reports them. If the head node is gone, wait for it.
+        If too few resources are free for all workers, wait up to ten seconds, because Ray reports released resources
+        late. If the head node is gone, wait until it is back.
 
         Raises:
             WorkersLostError: The head node is gone, and the program is about to end.
@@ -433,7 +440,7 @@ class Lifecycle(ABC):
                 continue
             wanted = min(self.scaling.max_workers, capacity(view, need, free_only=False))
             settling = {node.node_id for node in view.nodes if node.is_settling}
-            # Do not wait for resources of nodes that are probably lost.
+            # Do not wait long for resources of nodes that are probably lost.
             patience_s = _RETURN_S if settling and settling - self.nodes_to_avoid else SETTLE_S
             if capacity(view, need) >= wanted or self.now() >= began + patience_s:
                 return view
@@ -497,7 +504,8 @@ class Lifecycle(ABC):
     def let_step_in(self) -> None:
         """Interrupt the running call if workers can join now.
 
-        This method is for user functions that keep running between calls (`runs_on` of the group spec).
+        This method has an effect only if a user's function keeps running between calls (`runs_on` of the group spec).
+        Only the wait for the function's messages is interrupted, not the function.
         """
         group = self.group
         if not self.spec.runs_on or group is None or len(group) >= self.scaling.max_workers:
@@ -552,8 +560,8 @@ class Lifecycle(ABC):
     def _leaving_nodes(self) -> frozenset[str]:
         """IDs of nodes that will be removed soon.
 
-        Empty if the program is about to end. No worker moves or starts then, so there is no need to ask Ray, which may
-        already have stopped: until the request is given up, a save would wait for it.
+        Empty if the program is about to end, because no worker moves or starts then. Besides, Ray may already have
+        stopped. A save would then have to wait until the request to Ray is given up.
         """
         return frozenset() if self.is_ending else self._rules.leaving_nodes()
 
@@ -645,7 +653,10 @@ class Lifecycle(ABC):
             self._end_group(group)
 
     def end_call(self, cause: str, kind: EventKind = "ended") -> None:
-        """Kill the worker group and record the cause in the history. Called if the running call cannot continue."""
+        """Kill the worker group and record the cause in the history.
+
+        Called if the running call cannot continue, or if another trainer needs the resources of an idle trainer.
+        """
         began, group = self.now(), self.group
         self.kill_group()
         if group is not None:
@@ -654,7 +665,7 @@ class Lifecycle(ABC):
     def stop_group(self, *, force: bool) -> None:
         """Stop the worker group and discard all snapshots.
 
-        With `force`, kill the workers without closing the replicas.
+        With `force`, kill the remote workers without closing their replicas.
         """
         group, self.group = self.group, None
         self.snapshots.clear()
@@ -664,7 +675,7 @@ class Lifecycle(ABC):
     def _end_group(self, group: WorkerGroup, *, force: bool = True) -> None:
         """Call the front end's hooks, then stop the worker group.
 
-        With `force`, kill the group without closing the replicas.
+        With `force`, kill the remote workers without closing their replicas.
         """
         if self.has_session_ended:
             group.kill()  # the remote workers ended with the session, so at most the worker in the driver is left

@@ -55,7 +55,10 @@ _TIMES_TYPICAL = 10
 
 
 def quiet_s(heartbeat_s: float) -> float:
-    """Return the number of seconds after which missing ranks count as silent if no rank answers at all."""
+    """Return after how many seconds without any answer the ranks that have not answered a poll count as silent.
+
+    If most ranks are missing, `max_silence_s` allows more time.
+    """
     return max(_SHORTEST_S, heartbeat_s / _PART_OF_HEARTBEAT)
 
 
@@ -63,8 +66,8 @@ def max_silence_s(answered_after_s: Sequence[float], num_missing: int, num_other
     """Return how many seconds after a poll to stop waiting for ranks that have not answered.
 
     The wait continues while answers arrive. It ends once no answer has arrived for a while and the missing ranks have
-    taken many times as long as a typical rank. If most ranks are missing, they are probably just slow. The wait then
-    lasts at least `heartbeat_s`.
+    taken many times as long as a typical rank, or longer than `heartbeat_s`. If most ranks are missing, they are
+    probably just slow. The wait then lasts at least `heartbeat_s`.
 
     Args:
         answered_after_s: Seconds from the poll to each answer.

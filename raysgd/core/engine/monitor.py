@@ -1,7 +1,8 @@
-"""Watches a running call: requests heartbeats, collects mid-call snapshots, and stops ranks when the group must change.
+"""Watches a running call: kills silent workers, collects mid-call snapshots, and makes ranks stop between two steps.
 
 The driver calls `poll` about ten times a second while it waits for the call. Once per round of about a second, `poll`
-requests a heartbeat from the second thread of each worker. A call that is shorter than a round is not slowed down.
+requests a heartbeat from the second thread of each worker. That thread answers even while the worker runs a step. A
+call that is shorter than a round is not slowed down.
 
 ADR 11 explains why all ranks agree on a step before they stop.
 """
@@ -43,15 +44,16 @@ class Monitor:
     Args:
         lifecycle: Holds the worker group.
         is_of_restore: True if the monitor watches only the restore of a snapshot and the repeated calls that follow. It
-            then takes no snapshots. A snapshot counts as covering all calls that were to be repeated, so a restart from
-            it would skip the calls that had not been repeated yet.
+            then takes no snapshots, because a snapshot counts as covering all of these calls. A restart from such a
+            snapshot would skip the calls that had not been repeated yet.
 
     Attributes:
         is_on: True while a call or a change to the group is watched. Callers set it to False once nothing runs.
         heartbeats: The last heartbeat of each rank in the current call or group change.
         reason: Why the ranks were asked to stop between two steps.
-        is_leaving: True if the ranks were asked to stop so that the call ends early.
-        observer: Called about once a second during a call, and once after a call raised an error. May be None.
+        is_leaving: True if all ranks have agreed to stop so that the call ends early.
+        observer: Called once per round while a call or a change to the group is watched, and once after a call raised
+            an error. May be None.
     """
 
     def __init__(self, lifecycle: Lifecycle, *, is_of_restore: bool = False) -> None:
@@ -72,7 +74,7 @@ class Monitor:
         self.heartbeats: dict[int, Heartbeat] = {}
         self._first: dict[int, Heartbeat] = {}
         self._steps_per_s = 0.0
-        self._snapshot = 0  # number of the newest mid-call snapshot that was taken
+        self._snapshot = 0  # number of the newest mid-call snapshot that was collected
         self._infos: object = None
         self._expect_no_answers()
         # The first round of polls comes early in a small group. A large group is busy when it starts or recovers.
@@ -81,6 +83,7 @@ class Monitor:
         self._next_round = now + (first_s if is_soon else self._liveness.round_s(self._num_asked))
         self._next_nodes, self._next_growth = now + _NODES_S, now
         self._margin, self._is_holding = _MIN_MARGIN, False
+        # This reason applies if the ranks stop although this monitor has not asked them to.
         self.reason = "the trainer's process, which has died, had stopped it for that" if can_hold else ROOM
         self._before: dict[int, Heartbeat] = {}
         self._cut_off_at: float | None = None  # time at which the driver noticed that Ray was stopped
@@ -99,11 +102,15 @@ class Monitor:
             self._before = before
 
     def poll(self) -> None:
-        """Read the workers' answers.
+        """Read the workers' answers. Kill workers that are silent for too long, and collect mid-call snapshots.
 
-        Once per round, also request heartbeats, stop the ranks if needed, and collect snapshots.
+        Once per round, also request heartbeats and, if the group must change, make the ranks stop between two steps.
+        Once the call should end early, start no more rounds, and make the ranks stop at an upcoming step.
 
         Call this method regularly while the driver waits for the workers.
+
+        Raises:
+            WorkersLostError: Ray was stopped, and no worker has responded for a while.
         """
         if not self.is_on:
             return
@@ -115,7 +122,7 @@ class Monitor:
             self.hold_to_leave()
         if is_left or is_cut_off:
             self._liveness.rest()
-            return  # send no requests to workers: Ray may be shutting down, and a request could then take a minute
+            return  # start no round: Ray may be shutting down, and a request to Ray could then take a minute
         now = self._lifecycle.now()
         if now >= self._next_round:
             self._next_round = now + self._next_round_s()
@@ -194,7 +201,7 @@ class Monitor:
             self._free_parted()
 
     def _is_cut_off(self) -> bool:
-        """Return True if Ray was stopped. If no worker responds either, end the call.
+        """Return True if Ray was stopped and no rank runs in the driver. If no worker responds either, end the call.
 
         Called after a signal that ends the program. If all processes of the program got the signal, Ray was stopped,
         too. Ray then no longer reports lost workers. After a minute without the head node, Ray kills the driver. The
@@ -236,9 +243,10 @@ class Monitor:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples per second of all ranks together in the running training call. None if it cannot be calculated yet.
+        """Samples per second of all ranks together in the running training call.
 
-        Each rank's share is measured from its first heartbeat in the call to its last heartbeat so far.
+        None if this number cannot be calculated yet or is 0. Each rank's share is measured from its first heartbeat in
+        the call to its last heartbeat so far.
         """
         group = self._lifecycle.group
         spans = [(first, self.heartbeats[rank]) for rank, first in self._first.items()]
@@ -353,7 +361,7 @@ class Monitor:
         return any(each.step > 0 for each in self.heartbeats.values())
 
     def _agree(self, group: WorkerGroup, reason: str) -> None:
-        """Propose a step after which all ranks stop. If a rank is past that step, the next round proposes a later step.
+        """Propose a step after which all ranks stop. If a rank is past that step, the next proposal names a later step.
 
         Args:
             group: The worker group.

@@ -58,7 +58,14 @@ def _ray() -> Any:
 
 
 def ensure_ray() -> None:
-    """Connect to the Ray cluster in RAY_ADDRESS or on this machine. If neither exists, start a single-node cluster."""
+    """Connect to the Ray cluster at RAY_ADDRESS. Without RAY_ADDRESS, use a cluster on this machine or start one.
+
+    If this process is already connected to Ray, keep that connection.
+
+    Raises:
+        ConnectionError: No Ray cluster answers at RAY_ADDRESS.
+        RaySGDError: The program is exiting.
+    """
     ray = _ray()
     prepare_to_use_ray()
     if not ray.is_initialized():
@@ -76,7 +83,9 @@ def init_ray(**options: Any) -> None:
     Unless `RAY_AUTH_MODE` is set, Ray itself reads the token file `~/.ray/auth_token` only when it starts a cluster.
 
     Raises:
-        ConnectionError: No Ray cluster answers at the address. Ray itself would keep trying for minutes.
+        ConnectionError: No Ray cluster answers at the address in `options`, or without one, at RAY_ADDRESS. Ray itself
+            would keep trying for minutes.
+        RaySGDError: The program is exiting.
     """
     ray = _ray()
     prepare_to_use_ray()
@@ -152,7 +161,7 @@ def _quiet_ray() -> None:
 
 
 def session() -> Any:
-    """Return an object that identifies this process's Ray session, or None if Ray is not running.
+    """Return an object that identifies this process's Ray session, or None if the process is not connected to Ray.
 
     This function never starts Ray.
     """
@@ -203,7 +212,10 @@ def is_ray_client() -> bool:
 
 
 def num_gpus() -> float:
-    """Return the total number of GPUs across all nodes, or 0 if Ray is not initialized."""
+    """Return the total number of GPUs on the nodes of `cluster_view`, or 0 if Ray is not initialized.
+
+    If this process runs in a placement group, only the GPUs of that group are counted.
+    """
     ray: Any = sys.modules.get("ray")
     return sum(node.total.get("GPU", 0) for node in cluster_view().nodes) if ray and ray.is_initialized() else 0
 
@@ -219,7 +231,7 @@ def outer_group() -> Any:
 
 
 def living_nodes() -> frozenset[str]:
-    """Return the IDs of the nodes that Ray believes to be alive. Return none if the head node is gone."""
+    """Return the IDs of the nodes that Ray believes to be alive. Return an empty set if the head node is gone."""
     return ask_head(_living_nodes, frozenset())
 
 
@@ -230,7 +242,10 @@ def _living_nodes() -> frozenset[str]:
 def cluster_view() -> ClusterView:
     """Return the cluster's live nodes with their total and free resources, and its placement groups.
 
-    If this process runs in a placement group, as in a Tune trial, return only that group's bundles, each as a node.
+    Nodes that Ray is draining are left out. If the head node is gone, the view is empty.
+
+    If this process runs in a placement group, as in a Tune trial, return only that group's bundles. Each bundle is
+    returned as a node whose resources are all free.
     """
     outer = outer_group()
     if outer is not None:
@@ -259,7 +274,7 @@ def _whole_view() -> ClusterView:
 
 
 def _is_settling(free: Mapping[str, float], groups: Collection[str]) -> bool:
-    """Return True if a removed placement group still holds resources of the node.
+    """Return True if a removed placement group still holds resources of a node.
 
     Ray lists a group as removed as soon as its removal is requested. The group's resources become free later. On a busy
     machine, this can take several seconds. Only then do the group's bundles disappear from the node's resources.
@@ -320,7 +335,8 @@ def _drain_deadlines() -> dict[str, int]:
 def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
     """Return a table of resources for error messages.
 
-    The table lists the requested resources, each node's resources, and the placement groups that hold resources.
+    The table lists the requested resources, each node's resources, the placement groups that hold resources or wait
+    for them, and the CPUs that other tasks and actors use.
     """
     where = f" on nodes with the labels {dict(need.labels)}" if need.labels else ""
     lines = [f"  requested:  {num_workers} x {need.bundle()}{where}"]
@@ -345,7 +361,7 @@ def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
 def impossibility(need: Resources, num_workers: int, view: ClusterView, words: FrontEndWords = NO_WORDS) -> str | None:
     """Return an error message if the workers cannot fit into the cluster, even if all nodes were idle.
 
-    The message says what to request instead. If the workers can fit, return None.
+    If a smaller request could fit, the message suggests it. If the workers can fit, return None.
     """
     most = capacity(view, need, free_only=False)
     if most >= num_workers:
@@ -371,7 +387,8 @@ class Reservation:
     """A reservation of resources for several workers. Ray grants all of these resources together or none of them.
 
     Normally, a reservation creates a placement group, and `close` removes that group. Inside an existing placement
-    group, for example in a Tune trial, the workers use the existing group, and `close` does not remove it.
+    group, for example in a Tune trial, the workers use the existing group, and `close` does not remove it. For
+    workers that need no resources, no placement group is created.
 
     Args:
         need: Resources of one worker.
@@ -506,6 +523,8 @@ class Reservation:
     def actor_options(self, index: int) -> dict[str, Any]:
         """Return the Ray options that place an actor in the bundle with this index.
 
+        In an existing placement group, `index` has no effect, because Ray chooses the bundle.
+
         The actor's child tasks are not placed in the bundle, because the actor uses all of it. They are placed like
         child tasks of this process. In a Tune trial, they are placed in the trial's placement group, which may have a
         bundle for them.
@@ -556,7 +575,7 @@ class Reservation:
         return ids
 
     def close(self, timeout_s: float) -> None:
-        """Release the resources and wait until Ray confirms. Log a warning if this takes longer than `timeout_s`.
+        """Release the resources and wait until Ray confirms. After `timeout_s`, stop waiting and log a warning.
 
         If the cluster's head node is gone, for example after a signal to all processes of a program, do not wait. Ray
         would try to reach the head node for a minute and then kill this process.
@@ -594,14 +613,17 @@ class _GPUHolder:
     """An actor that does nothing but hold GPUs for the driver process."""
 
     def gpu_ids(self) -> list[str]:
-        """Return the GPUs that Ray assigned to the actor."""
+        """Return the IDs of the GPUs that Ray assigned to this actor."""
         return [str(identity) for identity in _ray().get_gpu_ids()]
 
 
 def guard(name: str) -> Any:
-    """Start an actor that removes the placement group `name` when this process dies.
+    """Start an actor that removes the placement group `name` when the owner of the group dies.
 
-    Call this function before you create the placement group. The group then never outlives this process. Kill the actor
+    The owner is this process. In a detached trainer, the owner is the trainer's Ray actor instead, whose process Ray
+    may restart. The placement group survives such a restart.
+
+    Call this function before you create the placement group. The group then never outlives its owner. Kill the actor
     after you have removed the group.
 
     Returns:
@@ -640,9 +662,10 @@ def _is_alive(maker: str, node_id: str | None) -> bool:
 
 
 class ReservationGuard:
-    """An actor that waits until a process is dead, removes that process's placement group, and then kills itself.
+    """An actor that waits until the owner of a placement group is dead, removes the group, and then kills itself.
 
-    The actor is detached, so it outlives the process. If the actor's node is lost, Ray restarts the actor elsewhere.
+    The owner is a worker process or another actor: see `guard`. The guard is detached, so it outlives the owner. If the
+    guard's node is lost, Ray restarts the guard elsewhere.
     """
 
     def __init__(self, name: str, maker: str, node_id: str | None) -> None:
@@ -709,7 +732,7 @@ class Slots:
             check: Called regularly during the wait. May raise.
 
         Raises:
-            ReservationTimeoutError: The resources were not granted in time. Nothing stays reserved.
+            ReservationTimeoutError: The resources were not granted in time. No slot is added.
         """
         self._ask_for(0)
         reservation = self._reserve(count, has_driver)
@@ -721,7 +744,7 @@ class Slots:
 
         An autoscaler may then start nodes for these workers.
 
-        `take_granted` adds granted requests to the free slots.
+        `take_granted` adds the slots of granted requests to the free slots.
 
         Args:
             max_workers: Number of workers that the trainer should have.
@@ -818,7 +841,7 @@ class Slots:
     def close(self, timeout_s: float) -> None:
         """Close all reservations and cancel all pending requests.
 
-        The remaining steps are completed even if Ctrl-C interrupts one of them.
+        If Ctrl-C interrupts one of these steps, the others are still completed.
         """
         reservations = [*self._reservations, *self._asked]
         self._reservations, self._asked, self._free = [], [], []

@@ -103,6 +103,8 @@ class Platform:
     def any_ready(self, references: Sequence[Any], timeout_s: float | None) -> Collection[Any]:
         """Wait up to `timeout_s` until at least one remote call has ended. Return the calls that have ended.
 
+        If `timeout_s` is None, wait without limit.
+
         Answers often arrive together, and each query costs time. This method therefore first waits a moment for all
         calls.
         """

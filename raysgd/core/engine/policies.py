@@ -68,7 +68,7 @@ def num_fitting(amounts: Mapping[str, float], need: Resources) -> int:
 
     Args:
         amounts: The node's free or total resources.
-        need: Resources of one worker.
+        need: Resources of one worker. If the worker needs none, the result is a very large number.
     """
     bundle = need.bundle()
     if not bundle:
@@ -77,7 +77,7 @@ def num_fitting(amounts: Mapping[str, float], need: Resources) -> int:
 
 
 def capacity(view: ClusterView, need: Resources, *, free_only: bool = True) -> int:
-    """Return how many workers fit into the cluster's free resources.
+    """Return how many workers fit into the cluster's free resources. Node labels are ignored.
 
     Args:
         view: The cluster's nodes and their resources.
@@ -108,7 +108,7 @@ class ScalingPolicy:
         min_workers: Smallest number of workers.
         num_attempts: Number of attempts to find enough resources.
         first_delay_s: The first wait between attempts. Each wait is twice as long as the previous one, up to a minute.
-        num_local: Number of workers that run in the driver. They need no free resources.
+        num_local: Number of workers that run in the driver. A group of only these workers needs no free resources.
     """
 
     max_workers: int
@@ -142,7 +142,7 @@ class ScalingPolicy:
             view: The cluster's nodes and their free resources.
             need: Resources of one worker.
             num_workers: Size of the current group.
-            num_reserved: Number of slots that the current group has already reserved.
+            num_reserved: Number of slots that the current group has already reserved, whether free or in use.
         """
         return max(0, min(self.max_workers, num_reserved + capacity(view, need)) - num_workers)
 
@@ -169,9 +169,9 @@ class Resizing:
 
     Attributes:
         check_s: Seconds between checks for free resources during a call. None to grow only between calls.
-        num_awaited: Survivors of a failure wait until the group has this many workers before they continue.
-        num_awaited_by_call: The driver waits until the group has this many workers before it starts a call, if workers
-            can still join while the call runs.
+        num_awaited: Survivors of a failure wait for workers that are starting until the group has this many workers.
+        num_awaited_by_call: Before a call that workers can join while it runs, the driver waits for workers that are
+            starting until the group has this many workers.
         minds_memory: True if survivors that ran out of memory in their first step wait for new workers. With fewer
             workers, each worker needs more memory.
     """
@@ -247,7 +247,7 @@ def failed_alike(report: GroupReport) -> bool:
 
 
 def is_lack_of_memory(diagnosis: Diagnosis) -> bool:
-    """Return True if all failures are out-of-memory errors, of a GPU or a node, and no process died."""
+    """Return True if no process died and user code raised only out-of-memory errors, of a GPU or a node."""
     return diagnosis.kind == "user" and all(_lacks_memory(fault) for fault in diagnosis.faults)
 
 
@@ -295,7 +295,7 @@ def words(diagnosis: Diagnosis, gone: Collection[int] = (), nodes: LostNodes | N
 
     Args:
         diagnosis: The cause of the failed call.
-        gone: All ranks that are known to be lost.
+        gone: Ranks that are known to be lost. Need not include the ranks in `diagnosis`.
         nodes: Nodes that lost all their workers.
     """
     reason = _said(diagnosis.faults[0])

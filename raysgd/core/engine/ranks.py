@@ -92,8 +92,8 @@ def in_places(items: Sequence[ItemT], places: Sequence[int]) -> list[ItemT]:
 def keepers(infos: Sequence[WorkerInfo], home: str) -> dict[int, int]:
     """Choose a partner rank on another node for each rank. The partner stores a copy of the rank's shard of the state.
 
-    Each node sends its copies to the next node in a ring of all nodes. No node then stores many more copies than it
-    sends.
+    Each node sends its copies to the next node in a ring of all nodes. If all nodes have the same number of ranks,
+    each rank then stores at most one copy.
 
     Args:
         infos: Node of each worker, by rank.

@@ -149,7 +149,8 @@ class GroupRepair:
         lifecycle: Holds the worker group.
         monitor: Watches the group during the recovery.
         failures: Policy that decides whether a failed call continues, restarts or raises.
-        start_budget: Retries for workers that die while a group starts. Default: a few attempts for each start.
+        start_budget: Retries for workers that die while a group starts. With None, only the `num_attempts` of the
+            scaling policy limits how often a start is attempted.
     """
 
     def __init__(
@@ -173,7 +174,8 @@ class GroupRepair:
         Raises:
             WorkerError: User code raised an exception.
             UnevenStepsError: The ranks ran different steps, so some ranks would have waited for other ranks forever.
-            WorkersLostError: The retries are used up, or too few workers can be started.
+            WorkersLostError: The retries are used up, too few workers can be started, or the training state that the
+                recovery needs is lost.
         """
         self._lifecycle.check_active()
         self._monitor.go_on()
@@ -290,8 +292,7 @@ class GroupRepair:
     def _end_if_parted(self, call: Call, diagnosis: Diagnosis, report: GroupReport) -> str:
         """After an exception in user code, kill the group if it cannot run another call.
 
-        This is the case if a rank died, lost a connection or is still inside the call, or if the ranks may be out of
-        sync.
+        This is the case if a rank lost a connection or is still inside the call, or if the ranks may be out of sync.
 
         Args:
             call: The failed call.
@@ -299,7 +300,8 @@ class GroupRepair:
             report: The outcomes of the call.
 
         Returns:
-            A message for the user if the group was killed, or an empty string.
+            A message for the user about the training state. Empty if the group was not killed, or if there is neither
+            a snapshot nor a lost state.
         """
         group = self._lifecycle.running
         if not report.all_answered:  # some ranks are still inside the call; ADR 7 explains why the group cannot be kept
@@ -368,7 +370,7 @@ class GroupRepair:
         Returns:
             Each survivor's part of a snapshot that was taken inside the call. An empty list if the survivors formed a
             group, but their state is not from inside the call: the group must then run the call. None if the survivors
-            could not form a group, or if user code raised an exception.
+            could not form a group, if their replicas cannot regroup, or if user code raised an exception.
         """
         if not self._spec.regroups or classify(report).kind == "user":
             return None
@@ -498,6 +500,8 @@ class GroupRepair:
     def change(self, leaving: frozenset[str], cause: str, parts: Sequence[Capture] = ()) -> NotInPlace | None:
         """Between two steps or calls, remove the workers on nodes that are going away, and add ready standby workers.
 
+        If workers are removed, wait up to `STANDBY_WAIT_S` for their replacements to start.
+
         Args:
             leaving: IDs of nodes that are being removed.
             cause: Reason for the change, for the history.
@@ -527,7 +531,8 @@ class GroupRepair:
         """Between two calls, add as many workers to the group as the free resources allow.
 
         Args:
-            num_awaited: Wait for workers that are starting until the group has this many workers.
+            num_awaited: Wait for workers that are starting until the group can have this many workers. The wait lasts
+                at most `STANDBY_WAIT_S`.
             cause: Reason for the change, for the history.
 
         Returns:
@@ -607,9 +612,9 @@ class GroupRepair:
         return None
 
     def _try_to_make(self, change: GroupChange) -> NextGroup:
-        """Form the requested group. If workers are lost meanwhile, try again with the remaining workers.
+        """Form the requested group and return its members. If workers are lost meanwhile, try again without them.
 
-        Later attempts do not wait for new workers.
+        Later attempts wait for new workers only if fewer than `min_workers` remain.
 
         Raises:
             CannotForm: No group can be formed.
@@ -697,13 +702,16 @@ class GroupRepair:
     ) -> NextGroup:
         """Make the survivors leave the old group. Return the next group, without survivors that turn out to be dead.
 
+        The returned group has no standby workers yet. It is empty if a restart has only standby workers left.
+
         Args:
             change: The change for which the next group is formed.
             survivors: Ranks of the old group that should stay.
             without_state: Ranks in `survivors` that did not receive the training state in an earlier, failed attempt.
 
         Raises:
-            CannotForm: No rank is left to form a new group, or a survivor's user code raised an exception.
+            CannotForm: No rank is left, and there is no restart in which standby workers could take over. Also if a
+                survivor's user code raised an exception.
         """
         group, staying = self._lifecycle.running, list(survivors)
         while staying:
@@ -733,7 +741,8 @@ class GroupRepair:
     def _fill_up(self, change: GroupChange, formed: NextGroup, without_state: Collection[int]) -> NextGroup:
         """Add standby workers to the next group. If it has too few members, wait for workers that are starting.
 
-        Too few means fewer than `change.num_awaited` or `min_workers`, whichever is larger.
+        Too few means fewer than `change.num_awaited` or `min_workers`, whichever is larger. Kill the ranks of the old
+        group that do not stay.
 
         Args:
             change: The change for which the next group is formed.
@@ -765,9 +774,10 @@ class GroupRepair:
             formed = replace(self._leave_old_group(change, answering, without_state), joining=formed.joining)
 
     def _fill_from_standby(self, change: GroupChange, formed: NextGroup, wait_s: float) -> bool:
-        """Add ready standby workers to the next group. Start more workers and wait up to `wait_s` until they are ready.
+        """Add ready standby workers to the next group, and start more standby workers if the group is not full.
 
-        Return True if this method had to wait.
+        If the group has too few members (see `_fill_up`), wait up to `wait_s` for workers that are starting. Do nothing
+        if a survivor's call does not admit other workers now. Return True if this method had to wait.
         """
         standby, most = self._lifecycle.running.standby, self._scaling.max_workers
         admits = all(each.admits for each in formed.progress_reports)
@@ -777,7 +787,7 @@ class GroupRepair:
         avoided = self._lifecycle.nodes_to_avoid
         standby.kill_on(avoided)
         formed.joining += standby.take_ready(missing, 0.0)
-        if not self._lifecycle.is_ending:  # while it ends, Ray may be unable to report which nodes are alive
+        if not self._lifecycle.is_ending:  # while the program ends, Ray may be unable to report which nodes are alive
             standby.start_more(most - formed.num_workers - standby.num_coming, most, avoided)
         missing = max(change.num_awaited, self._scaling.min_workers) - formed.num_workers
         if not wait_s or missing <= 0 or not standby.num_coming:
@@ -824,7 +834,7 @@ class GroupRepair:
             lifecycle.end_replacements()
 
     def _try_renew(self, after: GroupReport) -> int | None:
-        """Restore the last snapshot without starting new processes: rebuild the replicas in existing processes.
+        """Rebuild replicas in existing processes and restore the last snapshot. Standby workers replace lost workers.
 
         If the survivors could have continued in place but failed to do so, use only standby workers, because something
         in the survivors' processes may be broken.
@@ -928,9 +938,9 @@ class GroupRepair:
         )
 
     def _restore_those_left(self) -> bool:
-        """Restore the last snapshot in the group. If workers die meanwhile, form a smaller group and try again.
+        """Restore the last snapshot in the group. If workers die meanwhile, form a group without them and try again.
 
-        Return False if too few workers are left.
+        If too few workers are left, kill the group and return False.
         """
         lifecycle = self._lifecycle
         while (failed := self._restore()) is not None:

@@ -1,8 +1,8 @@
 """Snapshots: the training state that a restart restores, when it is copied, and which calls a restart must repeat.
 
-A worker copies its state at the end of a call. The copy is sent to the driver while the group already runs the next
-call. Until the copy arrives, the driver retains all calls since the previous snapshot. If the copy is lost, these calls
-can be repeated from that snapshot.
+A worker copies its state at the end of a call, and also between two steps of a call if the user wants such snapshots.
+The copy is sent to the driver while the group already runs the next call or step. Until the copy arrives, the driver
+retains all calls since the previous snapshot. If the copy is lost, these calls can be repeated from that snapshot.
 
 Snapshots are stored on the driver's node, because an actor's return value may exist only on the actor's node and would
 be lost with that node. If the state is sharded over the ranks, each shard is stored on two nodes (ADR 92).
@@ -81,7 +81,7 @@ class NewestSnapshot:
     Attributes:
         landed: The snapshot, if it has arrived in the driver.
         transfer: The transfer of the shared state, if the snapshot is in transit.
-        token: Identifies the shared state in the worker that stores it.
+        token: Identifies the shared state in the worker that sends it. None if no worker is sending it.
         rank_states: Each rank's own state, by rank.
         progress: Each rank's progress in the call during which the snapshot was taken. None if it was taken between
             calls.
@@ -98,7 +98,7 @@ class NewestSnapshot:
 
         Raises:
             TimeoutError: The snapshot is still in transit.
-            WorkersLostError: The snapshot was lost, because the worker that sent it died.
+            WorkersLostError: The snapshot was lost, for example because the worker that sent it died.
         """
         if self.landed is not None:
             return self.landed
@@ -123,7 +123,8 @@ def is_due(every_s: EverySeconds, copy_s: float, since_s: float, replay_s: float
         copy_s: Seconds for which copying pauses the workers.
         since_s: Seconds from the last copy to the end of the call.
         replay_s: Seconds to repeat the calls since the last snapshot, including this call.
-        num_calls: Number of calls since the last snapshot, including this call.
+        num_calls: Number of calls since the last snapshot, including this call. With more than 10,000 calls, a copy is
+            due in any case, unless `every_s` is None.
     """
     if every_s is None:
         return False
@@ -135,7 +136,7 @@ def is_due(every_s: EverySeconds, copy_s: float, since_s: float, replay_s: float
 
 
 class SnapshotPace:
-    """Measures how long state copies and calls take, and decides when workers must copy their state.
+    """Records how long state copies and calls take, and decides when workers must copy their state.
 
     The decision is made before a call, because the request to copy is sent with the call. It is based on how long the
     last call of the same function took.
@@ -175,6 +176,9 @@ class SnapshotPace:
 
     def is_due(self, function: Any, replay_s: float, num_calls: int) -> bool:
         """Return True if the state should be copied after the next call.
+
+        Until the duration of a copy and of a call of `function` is known, this method returns True unless snapshots
+        are switched off.
 
         Args:
             function: The next call's function.
@@ -218,7 +222,8 @@ class Snapshots:
 
     Attributes:
         landed: The newest snapshot that has arrived in the driver.
-        landed_token: Token that identifies `landed` in the workers.
+        landed_token: Token of the newest copy from the workers that has arrived in the driver. None if the workers
+            store no such copy.
         landed_at: Time at which `landed` arrived.
         is_awaited: True if a caller needs the snapshot that is in transit. A restart must then wait longer for that
             snapshot.
@@ -266,7 +271,7 @@ class Snapshots:
 
     @property
     def has_gap(self) -> bool:
-        """True if a call after the snapshot `landed` changed the training state and cannot be repeated."""
+        """True if the training state has changed since the snapshot `landed` in a way that cannot be repeated."""
         return self._num_gaps > self._num_gaps_landed
 
     @property
@@ -357,7 +362,8 @@ class Snapshots:
     def leave_call(self) -> None:
         """Record that an interrupted call will not resume.
 
-        A snapshot taken inside the call then counts as taken after the call.
+        A snapshot taken inside the call then counts as taken after the call. If the snapshot is still in transit, it is
+        discarded.
         """
         if self._coming is not None and self._coming.progress is not None:
             self._lose_coming()
@@ -401,7 +407,7 @@ class Snapshots:
             self._num_covered, self.is_awaited = num_covered, False
 
     def poll(self, timeout_s: float | None = 0.0) -> None:
-        """Wait for the snapshot in transit. If it arrives, store it in `landed`.
+        """Wait for the snapshot in transit. If it arrives, store it in `landed`. If it was lost, discard it.
 
         Args:
             timeout_s: Longest time to wait. None waits without limit.

@@ -1,7 +1,8 @@
-"""Standby workers: workers that are started outside the worker group and are ready to replace lost workers.
+"""Standby workers: workers that are started outside the worker group and are ready to join it.
 
-This module starts standby workers and checks that they stay ready. Until the group needs them, they can be lent to
-calls that run beside training, such as a validation in the background. Such an agreement is called a loan.
+Standby workers replace lost workers or make the group larger. This module starts standby workers and checks that they
+stay ready. Until the group needs them, they can be lent to calls that run beside training, such as a validation in the
+background. Such an agreement is called a loan.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Loan:
             on_wait: Called regularly during the call. If `on_wait` or `make_args` raises, the loan is recalled.
 
         Returns:
-            The outcome of the call. None if the worker was lost or recalled.
+            The outcome of the call. None if the worker was lost, or if it was recalled before the call was complete.
         """
         try:
             with OnFailure(self.recall):
@@ -101,7 +102,7 @@ class Loan:
         return None if is_left or outcome.has_died else outcome
 
     def recall(self) -> None:
-        """End the loan: make the worker's call stop between two batches, or keep it from starting.
+        """End the loan: make the worker's call stop between two batches, or prevent the call from starting.
 
         Callable from any thread.
         """

@@ -15,7 +15,7 @@ from raysgd.core.engine.snapshots import SnapshotPace, Snapshots
 from raysgd.core.text.cards import card, fitted, folded, grid, named_lines, two_column_table
 from raysgd.core.text.log_lines import listed
 
-_STRAGGLES = 1.2  # a straggler's time without waiting is at least this multiple of the other ranks' median
+_STRAGGLES = 1.2  # a straggler's time without waiting is more than this multiple of the other ranks' median
 _MOST_ALONE = 16  # with more workers than this, similar workers share a row
 
 
@@ -83,10 +83,11 @@ class TrainerStatus:
         data: Samples used in the current epoch. None if raysgd does not shard the data.
         failures: For each failure, oldest first, a description of its effect on the training. If survivors continued,
             it says where, and what happened to the samples. After a restart, it says what the restart started from. If
-            neither was possible, it says which state remained.
+            neither was possible, it says which state remained. Failures without a description are omitted, for example
+            failures between two training calls after which the survivors continued.
         num_failures: Number of failures from which the trainer recovered.
         num_continued: Number of failures after which survivors kept their processes and continued.
-        num_restored: Number of failures after which all workers restarted.
+        num_restored: Number of failures after which all workers started again from the last snapshot.
         num_resizes: Number of times that the number of workers changed.
         events: The history of the worker groups, oldest first.
         snapshot: The last snapshot. None if no snapshot has arrived yet.

@@ -26,13 +26,13 @@ _LAST_REPORTS_S = 10.0
 
 @dataclass(frozen=True)
 class Transfer:
-    """A value in transit from a worker to the driver.
+    """A value in transit, usually from a worker to the driver.
 
     Attributes:
         result: Waits for the value and returns it. The argument is the number of seconds to wait, or None for no limit.
             Raises `TimeoutError` if the value is still in transit, and any other error if the value is lost.
-        reference: Ray's reference to the value, if it is sent through the object store. While the reference exists, the
-            value stays in the store of the driver's node.
+        reference: Ray's reference to the value, if it is sent through the object store. While the reference exists, Ray
+            does not delete the value.
     """
 
     result: Callable[[float | None], Any]
@@ -89,7 +89,8 @@ def receive_reports(transfers: Sequence[Transfer], *, are_last: bool) -> tuple[l
 
     Args:
         transfers: The reports in transit.
-        are_last: True if the workers have ended or left the call, so that the reports are not requested again.
+        are_last: True if the reports are not requested again, for example because the call has ended. The wait may then
+            take longer.
     """
     reports, failure = list[Any](), None
     until = time.monotonic() + (_LAST_REPORTS_S if are_last else _REPORTS_S)
@@ -131,12 +132,13 @@ class StoredPart:
 class DividedValue:
     """A value that is sharded over the ranks, one shard per rank.
 
-    The driver holds the shards without unpacking them. A pickled `DividedValue` contains only references, so each
-    process that receives it reads only the shards that it needs.
+    A pickled `DividedValue` contains references instead of the stored shards. Each process that receives it reads only
+    the shards that it needs.
 
     Attributes:
         values: The shards that are in this process, by rank. None for the other shards.
-        places: The stored copies of each shard, by rank: up to two copies, in the order in which to try them.
+        places: The stored copies of each shard, by rank: up to two copies, in the order in which to try them. Empty for
+            a shard that is only in this process.
     """
 
     values: tuple[Any, ...]

@@ -1,1 +1,1 @@
-"""Sockets between all pairs of ranks: how the ranks connect, and the collectives that use these sockets."""
+"""Sockets between the ranks of a group: how ranks connect, swap bytes, sum arrays, and share a key-value store."""

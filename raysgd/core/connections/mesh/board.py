@@ -263,7 +263,7 @@ class Board:
             raise ends[0]
 
     def _moved(self, link: _Link, events: int) -> list[BoardMessage]:
-        """Send buffered bytes to a neighbor, or receive its messages, as far as possible without waiting.
+        """Send buffered bytes to a neighbor, receive its messages, or both, as far as possible without waiting.
 
         Args:
             link: The connection to the neighbor.
@@ -312,7 +312,7 @@ class Board:
     def interrupt(self) -> None:
         """Shut down this rank's connections. May be called from any thread.
 
-        The shutdown aborts this rank's waits for values, and other ranks' waits for values from this rank.
+        The shutdown aborts this rank's waits for values. It spreads to all other ranks and aborts their waits, too.
         """
         if not self._is_cut:
             self._cut()

@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _BACKLOG = 4096
-_MOST_STRANGERS = 128  # limit of unauthenticated connections: more could exhaust this process's file descriptors
+# Limit of unauthenticated connections besides the expected ones. More could exhaust this process's file descriptors.
+_MOST_STRANGERS = 128
 _MOST_ACCEPTED = 256  # limit of connections to accept per poll, so that earlier handshakes also make progress
 _HAS_NAMES = sys.platform.startswith("linux")  # Linux has abstract Unix sockets, whose names need no files
 
@@ -98,7 +99,7 @@ class ConnectionAttempt(NamedTuple):
 
     Attributes:
         rank: The rank to connect to.
-        lane: Index of the connection among this rank's connections to that rank.
+        lane: Index of the lane (set of connections) to which the connection belongs.
         address: Address at which that rank listens.
     """
 
@@ -111,8 +112,8 @@ class Endpoint:
     """The sockets at which a rank listens for connections from other ranks.
 
     At the loopback address, the endpoint listens at a Unix socket, because messages over TCP take three times as long.
-    It also reserves a TCP port, so that no other process gets that port. If Unix sockets are not possible, the endpoint
-    listens at the TCP port.
+    It also reserves a TCP port, because environment variables such as `MASTER_PORT` need a port number. If Unix sockets
+    are not possible, the endpoint listens at a TCP port.
 
     Attributes:
         port: The number with which other ranks connect: the second item of an `Address`.
@@ -153,7 +154,7 @@ class Endpoint:
             For each lane, the connected sockets by rank.
 
         Raises:
-            ConnectFailed: Another rank is gone or was too late.
+            ConnectFailed: Another rank is gone, was too late or cannot be reached, or the wait was interrupted.
         """
         credentials = Credentials(rank, rendezvous.secret)
         ends = [(other, lane) for lane, ranks in enumerate(lanes) for other in ranks]
@@ -171,7 +172,7 @@ class Endpoint:
     def connect_all(
         self, credentials: Credentials, calls: Collection[ConnectionAttempt], num_accepted: int, deadline: Deadline
     ) -> list[Peer]:
-        """Open connections to some ranks and accept connections from other ranks. Return when all are connected.
+        """Open connections to some ranks and accept connections from others. Return the peers when all are connected.
 
         Args:
             credentials: This rank's number and the group's secret.
@@ -181,7 +182,8 @@ class Endpoint:
 
         Raises:
             OSError: No process listens at an address in `calls`.
-            ConnectFailed: Another rank is gone or late, or the process at its address does not belong to the group.
+            ConnectFailed: The deadline has passed, the wait was interrupted, or the process at an address in `calls`
+                does not belong to the group.
         """
         handshakes = _Handshakes(credentials, self._listener, num_accepted + _MOST_STRANGERS)
 
@@ -255,7 +257,7 @@ class _Handshakes:
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
         self._postponed: list[ConnectionAttempt] = []
-        self._greeted: set[int] = set()  # file descriptors of processes whose greeting proves that they know the secret
+        self._greeted: set[int] = set()  # file descriptors of connections over which a valid greeting has arrived
 
     def call(self, call: ConnectionAttempt) -> None:
         """Open a connection to another rank, and start the handshake with that rank."""
@@ -291,7 +293,10 @@ class _Handshakes:
         self._poll.register(connection, select.POLLIN)
 
     def poll(self) -> None:
-        """Wait up to `_POLL_S` for events. Continue handshakes that received data, and accept new connections."""
+        """Advance the handshakes and accept new connections. Wait up to `_POLL_S` seconds if there is nothing to do.
+
+        Before the wait, retry the connection attempts that were postponed.
+        """
         postponed, self._postponed = self._postponed, []
         for call in postponed:
             self.call(call)
@@ -403,7 +408,7 @@ class Peer(NamedTuple):
     Attributes:
         connection: The non-blocking socket to the peer.
         rank: The peer's rank.
-        lane: Index of the connection among this rank's connections to the peer.
+        lane: Index of the lane to which the connection belongs.
     """
 
     connection: socket.socket
@@ -426,13 +431,14 @@ class Credentials:
         """Return the HMAC with which one side of a connection proves that it knows the group's secret.
 
         The HMAC covers the nonces, the role, the ranks and the lane. A recorded proof is therefore invalid for any
-        other connection.
+        other connection. The greeting is an exception, because it covers no nonce from the other side. It can be
+        replayed, but does not complete a handshake.
 
         Args:
             role: The step of the handshake to which the proof belongs.
             initiator: The connecting rank.
             responder: The accepting rank.
-            lane: Index of the connection among the two ranks' connections.
+            lane: Index of the lane to which the connection belongs.
             nonces: The nonces sent so far in this handshake.
         """
         return hmac.digest(self.secret, role + struct.pack("<III", initiator, responder, lane) + nonces, "sha256")

@@ -1,9 +1,9 @@
 """The mesh: sockets between all pairs of ranks, through which ranks send and receive bytes.
 
 Its only operation is a swap: a rank sends messages to some ranks and receives messages from some ranks at the same
-time. Every rank must make the same swaps in the same order. An error in a swap shuts down all of this rank's
-connections, so that no other rank waits for this rank. `interrupt` shuts them down, too, and may be called from any
-thread.
+time. The swaps of all ranks must match: a rank receives another rank's messages in the order in which they are sent. An
+error in a swap shuts down all of this rank's connections, so that no other rank waits for this rank. `interrupt` shuts
+them down, too, and may be called from any thread.
 
 ADR 35 explains why gradients in host memory do not use gloo.
 """

@@ -23,11 +23,12 @@ from raysgd.core.connections.mesh.board import Board, BoardTimeout
 class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
     """A `torch.distributed` store with the operations that gloo uses. Its values are stored on a board.
 
-    PyTorch's C++ code also calls these operations. PyTorch sets the store's `timeout` to the process group's timeout.
+    PyTorch's C++ code also calls these operations. It passes the process group's timeout to `wait`. Without a timeout,
+    operations wait up to the store's `timeout`, for which PyTorch's default is 5 minutes.
 
     Args:
         board: Board that holds the values.
-        longest_wait_s: Upper limit for all waits, even if the timeout is longer.
+        longest_wait_s: Upper limit for each wait, even if the timeout is longer.
     """
 
     def __init__(self, board: Board, longest_wait_s: float = math.inf) -> None:

@@ -18,9 +18,9 @@ on several nodes   reduce on each node, all-reduce       reduce-scatter on each 
                    broadcast on each node
 =================  ====================================  ==================================================
 
-In the last row, each sum over a few of the ranks uses the algorithm that the first two rows list for this number of
-ranks. As an exception, up to `MOST` ranks on several nodes also send small arrays directly to all. ADR 35 explains the
-choices.
+The last row applies if there are several nodes and any node has several ranks. Each of its sums over a few of the ranks
+uses the algorithm that the first two rows list for this number of ranks. As an exception, up to `MOST` ranks on several
+nodes also send small arrays directly to all. ADR 35 explains the choices.
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ class RankSums:
         return len(self._all) <= MOST and (flat.nbytes <= MAX_WHOLE_BYTES or not self._nodes.are_shared)
 
     def add_up_with(self, flat: Array, row: Array, kind: int) -> list[Array]:
-        """Sum `flat` over all ranks, in place, and gather every rank's `row`. Rows must have the same length."""
+        """Sum `flat` over all ranks, in place, and return every rank's `row`, in rank order.
+
+        Rows must have the same length. Call this method only if `can_carry` returns True for `flat`.
+        """
         rows = {rank: row if rank == self._rank else np.empty_like(row) for rank in self._all}
         way = self._whole if flat.nbytes <= MAX_WHOLE_BYTES else self._in_parts
         way(self._all, flat, kind, rows)
@@ -113,8 +116,8 @@ class RankSums:
     def _by_lanes(self, flat: Array, kind: int) -> None:
         """Reduce-scatter an array on each node, all-reduce each part between nodes, then all-gather on each node.
 
-        Each node sends about twice the array's bytes, no matter how many ranks it has. This is no more than in a ring
-        over all ranks.
+        Each node sends about twice the array's bytes to other nodes, no matter how many ranks it has. This is no more
+        than in a ring over all ranks.
         """
         beside, lanes = self._beside, self._nodes.lanes
         parts, owners = _divided(flat, len(lanes)), beside[: len(lanes)]
@@ -127,7 +130,7 @@ class RankSums:
     # ------------------------------------------------------------------------------------ some ranks
 
     def _among(self, ranks: Sequence[int], flat: Array, kind: int, is_small: bool) -> None:
-        """Sum an array over some ranks, in place. All of these ranks must call this at the same time.
+        """Sum an array over some ranks, in place. All of these ranks must call this method at the same time.
 
         Args:
             ranks: The ranks that take part in the sum.

@@ -19,14 +19,16 @@ class Call:
 
     Attributes:
         function: Runs on the worker as `function(replica, *args)`.
-        args_for: Returns the arguments of each rank. Called for every attempt, because the number of ranks may change.
+        args_for: Takes the `World` of each rank and returns the arguments of each rank. Called for every attempt,
+            because the number of ranks may change.
         changes_state: True if the call changes the replicas' training state. A restart must then restore a snapshot
             taken after the call or repeat the call.
         keeps_alike: True if replicas that were in sync before the call are in sync after it. If such a call fails on
             only some ranks, the replicas may be out of sync.
         captures: True to copy the replicas' state after the call even if no snapshot is due.
         rank: The only rank that runs the call. None for all ranks.
-        on_wait: Called about ten times a second while the driver waits for the call.
+        on_wait: Called about ten times a second while the driver waits for the call. Not called if the driver is the
+            only worker.
         resume: Function that resumes the call in a newly formed group, with the same arguments as `function`. None if
             the call can only start over. That is enough for a call that does not change the state.
         leaves_as_new: True if new workers are built with the state that this call produces. A restart then need not

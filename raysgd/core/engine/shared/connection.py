@@ -29,7 +29,7 @@ class Connection(ABC):
 
     @abstractmethod
     def load(self) -> None:
-        """Import the framework in a remote worker's process. All workers do this at the same time."""
+        """Import the framework in a remote worker's process. The workers of a new group do this at the same time."""
 
     def load_in_driver(self) -> None:
         """Import the framework in the driver. Called if the driver itself is a worker (`use_local=True`)."""
@@ -58,7 +58,7 @@ class Connection(ABC):
     def open_endpoint(self, host: str, rank: int) -> int:
         """Start listening for the other ranks of the next group, and return the endpoint's number.
 
-        The number holds the port, and may have further bits: see `Rendezvous`. A rank to which no other rank connects
+        The number contains the port, and may have further bits: see `PORT_BITS`. A rank to which no other rank connects
         need not listen, and returns any number.
 
         Args:

@@ -44,8 +44,9 @@ def describe_fault(error: BaseException, rank: int, node: str, *, portable: bool
         rank: Rank of this worker.
         node: Address of this node.
         portable: True if the description is sent to another process. Otherwise, the exception keeps its live frames for
-            debuggers, and `traceback_text` stays empty, because Python shows the frames anyway.
-        brief: True to omit source lines, callers and causes. Python must read many files to get source lines.
+            debuggers. `traceback_text`, `callers` and `causes` then stay empty, because Python shows the frames anyway.
+        brief: True to omit callers, causes, and the source lines in `traceback_text`. Python would have to read many
+            files to get these source lines.
     """
     error.__traceback__ = _from_user_code(error.__traceback__)
     message, frames = _message(error, portable), _frames(error)
@@ -140,7 +141,10 @@ def _quoted(error: BaseException) -> tuple[list[str], str]:
 
 
 def _location(error: BaseException, frames: traceback.StackSummary) -> str:
-    """Return the innermost line of user code in the traceback. If there is none, return the place of the last frame."""
+    """Return the innermost line of user code in the traceback or quoted in the message.
+
+    If there is none, return the place of the last frame.
+    """
     if not frames:
         return "an unknown place"
     own = _own_lines(error)
@@ -198,9 +202,10 @@ def _frames(error: BaseException, *, only_own: bool = False) -> traceback.StackS
 
 
 def _picklable(error: BaseException) -> BaseException | None:
-    """Return the exception if it can be pickled. Otherwise return a copy without the parts that cannot be pickled.
+    """Return the exception if it can be pickled and is not too large.
 
-    Return None if no such copy can be made.
+    Otherwise, return a copy in which strings replace the values that cannot be pickled or are too large. Return None if
+    no such copy can be made.
     """
     if _is_plain(error) or _survives(error):
         return error

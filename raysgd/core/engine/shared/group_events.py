@@ -27,12 +27,12 @@ class GroupEvent:
 
             * "started": The first group was started.
             * "continued": Survivors of a failure kept their processes and continued in a new group.
-            * "restored": After a failure, all workers restored a snapshot.
-            * "restarted": New workers restored a snapshot because the old workers had been stopped, for example
-              with the event "lost" or "ended".
+            * "restored": After a failure, all workers started again from the last snapshot or checkpoint, if any.
+            * "restarted": New workers started from the last snapshot or checkpoint, if any, because the old workers
+              had been stopped, for example with the event "lost" or "ended".
             * "grown": More workers joined.
             * "left": Workers left a node that is being removed.
-            * "hung": A worker was killed because it did not respond.
+            * "hung": Workers were killed because they did not respond. A later event records the outcome.
             * "lost": A failure ended the call with an error.
             * "ended": All workers were stopped. That happens after Ctrl-C, after an exception that left workers stuck
               or out of sync, and if another trainer of the program needs the resources.
@@ -61,7 +61,7 @@ class GroupEvent:
 
     @property
     def is_failure(self) -> bool:
-        """True if workers were lost, whether or not the trainer recovered."""
+        """True if the event is a failure of workers, whether or not the trainer recovered."""
         return self.kind in ("continued", "restored", "lost")
 
     def __str__(self) -> str:
@@ -85,6 +85,11 @@ class GroupHistory:
 
     Args:
         now: Clock, in Unix time.
+
+    Attributes:
+        events: The events so far.
+        last_resize: When workers last joined, left or restarted, on the engine's monotonic clock. Minus infinity before
+            the first such event.
     """
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:

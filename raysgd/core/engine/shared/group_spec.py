@@ -56,19 +56,20 @@ class GroupSpec:
         use_local: True if rank 0 runs in the driver process.
         initialization_hook: Runs once in each worker process, before everything else.
         reservation_timeout_s: How long to wait until the cluster grants the resources.
-        captures: True if workers copy their training state after calls that change this state. Not needed if no worker
-            can be lost.
+        captures: True if restarts need copies of the training state, which workers make after calls. Not needed if no
+            worker can be lost, or if user code saves its own checkpoints.
         snapshot_every_s: How often workers copy their state. See `is_due` in `snapshots`.
         snapshots_inside: True if workers also copy their state during calls.
         regroups: True if replicas are `RegroupingReplica`s. Survivors of a failure can then continue in place: they
             keep their processes and form a new group.
         runs_on: True if replicas run a user's function that keeps running while workers leave or join, and even between
-            calls. Each replica then keeps its rank. Cannot be combined with `regroups`.
+            calls. Each replica then keeps its rank if the next group has this rank. Cannot be combined with
+            `regroups`.
         renews: True if survivors that cannot continue in place keep their processes and rebuild their replicas.
-        num_spares: Number of spare workers that are ready to replace lost workers.
+        num_spares: Number of spare workers to keep ready as replacements for lost workers.
         packs: True to place workers on as few nodes as possible. False to spread them over as many as possible.
-        within: The existing placement group to use. "default" uses the group that this process runs in, if any. None
-            uses no existing group.
+        within: The existing placement group to use. "default" uses the group that this process runs in, if Ray also
+            places this process's child tasks in that group. None uses no existing group.
         heartbeat_s: A worker without a heartbeat for this many seconds counts as lost.
         settle_timeout_s: How many seconds a survivor of a failure may take to finish its step.
         relay: Logs the workers' log lines in the driver.

@@ -42,7 +42,7 @@ class Replica(Protocol):
 
     PyTorch and TensorFlow have separate replica classes.
 
-    Only `fetch` may be called while another method is running.
+    Of these methods, only `fetch` may be called while another method is running.
     """
 
     def setup(self) -> Any:
@@ -81,11 +81,15 @@ class Replica(Protocol):
 class RegroupingReplica(Replica, Protocol):
     """A replica that can survive the loss of other replicas: it keeps its process and continues in a new group.
 
-    `heartbeat`, `propose_hold`, `settle_hold` and `last_hold` are called from a second thread while a call runs.
+    `heartbeat`, `propose_hold`, `settle_hold`, `last_hold` and `part_of_snapshot` are called from a second thread while
+    a call runs.
     """
 
     def replica_progress(self) -> ReplicaProgress:
-        """Return the replica's progress in the interrupted call. Called after the worker has left the old group."""
+        """Return how far this replica is in its last call, and whether it can continue in a new group.
+
+        Called between two calls, after a failed call, or after the worker has left its old group.
+        """
 
     def warm_up(self) -> None:
         """Run operations that are slow the first time, such as compilation. Called before the worker joins a group.
@@ -171,7 +175,7 @@ def restore_inside(replica: Any, shared_state: Any, own_state: Any, first: Any, 
 
 
 def replica_progress(replica: RegroupingReplica) -> ReplicaProgress:
-    """Return the replica's progress in the interrupted call."""
+    """Return how far the replica is in its current or last call, and whether it can continue in a new group."""
     return replica.replica_progress()
 
 

@@ -1,4 +1,4 @@
-"""Records how each rank spent its time: seconds by category, such as steps, waiting for data or recovery.
+"""Records of how each rank spent its time: seconds by category, such as steps, waiting for data or recovery.
 
 The categories are called bins, and the seconds of all bins add up to the elapsed time. Workers measure the times
 (`raysgd/trainer/worker/ledger.py`), and the driver sums them (`raysgd/core/history/accounts.py`). ADR 97 explains the
@@ -59,10 +59,12 @@ class TimeSpent:
 
     Attributes:
         of: Identifies the replica. If a replica is replaced, its successor with the same rank has a different value.
-        seconds: Seconds by bin (category of time) since the replica got its rank.
+        seconds: Seconds by bin (category of time) since the replica was created. For a standby worker, since it joined
+            a group.
         unsaved_s: Seconds of training steps since the replica's state was last copied. A restart would have to repeat
             these steps.
-        is_successor: True if the replica got its rank when survivors of a failure continued in a new group.
+        is_successor: True if the replica belongs to a standby worker that joined a running group. It then continues
+            from the state of that group rather than from a snapshot.
     """
 
     of: str
@@ -82,7 +84,7 @@ class TimeLedger:
 
     Attributes:
         ranks: For each rank that has reported, its seconds by bin (category of time). A rank's seconds add up to the
-            time for which the rank has existed.
+            time from the rank's start to its last report.
         notes: Sentences that say what the ledger does not include.
     """
 

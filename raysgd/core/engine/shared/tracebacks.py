@@ -1,4 +1,7 @@
-"""Removes raysgd's own frames from the tracebacks that users see. `RAYSGD_TRACEBACK=full` disables this.
+"""Removes library frames from the tracebacks that users see. `RAYSGD_TRACEBACK=full` disables this.
+
+Library frames are all frames that are not user code, such as raysgd's own. Of the user code that raysgd called, at most
+three frames are kept: the first and the last two.
 
 As in Keras and JAX, the traceback of the exception object itself is shortened, and no hook of Python or IPython is
 replaced. Debuggers still stop in the user's frames, even in a worker that runs in this process. An error that may be a
@@ -25,7 +28,10 @@ _MOST_FRAMES = 3
 
 
 def hide_library_frames(cls: ClassT) -> ClassT:
-    """Decorate a class so that errors raised by its constructor and public methods do not show raysgd's frames."""
+    """Decorate a class so that errors raised by its constructor and public methods do not show library frames.
+
+    Methods that the class inherits or that are abstract stay unchanged. `__next__` counts as a public method.
+    """
     for name, value in [*vars(cls).items()]:
         is_public = not name.startswith("_") or name in ("__init__", "__next__")
         if is_public and inspect.isfunction(value) and not getattr(value, "__isabstractmethod__", False):
@@ -34,7 +40,7 @@ def hide_library_frames(cls: ClassT) -> ClassT:
 
 
 def hides_library_frames(method: MethodT) -> MethodT:
-    """Decorate a method or generator function so that errors raised by it do not show raysgd's frames."""
+    """Decorate a method or generator function so that errors raised by it do not show library frames."""
     if inspect.isgeneratorfunction(method):
 
         @wraps(method)
@@ -59,7 +65,9 @@ def hides_library_frames(method: MethodT) -> MethodT:
 
 
 def without_library_frames(error: BaseException, unless: str) -> BaseException:
-    """Remove raysgd's frames from the traceback of an error. Return the error.
+    """Remove library frames from the traceback of an error. Return the error.
+
+    The traceback keeps all frames if `RAYSGD_TRACEBACK` is "full" or if the error may be a bug in raysgd.
 
     Args:
         error: The error to shorten. Its traceback starts in the caller of this function.
@@ -80,7 +88,7 @@ def without_library_frames(error: BaseException, unless: str) -> BaseException:
 
 
 def _hide_in_causes(error: BaseException) -> None:
-    """Remove raysgd's frames from the chained exceptions that Python prints before the error."""
+    """Remove library frames from the chained exceptions that Python prints before the error."""
     seen: list[BaseException] = [error]
     for each in seen:
         for before in (each.__cause__, each.__context__):

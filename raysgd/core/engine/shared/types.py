@@ -1,4 +1,7 @@
-"""The types of the data that the engine exchanges between driver and workers. All are frozen dataclasses."""
+"""The engine's data types: what driver and workers exchange, and what the driver knows about the cluster and calls.
+
+All classes are frozen dataclasses.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +63,8 @@ class Rendezvous:
 def hosts_of(infos: Sequence[WorkerInfo]) -> list[str]:
     """Return the addresses at which the workers should listen for each other.
 
-    If all workers are on one node, this is the loopback address. No other node needs to connect, and a node may not be
-    able to reach its own public address.
+    If all workers are on one node, each address is the loopback address. No other node needs to connect, and a node may
+    not be able to reach its own public address.
     """
     on_one_node = len({info.node_id for info in infos}) == 1
     return [LOOPBACK if on_one_node else info.node_ip for info in infos]
@@ -153,10 +156,12 @@ class ClusterView:
     """The cluster's nodes and resources at one moment.
 
     Attributes:
-        nodes: The live nodes.
+        nodes: The live nodes, without nodes that Ray will remove soon. In a placement group, each bundle of the group
+            counts as a node.
         holders: The placement groups that hold resources or wait for them.
         can_grow: True if more nodes may join.
-        is_head_gone: True if the cluster's head node is gone, so that nothing is known.
+        is_head_gone: True if the cluster's head node is gone. The view is then empty, because the cluster cannot be
+            queried.
     """
 
     nodes: tuple[NodeView, ...]
@@ -190,7 +195,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one worker's call: a value, a failure, or no answer before the driver stopped waiting."""
+    """The outcome of one worker's call: a value, a failure, or no answer so far."""
 
     rank: int
     value: Any = None
@@ -209,10 +214,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ReplicaProgress:
-    """The progress of a replica in a call that was interrupted or that stopped between two steps.
+    """How far a replica is in its current or last call, and whether it can continue in a new group.
 
     Attributes:
-        progress: Number of completed steps of the call. All ranks count steps in the same way.
+        progress: Number of completed steps of the call. All ranks count steps in the same way. A finished training call
+            counts as one more step, so that ranks that have finished the call are ahead of the others.
         is_whole: True if the replica has the state after a completed step. Other replicas may then copy this state.
         obstacle: Reason why the replica cannot continue in a new group, or None if it can.
         words: Description of the progress, for the users' log.
@@ -306,7 +312,8 @@ class Heartbeat:
         step: Number of steps completed in the running call. -1 between calls.
         phase: What the replica is doing, such as "training" or "idle".
         num_samples: Number of samples that this rank has processed in the running call.
-        snapshot: Number of the newest snapshot taken inside the running call. 0 if there is none.
+        snapshot: The newest snapshot taken inside the running call, as the number of steps completed before it. 0 if
+            there is none.
         at: Time of the heartbeat, on the worker process's clock.
         own_s: Seconds of the current or last training call in which this rank worked, rather than waited for other
             ranks. None if not measured.
