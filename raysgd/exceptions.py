@@ -65,7 +65,7 @@ def failure_logged(log: Callable[..., None], words: str, *args: Any) -> Iterator
 
 
 class InvalidCountError(ValueError, AssertionError):
-    """A count such as `max_retries` is out of range.
+    """A count such as `max_retries` is missing, out of range or not an integer.
 
     Programs written for `ray.util.sgd`, which checked counts with ``assert``, catch ``AssertionError``. New programs
     catch ``ValueError``.
@@ -81,10 +81,12 @@ class NoDataError(NotRegisteredError):
 
 
 class InvalidRegistrationError(TypeError, ValueError, AssertionError):
-    """An argument of the training operator's `register` method has the wrong type.
+    """An object that the training operator registers, or should register, has the wrong type or cannot be used.
 
-    Python's usual class for this is ``TypeError``. Many programs catch ``ValueError`` instead. Programs written for
-    `ray.util.sgd`, which checked these arguments with ``assert``, catch ``AssertionError``.
+    For example, an optimizer has parameters that belong to no registered model.
+
+    Python's usual class for a wrong type is ``TypeError``. Many programs catch ``ValueError`` instead. Programs written
+    for `ray.util.sgd`, which checked these arguments with ``assert``, catch ``AssertionError``.
     """
 
 
@@ -96,7 +98,8 @@ class RanksDifferError(RaySGDError, RuntimeError):
     """The workers' model weights differ although the workers train in sync.
 
     The message names the models, the parameters and the ranks. The call that detected the difference, such as `train`,
-    is not retried. The next call starts from the last snapshot of the training state.
+    is not retried. The next call starts from the last snapshot of the training state. In a training function, the
+    error counts as an exception of the function.
     """
 
 
@@ -108,9 +111,10 @@ class IncompatibleModelError(RaySGDError, ValueError):
 
 
 class UnpicklableError(RaySGDError, TypeError):
-    """An object cannot be sent to the workers because it cannot be pickled.
+    """An object cannot be sent to another process, such as a worker, because it cannot be pickled.
 
-    Nothing was sent to any worker, and all workers are still running.
+    If the object was an argument of a call, nothing was sent to any worker, and all workers are still running. If the
+    object was the result of a detached trainer's call, the call has run.
     """
 
 
@@ -127,18 +131,21 @@ class UnknownTrainerError(RaySGDError, LookupError):
 
 
 class ReservationTimeoutError(RaySGDError, TimeoutError):
-    """The Ray cluster did not reserve the CPUs, GPUs and other resources for the workers in time.
+    """The Ray cluster did not reserve the CPUs, GPUs and other resources for the workers in time, or cannot do so.
 
-    The message lists the requested resources and the resources that the cluster has.
+    If resources are lacking, the message lists the requested resources and the resources that the cluster has.
     """
 
 
 class WorkersLostError(RaySGDError, RuntimeError):
-    """Workers died, and either no retries are left or too few new workers could be started."""
+    """Workers were lost, and the trainer cannot continue the call.
+
+    For example, no retries are left, too few new workers could be started, or the training state was lost.
+    """
 
 
 class CheckpointCorruptedError(ValueError, RuntimeError):
-    """A checkpoint file is truncated or altered, or is not a checkpoint."""
+    """A checkpoint file or folder is incomplete or altered, or is not a checkpoint."""
 
 
 class UnsafeCheckpointError(ValueError):
@@ -167,41 +174,47 @@ class StreamError(RaySGDError, RuntimeError):
 
 
 class InactiveWorkerGroupError(RaySGDError, RuntimeError):
-    """The workers of a function-based trainer (`raysgd.train`) were used before `start` or after `shutdown`."""
+    """The workers of a function-based trainer (`raysgd.train`) were used before `start` or after `shutdown`.
+
+    Also raised if the workers that a handle or an iterator uses were replaced, or have begun another run.
+    """
 
 
 class TrainBackendError(RaySGDError, RuntimeError):
-    """Methods that run a training function were called in the wrong order.
+    """Methods of a function-based trainer (`raysgd.train`) were called in the wrong order, or on the wrong object.
 
-    For example, a program asked for the function's results before it started the function.
+    For example, a program requested a function's results before it started the function.
     """
 
 
 class TrainingWorkerError(RaySGDError, RuntimeError):
-    """A worker died during a function call that the program sent to the workers directly. New workers have started.
+    """A worker of `raysgd.train` died during a function call that the program sent to the workers directly.
 
-    The workers belong to a function-based trainer (`raysgd.train`). A worker that dies while a training function runs
-    under `Trainer.run` or `fit` does not raise this error.
+    After a call through `BackendExecutor`, new workers have started. A call through `WorkerGroup` starts no new
+    workers. A worker that dies while a training function runs under `Trainer.run` or `fit` does not raise this error.
     """
 
 
 class CallbackError(RaySGDError, RuntimeError):
-    """A user's callback raised an exception in `fit`, or in another call that runs callbacks.
+    """A callback raised an exception in `fit`, or in another call that runs callbacks.
 
     The message names the callback and the method that failed. `__cause__` is the original exception.
     """
 
 
 class Preempted(SystemExit):  # a requested exit, so its name does not end with `Error`
-    """The run stopped because a signal, such as SIGTERM, asked the program to end.
+    """The run stopped because a signal, SIGTERM or SIGUSR1, asked the program to end.
 
-    The run stops after a completed step, and its state is saved if possible. The exit status of the program is 128 plus
-    the number of the signal.
+    The run of a training operator stops after a completed step, and its state is saved if a callback saves it. The run
+    of a training function stops at the function's next checkpoint, or 30 s after the signal. A second signal ends the
+    program at once. The exit status of the program is 128 plus the number of the signal.
+
+    In a notebook, the run raises ``KeyboardInterrupt`` instead.
 
     Attributes:
         signal: The number of the signal.
-        checkpoint: Path or URI of the saved state. None if no callback or training function saves the state, or if
-            saving failed.
+        checkpoint: Path or URI of the newest checkpoint. None if the run has no checkpoint, or if a second signal ended
+            the program.
     """
 
     def __init__(self, signal: int, checkpoint: str | None = None) -> None:
@@ -236,12 +249,12 @@ class MissingFrameworkError(ModuleNotFoundError, ValueError):
 class SessionMisuseError(RaySGDError, RuntimeError):
     """A training function called a session function, such as `save_checkpoint`, that its type of run does not support.
 
-    For example, a function that `fit` runs called the `report` function of Ray's own session.
+    For example, a function that `fit` runs called Ray's own `ray.train.report` instead of `raysgd.train.report`.
     """
 
 
 class TrainingFailedError(RaySGDError, RuntimeError):
-    """A run that `fit` started has failed, and no retries are left.
+    """A run that `fit` of a function-based trainer (`raysgd.train`) started has failed, and is not retried.
 
     The raised exception is an instance of this class *and* of the class of the exception that ended the run: the class
     that the user's function raised, or a class in this module such as `WorkersLostError`. The message ends with advice
@@ -336,7 +349,7 @@ def portable_copy(
 ) -> BaseException:
     """Copy an exception, replacing values that cannot be sent to another process, such as locks, with strings.
 
-    An exception whose class defines `__reduce__` is returned as it is.
+    An exception whose class defines `__reduce__` or `__reduce_ex__` is returned as it is.
 
     Args:
         error: The exception.

@@ -39,6 +39,9 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
     """Open a temporary file. If the `with` block succeeds, the file replaces `target`; otherwise, it is deleted.
 
     The folder is created if necessary.
+
+    Raises:
+        OSError: `target` exists and is not a regular file, or the file cannot be written.
     """
     folder = os.path.dirname(target) or os.curdir
     os.makedirs(folder, exist_ok=True)
@@ -137,9 +140,9 @@ def _is_of_dead_process(name: str) -> bool:
 
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> None:
-    """Delete temporary files that killed processes left in a folder.
+    """Delete temporary files and subfolders that killed processes left in a folder.
 
-    Skip files that may still be in use by a live process.
+    Skip those that a live process may still use.
     """
     old = time.time() - _LEFTOVER_S
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
@@ -203,7 +206,7 @@ def checked_text(name: str, path: Any, what: str = "a path") -> str:
 
 
 def check_path(name: str, path: Any, instead: str = _INSTEAD) -> None:
-    """Raise an error unless an argument is the path of a file or folder on this machine.
+    """Raise an error unless an argument is a path on a local or mounted disk. The path need not exist.
 
     Args:
         name: Name of the argument.

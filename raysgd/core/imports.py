@@ -1,7 +1,7 @@
-"""Helpers for late imports, optional imports, and imports by name. Only this module tells users what to install.
+"""Helpers for late imports, optional imports, and imports by name.
 
-A module that needs an optional package calls `require` in the function that uses the package. No other code looks for
-packages. Every user therefore gets the same message, and a broken package is never mistaken for a missing package.
+A module that needs an optional package calls `require` in the function that uses the package. If the package is
+missing, `require` raises an error that says how to install it. If the package is broken, the error says so instead.
 
 ADR 8 explains why Ray and the frameworks are imported late.
 """
@@ -66,7 +66,7 @@ def require_installed(module: str, extra: str, purpose: str) -> None:
 def _missing(module: str, extra: str, error: BaseException | None) -> str | None:
     """If an import failed because a package is missing, return the name of that package. Otherwise, return None.
 
-    The missing package is either the package that contains `module`, or a package that `module` imports.
+    The missing package is either the package that contains `module`, or a package of the extra that `module` imports.
 
     Args:
         module: The module that was imported.

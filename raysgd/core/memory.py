@@ -1,4 +1,4 @@
-"""Decides if a process reuses the memory that it frees, or returns this memory to the operating system.
+"""Decides whether a process reuses the memory that it frees or returns this memory to the operating system.
 
 Each training step allocates and frees the same tensors, so workers should reuse their memory. Workers train in a
 thread other than the main thread. For such threads, glibc returns freed memory at once. The operating system must then
@@ -17,7 +17,7 @@ from functools import cache
 logger = logging.getLogger(__name__)
 
 USERS_SETTINGS = ("MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-"""Environment variables with which users configure glibc. If one is set, the library changes nothing."""
+"""Environment variables with which users configure glibc. If one is set, `keep_freed_memory` does nothing."""
 
 # Numbers of the parameters in glibc's `malloc.h`, and their new values. A thread's memory consists of heaps of 64 MiB.
 # glibc keeps an empty heap if the padding is at least that large. Setting one parameter also stops glibc from raising

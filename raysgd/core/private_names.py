@@ -3,9 +3,9 @@
 A new version of a project may remove any of these names. Each name therefore has a public alternative, a simpler
 fallback, or an error that names the version to install. `find_name` returns None if a name no longer exists;
 `require_names` raises an error. Documented names are not listed, even if they look private, such as
-`sys._current_frames`, `os._exit`, and `_fields` of a named tuple. `raysgd doctor` lists the names that the installed
-versions lack. `tests/core/test_private_names.py` checks that the table is complete, and tests what happens without each
-name.
+`sys._current_frames`, `os._exit`, and `_fields` of a named tuple. `raysgd doctor` lists the names that installed
+packages lack, if the packages are newer than the tested versions. `tests/core/test_private_names.py` checks that the
+table is complete, and tests what happens without each name.
 """
 
 from __future__ import annotations
@@ -384,8 +384,9 @@ def require_names(owner: Any, *names: str) -> None:
 def missing_names(row: PrivateNames) -> list[str]:
     """Return the names in a row of the table that the installed package lacks.
 
-    Return an empty list if the package is not installed. This function imports nothing. It searches the source code of
-    modules that are not loaded.
+    Return an empty list if the package is not installed. A name counts as present if the owner is loaded and has it, or
+    if the name occurs in the source code of the owner's module. This function imports nothing, so import packages with
+    compiled modules first: compiled modules have no source code to search.
     """
     package, *parts = row.owner.partition(":")[0].split(".")
     spec = util.find_spec(package)

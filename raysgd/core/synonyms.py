@@ -12,7 +12,7 @@ from collections.abc import Mapping
 TORCH, KERAS, FUNCTION = "TorchTrainer", "TFTrainer", "function"
 EARLY_STOPPING, CHECKPOINTING = "EarlyStopping", "Checkpointing"
 PLACES = (TORCH, KERAS, EARLY_STOPPING, CHECKPOINTING)
-"""The classes whose unknown options are looked up here."""
+"""Names of the classes with advice of their own. `FUNCTION` stands for all trainers of training functions."""
 
 _IN_FUNCTION = "write it in the function, as in a program for one process"
 _NOT_THERE = "not there, omit it"
@@ -296,7 +296,7 @@ _CALLBACKS = (
 
 
 def callback_instead_of(callback: object) -> str:
-    """Return a sentence about what to use instead of another library's callback. It starts with a space.
+    """Return one or two sentences about what to use instead of another library's callback, with a leading space.
 
     Return an empty string for all other objects.
 

@@ -27,7 +27,10 @@ class _DescribedError(WorkerError):
 
 
 class _DescribedFailure(TrainingFailedError):
-    """The class of the errors that `training_failed_error` returns. The message is the cause's message plus advice."""
+    """The class of the errors that `training_failed_error` returns.
+
+    The message consists of the message of the exception that ended the run, and advice.
+    """
 
     def __str__(self) -> str:
         return f"{self.failure}\n\n{self.advice}"
@@ -47,6 +50,8 @@ for _described, _public in ((_DescribedError, WorkerError), (_DescribedFailure, 
 
 def worker_error(faults: tuple[WorkerFault, ...], aftermath: str = "") -> WorkerError:
     """Return the exception for errors in workers: a `WorkerError` that is also an instance of the first error's class.
+
+    If the first error could not be sent to the driver, return a plain `WorkerError`.
 
     The returned exception has the same cause as the first error. If the worker is this process, the exception has the
     first error's live frames instead of the traceback's text.
@@ -118,7 +123,8 @@ def training_failed_error(
 def describe_faults(faults: tuple[WorkerFault, ...], aftermath: str = "") -> str:
     """Return a message about the errors of one call.
 
-    The message contains each distinct error once, with its line of code and ranks.
+    The message describes the first three distinct errors, each once, with its line of code and ranks. For further
+    errors, it lists only the ranks.
 
     Args:
         faults: The errors, by rank.

@@ -18,7 +18,7 @@ class Dataset:
 
     A list or another iterable repeats indefinitely, so pass `num_steps` to `train`. An epoch over `len(data)` samples
     has `len(data) / (num_workers * batch_size)` steps. A call to `train` continues where the previous call with the
-    same dataset stopped. After a failure, the call restarts at the first sample.
+    same dataset stopped. After a failure, or with another number of workers, the call starts at the first sample.
 
     Args:
         data: An iterable that can be iterated repeatedly, a function without arguments that returns an iterable, or a
@@ -26,14 +26,15 @@ class Dataset:
         batch_size: Number of samples per worker in each step.
         download_func: Function that converts an item to a pair of input and label. Without it, the items must be pairs
             of input and label.
-        max_concurrency: Maximum number of concurrent calls to `download_func` in a worker, in threads. 0 for no limit.
+        max_concurrency: Maximum number of concurrent calls to `download_func` in a worker, in threads. With 0, at most
+            64 calls run at the same time.
         transform: Function to apply to each input, in the worker.
 
     Attributes:
         iter: The parallel iterator of the batches, which are lists of pairs.
 
     Raises:
-        TypeError: `data` cannot be iterated.
+        TypeError: `data` cannot be iterated, or is a string or bytes.
         InvalidCountError: `batch_size` is not a positive integer.
 
     Examples:

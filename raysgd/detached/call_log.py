@@ -1,8 +1,9 @@
 """Stores the calls that programs make to a detached trainer, and the answers to these calls.
 
 A call is one call of a trainer's method, such as `train`. Its answer is the result or the exception. Calls run one at a
-time and only once. Each answer is stored until a program has received it. If the trainer's process dies, Ray starts a
-new process. A file, the journal, stores what the new process needs to continue.
+time and only once. Each answer is stored until a program has received it. If the trainer's workers can outlive its
+process and the process dies, Ray starts a new process. A file, the journal, stores what the new process needs to
+continue.
 """
 
 from __future__ import annotations
@@ -119,9 +120,10 @@ class CallLog:
             self._interruptible = None
 
     def interrupt(self, token: str) -> None:
-        """Raise `KeyboardInterrupt` in a call if it is running. Otherwise, raise it as soon as the call starts.
+        """Raise `KeyboardInterrupt` in a call, at once if the call is running, or as soon as it starts.
 
-        The interrupt may arrive in the trainer's process before the call itself does.
+        The interrupt may arrive in the trainer's process before the call itself does. If the call has ended, the
+        interrupt has no effect.
         """
         with self._lock:
             self._interrupted.add(token)

@@ -148,6 +148,7 @@ def attach(name: str) -> DetachedTrainer:
         name: The trainer's name.
 
     Raises:
+        ValueError: The name is invalid.
         UnknownTrainerError: No detached trainer has this name. The message lists the existing ones. This error is also
             a `LookupError`.
         TrainerLostError: The trainer's process does not answer, or has just ended.
@@ -175,7 +176,11 @@ def attach(name: str) -> DetachedTrainer:
 
 
 def detached_trainers() -> list[DetachedStatus]:
-    """Return the status of each detached trainer in the Ray cluster."""
+    """Return the status of each detached trainer in the Ray cluster, sorted by name.
+
+    Raises:
+        RuntimeError: There is no Ray cluster that outlives this program.
+    """
     import ray
 
     connect()
@@ -206,11 +211,13 @@ def stop(name: str, *, force: bool = False) -> str:
             down its workers.
 
     Returns:
-        A phrase that says where the trainer was saved, or why it was not. An empty string if the trainer has no folder
-        or `force` is True.
+        A phrase that says where the trainer was saved, or why it was not. An empty string if the trainer has no folder,
+        if trainers of its class cannot be saved this way, or if `force` is True.
 
     Raises:
+        ValueError: The name is invalid.
         UnknownTrainerError: No detached trainer has this name.
+        RuntimeError: There is no Ray cluster that outlives this program.
         OSError: The trainer could not be saved, and is still running.
     """
     actor = _existing(name)
@@ -238,7 +245,9 @@ def _existing(name: str) -> Any:
     """Connect to Ray, and return the actor of the detached trainer with this name.
 
     Raises:
+        ValueError: The name is invalid.
         UnknownTrainerError: No detached trainer has this name.
+        RuntimeError: There is no Ray cluster that outlives this program.
     """
     Detached(name)  # raises an error if the name is invalid
     connect()

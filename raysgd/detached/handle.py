@@ -56,11 +56,13 @@ class DetachedTrainer:
     """A handle to a trainer that runs in a separate process and outlives this program.
 
     The handle has the public methods and attributes of the trainer, which is a `TorchTrainer`, a `TFTrainer` or a
-    trainer of `raysgd.train`. Each call of a method runs in the trainer's process. Several programs may have handles to
-    the same trainer. Their calls run one at a time.
+    trainer of `raysgd.train`. A few that only work in the trainer's process, such as `worker_group`, raise an error
+    with advice. Each call of a method runs in the trainer's process. Several programs may have handles to the same
+    trainer. Their calls run one at a time, but `status` and `ledger` run at once.
 
     While your program waits for a call, it prints the trainer's output. Ctrl-C ends the call, as it does for a trainer
-    in your program. If your program ends without calling `shutdown`, the trainer continues.
+    in your program. If your program ends without calling `shutdown`, the trainer continues. It ends after
+    `keep_alive_s` seconds without a program and without a running call (see `Detached`).
 
     Args:
         name: The trainer's name.
@@ -98,7 +100,8 @@ class DetachedTrainer:
     def shutdown(self, force: bool = False) -> None:
         """End the trainer, its workers and its process, and free their resources. Calling this again does nothing.
 
-        If the trainer is running a call for any program, that call raises `TrainerShutdownError`.
+        If the trainer is running a call for any program, that call raises `TrainerShutdownError`. If the Ray session of
+        this handle has ended, only a warning is logged.
 
         Args:
             force: True to kill the workers immediately, without letting them shut down cleanly.
@@ -202,7 +205,8 @@ class DetachedTrainer:
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         packed = {key: self._as_sent(key, data) for key, data in kwargs.items() if key in _DATA and data is not None}
         kwargs = {**kwargs, **packed}
-        # With `blocking=False`, this program continues at once. The call still blocks the trainer's process.
+        # With `blocking=False`, only this program continues at once. In the trainer's process, the call runs with
+        # `blocking=True`, so that later calls wait for it.
         if name in MAY_GO_ON and not kwargs.get("blocking", True):
             asked = self._request("call", name, packed_arguments(name, args, {**kwargs, "blocking": True}))
             try:
@@ -261,7 +265,7 @@ class DetachedTrainer:
 
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         brief_s = _BRIEF_S if timeout_s is None else min(_BRIEF_S, timeout_s)
-        # First wait only for the call. If the call is short, it ends during this wait, and its output is not requested.
+        # First wait only for the call. A short call ends during this wait, before any output is requested.
         with suppress(ray.exceptions.GetTimeoutError):
             return self._get(call, brief_s)
         news, knows_other = None, False
@@ -323,8 +327,8 @@ class DetachedTrainer:
             timeout_s: Number of seconds to wait. None to wait without a limit.
 
         Raises:
-            TrainerLostError: The trainer's process has died, and Ray does not restart it.
-            TrainerShutdownError: This program has ended the trainer.
+            TrainerLostError: The trainer's process has ended, and Ray does not restart it.
+            TrainerShutdownError: This program has ended the trainer, or the Ray session of this handle has ended.
             GetTimeoutError: The answer did not arrive in time.
         """
         import ray
@@ -375,7 +379,7 @@ class DetachedTrainer:
         return self._help[name]
 
     def _follow(self) -> None:
-        """Print the trainer's output until the call that is running now has ended."""
+        """Print the trainer's output until a running call has ended. Return at once if no call is running."""
         while True:
             news = self._ask("news", None, self._seen)
             self._show(news)
@@ -415,6 +419,7 @@ class DetachedCall(CallHandle[Any]):
 
         Raises:
             TimeoutError: The call has not ended in time. It continues.
+            RuntimeError: Another program has received the result.
             Exception: The exception that the call raised.
         """
         if self._answer is None:
@@ -455,7 +460,9 @@ def _detach(actor: Any, program: str, made_in: Any) -> None:
 
 
 def kill(name: str, actor: Any, timeout_s: float = 30.0) -> None:
-    """Kill a detached trainer's actor and its workers, delete its journal, and wait until its name is free.
+    """Kill a detached trainer's actor and its workers, and wait until its name is free.
+
+    Also delete the trainer's journal, if this host has the file.
 
     Args:
         name: The trainer's name.

@@ -37,7 +37,7 @@ _START_S = 60.0  # before the trainer is created: seconds without an attached pr
 _END_S = 5.0
 _CALL = "call:"  # prefix of the journal entries that store calls
 _PROGRAM = "program:"  # prefix of the journal entries that store attached programs
-_TAKEN = "taken:"  # prefix of the journal entries that store to which program `pending` has assigned a call
+_TAKEN = "taken:"  # prefix of the journal entries that store the program to which `pending` has assigned a call
 _FATAL = (
     "{} times at the same place, so it is not taken up again: look for a callback that ends the process or takes too "
     "much memory. The trainer can be used"
@@ -73,8 +73,8 @@ class CallRequest:
 class TrainerProcess:
     """The actor class of a detached trainer. Contains the trainer, and a log of the calls that programs made to it.
 
-    All calls to the trainer run in one thread. Requests that do not wait for calls, such as `look`, run in other
-    threads. The event loop of the actor only waits for the threads.
+    All calls to the trainer run in one thread. Requests that use the trainer without waiting for these calls, such as
+    `look`, run in other threads. The actor's event loop therefore stays free to answer other requests.
 
     Args:
         settings: The user's settings for the detached trainer.
@@ -290,6 +290,8 @@ class TrainerProcess:
     def _take_up(self, kept: dict[str, bytes]) -> None:
         """In a restarted process, continue with the workers and calls of the process that died.
 
+        If the journal has no entry from which to create the trainer, end the workers and this process.
+
         Args:
             kept: The entries of the journal.
         """
@@ -359,9 +361,9 @@ class TrainerProcess:
         raise TrainerLostError(f"The trainer's process has died in `{method}`, {why}.")
 
     async def answer(self, token: str) -> tuple[bytes, int] | None:
-        """Wait until a call has ended. Return its pickled answer, and the number of pieces of output so far.
+        """Wait until a call has ended. Return its pickled answer, and the number for the next piece of output.
 
-        Return None if another program has received the answer already.
+        Return None if there is no such call, for example because another program has received the answer already.
 
         Args:
             token: ID of the call.
@@ -432,12 +434,12 @@ class TrainerProcess:
 
         Args:
             token: ID of the program's call. None for the call that is running now.
-            seen: Number of pieces of output that the program has received. None if it has received none.
+            seen: The number that the previous call of this method returned to the program. None in the first call.
             knows_other: True if an earlier result of this method described the other call that the program's call waits
                 for.
 
         Returns:
-            The number of pieces of output so far; the pieces that are new to the program; a description of the other
+            The number for the next piece of output; the pieces that are new to the program; a description of the other
             call that is running, or None; and whether the program's call has ended.
         """
         mine = self._log.running() if token is None else self._log.find(token)

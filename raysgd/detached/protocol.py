@@ -65,12 +65,13 @@ class Detached:
     """Settings for a detached trainer, which outlives the program that creates it.
 
     Args:
-        name: The trainer's name, which programs pass to `raysgd.attach`. Letters, digits, `.`, `_` and `-` are allowed.
+        name: The trainer's name, which programs pass to `raysgd.attach`: up to 100 letters, digits, `.`, `_` and `-`.
+            The first character must be a letter or a digit.
         keep_alive_s: After this many seconds without an attached program and without a running call, the trainer ends.
             If `folder` is set, the trainer is saved first. With None, the trainer never ends for this reason.
         folder: Folder in which the trainer is saved as `<name>.pt` before it ends because of `keep_alive_s` or `raysgd
             stop`: a path on the trainer's node, or a URI. `fit(..., resume_from="auto")` of the next trainer with this
-            name and folder finds the file.
+            name and folder finds the file. Trainers of `raysgd.train` are not saved.
         replace: True to end any existing trainer with this name first, without saving it.
         resources: Custom Ray resources that the trainer's node must have, such as `{"stays": 0.01}`. By default the
             trainer runs on the node of the program that creates it, if possible. The trainer's process reserves no CPU.
@@ -117,7 +118,8 @@ class RemoteIterator:
 class DetachedTraceback(Exception):
     """Shows where an exception was raised in the trainer's process.
 
-    When the program raises the exception again, it sets an object of this class as the exception's `__cause__`.
+    When the program raises the exception again, an object of this class becomes the exception's `__cause__`. If the
+    exception already has a cause, the object becomes the `__cause__` of that cause.
     """
 
     def __str__(self) -> str:
@@ -253,17 +255,17 @@ class Output:
             self._num_pieces += 1
 
     def num_pieces(self) -> int:
-        """Store the new log lines as pieces of output, and return the number of pieces so far."""
+        """Store the new log lines as pieces of output, and return the number for the next piece."""
         for line in log_lines.drain():
             self.add_piece(line)
         return self._num_pieces
 
     def since(self, seen: int | None) -> tuple[int, list[Piece]]:
-        """Return the number of pieces of output so far, and the pieces that a program has not printed yet.
+        """Return the number for the next piece of output, and the pieces that a program has not printed yet.
 
         Args:
-            seen: The number of pieces that the previous call for this program returned. None if the program has just
-                attached and needs only those pieces that no program has printed.
+            seen: The number that the previous call for this program returned. None if the program has just attached and
+                needs only those pieces that no program has printed.
         """
         num_pieces = self.num_pieces()
         with self._lock:

@@ -1,6 +1,6 @@
 """`python -m raysgd.horovod.install` builds Horovod for this environment's PyTorch and installs it.
 
-The built wheel is cached, so a later installation for the same PyTorch does not build it again.
+The built wheel is cached. A later installation for the same Python, PyTorch and build options does not build it again.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def mend_all(source: Path) -> None:
     """Apply all patches to Horovod's source files in the folder `source`.
 
     Raises:
-        InstallError: A file is missing, or does not contain the text that a patch replaces.
+        InstallError: A file is missing, or does not contain exactly once the text that a patch replaces.
     """
     for mend in recipe.MENDS:
         path = source / mend.path

@@ -27,7 +27,8 @@ class StepRecord:
     Attributes:
         step: Number of the step: the number of its last batch on each worker, counted from 1 over all epochs.
         loss: Mean loss over all samples of the step, or NaN if the step has no loss.
-        norm: Norm of the gradients before clipping, or None if nothing computed the norm.
+        norm: Norm of the gradients before clipping, or None if no norm was recorded. With several optimizers, the
+            largest of their norms.
         weight: Weight of the mean loss, such as the number of samples, or -1 if the step has no loss.
     """
 
@@ -118,7 +119,7 @@ class JournalWriter:
         """Record that a checkpoint was saved after a step. Do nothing before the first call to `begin_leg`.
 
         Args:
-            location: Path or URI of the checkpoint. A path is relative to the folder of the run.
+            location: Path or URI of the checkpoint. A path inside the folder of the run is relative to this folder.
             step: Number of the step.
 
         Raises:
@@ -128,7 +129,9 @@ class JournalWriter:
             self._append({"kind": CHECKPOINT, "step": step, "location": location})
 
     def note_gap(self, first: int, last: int) -> None:
-        """Record that reports about steps from `first` to `last` were lost. Readers of the journal skip this line.
+        """Record that reports about steps from `first` to `last` were lost.
+
+        Do nothing before the first call to `begin_leg`. Readers of the journal skip this line.
 
         Raises:
             OSError: The file cannot be written.
@@ -151,13 +154,14 @@ class Journal:
         folder: The folder of the run.
         legs: The legs of the run, in the order of steps. A leg is a part of an epoch that one group of workers ran. If
             steps were repeated, only their last repetition is included.
-        checkpoints: Paths or URIs of checkpoints, by the step after which they were saved.
+        checkpoints: Paths or URIs of checkpoints, by the step after which they were saved. Relative paths start in the
+            folder of the run.
         steps: Loss, norm and weight for each batch number, as a structured array. The weight is 0 for a batch that does
             not end a step.
 
     Raises:
         FileNotFoundError: The folder has no journal.
-        ValueError: The journal is damaged.
+        ValueError: The journal is damaged, or another version of raysgd wrote it in a different format.
     """
 
     def __init__(self, folder: str | Path) -> None:

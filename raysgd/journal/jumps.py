@@ -11,9 +11,9 @@ falling loss does not widen the range. A distance is too large if it exceeds a f
 The largest distance ignores outliers: it is the second largest of 20 steps and the fourth largest of 200 steps. The
 spread is the median absolute deviation times 1.48, which estimates the standard deviation of a normal distribution.
 
-Losses outside the range do not change the range. Steps close together whose losses are outside the range form one jump,
-which starts at the first of these steps. If the loss stays outside the range for 100 steps, these steps define a new
-range.
+The first 20 finite losses only define the range. Later losses outside the range do not change the range. Steps close
+together whose losses are outside the range form one jump, which starts at the first of these steps. If the loss is
+finite and outside the range for 100 steps in a row, these steps define a new range.
 
 A negative loss has no logarithm. If any loss of the run is negative, all losses are divided by the median of their
 absolute values instead. The distances that correspond to the factor of 1,000 and to 10% are then 1,000 and 0.1.
@@ -50,7 +50,8 @@ class Jump:
         first: Index of the jump's first step.
         last: Index of the jump's last step.
         highest: The highest loss in these steps, or NaN or infinity if a loss was not finite.
-        usual: Median of the losses before the jump, or NaN if there were too few earlier losses.
+        usual: Median of the last 20 losses in the usual range before the jump, or NaN if there were too few earlier
+            losses.
         limit: The highest loss that would still have been in the usual range, or NaN if there were too few earlier
             losses.
     """
@@ -143,9 +144,11 @@ def find_jumps(losses: Sequence[float]) -> list[Jump]:
 
 
 def _scale_of(losses: Sequence[float]) -> tuple[_Function, _Function, float]:
-    """Return two functions that convert a loss to the scale in which losses are compared, and back; and a distance.
+    """Choose the scale in which losses are compared: a logarithmic scale, or a linear one if any loss is negative.
 
-    A loss that is farther than this distance from the median, in this scale, is always a jump.
+    Returns:
+        A function that converts a loss to this scale, a function that converts it back, and a distance. A loss that is
+        more than this distance above the median is always a jump.
     """
     known = [loss for loss in losses if math.isfinite(loss)]
     if min(known, default=0.0) >= 0:

@@ -61,7 +61,9 @@ class StepBook:
         self.last_step = 0
 
     def begin(self, report: LegReport) -> Line | None:
-        """Return the line for the journal if a new leg starts. None if the leg is outdated or was reported before.
+        """Record the start of a leg, and return its line for the journal.
+
+        Do nothing and return None if the leg is outdated or was reported before.
 
         Args:
             report: A worker's report that a leg starts. A leg is a part of an epoch that one group of workers runs.
@@ -173,7 +175,9 @@ class JournalKeeper:
         return str(self._folder())
 
     def __call__(self, is_done: bool) -> None:
-        """Fetch new reports about steps from the workers, unless reports were fetched less than a second ago.
+        """Fetch new reports about steps from the workers, and write them to the journal.
+
+        Do nothing if reports were fetched less than a second ago.
 
         Args:
             is_done: True at the end of a training call, to fetch the reports in any case.
@@ -182,9 +186,9 @@ class JournalKeeper:
             self.fetch(are_last=is_done)
 
     def fetch(self, *, are_last: bool = True) -> None:
-        """Fetch all reports that the driver does not have yet, and write them to the journal.
+        """Fetch all reports that the driver does not have yet, and write those that arrive in time to the journal.
 
-        Do nothing if no workers run.
+        Do nothing if no workers run, or if the journal has ended because a file could not be written.
 
         Args:
             are_last: True if the workers have ended or left the training call.
@@ -194,7 +198,7 @@ class JournalKeeper:
             return
         asked = [group.fetch(rank, reports_after, received) for rank in range(len(group))]
         found, failure = receive_reports(asked, are_last=are_last)
-        if failure is not None:  # only log the error, because a later request brings these reports, too
+        if failure is not None:  # only log the error: if the worker is alive, the next request brings these reports
             logger.debug("no news of the steps: %s", failure)
         self._fetched_at = time.monotonic()
         try:
@@ -302,7 +306,7 @@ def header_of(settings: Any) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if a value can be written as JSON and read again without a change."""
+    """Return True if a value can be written as JSON and read again. Tuples are then read as lists."""
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, dict):

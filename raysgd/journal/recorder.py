@@ -51,8 +51,8 @@ class StepBlock:
         steps: Numbers of the steps, in ascending order.
         totals: For each step, the weighted sum of the losses of this worker's batches.
         weights: For each step, the sum of the weights.
-        norms: For each step, the norm of the gradients, which are averaged over all workers. `NO_NORM` if nothing
-            computed the norm.
+        norms: For each step, the norm of the gradients, which are averaged over all workers. With several optimizers,
+            the largest of their norms. `NO_NORM` if no norm was recorded.
     """
 
     attempt: Attempt
@@ -201,7 +201,7 @@ class News(NamedTuple):
         name: The name of the recorder; "" if the worker has no recorder.
         last: Number of the last report that is included.
         reports: The reports.
-        lost: As in `StepRecorder`.
+        lost: Numbers of the first and the last step whose report the recorder has discarded, or None.
     """
 
     name: str
@@ -257,7 +257,7 @@ def _as_block(waiting: Sequence[_Waiting], to_floats: ToFloats) -> StepBlock:
     counts = np.array([len(each.values) // 2 for each in waiting])
     read = _read([value for each in waiting for value in each.values], to_floats)
     losses, weights = read[::2], read[1::2]
-    # Leave out padding batches, whose samples do not count. Their weight is 0.
+    # Leave out batches with a weight of 0, such as batches without a loss.
     weights = np.where(weights > 0, weights, 0.0)
     with np.errstate(over="ignore"):
         totals = np.multiply(losses, weights, out=np.zeros(len(losses)), where=weights > 0)

@@ -29,14 +29,14 @@ class Difference:
         step: The first step that differs, or None if all steps are equal.
         what: What differs: "samples", "loss", "norm", or "weights" (the weights after the step). None if all steps are
             equal.
-        parameter: Name of the first parameter that differs after the step. None if the runs were not replayed, or if
-            the replays have equal weights.
+        parameter: Name of the first parameter or buffer that differs after the step. None if the runs were not
+            replayed, or if the replays have equal weights.
         left: The run, "A" or "B", that differs from its own replay. Set only if the replays of both runs are equal and
             the other run equals its replay. Otherwise, None.
         values: The losses or norms of the step in run A and in run B, or None.
-        num_steps: Number of steps that were compared.
-        equal_at: The last step after which both runs saved a checkpoint with the same weights. None if there is no such
-            step.
+        num_steps: Number of steps that are in both journals.
+        equal_at: The last step after which both runs saved a checkpoint with the same weights. If `different_at` is
+            set, only earlier steps count. None if there is no such step.
         different_at: The first step after which both runs saved a checkpoint, but with different weights. None if there
             is no such step.
         was_replayed: True if the steps were replayed.
@@ -90,9 +90,12 @@ def bisect(
 ) -> Difference:
     """Find the first step at which two runs differ.
 
-    The journals of the runs show the first step at which samples, loss or gradient norm differ. With a program, both
-    runs are replayed from the last checkpoint that is equal in both, and their weights are compared after each step.
-    Nothing is replayed if no difference was found, or if the samples differ.
+    The journals of the runs show the first step at which samples, loss or gradient norm differ. If the journals show no
+    difference, the result is the first step after which both runs saved checkpoints with different weights.
+
+    With a program, both runs are replayed up to the step that was found, and their weights are compared after each
+    step. The replays start from the last checkpoint that is equal in both runs, or from the beginning. Nothing is
+    replayed if no difference was found, or if the samples differ.
 
     Args:
         run_a: The folder or the history of the first run.
@@ -150,7 +153,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _compared_checkpoints(first: Journal, second: Journal, until: int) -> tuple[int | None, int | None]:
-    """Compare the weights in checkpoints that both runs saved after the same step.
+    """Compare the weights in checkpoints that both runs saved after the same step, up to the first that differ.
 
     Args:
         first: Journal of the first run.
@@ -158,8 +161,8 @@ def _compared_checkpoints(first: Journal, second: Journal, until: int) -> tuple[
         until: The last step to compare.
 
     Returns:
-        A pair: the last step after which the weights are equal, and the first step after which they differ. Each is
-        None if there is no such step.
+        A pair of steps: the last step after which the weights are equal, before any difference; and the first step
+        after which the weights differ. Each is None if there is no such step.
     """
     equal_at = different_at = None
     for step in sorted({*first.checkpoints} & {*second.checkpoints}):
@@ -176,7 +179,7 @@ def _compared_checkpoints(first: Journal, second: Journal, until: int) -> tuple[
 def _weights_at(journal: Journal, step: int) -> Any:
     """Return the weights in the checkpoint that a run saved after a step.
 
-    Return None if the file was deleted, or if it is in remote storage.
+    Return None if the checkpoint was deleted, is in remote storage, or is a folder instead of a file.
     """
     path = journal.folder / journal.checkpoints[step]
     return checkpoint_file.read(path)["models"] if "://" not in journal.checkpoints[step] and path.is_file() else None

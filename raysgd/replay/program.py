@@ -86,7 +86,8 @@ class Program:
 
     Args:
         operator: The operator class, or its location, such as "train.py:MyOperator".
-        config: Entries to add to the config in the journal, which lacks objects and secrets.
+        config: Entries that are added to the config in the journal, or replace entries of this config. The journal
+            lacks objects and secrets.
     """
 
     def __init__(self, operator: str | type[TrainingOperator], config: Mapping[str, Any] | None = None) -> None:
@@ -103,7 +104,7 @@ class Program:
             **others: Further arguments of the trainer.
 
         Raises:
-            ValueError: A single process cannot repeat the steps of this run.
+            ValueError: A single process cannot repeat the steps of this run, or an entry of the config is missing.
         """
         batch_options = batch_options_for(leg)
         cls = type("TorchTrainer", (_Trainer,), {"_batch_options": batch_options})
@@ -123,6 +124,8 @@ class Program:
 
     def config_of(self, leg: Leg) -> dict[str, Any]:
         """Return the config of the run: the entries in the journal, and the entries that the user passed.
+
+        An entry that the user passed replaces the entry in the journal.
 
         Raises:
             ValueError: An entry of the config is missing in the journal, because it is an object or a secret, and the

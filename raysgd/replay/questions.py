@@ -32,8 +32,9 @@ class Why:
         num_workers: Number of workers that took the step.
         samples: The samples that each rank trained on: dataset indices, or `StreamRow(shard, row)` for a stream. None
             if they are unknown.
-        obstacle: Reason why the samples are unknown, or None if they are known.
-        losses: The loss of each sample by itself, highest first. None without `recompute=True`.
+        obstacle: Reason why the samples are unknown, if `samples` is None.
+        losses: The loss of each sample by itself: first NaN, then from highest to lowest. None without
+            `recompute=True`.
         checkpoint: The checkpoint whose weights were used to compute `losses`. None if the initial weights from
             `setup` were used, or without `recompute=True`.
     """
@@ -125,13 +126,13 @@ def why(
         program: The operator class of the run, or its location, such as "train.py:MyOperator". Needed if the data was a
             stream or your own sampler, and with `recompute`. The `setup` of the class runs in this process.
         recompute: Whether to compute the loss of each sample by itself, in evaluation mode, with the weights of the
-            nearest checkpoint before the step.
+            nearest checkpoint before the step. If there is none, the initial weights from `setup` are used.
         config: Entries of the config that are missing in the journal: objects and secrets.
 
     Raises:
         FileNotFoundError: The run has no journal.
-        ValueError: The run has no step with this number, the journal is damaged, or the program does not match the
-            run.
+        ValueError: The run has no step with this number, the journal is damaged, the program does not match the run, or
+            `recompute` is True without a `program`.
     """
     journal = journal_of(run)
     record, leg = journal.check_step(step), journal.leg_of(step)

@@ -171,7 +171,7 @@ def replay(
         debug: Whether to stop in the debugger `pdb` before `train_batch` of the step.
         worker_callbacks: Worker callbacks that are called around each step of the replay.
         begin: Start from the newest checkpoint that was saved at or before this step. Default: start from the newest
-            checkpoint from before `step`.
+            checkpoint from before `step`. If there is no such checkpoint, start at the beginning of the run.
 
     Returns:
         The comparison with the journal, and the training state after the step.

@@ -60,7 +60,7 @@ def data_of(trainer: TorchTrainer) -> Any:
 
 
 def recomputed(journal: Journal, step: int, program: Program) -> tuple[list[SampleLoss], StepSamples, str | None]:
-    """Compute the loss of each sample of a step by itself.
+    """Compute the loss of each sample of a step by itself, in evaluation mode.
 
     Args:
         journal: The journal of the run.
@@ -68,11 +68,12 @@ def recomputed(journal: Journal, step: int, program: Program) -> tuple[list[Samp
         program: The operator class and the config of the run.
 
     Returns:
-        The losses, highest first; the samples of each rank; and the path or URI of the checkpoint whose weights were
-        used, or None for the initial weights.
+        The losses, NaN first and then in descending order; the samples of each rank; and the path or URI of the
+        checkpoint whose weights were used, or None for the initial weights.
 
     Raises:
-        ValueError: The samples cannot be determined, or the loss of a single sample cannot be computed.
+        ValueError: The samples cannot be determined, one process cannot repeat the steps of this run, or the loss of a
+            single sample cannot be computed.
     """
     leg, checkpoint = journal.leg_of(step), nearest_checkpoint(journal, step)
     with program.trainer(journal, leg) as trainer:

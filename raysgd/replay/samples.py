@@ -95,8 +95,8 @@ def samples_of(journal: Journal, step: int, data: Any = None) -> StepSamples:
 def range_of(journal: Journal, step: int) -> tuple[Any, ...]:
     """Return a tuple that identifies the samples of a step: the data, the pass over it, and the range in the pass.
 
-    Two steps with equal tuples have the same samples. Comparing the tuples is faster than generating the shuffled order
-    to compare the samples themselves.
+    Two steps with equal tuples have the same samples, provided that the user's dataset and sampler were the same in
+    both runs. Comparing the tuples is faster than generating the shuffled order to compare the samples themselves.
     """
     leg, begin = journal.leg_of(step), journal.begin_of(step)
     entry, layout = leg.entry, leg.entry["data"]
@@ -194,9 +194,10 @@ def _begin_of(entry: Mapping[str, Any], layout: Mapping[str, Any]) -> StreamPosi
 
 
 def _global_batches(of_pass: StreamPass, begin: StreamPosition, size: int) -> Iterator[list[Any]]:
-    """Yield each global batch, the samples of all workers in one step, as a list of pairs `(StreamRow, row)`.
+    """Yield the global batches from the position `begin` to the end of the pass.
 
-    The order of the rows does not depend on the number of workers.
+    Each global batch has the rows of all workers, as a list of pairs `(StreamRow, row)`. The order of the rows does not
+    depend on the number of workers.
     """
     watched, shares = range(of_pass.num_lanes), Division(size, 1)
     reader = GlobalReader(of_pass, shares, 0, begin, watched, lambda: _NamedRows(of_pass, watched, list))

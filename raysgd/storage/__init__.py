@@ -9,7 +9,7 @@ A `Folder` gives these guarantees, both on disk and in a store:
 * Operations that fail temporarily in a store are retried, with pauses that become longer. After 60 s, or
   `RAYSGD_STORAGE_TIMEOUT_S` seconds, a `StorageError` names the location and the cause.
 
-Folders on disk need no further package. Folders in a store need the extra `storage`.
+Folders in a store need the extra `storage`. Folders on disk need it only for the property `filesystem`.
 
 ADR 68 explains how a folder is committed in a store that cannot rename, and which process writes which files.
 """

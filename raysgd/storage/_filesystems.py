@@ -18,7 +18,7 @@ _WHOLE_AT_CLOSE = {"s3", "gcs", "abfs"}
 _IS_FOLDER = {"hdi_isfolder": "true"}  # metadata by which Azure recognizes a blob as an empty folder
 # URI option that limits how long Google's client retries. By default, it retries for up to 15 minutes.
 _RETRIES_OF_GCS = "retry_limit_seconds"
-_TRIES_OF_S3 = 3  # number of attempts of one request to S3, before raysgd repeats the whole operation
+_TRIES_OF_S3 = 3  # maximum number of attempts of one request to S3, before raysgd repeats the whole operation
 _SILENCE_S = 3.0  # seconds without an answer after which the S3 client gives up on a request
 _SWITCHES = {"true": True, "false": False}
 _PURPOSE = "storage other than a local disk"
@@ -98,8 +98,8 @@ def opened(uri: str, limit_s: float = 60.0) -> tuple[Any, str]:
 
     Args:
         uri: URI of a folder or file in a remote store.
-        limit_s: Seconds after which an operation should fail if the store does not answer. Ignored if the file system
-            has no such setting.
+        limit_s: Upper limit, in seconds, for how long the store's own client should retry a request. The client may
+            give up earlier. Ignored if the file system has no such setting.
 
     Raises:
         Exception: The file system cannot be created.

@@ -176,6 +176,8 @@ def _rename_to_new(source: Path, target: Path) -> None:
 def _telling(doing: str) -> Iterator[None]:
     """Inside the block, convert errors of the operating system to a `StorageError`.
 
+    A `FileNotFoundError` is not converted.
+
     Args:
         doing: Description of the operation for the error message, such as "write `a.txt`".
     """

@@ -52,7 +52,8 @@ _LASTING_NUMBERS = {
 def may_pass(error: BaseException) -> bool:
     """Return True if an error may be temporary, in which case a retry may help.
 
-    The class of the exception decides, because each store has its own messages.
+    The result depends on the class of the exception and, for an `OSError`, on the error number. The message is ignored,
+    because each store has its own messages.
 
     >>> may_pass(ConnectionResetError()), may_pass(PermissionError())
     (True, False)
@@ -113,7 +114,10 @@ def limit_s() -> float:
 
 
 def in_short(error: BaseException) -> str:
-    """Return the first line of an error message, shortened and without secrets."""
+    """Return the first line of an error message, shortened and without secrets.
+
+    If the error has no message, return the name of its class.
+    """
     words = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
     return masked(words.strip().partition("\n")[0])[:500].rstrip(".") or type(error).__name__
 
@@ -124,8 +128,8 @@ def storage_error(doing: str, error: BaseException, advice: str) -> StorageError
     Args:
         doing: Description of the operation that failed, such as "read `s3://bucket/file`".
         error: The original error.
-        advice: What the user can do. Ignored if the disk or the quota is full, because there is special advice for
-            that.
+        advice: What the user can do. Ignored if the disk or the quota is full, or if a file is too large, because there
+            is special advice for these errors.
     """
     storage_error = StorageError(f"could not {doing}: {in_short(error)}. {_ADVICE.get(_number(error), advice)}")
     storage_error.errno = _number(error)

@@ -44,7 +44,8 @@ class StoreFolder(Folder):
     Some private methods use an object of this class to represent a file. Then `path` is the path of the file.
 
     Attributes:
-        root: The URI that the user passed to `open_folder`.
+        root: The URI that the user passed to `open_folder`. With `given`, a URI that only identifies the folder,
+            made from the type of `given` and from `base`.
         given: A file system that the user created, or None to use the file system for the URI `root`.
         base: The path in the file system `given` that the user passed to `open_folder`. Empty if `given` is None.
         patience_s: For how many seconds operations that fail are retried.
@@ -134,7 +135,8 @@ class StoreFolder(Folder):
         """If this is a staging folder, write a file that lists the checksums of files that were just uploaded.
 
         Args:
-            sums: Checksums by the name of the file. Files that may be replaced later are left out.
+            sums: The checksum of each of these files, by path relative to this folder. Files whose names start with a
+                dot do not get into the list, because they may be replaced later.
         """
         lasting = {name: checksum for name, checksum in sums.items() if not _base(name).startswith(".")}
         if self.is_staged and lasting:
@@ -230,6 +232,8 @@ class StoreFolder(Folder):
     def _ask(self, doing: str, attempt: Callable[[], T], reads: bool = False) -> T:
         """Perform an operation on the store. Retry temporary failures, and convert errors to a `StorageError`.
 
+        A `ModuleNotFoundError` is not converted.
+
         Args:
             doing: Description of the operation for messages, such as "read `s3://bucket/file`".
             attempt: Function that performs the operation once.
@@ -252,9 +256,9 @@ class StoreFolder(Folder):
         return bool(info.type == getattr(_fs().FileType, kind))
 
     def _send(self, file: IO[bytes]) -> str:
-        """Upload a file and return its checksum.
+        """Upload a local file to the path of this object, and return the checksum of the content.
 
-        If unfinished files are visible in the store, upload it under a temporary name first.
+        If unfinished files are visible in the store, upload the file under a temporary name, and then rename it.
         """
         filesystem, checksum = self.filesystem, _transfers.new_checksum()
 

@@ -14,7 +14,8 @@ from typing import IO, Any, TypeVar
 from raysgd.core.files import flush_to_disk
 from raysgd.exceptions import OnFailure
 
-# Prefix of temporary files. `raysgd.core.files` uses the same prefix, and removes old files that have it.
+# Prefix of temporary files. `raysgd.core.files` uses the same prefix, and removes old local files that have this prefix
+# and end with `.tmp`.
 TEMPORARY = ".raysgd-"
 _PIECE_BYTES = 8 * 2**20
 _NUM_THREADS = 8
@@ -25,7 +26,10 @@ _AWAITED_PIECES = 10
 T = TypeVar("T")
 
 Pieces = Callable[[], Iterator[Any]]
-"""Function that returns an iterator over the content of a file in pieces. It is called for each attempt to send it."""
+"""Function that returns an iterator over the content of a file in pieces.
+
+It is called for each attempt to send the file.
+"""
 
 # ---------------------------------------------------------------------------------------------------- on this machine
 
@@ -90,6 +94,8 @@ def copy_file(source: Path, target: Path) -> None:
 @contextlib.contextmanager
 def placing(target: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file for writing. At the end of the block, it is renamed to `target`.
+
+    If the block raises an exception, the temporary file is deleted, and `target` is unchanged.
 
     Flushing the file to the disk is left to the operating system.
     """
@@ -201,10 +207,10 @@ def new_checksum() -> Any:
 def on_threads(work: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
     """Call a function for each name, in parallel threads. Return the results by name.
 
-    After a failure, no further calls are started.
+    If a call fails, calls that have not started yet are canceled once the calls for all earlier names have ended.
 
     Raises:
-        Exception: The error of the first failed call.
+        Exception: The error of the failed call whose name comes first in `names`.
     """
     names = list(names)
     if not names:

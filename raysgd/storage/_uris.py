@@ -22,7 +22,7 @@ LOCAL_SCHEMES = ("file", "local")
 def checked_text(name: str, location: Any) -> str:
     """Return a path or URI as a string.
 
-    If the user has passed a URI as a `pathlib.Path`, which changes `s3://a` to `s3:/a`, restore the missing slash.
+    If the user has passed a URI as a `pathlib.Path`, which changes `s3://a` to `s3:/a`, restore the missing slashes.
 
     Args:
         name: Name of the user's argument, for error messages.

@@ -25,7 +25,7 @@ class SubmittedWrite:
 
     Attributes:
         is_done: True when the file is complete or could not be written.
-        seconds: How long writing the file took.
+        seconds: How long it took to produce and write the content of the file. 0 until `is_done` is True.
     """
 
     def __init__(self, writer: BackgroundWriter) -> None:
@@ -65,7 +65,7 @@ class BackgroundWriter:
         """Let the background thread write a file, after all files that were submitted before.
 
         Args:
-            path: Path of the file. A relative path is made absolute immediately.
+            path: Path or URI of the file. A relative path is made absolute immediately.
             produce: Function that returns the object to write. The background thread calls it.
             write: Function that takes the path and this object, and writes the file atomically.
 
@@ -90,12 +90,13 @@ class BackgroundWriter:
         """Write a file in the current thread, after all files that were submitted before.
 
         Args:
-            path: Path of the file.
+            path: Path or URI of the file.
             state: The object to write.
             write: Function that takes the path and the object, and writes the file.
 
         Raises:
-            BaseException: This file or an earlier file could not be written.
+            BaseException: This file or an earlier file could not be written. If it was an earlier file, this file was
+                not written either.
         """
         self._drain()
         with self._changed:
@@ -130,7 +131,7 @@ class BackgroundWriter:
             thread.join()
 
     def close(self) -> None:
-        """Wait until all submitted files are written, and accept no more files.
+        """Refuse further calls to `submit`, and wait until all submitted files are written.
 
         If several files could not be written, each call to `close` raises one of the errors.
 

@@ -1,4 +1,4 @@
-"""Reads and writes single files on disk or in a store, for `save` and `load` of trainers in the driver.
+"""Reads and writes single files, such as checkpoints, on disk or in a store.
 
 A location is the path or the URI of a file.
 """

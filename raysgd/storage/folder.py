@@ -13,8 +13,8 @@ class Folder(ABC):
     """A folder on disk or in a store such as S3. Create it with `open_folder`.
 
     A `Folder` can be pickled, and connects to its store on first use. Names of files and subfolders are relative to the
-    folder, and may contain slashes. If a file or folder is missing, methods raise `FileNotFoundError`. For all other
-    failures, they raise `StorageError`, a subclass of `OSError`.
+    folder, and may contain slashes. If a file or folder is missing, methods raise `FileNotFoundError` unless
+    documented otherwise. For all other failures, they raise `StorageError`, a subclass of `OSError`.
 
     Examples:
         >>> import tempfile
@@ -33,7 +33,11 @@ class Folder(ABC):
     @property
     @abstractmethod
     def uri(self) -> str:
-        """URI that you can pass to `open_folder`. It may contain secret keys, so display `str(folder)` instead."""
+        """URI that you can pass to `open_folder`. It may contain secret keys, so display `str(folder)` instead.
+
+        If the folder was opened with `filesystem=`, the URI only identifies the folder. To open such a folder again,
+        pass its `path` and `filesystem`.
+        """
 
     @property
     @abstractmethod
@@ -109,7 +113,10 @@ class Folder(ABC):
 
     @abstractmethod
     def delete(self) -> None:
-        """Delete the folder and its content. If it is a committed folder, first remove it from `committed()`."""
+        """Delete the folder and its content. If it is a committed folder, first remove it from `committed()`.
+
+        Do nothing if the folder does not exist.
+        """
 
     @abstractmethod
     def upload(self, source: Path, without: Collection[str] = ()) -> None:
@@ -159,7 +166,7 @@ class Folder(ABC):
     def writing(self, name: str) -> AbstractContextManager[IO[bytes]]:
         """Open a new file for writing and reading. It appears under its name at the end of the block.
 
-        If the block raises an exception, no file appears.
+        The new file replaces an earlier file with this name. If the block raises an exception, nothing changes.
         """
 
     @abstractmethod
@@ -193,14 +200,15 @@ class Folder(ABC):
         """Return the sorted names of the committed subfolders.
 
         On disk, these are all subfolders except staging folders. In a store, they are the subfolders for which `commit`
-        was called.
+        was called. Return an empty list if this folder does not exist.
         """
 
     @abstractmethod
     def discard_staged(self, prefix: str) -> None:
         """Delete staging folders whose names start with `prefix`, such as those that killed processes have left.
 
-        Call this method while no process writes there, for example before you resume a run.
+        In a store, this deletes all subfolders with such names that were not committed. Call this method while no
+        process writes there, for example before you resume a run.
         """
 
 
@@ -217,6 +225,8 @@ def check_name(name: str) -> str:
 
 def lies_inside(name: str) -> bool:
     """Return True if a relative path stays inside its folder.
+
+    To be safe, return False for any path that has an empty component, `.` or `..`.
 
     >>> lies_inside("a/b"), lies_inside("a/../../b"), lies_inside("/a")
     (True, False, False)

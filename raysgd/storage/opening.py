@@ -29,7 +29,8 @@ def open_folder(path: str | os.PathLike[str], filesystem: Any = None, *, argumen
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: `path` is empty, or its scheme is unknown.
+        ValueError: `path` is empty, or is a URI that cannot be used, for example because its scheme is unknown or
+            because `filesystem` was passed too.
         ModuleNotFoundError: The file system needs a package that is not installed.
     """
     text = _uris.checked_text(argument, path)
@@ -54,7 +55,7 @@ def make_new(parent: Folder, name: str) -> Folder:
             random characters are always appended, because two programs could otherwise create the same folder.
 
     Raises:
-        StorageError: The folder could not be created.
+        OSError: The folder could not be created. In a store, this is a `StorageError`.
     """
     if not parent.is_local:
         folder = parent / f"{name}_{secrets.token_hex(4)}"

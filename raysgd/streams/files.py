@@ -1,6 +1,6 @@
-"""Streams that read their rows from files, on disk or in a store. Each file is a shard of the stream.
+"""Streams that read their rows from files, on disk or in a store. Usually, each file is a shard of the stream.
 
-Supported formats are JSON lines, tar files in the layout of WebDataset, and tables that PyArrow reads.
+Supported formats are JSON lines, tar files in the layout of WebDataset, and tables in Parquet or Arrow files.
 """
 
 from __future__ import annotations
@@ -58,11 +58,13 @@ class StreamFile(NamedTuple):
         return f"{self.folder.path}/{self.name}"
 
     def version(self, has_digest: bool) -> str:
-        """Return a string that changes if the content of the file changes, or "" if there is no such string.
+        """Return a string that usually changes if the content of the file changes.
+
+        Return an empty string if the file is missing, is a folder, or may not be read.
 
         Args:
-            has_digest: If True, return the size, and a hash of the first and the last bytes. If False, return the size
-                of a local file, and an empty string for a file in a store.
+            has_digest: If True, return the size, and a hash of the first and the last 4096 bytes. If False, return the
+                size of a local file, and an empty string for a file in a store.
         """
         try:
             if not has_digest:
@@ -77,7 +79,9 @@ class StreamFile(NamedTuple):
 
 
 class FileStream(Stream):
-    """Base class of streams that read files. Each file is a shard. Files are ordered as in `paths`, and then by name.
+    """Base class of streams that read files. Files are ordered as in `paths`, and then by name.
+
+    Each file is a shard, unless a subclass divides files into several shards.
 
     Args:
         paths: A path or several paths: a file, a folder (all its files with a supported ending are read), or a path
@@ -101,7 +105,8 @@ class FileStream(Stream):
         """The files of the stream. The first access searches `paths` for them.
 
         Raises:
-            FileNotFoundError: No file was found for one of the paths.
+            FileNotFoundError: A folder has no file with a supported ending, or no file matches a pattern. Whether a
+                single file exists is not checked here.
             ValueError: A path is a local file whose ending is not supported.
         """
         return [file for path in self._paths for file in self._found(path)]
@@ -198,11 +203,11 @@ class JSONLinesStream(_Lines):
 
 
 class TarStream(FileStream):
-    """Reads tar files. Consecutive members whose names are equal up to the first dot form a row, a dict of bytes.
+    """Reads tar files. Consecutive members form a row if their names differ only after the first dot of the file name.
 
-    For example, `a/0.jpg` and `a/0.cls` become `{"__key__": "a/0", "jpg": b"...", "cls": b"..."}`. Decode the bytes
-    with `map`. Tar files may be compressed. To continue at a row of an uncompressed file, earlier rows are skipped
-    without reading their content. Arguments and errors are the same as for `FileStream`.
+    A row is a dict. For example, `a/0.jpg` and `a/0.cls` become `{"__key__": "a/0", "jpg": b"...", "cls": b"..."}`.
+    Decode the bytes with `map`. Tar files may be compressed. To continue at a row of an uncompressed file, earlier rows
+    are skipped without reading their content. Arguments and errors are the same as for `FileStream`.
     """
 
     endings = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
@@ -257,13 +262,14 @@ _BYTES_AT_ONCE = 2**20
 class TableStream(FileStream):
     """Base class of streams that read tables. Each row is a dict from column names to values.
 
-    Lists of a fixed size become NumPy arrays.
+    Fixed-size lists of numbers become NumPy arrays, unless they contain nulls.
 
     Args:
         paths: The same as for `FileStream`.
         columns: Names of the columns to read. Default: all columns.
 
     Raises:
+        TypeError: `columns` is a string.
         ModuleNotFoundError: PyArrow is not installed.
     """
 
@@ -353,7 +359,7 @@ class ParquetStream(TableStream):
 
 
 class ArrowStream(TableStream):
-    """Reads Arrow files in the IPC file format, or in the IPC stream format (the one that `datasets` writes)."""
+    """Reads Arrow files in the IPC file format, or in the IPC stream format (as Hugging Face's `datasets` writes)."""
 
     endings = (".arrow", ".feather", ".ipc")
 
@@ -377,7 +383,7 @@ def _lengths(table: Any) -> list[int]:
 
 
 def _num_at_once(num_bytes: int, num_rows: int) -> int:
-    """Return how many rows of a table to convert at a time: as many as take about 1 MiB.
+    """Return how many rows of a table to convert at a time: as many as take about 1 MiB, but at most 1024.
 
     A worker reads many files at the same time, and buffers this many rows of each file.
 

@@ -29,7 +29,9 @@ StartSum: TypeAlias = Callable[[Numbers], Callable[[], Numbers]]
 
 It returns a function that waits for the sums and returns them.
 """
-_NUM_SHOWN = 2  # number of rows in a padding batch: two, because batch normalization raises an error for a single row
+# Number of rows in the padding batch of a worker that has not had any rows yet. Two, because batch normalization raises
+# an error for a single row.
+_NUM_SHOWN = 2
 
 
 def alone(numbers: Numbers) -> Callable[[], Numbers]:
@@ -69,7 +71,7 @@ class LaneEnds:
 
     @property
     def num_left(self) -> int | None:
-        """Number of rows left in the pass. None if it is only known that there is at least one."""
+        """Number of rows left in all lanes together. None if it is only known that there is at least one."""
         return sum(self._seen_to) - sum(self.counts) if all(self._is_dry) else None
 
     def num_seen(self, num_rows: int) -> int:
@@ -119,7 +121,8 @@ class LaneEnds:
         Args:
             num_rows: Number of rows in the global batch. The last global batch of the pass may have fewer rows.
             look: Function that looks ahead by a given number of rows in each lane that this rank watches, and calls
-                `see`. It is called if a lane must contribute more rows than the ranks have seen in it.
+                `see`. It is called if the end of a lane is unknown, and the lane must contribute all rows that the
+                ranks have seen in it, or more.
         """
         self.hear()
         while True:
@@ -138,15 +141,16 @@ class LaneEnds:
         return dealt
 
     def position(self) -> StreamPosition:
-        """Return the position in the pass after the last global batch.
+        """Return the position in the pass after the most recently dealt global batch.
 
-        It is computed from the lane positions that the ranks have exchanged.
+        If the lengths of lanes are unknown, the position includes a position in each lane. These are computed from the
+        positions that the ranks have exchanged.
         """
         return StreamPosition(self._num_rows, self._turn, None if self._is_known else tuple(self._lanes))
 
     @property
     def places(self) -> Sequence[Place]:
-        """For each lane, the place after the last global batch.
+        """For each lane, the place after the most recently dealt global batch.
 
         This is the number of rows taken from the lane if the lengths of lanes are known, and otherwise a position.
         """
@@ -173,7 +177,8 @@ class Shares(Protocol):
         """Return the batches of one worker in a global batch.
 
         Each batch is a tuple `(start, stop, total)`. The worker gets the rows from `start` to `stop` of the global
-        batch. `total` is the number of rows that all workers process at the same time as this batch.
+        batch. `total` is the number of rows that all workers process at the same time as this batch. With
+        `deterministic=True`, it is the number of rows in the whole global batch.
 
         Args:
             num_samples: Number of rows in the global batch.
@@ -186,10 +191,11 @@ class StreamBatch(NamedTuple):
 
     Attributes:
         start: Index of the batch's first row in the global batch.
-        batch: The collated batch. If the worker has no rows in the global batch, this is padding (repeated rows that do
-            not count), or None if padding is not wanted.
+        batch: The collated batch. If the worker has no rows in this batch, it is padding (repeated rows that do not
+            count), or None if padding is not wanted.
         num_rows: Number of rows that count. 0 for padding.
-        num_global: Number of rows that all workers process at the same time as this batch.
+        num_global: Number of rows that all workers process at the same time as this batch. With `deterministic=True`,
+            the number of rows in the whole global batch.
         is_first: True if this is the worker's first batch in the global batch.
         is_last: True if this is the worker's last batch in the global batch.
         ends_pass: True if it is known that the global batch is the last of the pass.
@@ -227,7 +233,7 @@ class GlobalReader:
         watched: The lanes in which the worker looks ahead, to find out where they end.
         open_loading: Function that returns a `BatchLoader`. It is called when the first batch is needed.
         start_sum: Function that starts to sum numbers over all ranks. Only used if the lengths of lanes are unknown.
-        pad: Whether a worker without rows in a global batch gets padding. Training requires this.
+        pad: Whether a worker without rows in a batch gets padding. Training requires this.
     """
 
     _loading: BatchLoader
@@ -276,7 +282,7 @@ class GlobalReader:
 
     @property
     def _rows_ahead(self) -> int:
-        """Number of rows to look ahead after a global batch.
+        """Number of rows to look ahead after a global batch, in all lanes together.
 
         What a rank finds reaches the other ranks only after more global batches were requested. The number is large
         enough for these global batches.

@@ -68,6 +68,8 @@ def _length_of(rows: Any) -> int | None:
         return None
 
 
+# Names of the classes in `datasets` that process each shard separately, without the endings `Examples` and `Iterable`.
+# Other classes, such as those for `take` and `skip`, count rows across all shards.
 _IN_SHARDS = (
     *(
         "",
@@ -82,8 +84,6 @@ _IN_SHARDS = (
     ),
     *("SelectColumns", "ShuffledDataSources", "ShuffledDataSourcesArrow", "VerticallyConcatenatedMultiSources"),
 )
-# The classes in `datasets` that process each shard separately. The parts that are common to all names are left out.
-# Other classes, such as those for `take` and `skip`, count rows across all shards.
 
 
 class HuggingFaceStream(Stream):
@@ -162,7 +162,7 @@ class HuggingFaceStream(Stream):
     def _formatter(self) -> Any:
         """The object of the library `datasets` that converts tables to rows.
 
-        None if the dataset does not consist of tables with plain values.
+        None if rows cannot be converted together, for example because the values of a column must be decoded.
         """
         try:
             form, tables = self._dataset._formatting, self._dataset._ex_iterable.iter_arrow

@@ -87,7 +87,7 @@ class OpenShards:
         shards: The shards of `stream`.
         lanes: The lanes of the pass. The rows that a lane takes from one shard are a part of the lane.
         expected: The lanes that this process will read.
-        block: Number of rows that are read from a lane at a time.
+        block: Number of rows of a lane that are shuffled together. 1 to leave the order unchanged.
         skips: Whether to skip rows that cannot be read.
     """
 
@@ -109,7 +109,7 @@ class OpenShards:
         """Return the rows that a lane takes from one shard, each with its number in the shard.
 
         Args:
-            part: The part of the lane, which says which rows of the shard these are.
+            part: The part of the lane: its rows from this shard.
             start: Leave out rows of the shard before this number.
 
         Raises:
@@ -235,15 +235,15 @@ LaneRow: TypeAlias = tuple[int, int, Any]
 class LaneReader:
     """Reads the rows of one lane.
 
-    To shuffle, blocks of consecutive rows are read and shuffled. The rows of a block and their order depend only on the
-    row at which the block starts. Reading a block again thus gives the same rows in the same order. Without shuffling,
-    blocks may have any size.
+    To shuffle, blocks of consecutive rows are read and shuffled. Within a pass, the rows of a block and their order
+    depend only on the row at which the block starts. Reading a block again thus gives the same rows in the same order.
+    Without shuffling, blocks may have any size.
 
     Args:
         parts: The parts of the lane: the rows that it takes from each of its shards.
         names: For each part, the name of its shard.
         open_part: Function that opens a part at a row of its shard.
-        steps: The `map` and `filter` steps of the stream up to the last filter.
+        steps: The `map` and `filter` steps of the stream up to the last filter. With `skips`, all steps.
         block: Number of rows that are shuffled together. 1 to leave the order unchanged.
         position: Position in the lane at which to start.
         skips: Whether to skip rows for which a step fails.
@@ -345,7 +345,7 @@ class LaneReader:
 Place: TypeAlias = int | LanePosition
 """A place in a lane.
 
-If the lengths of shards are known, this is the number of rows used from the lane so far. Otherwise, it is a
+If the lengths of lanes are known, this is the number of rows used from the lane so far. Otherwise, it is a
 `LanePosition`.
 """
 
@@ -378,7 +378,7 @@ class StreamPass:
         stream: The stream, with its steps and its options for shuffling.
         shards: The shards of the stream.
         pass_index: Index of the pass, from 0.
-        seed: Seed for shuffling, unless the user has passed a seed to `Stream.shuffle`.
+        seed: Seed for shuffling and for seeded steps, unless the user has passed a seed to `Stream.shuffle`.
         num_lanes: Number of lanes.
     """
 
@@ -406,7 +406,8 @@ class StreamPass:
             return Lanes(order, self.num_lanes)
         chance = random.Random(digest(self._seed))
         chance.shuffle(order)
-        # Without a random order of turns, small batches would combine rows of the same lanes in every pass.
+        # Without random turns, lanes would divide the rows of a shared shard in the same way in every pass. A small
+        # batch takes rows from only a few lanes, so the same rows would often be in one batch.
         chance.shuffle(turns)
         return Lanes(order, self.num_lanes, turns)
 
@@ -450,7 +451,7 @@ class StreamPass:
         """The `map` steps after the last filter.
 
         They run only for rows on which this worker trains. Earlier steps also run for other rows, because they decide
-        which rows remain.
+        which rows remain. With `on_error="skip"`, there are only earlier steps, because any step may drop a row.
         """
         first = self.stream.num_to_count
         return RowSteps(self.stream.steps[first:], self._seed, first)

@@ -2,10 +2,10 @@
 
 The lanes do not depend on the number of workers. Shards are assigned to lanes in rounds, one shard per lane and round.
 If fewer shards than lanes are left for the last round, neighboring lanes share a shard, and each takes every k-th row.
-All lanes therefore have about the same number of rows, however many shards there are.
+Each lane therefore has rows even if there are fewer shards than lanes.
 
 A global batch takes its rows from the lanes in turn, one row per lane (the rows are dealt). The lane with turn 0
-contributes the first row. This module only computes with numbers of rows, and reads no data.
+contributes the first row of a pass. This module only computes with numbers of rows, and reads no data.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Lanes:
 
 
 def lanes_of(rank: int, world_size: int, num_lanes: int) -> range:
-    """Return the lanes that a worker watches. It looks ahead in these lanes to find out where they end.
+    """Return the lanes that a worker watches. The worker looks ahead in these lanes to find out where they end.
 
     Exactly one worker watches each lane. A worker trains on rows of the lanes that it watches, and on rows of a few
     other lanes.
@@ -214,8 +214,8 @@ def deal(num_rows: int, left: Sequence[int], turn: int) -> DealtRows:
         live = [(place, lane) for place, lane in enumerate(order) if counts[lane] < left[lane]]
         if not live:
             break
-        # In each iteration of this loop, deal as many whole rounds as possible before a lane runs out of rows. In the
-        # last iteration, deal a part of a round.
+        # In each iteration of this loop, deal as many whole rounds as possible before a lane runs out of rows. If a
+        # whole round would be more than `num_rows`, deal a part of a round.
         rounds = min(num_rows // len(live), *(left[lane] - counts[lane] for _, lane in live))
         dealt = live if rounds else live[:num_rows]
         for _, lane in dealt:

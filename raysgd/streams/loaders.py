@@ -46,7 +46,7 @@ class Collate(Protocol):
 
 
 class BatchOrder(NamedTuple):
-    """A request to make the batches that one worker gets of a global batch.
+    """A request for the batches that one worker gets from a global batch.
 
     Attributes:
         batches: For each batch of the worker, from which lanes its rows come. Empty for a batch without rows.
@@ -176,7 +176,8 @@ def collated(collate: Callable[[list[Any]], Any], rows: list[Any], places: Seque
         places: For each row, a description of where it comes from, for the error message.
 
     Raises:
-        StreamError: `collate` failed. The message names the first row that has another structure than row 0.
+        StreamError: `collate` failed. The message names the first row whose structure, types or shapes differ from
+            those of the first row. If all rows match, it names the first and the last row.
     """
     try:
         return collate(rows)
@@ -203,9 +204,9 @@ def _forms(row: Any, field: str = "row") -> Iterator[tuple[str, str]]:
 
 
 class LoaderProcesses:
-    """Makes batches in several loader processes, each of which makes a part of each batch.
+    """Makes batches in one or more loader processes, each of which makes a part of each batch.
 
-    The interface is the same as that of `BatchMaker`.
+    The methods `order`, `receive` and `end_loading` work as in `BatchMaker`.
 
     Args:
         makers: For each process, the object that makes the process's parts of batches. These objects are in the order
@@ -288,7 +289,7 @@ class _LoaderProcess:
 
 
 def _serve(maker: BatchMaker, connection: Connection[Any, BatchOrder], begin: Callable[[], None]) -> None:
-    """Make the requested batches until this loader process is killed. A second thread sends them to the worker.
+    """Make the requested batches until this loader process is killed. A second thread sends the batches to the worker.
 
     Args:
         maker: Makes the batches.
@@ -324,7 +325,8 @@ def _send(connection: Connection[Any, BatchOrder], answers: SimpleQueue[Any]) ->
 def end_with_parent() -> None:
     """Start a thread that ends this process when the parent process has ended.
 
-    Do nothing on systems without `os.pidfd_open`, such as macOS.
+    On systems without `os.pidfd_open`, such as macOS, no thread is started. On all systems, the objects that exist now
+    are excluded from cyclic garbage collection.
     """
     gc.freeze()  # do not collect garbage of the parent process, which may refer to threads that do not exist here
     try:
@@ -345,7 +347,7 @@ def end_with_parent() -> None:
 class ArrayCollate:
     """Combines rows into a batch by stacking the corresponding values of all rows as NumPy arrays.
 
-    Rows may be nested tuples, lists and dicts.
+    Rows may be nested tuples, lists and dicts. A list becomes a tuple in the batch.
 
     Args:
         as_array: Function that converts a list of values to an array.

@@ -85,7 +85,8 @@ class StreamData:
         """Check that a saved position is valid for this stream. A position between two passes is valid for any stream.
 
         Raises:
-            ValueError: The shards or the order of rows have changed, or the position is damaged.
+            ValueError: The position was saved for a stream with another `origin` or for data that is not a stream, or
+                it is damaged.
         """
         if not position["is_mid_pass"]:
             return
@@ -112,7 +113,7 @@ class StreamData:
 
 
 def stream_data(stream: Stream, name: str, divide: Divide, world_size: int) -> StreamData:
-    """Check a stream that an operator has registered, and return it together with its list of shards.
+    """Check a stream for training or validation, and return it together with its list of shards.
 
     Args:
         stream: The stream.
@@ -121,8 +122,9 @@ def stream_data(stream: Stream, name: str, divide: Divide, world_size: int) -> S
         world_size: Number of workers.
 
     Raises:
-        ValueError: The stream has no batch size or no shards, or there are more workers than lanes. Or the stream is
-            for validation and limited by `take`, and its number of rows is unknown.
+        TypeError: `shards()` returned an object that is not a `Shard` with a string as its name.
+        ValueError: The stream has no batch size, its list of shards is invalid, or there are more workers than lanes.
+            Or the stream is for validation and limited by `take`, and its number of rows is unknown.
     """
     stream = check_batched(stream, f"the {name} stream")
     if world_size > NUM_LANES:
@@ -217,11 +219,12 @@ class StreamSource:
         item: Function that makes the items that a pass yields. Its arguments are: the batch; the weight of its
             gradients; its number of rows without padding; the number of rows on all ranks; whether it is this rank's
             first batch in a step; whether it is this rank's last batch in a step; its two random seeds, or None; and
-            whether it is the last batch of the pass.
+            whether it is the last batch of the pass. In an evaluation on a stream of unknown length, only the first
+            four are passed.
         no_batch: The batch to use in place of a batch without rows.
 
     Attributes:
-        left_out: Number of rows of the pass that were left out because they could not be read.
+        left_out: Number of rows of the pass so far, on all ranks together, that were skipped because of errors.
     """
 
     is_divided: ClassVar[bool] = True
@@ -273,7 +276,8 @@ class StreamSource:
 
         Args:
             pass_index: Index of the pass.
-            consumed: Number of rows at the start of the pass to leave out, because they were used already.
+            consumed: Number of rows at the start of the pass to leave out, because they were used already. Not used
+                in an evaluation on a stream of unknown length.
         """
         data, of_pass = self.data, self.data.open_pass(pass_index, self.seed)
         self._opened_at, self._end = consumed, data.num_rows
@@ -372,7 +376,7 @@ class StreamSource:
         return rows if self._end is None else min(rows, self._end)
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """Return what a saved position in this stream contains in addition to the number of used rows.
+        """Return the entries of a saved position that are specific to streams, such as the position in each lane.
 
         Args:
             consumed: Number of rows of the pass that were used so far.
@@ -407,9 +411,10 @@ def _only(parts: list[Any]) -> Any:
 
 
 class BatchesInOrder:
-    """Iterates over all rows of a stream in their order, in batches, for predictions.
+    """Iterates over the rows of a stream in their order, in batches, for predictions.
 
-    The option `drop_last` of the stream is ignored, so that each row gets a prediction.
+    The options `drop_last` and `on_error` of the stream are ignored. Each row therefore gets a prediction, or an error
+    is raised. `take` limits the number of rows.
 
     Args:
         stream: The stream.
@@ -420,7 +425,8 @@ class BatchesInOrder:
         num_batches: Number of batches, or None if it is unknown.
 
     Raises:
-        ValueError: The stream is shuffled.
+        TypeError: `shards()` returned an object that is not a `Shard` with a string as its name.
+        ValueError: The stream is shuffled, or its list of shards is invalid.
     """
 
     def __init__(self, stream: Stream, size: Callable[[int | None], int], collate: Callable[[list[Any]], Any]) -> None:

@@ -66,8 +66,8 @@ class Stream(ABC):
     def open_some(self, shard: str, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
         """Return the rows of a shard as `open` does, but with any values in place of rows that are not needed.
 
-        This method is called for shards that several workers share. Override it if skipping a row is faster than
-        reading it.
+        This method is called instead of `open` for shards that several workers may share, unless the stream skips rows
+        on errors (`on_error="skip"`). Override it if skipping a row is faster than reading it.
 
         Args:
             shard: Name of the shard.
@@ -87,11 +87,11 @@ class Stream(ABC):
             function: Function of a row. It runs in the worker that trains on the row. If a `filter` follows, or with
                 `batch(on_error="skip")`, it runs in every worker that reads the row.
             seeded: Whether to call `function(row, generator)` with a NumPy generator. Its seed depends on the row, the
-                epoch and the trainer's seed.
+                epoch, and the seed of `shuffle` or, if there is none, the trainer's seed.
 
         Raises:
             TypeError: `function` is not callable.
-            ValueError: The stream is already batched.
+            ValueError: The stream is already batched, or `seeded` is a string.
         """
         return self._with_step("map", function, seeded)
 
@@ -110,11 +110,12 @@ class Stream(ABC):
 
         Args:
             buffer: Number of rows that all workers together keep in memory for shuffling. At least two rows are kept
-                for each of the 64 row sequences (lanes) into which a stream is divided.
-            seed: Seed of the order. Default: the trainer's seed.
+                for each of the 64 row sequences (lanes) into which a stream is divided. With 1, nothing is shuffled.
+            seed: Seed of the order, and of functions with `seeded=True`. Default: the trainer's seed.
 
         Raises:
-            ValueError: `buffer` is not a positive integer, or the stream is already shuffled or limited by `take`.
+            ValueError: `buffer` is not a positive integer, or `seed` is not valid. Or the stream is already shuffled,
+                limited by `take`, or batched.
         """
         check_count("buffer", buffer, "It is the number of rows to mix.")
         if seed is not None:
@@ -125,10 +126,13 @@ class Stream(ABC):
         return replace(rows, buffer=buffer, seed=seed)
 
     def take(self, num_rows: int) -> Pipeline:
-        """Limit each epoch to the first `num_rows` rows, over all workers together.
+        """Limit each epoch to its first `num_rows` rows, over all workers together.
+
+        Training and validation read several shards in turn, so these rows come from several shards. `predict` reads one
+        shard after the other.
 
         Raises:
-            ValueError: `num_rows` is not a positive integer.
+            ValueError: `num_rows` is not a positive integer, or the stream is already batched.
         """
         check_count("num_rows", num_rows, "It is the number of rows in a pass.")
         rows = self._of_rows("take")
@@ -155,12 +159,12 @@ class Stream(ABC):
                 by its number of rows unless the operator returns another weight.
             num_workers: Number of loader processes per worker. With 0, the worker loads each batch when it needs it.
             prefetch: Number of global batches that the loader processes load in advance.
-            on_error: What to do if a row cannot be read or a function fails for it: "raise", or "skip" the row.
-                Warnings and `status()` report the number of skipped rows.
+            on_error: What to do if a row cannot be read, or if a function of `map` or `filter` fails for it: "raise",
+                or "skip" the row. Warnings and `status()` report the number of skipped rows. `predict` always raises.
 
         Raises:
             TypeError: `collate` is not callable.
-            ValueError: A number is out of range, or the stream is already batched.
+            ValueError: An argument has an invalid value, or the stream is already batched.
         """
         check_count("size", size, "It is the number of rows of all workers together in a step.")
         refuse_text(drop_last=drop_last)
@@ -190,7 +194,9 @@ class Stream(ABC):
         return replace(rows, steps=(*rows.steps, RowStep(function, is_filter, is_seeded)))
 
     def _of_rows(self, name: str) -> Pipeline:
-        """Return the stream to which a method such as `map` adds a step. Raise an error if it is already batched.
+        """Return this stream as a `Pipeline`, to which a method such as `map` adds a step or an option.
+
+        Raise an error if the stream is already batched.
 
         Args:
             name: Name of the method, for the error message.
@@ -228,7 +234,7 @@ def check_shards(stream: Stream) -> list[Shard]:
     """Check the shards of a stream and return them.
 
     Raises:
-        TypeError: `shards()` returned an object that is not a `Shard`.
+        TypeError: `shards()` returned an object that is not a `Shard` with a string as its name.
         ValueError: There are no shards, two shards have the same name, or a length is negative.
     """
     shards = list(stream.shards())
@@ -250,11 +256,11 @@ RowT = TypeVar("RowT")
 
 
 def from_row(rows: Iterator[RowT], start: int, at: int = 0) -> Iterator[RowT]:
-    """Advance an iterator over the rows of a shard to a row, and return the iterator.
+    """Advance an iterator over the rows of a shard to row `start`, and return the iterator.
 
     Args:
         rows: The iterator.
-        start: Number of the row in the shard.
+        start: Number of the row that the returned iterator yields first.
         at: Number of the row that the iterator would return next.
 
     Raises:
@@ -285,7 +291,7 @@ class RowStep(NamedTuple):
 
     Attributes:
         function: The function that the user has passed to `map` or `filter`.
-        is_filter: True if the function's result decides whether to keep the row. Otherwise, it replaces the row.
+        is_filter: True if the function's result decides whether to keep the row. False if the result replaces the row.
         is_seeded: True if the function also takes a random number generator.
     """
 
@@ -347,7 +353,7 @@ class Pipeline(Stream):
         source: The stream that reads the rows.
         steps: The functions of `map` and `filter`, in the order in which they are applied.
         buffer: Number of rows that all workers together keep in memory for shuffling. 1 if the stream is not shuffled.
-        seed: Seed of the random order, or None for the trainer's seed.
+        seed: Seed of the random order and of functions with `seeded=True`, or None for the trainer's seed.
         limit: Maximum number of rows per epoch, or None for no limit.
         batch_size: Number of rows in a global batch, or None before `batch`.
         drop_last: Whether to drop the last global batch if it is incomplete.
@@ -373,7 +379,7 @@ class Pipeline(Stream):
         return self.source.shards()
 
     def open(self, shard: str, start: int) -> Iterator[Any]:
-        """Return the rows of a shard after all steps, without shuffling.
+        """Return the rows of a shard after all steps, without shuffling. `take` has no effect here.
 
         Args:
             shard: Name of the shard.
@@ -404,6 +410,8 @@ class Pipeline(Stream):
 
     def num_rows(self, shards: Sequence[Shard]) -> int | None:
         """Return the number of rows in a pass over the stream, or None if it is unknown.
+
+        The rows of an incomplete last global batch are included, even with `drop_last`.
 
         Args:
             shards: The shards of the stream.

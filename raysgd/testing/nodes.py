@@ -22,7 +22,8 @@ def remove_node(cluster: Any, node: Any = None, *, trainer: Any = None, rank: in
         The removed node.
 
     Raises:
-        ValueError: The node is not in the cluster, is the driver's node or the head node, or arguments are missing.
+        ValueError: The node is not in the cluster, or is the driver's node or the head node. Or there is no such rank,
+            the rank is the driver itself, or the arguments name the node in neither or both of the two ways.
         RuntimeError: The trainer was shut down, or its workers are currently being replaced.
     """
     node = _find_node(cluster, node, trainer, rank)

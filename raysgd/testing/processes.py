@@ -43,12 +43,13 @@ def kill_worker(trainer: Any, rank: int | Sequence[int], at: str = "now") -> Non
               trainer, such as `train`, and with `snapshot_every_n_steps` also during the call.
             * "continue": when the process joins a new worker group after another rank was lost.
             * "setup": when the worker with this rank is set up the next time that all workers start.
-            * "save", "load", "state_dict", "get_model": when the driver calls this method of the trainer.
+            * "save", "load", "state_dict", "get_model": when the driver calls this method of the trainer. The process
+              that has the rank at that moment is killed.
 
     Raises:
         ValueError: There is no such rank, `at` is invalid, or the rank is the driver itself.
-        RuntimeError: The trainer was shut down, its workers are currently being replaced, or one of these ranks has
-            died and the trainer has not noticed yet.
+        RuntimeError: The trainer was shut down, or its workers are currently being replaced. Or the fault must be armed
+            in a worker, as for "step:N", and one of these ranks has died or does not answer.
     """
     _end_with(signal.SIGKILL, trainer, rank, at)
 
@@ -67,8 +68,8 @@ def hang_rank(trainer: Any, rank: int | Sequence[int], at: str = "now") -> None:
 
     Raises:
         ValueError: There is no such rank, `at` is invalid, or the rank is the driver itself.
-        RuntimeError: The trainer was shut down, its workers are currently being replaced, or one of these ranks has
-            died and the trainer has not noticed yet.
+        RuntimeError: The trainer was shut down, or its workers are currently being replaced. Or the fault must be armed
+            in a worker, as for "step:N", and one of these ranks has died or does not answer.
     """
     _end_with(signal.SIGSTOP, trainer, rank, at)
 

@@ -81,10 +81,12 @@ class CreatorOperator(TrainingOperator):
         num_steps: int | None = None,
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
-        """Run Keras's `fit` once, with the options in `fit_config`. Return the metrics of the last epoch.
+        """Run Keras's `fit` once, with the options in `fit_config`. Return the latest value of each metric.
 
         Each value is returned twice, under Keras's name and with the prefix `train_`. For example, the loss is returned
         as `loss` and as `train_loss`.
+
+        `num_steps` overrides the option `steps_per_epoch`. `fit` draws its batches itself, so `iterator` is not used.
         """
         options = dict(self.config.get(_FIT_CONFIG) or {})
         if num_steps is not None:
@@ -280,9 +282,12 @@ class CreatorOperator(TrainingOperator):
     def validate(
         self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None, num_steps: int | None = None
     ) -> dict[str, Any]:
-        """Run Keras's `evaluate` once, with the options in `evaluate_config`. The ranks split the samples.
+        """Run Keras's `evaluate` once, with the options in `evaluate_config`.
 
-        Return the metrics, under Keras's names with the prefix `validation_`.
+        Return the metrics, under Keras's names with the prefix `validation_`. If raysgd shards the dataset, the ranks
+        split the samples.
+
+        `num_steps` overrides the option `steps`. `evaluate` draws its batches itself, so `val_iterator` is not used.
         """
         dataset = self.validation_dataset
         if dataset is None:

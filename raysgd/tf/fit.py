@@ -1,4 +1,4 @@
-"""Tracks the position in Keras's `fit` on one worker, so that `fit` can be resumed there.
+"""Tracks the position in Keras's `fit` on one worker, so that `fit` can be resumed from this position.
 
 Keras draws its batches itself, and a callback after every step would slow down training. The position is therefore
 counted in gradient all-reduces, here called exchanges. Each step has a fixed number of exchanges, and changes no
@@ -70,7 +70,8 @@ class FitStream:
     Attributes:
         place: The position in the current `fit`. It is updated when an epoch starts or ends, and when the `fit` is
             interrupted or resumed, but not after each step. None between two calls.
-        at_boundary: If set, called before each step.
+        at_boundary: If set, called before each step. With `steps_per_execution`, called before each graph call, which
+            runs several steps.
     """
 
     pass_index = 0
@@ -98,7 +99,7 @@ class FitStream:
 
     @property
     def is_mid_pass(self) -> bool:
-        """True if a `fit` has started and not finished."""
+        """True from the start of a `fit` until the training call has ended."""
         return self.place is not None
 
     @property
@@ -120,7 +121,11 @@ class FitStream:
         return self._num_exchanges // self._exchanges.num_per_step
 
     def state(self) -> dict[str, Any]:
-        """Return the current position in the `fit` as a dict, from which any rank or a later process can resume."""
+        """Return the current position in the `fit` as a dict, from which any rank or a later process can resume.
+
+        Between two calls, the dict contains only the number of passes over the dataset and the metrics of the last
+        `fit`.
+        """
         if self.place is None:
             restored = self._num_passes_elsewhere
             return {"num_passes": self.passes.num_begun if restored is None else restored, "logs": dict(self.logs)}
@@ -218,14 +223,17 @@ class FitStream:
         self.measures = False
 
     def num_steps_of_epoch(self, steps_per_epoch: int | None) -> int | None:
-        """Return the number of steps in an epoch, or None if it is unknown."""
+        """Return the number of steps in an epoch, or None if it is unknown or infinite."""
         if steps_per_epoch is not None:
             return steps_per_epoch
         length = int(self.passes.dataset.cardinality())
         return length if length >= 0 else None
 
     def before_exchange(self) -> None:
-        """Call `at_boundary` if the next gradient all-reduce is the first one of a step."""
+        """Call `at_boundary` if the next gradient all-reduce is the first one of a step.
+
+        With `steps_per_execution`, call it only before the first step of a graph call.
+        """
         if self.at_boundary is not None and self.is_whole:
             self.at_boundary()
 
@@ -318,7 +326,7 @@ def merger(model: Any, merge: Callable[[], None], evaluating: Callable[[], Abstr
 def stopper(model: Any, is_anyone: Callable[[bool], bool]) -> Any:
     """Return a Keras callback that stops all ranks after the same step if any rank has set `model.stop_training`.
 
-    It must be the last callback.
+    It must come after the user's callbacks, because they may set `model.stop_training`.
     """
 
     def end_batch(batch: int, logs: Any = None) -> None:
@@ -370,4 +378,4 @@ def one_part(
 
 
 def _nothing(*arguments: Any, **named: Any) -> None:
-    """Do nothing. Replaces a callback method that must not run in this part of a `fit`."""
+    """Do nothing. Replaces a method of a callback or an optimizer that must not run in this part of a `fit`."""

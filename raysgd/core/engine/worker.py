@@ -53,7 +53,7 @@ _RAYLET = "/raylet"  # the path of the socket to Ray's node process (the raylet)
 
 
 class WorkerFailed(Exception):
-    """An exception that carries a `Failure` from a worker to the driver. Ray reports a raised exception at once."""
+    """An exception that carries a `Failure` from a worker. Ray raises it again when the driver reads the result."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
@@ -154,7 +154,10 @@ def _received(argument: str, data: Any, token: str) -> Any:
 
 
 def identity(data: Any) -> Any:
-    """Return an object that identifies the data across calls: the data itself, or its token if it was `SentData`."""
+    """Return an object that identifies the data across calls.
+
+    This is the token if the data is the last `SentData` received for its argument. Otherwise, it is the data itself.
+    """
     return next((token for received, token in _RECEIVED.values() if received is data), data)
 
 
@@ -184,7 +187,7 @@ def pack(
     Args:
         function: Called as `function(replica, *args)`.
         capture: True to copy the training state after the call.
-        landed: Token of the newest snapshot that has arrived in the driver.
+        landed: Token of the newest snapshot that has arrived in the driver. None if no snapshot has arrived.
         args: The function's arguments.
         number: Number of the call, if the trainer is detached.
     """
@@ -229,7 +232,8 @@ def _guarded(method: MethodT) -> MethodT:
 def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
     """Raise `BdbQuit`.
 
-    In a worker, `breakpoint()` calls this function, because Ray's own function would wait for a debugger forever.
+    In a worker, `breakpoint()` calls this function unless `RAY_DEBUG` is set. Ray's own function would wait for a
+    debugger forever.
     """
     raise BdbQuit
 
@@ -239,7 +243,7 @@ class WorkerProcess:
 
     Attributes:
         call_thread: ID of the thread that runs the current call or ran the last call. None before the first call.
-            `_NO_THREAD` while the worker waits for the next call on a Unix socket.
+            `_NO_THREAD` after a call in `attend` has ended, until the next call starts.
         number: Number of the last call that had a number. None if no call had a number.
         reply: The reply to the call with this number, for a driver that sends the call again.
     """
@@ -290,7 +294,10 @@ class WorkerProcess:
 
     @_guarded
     def open_endpoint(self, host: str, rank: int) -> int:
-        """Leave the current group, if any, and listen on a port for the ranks of the next group. Return the port."""
+        """Leave the current group, if any, and listen for the ranks of the next group.
+
+        Return the number of the endpoint, which contains the port. See `Connection.open_endpoint`.
+        """
         # Also leave the single-rank group in which a standby worker was prepared, and a group that could not be formed.
         if self._replica is not None or self._world.size:
             self._connection.leave()
@@ -351,8 +358,8 @@ class WorkerProcess:
         """Leave the group, even if it is broken, and listen at `host` for the ranks of the next group.
 
         Returns:
-            The replica's progress and the port. The port is None if the worker can listen only once its next rank is
-            set.
+            The replica's progress, and the number of the endpoint as `open_endpoint` returns it. The number is None if
+            the worker can listen only once its next rank is set.
         """
         connection, replica = self._connection, self.replica
         connection.leave_for_another()
@@ -426,14 +433,14 @@ class WorkerProcess:
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `function(*args, **kwargs)` in the thread that runs calls.
 
-        Unlike for other calls, errors are raised unchanged.
+        Errors are raised unchanged, not as `WorkerFailed`.
         """
         return function(*args, **kwargs)
 
     def host(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `function(replica, *args, **kwargs)` in the thread that runs calls.
 
-        Errors are raised unchanged, as in `execute`.
+        Errors are raised unchanged, not as `WorkerFailed`.
         """
         return function(self.replica, *args, **kwargs)
 
@@ -470,7 +477,8 @@ class WorkerProcess:
     def stack(self) -> str:
         """Return the current stack of the thread that runs calls, without the engine's frames.
 
-        This method runs in a thread other than the one that runs calls.
+        If no call is running, return a line that says so. This method runs in a thread other than the one that runs
+        calls.
         """
         thread = self.call_thread
         frame = sys._current_frames().get(thread or 0)
@@ -579,8 +587,8 @@ class LocalCall:
 class LocalWorker:
     """The driver's handle to the worker in the driver process (`use_local=True`).
 
-    This handle has the same methods as `RemoteWorker`, but a call runs only when the driver gathers the results. It
-    then runs in the driver's thread, so that a debugger can stop in it.
+    This handle shares the methods `submit` and `kill` with `RemoteWorker`, but a call runs only when the driver gathers
+    the results. It then runs in the driver's thread, so that a debugger can stop in it.
     """
 
     is_local = True
@@ -630,7 +638,10 @@ class RemoteWorker:
         self.actor = _actor_class().options(**options).remote(connection, num_threads, log_level=log_lines.level())
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Start a call of one of the worker's methods. Return Ray's reference to the result."""
+        """Start a call of one of the worker's methods. Return Ray's reference to the result.
+
+        If the method runs in the same thread as `attend`, first close the Unix socket, so that `attend` ends.
+        """
         if method not in _BESIDE:
             self._hang_up()
         return getattr(self.actor, method).remote(*args, **kwargs)
@@ -724,8 +735,8 @@ def _drop(numbers: Sequence[int]) -> None:
     os.close(nowhere)
 
 
-# Each of these Ray concurrency groups runs its methods in one thread. Methods in "signs" must be fast, because a worker
-# is killed if the thread of this group does not respond.
+# Each of these Ray concurrency groups runs its methods in one thread. Methods in "beside" and "signs" must be fast: the
+# driver polls workers through these two threads, and kills a worker that does not respond.
 _GROUPS = {
     "beside": ("beside", "stack"),
     "signs": ("describe", "interrupt", "last_call"),

@@ -149,8 +149,8 @@ class Accounts:
             for rank, heartbeat in heartbeats.items():
                 if heartbeat.time is not None:
                     self._note(rank, heartbeat.time, now)
-            # First update the accounts of all ranks, which need each process's previous report: two ranks may have
-            # swapped their processes. Only then store the new reports.
+            # Store the new reports only after the accounts of all ranks are updated. Two ranks may have swapped their
+            # processes, so updating either account needs the other process's previous report.
             for heartbeat in heartbeats.values():
                 spent = heartbeat.time
                 before = None if spent is None else self._known.get(spent.of)
@@ -177,7 +177,7 @@ class Accounts:
             late_s -= taken
 
     def _change_hands(self, account: _Account, spent: TimeSpent, before: TimeSpent | None, now: float) -> None:
-        """Record that another process has taken over a rank.
+        """Record that a new process, possibly the first, has taken over a rank.
 
         Add the time during which the rank had no process. If the new process repeats steps, move the time of the lost
         steps to the bin for repeated steps.
@@ -235,7 +235,7 @@ class Accounts:
     def warn(self) -> None:
         """Log a warning with advice if one avoidable activity takes much of the time in training calls.
 
-        Warn only once.
+        Warn only once, and not before the ranks have spent a minute in training calls.
         """
         ledger = self.ledger()
         largest = ledger.largest_avoidable()

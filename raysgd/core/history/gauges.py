@@ -51,13 +51,16 @@ _NUMBERS: dict[str, tuple[str, Callable[[TrainerStatus], float | None]]] = {
         for name, words in BINS.items()
     },
 }
-"""For each metric, its description, and a function that returns its value in a status, or None if it is unknown."""
+"""For each metric, its description and a function that reads its value from a status.
+
+The function returns None if the value is unknown.
+"""
 
 _ZERO_AT_THE_END = ("raysgd_workers", "raysgd_spare_workers", "raysgd_samples_per_second")
 
 
 class Gauges:
-    """Exports the status of one trainer as Ray metrics, at most once a second.
+    """Exports the status of one trainer as Ray metrics, at most about once a second, or sooner after a worker event.
 
     Args:
         trainer: Tag that identifies the trainer in the metrics.

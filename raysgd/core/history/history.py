@@ -24,7 +24,7 @@ _MOST_METRICS = 4  # largest number of metrics in printed tables
 _MOST_ROWS = 20
 _ALLOWED: dict[Any, Any] = {float: (int, float)}
 MOST_EPOCHS = 10_000
-"""Maximum number of epochs in a trainer's history. A run sets its own limit."""
+"""A trainer's history keeps at least this many of its newest rows and records. The history of a run keeps all."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,9 @@ BEGINNING = HistoryLimits()
 class History(Sequence[dict[str, Any]]):
     """A sequence with one row per epoch: the training metrics, and the validation metrics with the prefix `val_`.
 
-    A row also has "epoch", "seconds" (of the training call) and "num_workers". In an epoch of `fit`, the validation
-    metrics come from the validation by `fit`. Validations by callbacks appear only in `records`.
+    If an epoch takes several calls to `train`, each call has its own row. A row also has "epoch", "seconds" (of the
+    training call) and "num_workers". In an epoch of `fit`, the validation metrics come from the validation by `fit`.
+    Validations by callbacks and validations inside an epoch appear only in `records`.
 
     Args:
         events: The list in which failures and resizes are recorded. Default: a new list.
@@ -76,7 +77,7 @@ class History(Sequence[dict[str, Any]]):
     Attributes:
         records: All calls to `train`, `validate` and `test`, in order.
         events: Worker failures and group resizes.
-        stop_reason: Why a callback stopped the run; None if no callback did.
+        stop_reason: Why the run was stopped early, for example by a callback. None if it was not.
         journal: The run's folder, which contains the journal of its steps; None if the run has no journal.
 
     Examples:
@@ -131,7 +132,7 @@ class History(Sequence[dict[str, Any]]):
         Args:
             record: The record of the call.
             row: The row that gets the metrics of a `validate` call. Default: the last row, if `fit` made both this call
-                and the row's `train` call, or made neither of them.
+                and the row's `train` call, or made neither of them. Otherwise, no row gets the metrics.
         """
         self.records.append(record)
         if record.kind == "train":
@@ -363,7 +364,10 @@ def _with_nan(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 RecordBeside = Callable[[Any, float, float], CallRecord]
-"""Adds a finished call to the history. Takes the call's result, start time, and duration in seconds."""
+"""Adds a finished call to the history and returns its record.
+
+Takes the call's result, its start time in seconds since the Unix epoch, and its duration in seconds.
+"""
 
 
 class CallRecorder:
@@ -395,7 +399,7 @@ class CallRecorder:
         of_fit: bool = False,
         inside: tuple[int, int] | None = None,
     ) -> None:
-        """Add a call that has just finished to the history.
+        """Add a finished call to the history.
 
         Args:
             kind: "train", "validation" or "test".
@@ -406,7 +410,7 @@ class CallRecorder:
             of_fit: True if `fit` made the call as part of an epoch.
             inside: The epoch and step of a validation inside an epoch. None for other calls.
         """
-        # An earlier process of the trainer may have started this call, so add the time that it spent.
+        # An earlier process of the trainer may have started this call. Add the time that it spent on the call.
         if kind == "train" and self.told_s is not None:
             missed_s, self.told_s = max(0.0, self.told_s() - seconds), None
             began_at, seconds = began_at - missed_s, seconds + missed_s
@@ -419,7 +423,7 @@ class CallRecorder:
             self._add(CallRecord(kind, epoch, metrics, began_at, seconds, num_workers, of_fit, step), None)
 
     def begin_beside(self, of_fit: bool) -> RecordBeside:
-        """Return a function that records a validation that runs on a spare worker.
+        """Return a function that adds a validation on a spare worker to the history.
 
         Call the function when the validation has finished. It adds the metrics to the row that was current when
         `begin_beside` was called, even if later calls finish before the validation.

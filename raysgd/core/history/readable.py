@@ -19,7 +19,7 @@ _NEVER_SHOWN = ("started", "restarted")
 
 
 def number(value: Any) -> str:
-    """Format a metric with four significant digits.
+    """Format a metric. A float gets four significant digits, or no decimals between 10,000 and 10 million.
 
     Examples:
         >>> [number(value) for value in (0.25, 1 / 3, 12345.678, 7, 0.0000123, float("nan"), True, "a")]
@@ -86,7 +86,7 @@ def failures(events: Iterable[Any]) -> list[str]:
 def samples_per_s(row: Mapping[str, Any]) -> float | None:
     """Return the throughput of an epoch, from the entries `num_samples` and `seconds` of its history row.
 
-    Return None if either entry is missing or not a number.
+    Return None if either entry is missing or not a finite number, or if `seconds` is 0.
     """
     num_samples, took = row.get(_SAMPLES), row.get(_SECONDS)
     if not is_real(num_samples) or not is_real(took) or not took:

@@ -133,8 +133,9 @@ class AverageMeter:
 PendingMetric = tuple[Any, ObjectMeter | NumberMeter, Any, Any]
 """One metric of a batch: its name, the meter that read it, and its value and weight.
 
-A value or weight on the CPU is stored as a number. A tensor on another device is stored as a copy on that device,
-because user code may change the tensor. With an `ObjectMeter`, the value is the metric object itself.
+If the value is on the CPU, the value and the weight are stored as numbers. If the value is a tensor on another device,
+it is copied on that device, because user code may change the tensor. In that case, a weight that is a tensor is copied,
+too. With an `ObjectMeter`, the value is the metric object itself.
 """
 
 
@@ -149,16 +150,16 @@ class AverageMeterCollection:
         {'batch_count': 2, 'num_samples': 96, 'loss': 0.3, 'last_loss': 0.2}
 
     Values may be numbers (including NumPy scalars), tensors with one element and, with `capture_object`, metric objects
-    (anything with `merge_state` and `compute`). Tensors on a device are copied on the device, and later read all at
-    once. A metric object accumulates batches itself. The last object under a name is captured when the summary is
+    (anything with `merge_state` and `compute`). Tensors on a GPU are copied on the GPU, and later read all at once. A
+    metric object accumulates batches itself. The last object under a name is captured when the summary is
     created.
 
     In a training call, the metrics of a batch are pending (`add_pending`) until its step completes. Then they are
     counted (`count_pending`), or dropped if the step is interrupted (`drop_pending`).
 
     Args:
-        to_floats: Reads the values of a list of tensors. Called for each summary, and when many tensors wait.
-            Default: `float` of each tensor.
+        to_floats: Reads the values of a list of tensors. Called for a summary, and when a metric has `MAX_UNREAD`
+            unread tensors. Default: `float` of each tensor.
         capture_object: Returns the state of a metric object, and resets the object. Default: metric objects are
             rejected.
         remember_objects: Lets metric objects discard batches of interrupted steps. Default: metric objects keep them.
@@ -198,8 +199,9 @@ class AverageMeterCollection:
             is_strict: True to raise an error for values that cannot be averaged, False to skip them.
 
         Raises:
-            TypeError: A value has a type that cannot be averaged.
-            ValueError: A tensor or array does not have exactly one element, or a weight is invalid.
+            TypeError: A value has a type that cannot be averaged, or a weight is not a number.
+            ValueError: A tensor or array does not have exactly one element, a weight is invalid, or the name of a
+                metric is reserved.
         """
         waiting, self.pending = self.pending, []
         self.add_pending(metrics, n, is_strict=is_strict)
@@ -259,8 +261,8 @@ class AverageMeterCollection:
     def summary(self) -> MetricSummary:
         """Return the number of batches and samples, and for each metric its mean and its last value.
 
-        NaN is not skipped: a single NaN makes the mean NaN. The mean of a metric whose total weight is 0 is also NaN. A
-        metric object has a single entry, its value on this process's data.
+        NaN is not skipped: a single NaN makes the mean NaN, unless its weight is 0. The mean of a metric whose total
+        weight is 0 is also NaN. A metric object has a single entry, its value on this process's data.
 
         Creating a summary does not reset the averages: a later summary covers these batches, too.
         """
@@ -281,7 +283,7 @@ class AverageMeterCollection:
         return MetricSummary(values, totals, objects)
 
     def tally(self) -> tuple[tuple[Any, ...], list[float]]:
-        """Return the sums, including the metrics stored by `add_pending`, but without metric objects.
+        """Return the sums of all metrics except metric objects, including the batches stored by `add_pending`.
 
         Returns:
             The names of the metrics, and a list of floats: the number of samples, then the sum, weight and last value

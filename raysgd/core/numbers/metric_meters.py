@@ -142,7 +142,7 @@ def value_here(state: CapturedMetric, name: str) -> Any:
     """
     try:
         return state.value()
-    # A warning is enough here: only the value over all workers matters, and an error in computing that one is raised.
+    # A warning is enough here: only the value over all workers matters, and an error in its computation is raised.
     except Exception as error:
         logger.warning(
             "metric `%s` cannot be computed on this worker's share alone, so it reports NaN: %s", name, error
@@ -247,7 +247,7 @@ class NumberMeter:
 
 
 def is_tensor(kind: type) -> bool:
-    """Return True if the class is a tensor class."""
+    """Return True if the class is a class of PyTorch tensors, which have a method `detach`."""
     return hasattr(kind, "detach")
 
 

@@ -114,7 +114,7 @@ def is_number(value: Any) -> bool:
 def mode_of(metric: str) -> str | None:
     """Guess from a metric's name whether a high value ("max") or a low value ("min") is best. Return None if unknown.
 
-    The last known word in the name decides.
+    The last word in the name that ends with a known word, such as `acc` or `loss`, decides.
 
     >>> [mode_of(name) for name in ("val_accuracy", "val/top_5_acc", "MulticlassF1Score", "mIoU", "mAP50")]
     ['max', 'max', 'max', 'max', 'max']

@@ -23,7 +23,7 @@ _LAST = "last_"
 
 
 class Metrics(dict[str, Any]):
-    """The result of `train` or `validate`: a dict of metrics. Its properties return raysgd's own counters.
+    """The result of `train`, `validate` or `test`: a dict of metrics. Its properties return raysgd's own counters.
 
     >>> result = Metrics(num_samples=64, epoch=1, batch_count=2, train_loss=0.5)
     >>> result.epoch, result["train_loss"]
@@ -65,7 +65,8 @@ class Metrics(dict[str, Any]):
 def merge(workers: Sequence[MetricSummary]) -> Metrics:
     """Merge the metrics of all workers into one result.
 
-    The result contains `num_samples`, then the other metrics in order of first appearance.
+    If any worker reports `num_samples`, the result starts with it. The other metrics follow in order of first
+    appearance.
     """
     if len(workers) == 1 and workers[0].get(NUM_SAMPLES):
         return _of_one(workers[0])
@@ -196,9 +197,10 @@ class CallProgress:
         total: Total number of batches. None if unknown.
         epoch_idx: Index of the pass over the training data, from 0.
         num_epochs: Total number of epochs. None if unknown.
-        loss: `train_loss` of the last batch, or `val_loss` in validation. None if the batch reported no loss.
+        loss: `train_loss` of the last batch, or `val_loss` in validation. None if the batch reported no loss. If
+            `is_done` is True, `val_loss` is rank 0's mean over the call.
         kind: The type of call: "train", "validation", "test" or "predict".
-        metrics: All numeric metrics of the last batch, by name.
+        metrics: All numeric metrics of the last batch, by name. If `is_done` is True, rank 0's metrics of the call.
         is_done: True if the call has returned.
     """
 

@@ -33,6 +33,9 @@ class TimerStat(AbstractContextManager[None]):
 
     Attributes:
         count: Number of durations since construction or `reset`, including durations that have left the window.
+
+    Raises:
+        ValueError: `window_size` is less than 1.
     """
 
     def __init__(self, window_size: int = 10, clock: Clock = time.perf_counter) -> None:
@@ -148,7 +151,7 @@ class TimerCollection:
     def record(self, key: str) -> AbstractContextManager[None]:
         """Return a context manager that measures a `with` block with the timer `key`.
 
-        The context manager does nothing while timers are disabled.
+        If timers are disabled, return a context manager that does nothing.
         """
         if not self._enabled:
             return _NOTHING

@@ -104,7 +104,7 @@ class _FormerUnpickler(pickle.Unpickler):
 
 
 def read_pickle(content: bytes) -> Any:
-    """Return the content of a pickle, with a `FormerValue` in place of each NumPy array.
+    """Return the content of a pickle, with a `FormerValue` in place of each NumPy array or dtype.
 
     Raises:
         NotPlainError: The pickle contains objects other than plain values and NumPy arrays.

@@ -21,7 +21,7 @@ class NotPlainError(Exception):
     """A file contains more than plain data. Loading it could run code.
 
     Attributes:
-        needed: Name of the class or function that loading the file would need.
+        needed: The class or function, or the type of array, that loading the file would need.
     """
 
     def __init__(self, needed: str) -> None:
@@ -77,7 +77,8 @@ def check_stored(archive: zipfile.ZipFile, num_bytes: int) -> None:
         num_bytes: Size of the file.
 
     Raises:
-        DamagedFileError: Members are compressed, overlap, or start before the archive.
+        DamagedFileError: A member is compressed or starts before the archive, or the members together are larger than
+            the file, because they overlap.
     """
     for member in archive.infolist():
         is_plain = member.compress_type == zipfile.ZIP_STORED and member.file_size == member.compress_size
@@ -126,7 +127,10 @@ def corrupted(name: str, finding: str) -> CheckpointCorruptedError:
 
 
 def in_short(error: Exception) -> str:
-    """Return the first line of an error's message, or the error's class name if the message is empty."""
+    """Return the first line of an error's message, cut to 200 characters.
+
+    Return the error's class name if the message is empty.
+    """
     return str(error).strip().partition("\n")[0][:200] or type(error).__name__
 
 

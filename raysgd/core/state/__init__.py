@@ -1,1 +1,1 @@
-"""Prepares training states to be sent to other processes. The data is copied only once, into memory that is reused."""
+"""Encodes training states to send them to other processes. Encoding copies the data at most once."""

@@ -1,4 +1,4 @@
-"""Provides host memory for copies of training states.
+"""Provides host memory for copies of training states and gradients.
 
 Blocks of memory are reused, because their pages are already mapped.
 

@@ -1,16 +1,17 @@
-"""Sends a training state to another process with a single copy of its tensors.
+"""Encodes a training state to send it to another process with few copies of its tensors.
 
 An encoded state consists of a skeleton and a buffer. The skeleton is a small pickle with a number in place of each
-tensor. The buffer is one flat array with the bytes of all tensors. With `lend`, large tensors are not copied into the
-buffer but are sent from their own memory. Pickle protocol 5 sends all of these arrays out of band. Ray therefore copies
-them into its object store once, and the receiver can use the tensors there without another copy.
+tensor. The buffer is one flat array with the bytes of all tensors and of large NumPy arrays. With `lend`, large tensors
+that are contiguous in CPU memory are not copied into the buffer but are sent from their own memory. Pickle protocol 5
+sends all of these arrays out of band. Ray therefore copies them into its object store once, and the receiver can use
+the tensors there without another copy.
 
 The encoding preserves types and order of containers, classes of other objects (through cloudpickle), the identity of
-tensors, dtypes, strides of dense tensors, and `requires_grad`. It does not preserve the device (everything arrives on
-the CPU), views of a part of another tensor's memory, attributes set on a tensor, or a `DistributedDataParallel` wrapper
-around a model, which belongs to a process group.
+tensors, dtypes, strides of dense tensors, and `requires_grad`. It does not preserve the device (all tensors except meta
+tensors arrive on the CPU), views of a part of another tensor's memory, attributes set on a tensor, or the wrapper
+`DistributedDataParallel` of a model, because the wrapper belongs to a process group.
 
-PyTorch is optional. Without PyTorch, a state has no tensors, and NumPy arrays work the same way.
+PyTorch is optional. In a process without PyTorch, a state has no tensors.
 """
 
 from __future__ import annotations
@@ -38,16 +39,18 @@ _INLINE_ARRAY_BYTES = 4096
 """NumPy arrays up to this size stay in the skeleton: storing them separately would cost more than copying them."""
 
 _LENT_BYTES = 2**16
-"""`lend` does not copy tensors of at least this size. It copies smaller tensors into one array."""
+"""`lend` does not copy contiguous CPU tensors of at least this size. It copies all other tensors into one array."""
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedState:
-    """A training state in a form that is ready to be sent. Pickling it with protocol 5, as Ray does, copies no arrays.
+    """A training state in a form that is ready to be sent.
+
+    Pickling this object with protocol 5 and out-of-band buffers, as Ray does, copies no arrays.
 
     Attributes:
         skeleton: The pickled structure, with a number in place of each tensor.
-        buffer: The bytes of the tensors, each aligned to a multiple of 64.
+        buffer: The bytes of the tensors and of large NumPy arrays, each aligned to a multiple of 64.
         apart: The bytes of tensors that are not in the buffer, one array per tensor.
     """
 
@@ -57,7 +60,7 @@ class EncodedState:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the state's tensors in bytes, including padding."""
+        """Size of the state's tensors and large NumPy arrays in bytes, including padding."""
         return sum(int(content.nbytes) for content in (self.buffer, *self.apart))
 
 
@@ -86,6 +89,7 @@ class StateEncoder:
 
         Raises:
             pickle.PicklingError: An object in the state cannot be pickled. Many classes raise a `TypeError` instead.
+            ValueError: The state contains one worker's shard of a sharded tensor.
         """
         parts = _Parts()
         skeleton = _skeleton(state, parts)
@@ -95,12 +99,13 @@ class StateEncoder:
 
 
 def lend(state: Any) -> EncodedState:
-    """Encode a training state without copying its large tensors. The result must be sent immediately.
+    """Encode a training state without copying its large contiguous CPU tensors. The result must be sent immediately.
 
-    If these tensors change before the result is sent, the changes are sent, too.
+    If these tensors change before the result is sent, the changes are sent, too. All other data is copied.
 
     Raises:
-        pickle.PicklingError: An object in the state cannot be pickled.
+        pickle.PicklingError: An object in the state cannot be pickled. Many classes raise a `TypeError` instead.
+        ValueError: The state contains one worker's shard of a sharded tensor.
     """
     parts = _Parts(lends=True)
     skeleton = _skeleton(state, parts)
@@ -114,9 +119,10 @@ def decode(encoded: EncodedState, copy: bool) -> Any:
 
     Args:
         encoded: The result of `StateEncoder.encode` or `lend`, from this or another process.
-        copy: If True, the tensors own their memory. If False, the tensors are views of the encoded arrays and keep
-            these arrays alive. Do not write to such views, because memory from Ray's object store is shared with other
-            processes. In both cases, each tensor has a separate storage of exactly its bytes.
+        copy: If True, tensors and NumPy arrays own their memory. If False, tensors and large NumPy arrays are views of
+            the encoded arrays and keep the encoded arrays alive. Do not write to such views, because memory from Ray's
+            object store is shared with other processes. In both cases, each tensor has a separate storage of exactly
+            its bytes.
     """
     tensor_parts, array_parts, structure = pickle.loads(encoded.skeleton)
     tensors = _build_tensors(tensor_parts, encoded, copy)
@@ -254,7 +260,10 @@ def _skeleton_pickler() -> Any:
             return self._parts.add_tensor(obj) if torch is not None and _is_plain_tensor(obj, torch) else None
 
         def reducer_override(self, obj: Any) -> Any:
-            """Substitute objects that cannot be sent to another process. Everything else is pickled as usual."""
+            """Pickle a `DistributedDataParallel` wrapper as its model, and tensors of special types as CPU tensors.
+
+            Everything else is pickled as usual.
+            """
             torch = self._torch
             if torch is not None and isinstance(obj, torch.nn.parallel.DistributedDataParallel):
                 return _itself, (obj.module,)
@@ -292,6 +301,8 @@ def _itself(value: Any) -> Any:
 def _reduced(tensor: torch.Tensor) -> Any:
     """Return the value of `__reduce_ex__` for a tensor of a special type, after moving the tensor to the CPU.
 
+    Meta tensors are not moved.
+
     Raises:
         ValueError: `tensor` is one worker's shard of a sharded tensor.
     """
@@ -318,7 +329,8 @@ def _is_plain_memory(tensor: torch.Tensor) -> bool:
 def _identity(tensor: torch.Tensor) -> Hashable:
     """Return a key that is equal for two references to the same tensor.
 
-    All empty tensors count as different tensors, because they have no address.
+    Two tensors of the same type, dtype, shape and strides at the same address count as the same tensor, unless only one
+    of them requires a gradient. An empty tensor has no address, so its key is the ID of the object.
     """
     if tensor.numel() == 0:
         return id(tensor)

@@ -1,1 +1,1 @@
-"""Output for people: HTML cards, log lines, lists of ranks, warnings that are shown once, and masked secrets."""
+"""Output for people: HTML cards, log lines, locations in code, warnings that are shown once, and masked secrets."""

@@ -72,15 +72,15 @@ def note(text: str) -> str:
 
 
 def fitted(text: str, indent: int = 2) -> str:
-    """Wrap text to the terminal's width. Lines after the first are indented.
-
-    Without a terminal, the width is 80 columns or the value of the environment variable COLUMNS.
-    """
+    """Wrap text to the terminal's width. Lines after the first are indented."""
     return textwrap.fill(text, width(), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def width() -> int:
-    """Return the terminal's width in columns, at least 40."""
+    """Return the terminal's width in columns, at least 40.
+
+    The environment variable COLUMNS, if it is set, replaces the terminal's width. Without a terminal, the width is 80.
+    """
     return max(40, shutil.get_terminal_size().columns)
 
 

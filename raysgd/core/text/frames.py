@@ -24,7 +24,7 @@ _FOLDERS_OF_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-package
 
 
 def shows_all_frames() -> bool:
-    """Return True if `RAYSGD_TRACEBACK` is "full". Errors then show the frames of raysgd, too."""
+    """Return True if `RAYSGD_TRACEBACK` is "full". Errors then show the frames of raysgd and other libraries, too."""
     return os.environ.get(TRACEBACK_VARIABLE, "").lower() == "full"
 
 
@@ -64,6 +64,8 @@ def frames_of_user(trace: TracebackType | None, most: int) -> TracebackType | No
 def with_code(place: str) -> str:
     """Return a location, `file:line in function`, followed by its line of code if this process can read the file.
 
+    Any other text is returned unchanged.
+
     The process that raised the error may lack the file. A worker on another node has neither the driver's script nor a
     notebook's cells.
     """
@@ -88,9 +90,10 @@ def short_name(filename: str) -> str:
 
 
 def defined_at(owner: type[Any], method: str) -> str:
-    """Return a sentence that says where the user defined a method of a class. Return "" if the user did not define it.
+    """Return a sentence, with a leading space, that says where the user defined a method of a class.
 
-    Errors about the method's return value contain this sentence, because their traceback does not point to the method.
+    Return "" if the user did not define it. Errors about the method contain this sentence, because their traceback does
+    not point to the method.
     """
     code = getattr(getattr(owner, method, None), "__code__", None)
     if code is None or is_of_library(code.co_filename):

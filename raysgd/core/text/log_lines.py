@@ -88,7 +88,7 @@ class LogBuffer(logging.Handler):
 
 
 class LogRelay:
-    """Logs the workers' log lines in the driver. Each line is logged only once, with the ranks that sent it."""
+    """Logs the workers' log lines in the driver. Each line is logged once, with the ranks that have sent it so far."""
 
     def __init__(self) -> None:
         self._told: set[tuple[str, str]] = set()
@@ -137,7 +137,9 @@ def level() -> int:
 
 
 def collect(from_level: int) -> None:
-    """Store log lines for the driver instead of showing them. Worker processes call this function.
+    """Store log lines for the driver instead of showing them.
+
+    Worker processes and the processes of detached trainers call this function.
 
     Args:
         from_level: The lowest level of the lines to store.
@@ -151,17 +153,17 @@ def collect(from_level: int) -> None:
 
 
 def glance() -> tuple[WorkerLogLine, ...]:
-    """Return new log lines of this worker, to be sent with a heartbeat. The next `drain` returns them again.
+    """Return new log lines of this process, to be sent with a heartbeat. The next `drain` returns them again.
 
-    Return an empty tuple in a process that is not a worker.
+    Return an empty tuple if this process has not called `collect`.
     """
     return () if _notebook is None else _notebook.glance()
 
 
 def drain() -> tuple[WorkerLogLine, ...]:
-    """Return the log lines of this worker since the last `drain`.
+    """Return the log lines of this process since the last `drain`.
 
-    Return an empty tuple in a process that is not a worker.
+    Return an empty tuple if this process has not called `collect`.
     """
     return () if _notebook is None else _notebook.drain()
 

@@ -66,8 +66,9 @@ def masked(value: Any) -> Any: ...
 def masked(value: Any) -> Any:
     """Return a value with its keys and passwords masked, so that the value can be shown.
 
-    This masks dict entries whose names indicate a secret, and secrets within strings. An object whose `repr` contains a
-    secret is replaced with its masked `repr`. A value without secrets is returned unchanged.
+    This masks dict entries whose names indicate a secret, and secrets within strings. Entries that are None, True or
+    False are not masked. An object whose `repr` contains a secret is replaced with its masked `repr`. A value without
+    secrets is returned unchanged.
 
     >>> masked({"lr": 0.1, "db": {"password": "abc"}, "data": ["s3://id:secret@bucket/a?region=x&sig=y"]})
     {'lr': 0.1, 'db': {'password': '***'}, 'data': ['s3://***@bucket/a?region=x&sig=***']}

@@ -82,7 +82,8 @@ def keep_lines(path: Path, step: int, last_step: int | None = None) -> None:
 def is_until(step: int, report: Mapping[str, Any], last_step: int | None = None) -> bool:
     """Return True if a report's number is at most `step`, or if `last_step` includes the report.
 
-    A report's number is its epoch. The number of a training function's report is its `training_iteration`.
+    A report's number is its epoch. The number of a training function's report is its `training_iteration`. Return False
+    for a report without a number.
 
     Args:
         step: The last epoch, or the last `training_iteration`, that counts.
@@ -232,7 +233,8 @@ class EventFile(Sink):
     """Writes metrics to a TensorBoard event file. A background thread flushes the file within two seconds.
 
     tensorboardX imports PyTorch, which takes a second if the driver has not imported it. Another thread therefore opens
-    the file after the first row. The start of a run never waits for the import. A row waits for it only with `flushes`.
+    the file after the first row. The start of a run never waits for the import. `close` waits for it, and `write` waits
+    only with `flushes`.
 
     Args:
         folder: The file's folder: an absolute path, or a path relative to the run's folder. "" stands for the run's
@@ -262,9 +264,9 @@ class EventFile(Sink):
         self._opener, self._waiting = None, []
 
     def write(self, row: Mapping[str, Any], step: int) -> None:
-        """Write a row of metrics, or store it until the file is open.
+        """Write a row of metrics. If the file is not open yet, store the row for a later `write` or `close`.
 
-        Skip unsupported values, with one warning per name.
+        Skip NaN without a warning, and unsupported values with one warning per name.
         """
         self._waiting.append((dict(row), step))
         if self._opener is None:

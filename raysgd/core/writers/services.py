@@ -85,7 +85,7 @@ class ServiceRun(Sink):
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics that are numbers, including numbers in nested dicts."""
+    """Return the metrics that `float` can convert, as floats. Metrics in nested dicts get names such as `val/loss`."""
     numbers = {}
     for name, value in flattened(metrics).items():
         try:
@@ -110,10 +110,11 @@ class MLflowRun(ServiceRun):
             variable MLFLOW_TRACKING_URI, otherwise the folder `mlruns` in the raysgd run's folder.
         registry_uri: URI of the store for models. Default: MLFLOW_REGISTRY_URI if it is set, otherwise the store for
             runs.
-        experiment_id: Id of an existing experiment. Default: the environment variable MLFLOW_EXPERIMENT_ID.
-        experiment_name: Name of the experiment if there is no id. It is created if necessary. Default:
-            MLFLOW_EXPERIMENT_NAME, otherwise the name of the raysgd run.
-        tags: Tags to set on the run.
+        experiment_id: ID of an existing experiment. Default: the environment variable MLFLOW_EXPERIMENT_ID.
+        experiment_name: Name of the experiment if there is no ID, or no experiment with this ID. The experiment is
+            created if necessary. Default: MLFLOW_EXPERIMENT_NAME, otherwise the name of the raysgd run. If this run has
+            no name either, `open` raises `ValueError`.
+        tags: Tags to set on the run. A run that was already active keeps its own tags.
         joins: True to write to the active run if there is an active run.
         name: Name of a new run.
         purpose: What needs MLflow, for the error if MLflow is missing.

@@ -39,8 +39,9 @@ class Sink(ABC):
         Args:
             run: The run, with the attributes `folder`, `config` and `name`. A sink that does not write to the folder
                 must not read `folder`, because reading it may create the folder.
-            first_step: The step from which the run continues. Rows of later steps come from a previous run and are
-                removed. 0 for a new run. None to keep all rows.
+            first_step: The epoch, or the `training_iteration`, from which the run continues. Later rows in the
+                destination come from a previous run. Sinks that can remove rows remove them. 0 for a new run. None to
+                keep all rows.
         """
 
     @abstractmethod
@@ -79,10 +80,10 @@ class FileSink(Sink):
 
     @abstractmethod
     def _begin(self, first_step: int | None) -> None:
-        """Create the file. If the file exists, remove rows of an earlier run from it.
+        """Create the file. If the file exists, remove the rows after `first_step`.
 
         Args:
-            first_step: The step from which the run continues. See `Sink.open`.
+            first_step: The epoch, or the `training_iteration`, from which the run continues. See `Sink.open`.
         """
 
 
@@ -92,7 +93,9 @@ def place_in(run: Any, name: Path) -> Path:
 
 
 class SafeSink:
-    """Wraps a sink so that its failures become warnings, one per error type. Later rows are still written.
+    """Wraps a sink so that failed writes become warnings, one per error type. Later rows are still written.
+
+    Errors in `close` become warnings, too.
 
     Args:
         sink: The sink to write to.

@@ -49,7 +49,8 @@ def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
     """Write `state` to `path` atomically.
 
     Raises:
-        ValueError: `state` contains an object that cannot be stored. The message gives its location in `state`.
+        ValueError: `state` is nested too deeply, or contains an object that cannot be stored. The message gives the
+            location of the object in `state`.
         OSError: The file could not be written. `path` is unchanged.
     """
     from raysgd.storage import files  # imported here, because workers only read files and do not need it
@@ -70,7 +71,8 @@ def check(state: dict[str, Any]) -> None:
     """Check that a checkpoint file can store `state`.
 
     Raises:
-        ValueError: `state` contains an object that cannot be stored. The message gives its location in `state`.
+        ValueError: `state` is nested too deeply, or contains an object that cannot be stored. The message gives the
+            location of the object in `state`.
     """
     check_depth(state, "`state`")
     _encoded(state, "", {})
@@ -180,7 +182,7 @@ def _array(content: bytes, dtype_name: str, shape: list[int]) -> Any:
     """Return the array in a `.npy` member of the archive, with the dtype and the shape that `state.json` records.
 
     Raises:
-        DamagedFileError: The array in the member has another shape.
+        ValueError: The array in the member has another shape, or a dtype that is not allowed.
     """
     require(math.prod(shape) <= len(content), "an array is larger than its member")
     member = io.BytesIO(content)

@@ -14,8 +14,8 @@ import numpy as np
 
 from raysgd.tf.objects import registration
 
-# For each current optimizer, the attributes that hold its slots. Their order is that of the slots in the old optimizer
-# of the same name. Both optimizers compute the same steps from these slots.
+# For each current optimizer, the attributes that hold its slots, in the order in which the old optimizer of the same
+# name stored its slots. Both optimizers compute the same steps from these slots.
 _SLOTS = {
     "SGD": ("momentums",),
     "Adam": ("_momentums", "_velocities", "_velocity_hats"),

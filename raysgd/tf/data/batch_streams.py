@@ -163,7 +163,10 @@ class TFDividedSource:
         return {"seed": self._seed}
 
     def load_state(self, position: Mapping[str, Any]) -> bool:
-        """Go to a saved position in the data. Return False if this process cannot repeat the order of the samples."""
+        """Go to the pass of a saved position, or to the next pass if the saved pass had ended.
+
+        Return False if this process cannot repeat the order of the samples.
+        """
         is_mid_pass = position["is_mid_pass"]
         num_passes = position["pass_index"] + (0 if is_mid_pass else 1)
         is_same_order = position["seed"] == self._seed or not self._passes.is_shuffled
@@ -388,6 +391,9 @@ def dataset_of(stream: Stream) -> Any:
     """Return the batches of a stream as a `tf.data.Dataset`, in the order of the shards.
 
     This reads the first row of the stream, to determine the element spec.
+
+    Raises:
+        ValueError: The stream has no batch size or no rows.
     """
     import tensorflow as tf
 

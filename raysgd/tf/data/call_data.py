@@ -85,7 +85,8 @@ def call_data_of(dataset: Any, config: Mapping[str, Any], seed: int, *, travels:
         travels: Whether the data must be serialized, to be sent to other processes.
 
     Raises:
-        ValueError: The data cannot be sharded, or there is no batch size.
+        ValueError: A dataset does not consist of batches or cannot be sent to the workers, an `Arrays` has a transform,
+            or there is no batch size.
     """
     kind = kind_of(dataset)
     if kind == "rows":
@@ -126,7 +127,8 @@ def _dataset_over(arrays: Any, form: BatchForm, size: int, num_shuffled: int, dr
 def batches_of(share: CallData, is_distributed: bool) -> Any:
     """Return the batches of the data that the user passed to a call. Called in a worker.
 
-    If every worker has received the whole data, the returned batches are not sharded yet.
+    If every worker has received the whole data, the returned batches are not sharded yet. If the data is a `Stream`, it
+    is returned unchanged.
 
     Raises:
         TypeError, ValueError: A creator did not return a dataset of batches.
@@ -200,7 +202,7 @@ def batches_to_predict(work: Work) -> Iterator[tuple[Any, int]]:
 
 
 def plain(data: Any) -> Any:
-    """Convert all tensors in nested data to NumPy arrays."""
+    """Convert all tensors in nested tuples and dicts to NumPy arrays. Other objects, such as lists, stay unchanged."""
     is_tree = isinstance(data, tuple | Mapping) or hasattr(data, "numpy")
     return trees.mapped(data, lambda leaf: leaf.numpy() if hasattr(leaf, "numpy") else leaf) if is_tree else data
 

@@ -18,7 +18,7 @@ from raysgd.utils import BATCH_SIZE
 
 
 def resolve_num_workers(num_workers: Any, num_replicas: Any) -> int:
-    """Return the number of workers from `num_workers` or its older name `num_replicas`."""
+    """Return the number of workers from `num_workers` or its older name `num_replicas`. If both are None, return 1."""
     if num_workers is not None and num_replicas is not None and num_workers != num_replicas:
         raise ValueError(
             f"`num_workers={num_workers!r}` and `num_replicas={num_replicas!r}` are two names for one argument: pass "
