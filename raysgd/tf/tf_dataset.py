@@ -22,11 +22,12 @@ class TFMLDataset(ShardedFrames):
         feature_shapes: Shape of each feature column per row. Default: `()`. Required for columns of lists or arrays.
         feature_types: Dtype of each feature column. Default: float32.
         label_column: Name of the label column.
-        label_shape: Shape of the label per row.
-        label_type: Dtype of the label.
+        label_shape: Shape of the label per row. Default: `()`.
+        label_type: Dtype of the label. Default: float32.
 
     Raises:
-        AssertionError: A list differs in length from `feature_columns`.
+        AssertionError: `feature_columns` or `label_column` is missing, or a list differs in length from
+            `feature_columns`.
         ImportError: TensorFlow is not installed.
     """
 

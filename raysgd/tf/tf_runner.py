@@ -39,7 +39,9 @@ class TFRunner(ClassRunner):
 
         Args:
             request: What to evaluate.
-            share: This worker's part of the data that the user passed to `trainer.validate(dataset=...)`.
+            share: This worker's shard of data that the driver has divided: data that the user passed to
+                `trainer.validate(dataset=...)`, or registered Ray Data. None if there is no such data, or if this
+                worker already has its shard.
         """
         if request.shard_key is None:
             self._hosted.feed.align_validation()
@@ -58,7 +60,7 @@ class TFRunner(ClassRunner):
     def former_optimizer(self, weights: Sequence[Any]) -> list[Any] | None:
         """Convert the optimizer weights in a `ray.util.sgd` checkpoint to values for the optimizer's variables.
 
-        Return None if the weights do not match the optimizer.
+        Return None if the weights do not match the optimizer, or if the operator does not have exactly one optimizer.
         """
         optimizers = self.operator._optimizers
         return former_optimizer.arranged(optimizers[0], weights) if len(optimizers) == 1 else None

@@ -1,7 +1,7 @@
 """`TFTrainer`: the driver's handle for N replicas of Keras models.
 
-The trainer checks arguments, converts calls to requests to the workers, and merges the results. The driver does not
-load TensorFlow until you request a model.
+The trainer checks arguments, converts calls to requests to the workers, and merges the results. Unless rank 0 runs in
+the driver, the driver does not load TensorFlow until you request a model.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class TFTrainer(ClassTrainer[OperatorT]):
         config: Passed to the creators or to the operator. For creators, `fit_config` and `evaluate_config` contain
             options for `fit` and `evaluate`. For operators, the key `BATCH_SIZE` may hold the global batch size.
         seed: Seed for the initial weights and the order of shuffled datasets. Default: a random seed.
-        verbose: Keras's verbosity, on rank 0 only.
+        verbose: Verbosity of Keras's `fit` and `evaluate` on rank 0, with creators. Other ranks print nothing.
 
     Args: Where it runs
-        num_workers: Number of workers. After failures, there may temporarily be fewer.
+        num_workers: Number of workers. After failures, there may temporarily be fewer. Default: 1.
         num_replicas: Older name of `num_workers`.
         num_cpus_per_worker: Number of CPUs to reserve per worker, and the worker's number of threads.
         use_gpu: Whether to reserve a GPU for each worker.
@@ -251,9 +251,9 @@ class TFTrainer(ClassTrainer[OperatorT]):
     def get_model(self, custom_objects: Mapping[str, Any] | None = None) -> Any:
         """Return a copy of the trained model, or a list of models, in the driver.
 
-        With creators, this calls `model_creator` and loads the trained weights and optimizer state into the model. With
-        an operator, the models are rebuilt from their Keras configurations. They are compiled if the operator's models
-        are compiled.
+        With creators, this calls `model_creator`. With an operator, the models are rebuilt from their Keras
+        configurations, and are compiled if the operator's models are compiled. The trained weights are then loaded into
+        the models. The optimizer state is loaded, too, if the models are compiled and have one optimizer each.
 
         Args:
             custom_objects: Your classes and functions, by name, that Keras needs to rebuild a model.
@@ -387,7 +387,10 @@ def _checked_content_of(snapshot: Snapshot) -> Content:
 
 
 def _settings_to_send(settings: TFSettings) -> TFSettings:
-    """Return the settings to send to the workers, with the `validation_data` of `fit_config` serialized."""
+    """Return the settings to send to the workers.
+
+    If the `validation_data` of `fit_config` is a dataset, it is serialized.
+    """
     tensorflow = sys.modules.get("tensorflow")
     options = settings.config.get("fit_config") or {}
     data = options.get("validation_data")
@@ -399,7 +402,10 @@ def _settings_to_send(settings: TFSettings) -> TFSettings:
 
 
 def _variables_for_workers() -> dict[str, str]:
-    """Return the environment variables to set in workers before they import TensorFlow: Keras version and log level."""
+    """Return the environment variables to set in workers before they import TensorFlow.
+
+    They select the Keras version, its backend, and TensorFlow's log level.
+    """
     return {**keras_of_driver(), "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
 
 

@@ -60,9 +60,10 @@ class TrainingOperator(BaseOperator):
 
     Attributes:
         world_size: Number of workers.
-        timers: Timers of the current call. `with self.timers.record("name"):` adds a timer to the `profile=True`
-            result.
-        global_step: Number of batches that the default `train_epoch` has trained on.
+        timers: Timers of the current call. `with self.timers.record("name"):` measures a block of code. With
+            `profile=True`, the call's result contains the measured times.
+        global_step: Number of global batches that the default `train_epoch` has trained on. A global batch is what all
+            workers train on in one step, so steps in which this worker had no samples count, too.
         run_eagerly: Whether to run `train_step` and `test_step` eagerly instead of as a graph. Set it to True in
             `setup` to use a debugger. Default: False.
         resumes_epochs: Whether an epoch may continue after workers were lost or added, by calling `train_epoch` again
@@ -144,8 +145,8 @@ class TrainingOperator(BaseOperator):
 
         Args:
             batch: `(features, target)` or `(features, target, sample_weight)`, as for `fit`.
-            batch_info: `batch_idx`, `global_step` and the entries of `info`. While a new worker warms up, it also has
-                `warm_up=True`, and the step does not count.
+            batch_info: A dict with `batch_idx`, `global_step` and the entries of `info`. While a new worker warms up,
+                the dict also has `warm_up=True`, and the step does not count.
 
         Returns:
             The batch's metrics: numbers or one-element tensors. `num_samples` is their weight in the average.
@@ -178,8 +179,9 @@ class TrainingOperator(BaseOperator):
     def forward(self, features: Any, target: Any, sample_weight: Any = None, training: bool = False) -> tuple[Any, ...]:
         """Return the model's output for a batch, and the mean loss over samples. Called in training and validation.
 
-        If the loss is a mean over other units, such as tokens, return the number of units as a third value. Gradients
-        and metrics are then averaged over all workers with this weight.
+        By default, the loss includes `model.losses`, such as regularization terms. If the loss is a mean over other
+        units, such as tokens, return the number of units as a third value. Gradients and metrics are then averaged over
+        all workers with this weight.
         """
         import tensorflow as tf
 
@@ -191,7 +193,7 @@ class TrainingOperator(BaseOperator):
         return output, loss
 
     def optimizer_step(self, gradients: Sequence[Any]) -> None:
-        """Apply the gradients with `self.optimizer`, which first averages them over all workers by samples."""
+        """Apply the gradients with `self.optimizer`. It first averages them over all workers, weighted by samples."""
         optimizer = required(self, "optimizer")
         self._raysgd.context.synchronizer.require_watched(optimizer)
         variables = required(self, "model").trainable_variables
@@ -257,11 +259,12 @@ class TrainingOperator(BaseOperator):
 
         Returns:
             `(models, optimizers[, loss][, metrics])`, with models, optimizers and metrics in their original containers.
+            If a model computes in float16, the passed optimizers are wrapped in a `LossScaleOptimizer`.
 
         Raises:
             InvalidRegistrationError: An object has the wrong type.
-            IncompatibleModelError: Keras does not run on TensorFlow, or a model or metric does not work with several
-                workers.
+            IncompatibleModelError: Keras does not run on TensorFlow, `optimizers` is omitted but a model is not
+                compiled, or a metric cannot be merged over workers.
             TypeError: A keyword is unknown.
         """
         parts = [registration.models_of(models)]

@@ -5,8 +5,8 @@ It guarantees the following:
 * On any number of workers, `train()` and `validate()` report the same metrics as one process over the same samples.
 * One optimizer step of N workers equals the step of one process on the global batch, even if workers have different
   numbers of samples.
-* If a worker dies, at most the work of the `train()` or `validate()` call in progress is lost. In the worst case, that
-  call is repeated from the state that the workers had when the call started.
+* If a worker dies, the other workers continue the `train()` or `validate()` call in progress if they can. Otherwise,
+  all workers restart from the last snapshot. They then repeat that call and, by default, at most 30 s of earlier calls.
 
 The user provides the model, the loss and the data. The workers communicate through `torch.distributed`.
 """

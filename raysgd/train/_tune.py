@@ -52,7 +52,7 @@ def make_trainable(
         make_trainer: Creates a trial's trainer, which writes to `logdir`.
         train_func: The training function, which receives the trial's config.
         dataset: Dataset whose shards the function's workers receive.
-        bundles: Resources of one trial: for the trial itself, then for each worker.
+        bundles: Resources of one trial: a bundle for the trial itself, then the bundles of its workers.
         strategy: Ray's placement strategy for the bundles.
         refuses_more_steps: See `FunctionTrial`.
 
@@ -100,9 +100,9 @@ class FunctionTrial:
         self._has_ended = False
 
     def step(self) -> TrialStepResult:
-        """Wait for rank 0's next report and return it, with a flag that asks Tune to call `save`.
+        """Wait for rank 0's next report, or for the function's end, and return the result.
 
-        The flag is True if the function has saved a checkpoint that Tune does not have yet.
+        The result has a flag that asks Tune to call `save`. The flag is True if the function has saved a checkpoint that Tune does not have yet.
 
         Raises:
             RuntimeError: The function has finished, and `refuses_more_steps` is True.
@@ -135,7 +135,7 @@ class FunctionTrial:
     def save(self, folder: Path) -> None:
         """Write the trial's newest checkpoint into a folder for Tune.
 
-        If the function has not saved a checkpoint, write the checkpoint from which it started.
+        If the function has not saved a checkpoint, write the checkpoint from which it started, or an empty checkpoint.
         """
         self._num_saved = self._num_taken
         checkpoint = self._trainer.latest_checkpoint if self._trainer is not None else None
@@ -251,7 +251,7 @@ class FitTrial:
         self._has_ended = False
 
     def step(self) -> TrialStepResult:
-        """Wait for rank 0's next report and return it."""
+        """Wait for rank 0's next report, or for the function's end, and return the result."""
         if self._has_ended:
             return TrialStepResult(None, is_last=True)
         mailbox = self._mailbox = self._mailbox or self._begun()
@@ -287,7 +287,10 @@ class FitTrial:
         return folder
 
     def save(self, folder: Path) -> None:
-        """Write the newest checkpoint to `folder` for Tune, and delete older checkpoints from the trial's storage."""
+        """Write the newest checkpoint to `folder` for Tune, and delete older checkpoints from the trial's storage.
+
+        If the function has not reported a checkpoint, write the checkpoint that `load` has read, if any.
+        """
         newest = self._newest or self._begin_from
         if newest is not None:
             newest.to_directory(folder)
@@ -324,7 +327,11 @@ class FitTrial:
 
 
 def merged_arguments(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge a trial's config into the arguments of a trainer. Dicts and scaling configs are merged entry by entry."""
+    """Merge a trial's config into the arguments of a trainer. Dicts and scaling configs are merged entry by entry.
+
+    Raises:
+        ValueError: The config contains a `run_config`, or an invalid field of a `ScalingConfig`.
+    """
     refuse_run_config(config)
     return {**arguments, **{name: _merged(arguments.get(name), value) for name, value in config.items()}}
 

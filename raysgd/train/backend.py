@@ -1,8 +1,8 @@
 """The plug-in interface for connections between the workers of a function-based trainer.
 
-A plug-in consists of a `BackendConfig`, which users create, and a `Backend`, whose methods run in the driver and access
-the workers through a `WorkerGroup`. If all ranks must join a process group together before anything else runs in the
-workers, the config's `connection` method returns that group's `Connection`.
+A plug-in consists of a `BackendConfig`, which users create, and a `Backend`, whose `on_*` methods run in the driver and
+access the workers through a `WorkerGroup`. If all ranks must join a process group together before `on_start` is called,
+the config's `connection` method returns that group's `Connection`.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class Backend:
     share_cuda_visible_devices: bool = False
 
     def on_start(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
-        """Called in the driver when all workers have started, and again after lost workers were replaced.
+        """Called in the driver when all workers have started, and again whenever the workers are restarted.
 
-        Override this to connect the workers.
+        Not called when workers join or leave the group while a function runs (`elastic=True`). Override this to connect
+        the workers.
         """
 
     def on_training_start(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
@@ -105,7 +106,7 @@ class BackendConfig:
 
 @dataclass
 class PlacedConnection(Connection):
-    """Wraps a connection so that workers get environment variables with their rank.
+    """Wraps a connection so that each worker gets environment variables, such as `RANK`, before it joins.
 
     The wrapped connection is joined even if there is only one worker.
 
@@ -191,7 +192,7 @@ class PlacedConnection(Connection):
 def _membership() -> Any:
     """Return the `Membership` of the training function that runs in this process.
 
-    Return None if no function runs, or if it was not started with `elastic=True`.
+    Return None if no function runs, or if its group cannot change while it runs.
     """
     return getattr(current_session(), "membership", None)
 

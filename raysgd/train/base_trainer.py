@@ -67,7 +67,8 @@ class BaseTrainer(ABC):
         scaling_config: Resources of the worker that runs the loop. Only `trainer_resources` can be set.
         run_config: Options of the run: where it writes, which checkpoints it retains, and when it stops.
         datasets: Datasets by name, or functions that return a dataset.
-        preprocessor: Ray Data preprocessor that is fit on the datasets and applied to them before the loop starts.
+        preprocessor: Ray Data preprocessor that is applied to all datasets before the loop starts. If it is not fit yet,
+            it is fit on the dataset "train" first.
         metadata: A JSON-serializable dict that is added to each checkpoint.
         resume_from_checkpoint: The checkpoint that `get_checkpoint` returns until the loop has reported a checkpoint.
         detached: A name, or a `raysgd.Detached`, to let `fit` outlive this program. You then get a handle with the
@@ -92,7 +93,10 @@ class BaseTrainer(ABC):
     if not TYPE_CHECKING:  # type checkers read the arguments and the returned class from `__init__`
 
         def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
-            """Create a trainer and remember its arguments, for `restore` and for trials of Ray Tune."""
+            """Create a trainer and remember its arguments, for `restore` and for trials of Ray Tune.
+
+            With `detached`, return the handle of a trainer that outlives this program.
+            """
             if detached is not None:
                 return start(cls, detached, args, kwargs)
             trainer = super().__new__(cls)
@@ -126,7 +130,10 @@ class BaseTrainer(ABC):
     # ---------------------------------------------------------------------------------------------- methods to override
 
     def setup(self) -> None:  # noqa: B027 - it may stay empty
-        """Called in `fit` before the datasets are prepared and the loop starts. Does nothing by default."""
+        """Called before the datasets are prepared and the loop starts. Does nothing by default.
+
+        Called in the loop's worker, but in the driver for a `DataParallelTrainer`.
+        """
 
     def preprocess_datasets(self) -> None:
         """Prepare the datasets: call dataset functions and apply the preprocessor. Overrides must call `super`."""
@@ -142,12 +149,13 @@ class BaseTrainer(ABC):
         """Train until the loop finishes or a stop condition is met.
 
         Returns:
-            The run's metrics, checkpoints and folder.
+            The run's metrics, checkpoints and folder. If a restored run has already succeeded, it is not run again.
 
         Raises:
             ValueError: The configs contradict each other, or do not suit the trainer. Nothing was started.
             TrainingFailedError: The run failed more often than `FailureConfig(max_failures=...)` allows. The error is
                 also an instance of the class of your loop's exception. The run's folder contains all earlier reports.
+            Preempted: SIGTERM or SIGUSR1 arrived. The newest checkpoint is stored.
         """
         self._check()
         restored = self._restored
@@ -199,10 +207,11 @@ class BaseTrainer(ABC):
         """Return a class for `ray.tune`. Trials run this trainer with their config merged into the arguments.
 
         `raysgd.tune.Tuner` uses this class. Reports go to Tune, which also stores the checkpoints and restarts failed
-        trials. Of the trainer's `run_config`, only the storage and `num_to_keep=0` are used.
+        trials. Of the trainer's `run_config`, only the storage, `num_to_keep=0` and `worker_runtime_env` are used.
 
         Raises:
             MissingTuneError: Ray Tune is not installed.
+            ValueError: The workers cannot write to the storage, or the trainer selects nodes by labels.
         """
         from raysgd.train._tune import trainable_of
 
@@ -225,10 +234,10 @@ class BaseTrainer(ABC):
         raise TypeError(_NOT_RAYS_TUNER.format(name=type(self).__name__))
 
     def _check(self) -> None:
-        """Check the options that a trial of Ray Tune may set after `__init__`. Called when a run starts.
+        """Check the options that Ray Tune may set for each trial, and that are therefore not final before a run starts.
 
         Raises:
-            ValueError: An option is missing, or options contradict each other.
+            ValueError: An option is missing or not allowed, or options contradict each other.
         """
         check_allowed(self.scaling_config, self._scaling_config_allowed_keys, type(self).__name__)
         check_is_left_to_function(self.run_config)
@@ -266,7 +275,7 @@ class BaseTrainer(ABC):
     ) -> TrainerType:
         """Return the trainer of an interrupted or failed run. Its `fit` continues from the last checkpoint.
 
-        Loading a trainer executes code that the folder names. Restore only runs that you trust.
+        The trainer is loaded from a pickle in the folder, which may run code. Restore only runs that you trust.
 
         Args:
             path: The run's folder, or its URI.
@@ -294,7 +303,8 @@ class BaseTrainer(ABC):
 def _on_one_line(value: Any) -> str:
     """Return an argument of a trainer as a string for its `repr`.
 
-    Functions are shown by name, objects whose `repr` has several lines by class, and other values by `repr`.
+    Functions are shown by name, objects whose `repr` has several lines by class, and other values by `repr`. Secrets
+    are masked.
     """
     if isinstance(value, FunctionType):
         return value.__name__

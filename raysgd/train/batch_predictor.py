@@ -24,7 +24,7 @@ class BatchPredictor:
         **predictor_kwargs: Passed to `predictor_cls.from_checkpoint`.
 
     Raises:
-        TypeError: `predictor_cls` is not a `Predictor`, or `checkpoint` is not a raysgd checkpoint.
+        TypeError: `predictor_cls` is not a subclass of `Predictor`, or `checkpoint` is not a raysgd checkpoint.
 
     Examples:
         >>> from raysgd.train.torch import TorchPredictor
@@ -90,7 +90,7 @@ class BatchPredictor:
         Args:
             data: A Ray Data dataset.
             feature_columns: Columns that the model receives, as the preprocessor names them; None for all columns.
-            keep_columns: Columns of `data` to add to the predictions.
+            keep_columns: Columns to add to the predictions, as the preprocessor returns them.
             batch_size: Number of rows in each batch that is passed to the predictor.
             min_scoring_workers: Minimum number of workers.
             max_scoring_workers: Maximum number of workers; None for as many as the resources allow.
@@ -155,8 +155,8 @@ class _Scorer:
 
         Args:
             batch: The batch, as Ray Data passes it.
-            features: Columns that the model receives; None for all.
-            kept: Columns of the batch to add to the predictions.
+            features: Columns of the preprocessed batch that the model receives; None for all.
+            kept: Columns of the preprocessed batch to add to the predictions.
             options: Keyword arguments for the predictor's `predict`.
         """
         if self._preprocessor is not None:

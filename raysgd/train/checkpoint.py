@@ -42,21 +42,21 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _ARRIVAL_S = 10.0
-"""How many seconds to wait for a checkpoint that a worker is sending, after a worker was lost. If the worker that sends
-it died, the wait ends immediately. If that worker is frozen, the checkpoint may never arrive."""
+"""How many seconds to wait, after a failure, for a checkpoint that a worker is still sending. If that worker has died,
+the wait ends immediately. If it is frozen, the checkpoint may never arrive."""
 
 
 class CheckpointLostError(Exception):
-    """Raised if a checkpoint was lost with the worker that was sending it.
+    """Raised if a checkpoint was lost on its way to the driver, usually because the worker that was sending it died.
 
-    The run continues from the previous checkpoint.
+    A restart continues from the previous checkpoint.
     """
 
 
 class CheckpointTaker(ABC):
     """Receives the checkpoints of a run in the driver.
 
-    They are received one after another in a thread, so that the training functions do not wait.
+    Checkpoints are received one after another in a thread, while the training functions continue.
 
     Attributes:
         next_index: Number of the next checkpoint, for workers that store checkpoints themselves; None if workers store
@@ -92,7 +92,7 @@ class CheckpointTaker(ABC):
             The checkpoint's path or URI; None if there is no checkpoint, or if checkpoints are not written to files.
 
         Raises:
-            OSError: The checkpoint could not be written.
+            Exception: Receiving or writing the checkpoint failed. If writing failed, the error is an `OSError`.
         """
 
     def begin_attempt(self) -> None:  # noqa: B027 - subclasses need not override it
@@ -108,7 +108,7 @@ class CheckpointTaker(ABC):
         """Return True if a checkpoint has been completely received since the last call to this method.
 
         If a checkpoint is just being received, wait for it. Without this wait, the answer would depend on timing. If
-        receiving the checkpoint failed, `flush` raises the error.
+        receiving the checkpoint failed, this method raises no error, but the next `flush` does.
         """
         if self._coming is not None and self._has_arrived.wait(_ARRIVAL_S):
             wait([self._coming])
@@ -126,7 +126,7 @@ class CheckpointTaker(ABC):
             )
 
     def flush(self) -> None:
-        """Wait until the newest checkpoint has been received and written.
+        """Wait until the newest checkpoint has been received and written, or was lost.
 
         Raises:
             Exception: Receiving or writing the checkpoint failed. If writing failed, the error is an `OSError`.
@@ -242,10 +242,11 @@ def checked_score(strategy: CheckpointStrategy, score: Any) -> float | None:
 
 
 class CheckpointManager(CheckpointTaker):
-    """Receives the checkpoints of one run after another, and writes each checkpoint to a file.
+    """Receives the checkpoints of one run after another, and stores the best checkpoints of each run as files.
 
     Attributes:
-        latest_checkpoint_id: Number of the run's newest checkpoint, counted from 1.
+        latest_checkpoint_id: Number of the newest checkpoint, counted from 1. Before a run's first checkpoint, the
+            `latest_id` that was passed to `begin_run`, or 0.
     """
 
     def __init__(self) -> None:
@@ -341,12 +342,15 @@ class CheckpointManager(CheckpointTaker):
 
     @property
     def latest_checkpoint_dir(self) -> Path | Folder | None:
-        """The folder that contains the checkpoint files of the latest run; None if no files are written."""
+        """The folder for the checkpoint files of the latest run; None if the run has no folder."""
         return as_place(self._folder) if self._folder is not None else None
 
     @property
     def latest_checkpoint_path(self) -> Path | str | None:
-        """The path or URI of the latest run's newest existing checkpoint file; None if the run has no file."""
+        """The path or URI of the latest run's newest checkpoint file; None if the run has no file.
+
+        If the newest file was deleted, this is the best checkpoint file instead.
+        """
         self.flush()
         newest = self._saved[-1].number if self._saved else None
         if self._folder is not None and newest is not None and self._folder.has(checkpoint_name(newest)):
@@ -361,7 +365,7 @@ class CheckpointManager(CheckpointTaker):
         return self._place_of(best[-1].number) if best else None
 
     def _place_of(self, identity: int) -> Path | str | None:
-        """Return the path or URI of a checkpoint's file, or None if no files are written."""
+        """Return the path or URI of a checkpoint's file, or None if the run has no folder."""
         if self._folder is None:
             return None
         file = self._folder / checkpoint_name(identity)
@@ -392,7 +396,8 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path | str) -> None:
 def load_checkpoint(checkpoint: Mapping[str, Any] | str | Path | None) -> dict[str, Any] | None:
     """Return the content of a checkpoint: a copy of the dict, or the content of the file at a path or URI.
 
-    Return None for None. Loading a file may run code from the file, as with any pickle.
+    The path or URI may also lead to the folder of a dict checkpoint that `fit` has stored. Return None for None.
+    Loading a file may run code from the file, as with any pickle.
 
     Raises:
         ValueError: The file does not exist.

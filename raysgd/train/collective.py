@@ -18,7 +18,7 @@ def broadcast_from_rank_zero(data: T) -> T:
     All workers must call this function. The call blocks until all of them have called it.
 
     Raises:
-        TypeError: The value cannot be pickled.
+        TypeError: This worker's `data` cannot be pickled.
     """
     answer: T = helper_session().ask(BROADCAST, data)
     return answer

@@ -36,7 +36,7 @@ TUNE_CHECKPOINT_ID = "_current_checkpoint_id"
 RESULT_FETCH_TIMEOUT = 0.2  # seconds between two polls in the old library; not used by raysgd
 SESSION_MISUSE_LOG_ONCE_KEY = "train_warn_session_misuse"
 
-# Environment variables that the driver reads when a trainer is created.
+# Environment variables that the driver reads when a `Trainer` is created, and when `fit` runs a training function.
 ENABLE_DETAILED_AUTOFILLED_METRICS_ENV = "TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS"
 ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV = "TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES"
 TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV = "TRAIN_PLACEMENT_GROUP_TIMEOUT_S"

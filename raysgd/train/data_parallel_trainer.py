@@ -32,9 +32,9 @@ __all__ = ["DataParallelTrainer", "HorovodTrainer", "TensorflowTrainer", "TorchT
 class DataParallelTrainer(BaseTrainer):
     """Runs a training function on several workers and collects its reports in a `Result`.
 
-    Every worker calls `raysgd.train.report(metrics, checkpoint=...)` the same number of times. The metrics of rank 0
-    are the results. If the function fails or a worker is lost, the run fails. With `FailureConfig(max_failures=3)` it
-    restarts from its newest checkpoint up to three times.
+    Every worker must call `raysgd.train.report(metrics, checkpoint=...)` the same number of times. The metrics of rank
+    0 are the results. If the function fails or a worker is lost, the run fails. With `FailureConfig(max_failures=3)`,
+    it restarts from its newest checkpoint up to three times. `FailureConfig` explains when the count starts again.
 
     To build a trainer with your own loop, derive from this class and pass the loop to `super().__init__`. To connect
     the workers differently, pass your own `BackendConfig`.
@@ -52,7 +52,8 @@ class DataParallelTrainer(BaseTrainer):
         run_config: Options of the run: where it writes, which checkpoints it retains, and when it stops.
         datasets: Datasets by name, or functions that return a dataset; see `raysgd.train.get_dataset_shard`.
         metadata: A JSON-serializable dict that is added to each checkpoint.
-        preprocessor: Ray Data preprocessor that is fit on the datasets and applied to them before the function starts.
+        preprocessor: Ray Data preprocessor that is applied to all datasets before the function starts. If it has not
+            been fit, it is first fit on the dataset "train". `dataset_config` can change both.
         resume_from_checkpoint: The checkpoint that `raysgd.train.get_checkpoint` returns until the function has
             reported a checkpoint.
         detached: A name, to let `fit` outlive this program; see `BaseTrainer`.

@@ -1,4 +1,4 @@
-"""`BackendExecutor`, which runs functions on workers that stay alive. `Trainer` uses it, and developers may use it.
+"""`BackendExecutor`, which runs functions on workers that stay alive. `Trainer` and `fit` use it; users may, too.
 
 The executor outlives its runs. Each run is a `FunctionRun`. After a failure, only the engine's controller retries.
 """
@@ -79,7 +79,7 @@ WORDS = FrontEndWords(
 
 @dataclass(frozen=True)
 class ExecutorRules:
-    """Settings that differ between the executors of `Trainer`, which uses the defaults, and of `fit`.
+    """Settings that `Trainer` and `fit` choose for their executors. The defaults are those of `Trainer`.
 
     Attributes:
         failures: Policy that decides after a failure whether to retry or to raise the error.
@@ -306,8 +306,8 @@ class BackendExecutor:
         """Stop the workers and free their resources. Other actors and reservations are not affected.
 
         Args:
-            patience_s: If above 0, workers shut down cleanly; otherwise, they are killed. In both cases, a checkpoint
-                that a worker is sending is still received.
+            patience_s: If above 0, workers shut down cleanly; otherwise, they are killed. In both cases, first wait a
+                limited time for a checkpoint that a worker is sending.
         """
         controller, self._controller = self._controller, None
         run, self._run = self._run, None
@@ -334,9 +334,9 @@ class BackendExecutor:
             train_func: The function. It takes either no argument or the config.
             run_dir: Folder of the run, to which checkpoints are written. None to write no files.
             dataset: Data to shard across the workers: an object with `split(n, equal=True)`, or a dict of such objects.
-            checkpoint: The checkpoint that `load_checkpoint` returns at first: a dict, or the path of a saved
+            checkpoint: The checkpoint that `load_checkpoint` returns at first: a dict, or the path or URI of a saved
                 checkpoint.
-            checkpoint_strategy: Decides which checkpoints to keep.
+            checkpoint_strategy: Decides which checkpoints to keep; None to keep all.
             latest_checkpoint_id: Number of the last checkpoint before this run. The run continues the numbering.
             config: Argument of the function, passed unchanged; None for an empty dict.
 
@@ -461,7 +461,7 @@ class BackendExecutor:
     def get_next_results(self) -> list[TrainingResult] | None:
         """Return the next message of all workers: a report, or a checkpoint without a report.
 
-        Return None if all functions have finished.
+        For a checkpoint, only the rank that sent it has content in `data`. Return None if all functions have finished.
         """
         run = self._running()
         step = run.next_step()
@@ -537,12 +537,13 @@ class BackendExecutor:
     def get_with_failure_handling(self, references: Sequence[Any]) -> list[Any]:
         """Wait for calls that were started with `worker_group`, and return their results.
 
-        If a worker died during a call, replace all workers.
+        If a worker died during a call, replace all workers, unless no retry is left.
 
         Args:
             references: The Ray object references of the calls' results.
 
         Raises:
+            WorkerError: A function raised. The error is also an instance of the class that was raised.
             TrainingWorkerError: A worker died, and new workers have started.
             WorkersLostError: Workers died too often.
         """
@@ -582,12 +583,15 @@ class BackendExecutor:
 
     @property
     def latest_checkpoint_id(self) -> int:
-        """Number of the latest run's newest checkpoint, counted from 1."""
+        """Number of the newest checkpoint, counted from 1.
+
+        Before a run's first checkpoint, this is the number from which the run continues counting, or 0.
+        """
         return self.checkpoint_manager.latest_checkpoint_id
 
     @property
     def latest_checkpoint_dir(self) -> Path | Folder | None:
-        """The folder that contains the checkpoints of the latest run; None if no files are written."""
+        """The folder for the checkpoint files of the latest run; None if the run has no folder."""
         return self.checkpoint_manager.latest_checkpoint_dir
 
     @property

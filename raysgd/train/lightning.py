@@ -28,7 +28,7 @@ __all__ = [
 def _imported(module: str) -> Any:
     """Import a module of Lightning from the package that the program already uses: `lightning` or `pytorch_lightning`.
 
-    Objects of these two packages cannot be mixed.
+    Objects of these two packages cannot be mixed. If the program has imported neither, use `lightning`.
     """
     if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
         return importlib.import_module(f"pytorch_lightning.{module}")

@@ -58,6 +58,8 @@ class Predictor(ABC):
     def predict(self, data: Any, **kwargs: Any) -> Any:
         """Return the predictions for a batch, in the same format as the batch.
 
+        For a NumPy array, several outputs are returned as a dict of arrays.
+
         Args:
             data: A NumPy array, a dict of arrays, a pandas data frame, or a PyArrow table.
             **kwargs: Passed to `_predict_pandas` or `_predict_numpy`.
@@ -80,7 +82,10 @@ class Predictor(ABC):
         raise NotImplementedError(f"`{type(self).__name__}` has to override `_predict_pandas` or `_predict_numpy`.")
 
     def _predict_numpy(self, data: Any, **kwargs: Any) -> Any:
-        """Return the predictions for an array or a dict of arrays, as an array or a dict."""
+        """Return the predictions for a batch, as an array or a dict of arrays.
+
+        A batch with one column is passed as an array, a batch with several columns as a dict of arrays.
+        """
         raise NotImplementedError(f"`{type(self).__name__}` has to override `_predict_pandas` or `_predict_numpy`.")
 
     def __repr__(self) -> str:
@@ -155,7 +160,10 @@ class FunctionPredictor(Predictor):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint | None, **kwargs: Any) -> FunctionPredictor:
-        """Return a predictor that applies the checkpoint's preprocessor, if any, and then a function to data frames."""
+        """Return a predictor that applies the checkpoint's preprocessor, if any, and then a function to data frames.
+
+        The keyword argument `function` is required.
+        """
         return cls(kwargs["function"], checkpoint.get_preprocessor() if checkpoint is not None else None)
 
     def _predict_pandas(self, data: Any, **kwargs: Any) -> Any:
@@ -176,7 +184,7 @@ def columns_of(data: Any, name: str = _TENSOR) -> dict[str, Any]:
         return {name: data}
     if isinstance(data, Mapping):
         return {key: stacked(values) for key, values in data.items()}
-    data = data.to_pandas() if hasattr(data, "to_pandas") else data  # only PyArrow tables have `to_pandas`
+    data = data.to_pandas() if hasattr(data, "to_pandas") else data  # of these, only PyArrow tables have `to_pandas`
     if not hasattr(data, "columns"):
         raise TypeError(
             f"`data={data!r:.200}`: need an array of NumPy, a dict of arrays, a data frame or a table of PyArrow."

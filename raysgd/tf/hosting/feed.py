@@ -1,4 +1,4 @@
-"""Provides a replica's batches: creates a batch source for each dataset, and keeps the position in the data."""
+"""Provides a replica's batches: creates a batch source for each dataset, and tracks the position in the data."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class TFFeed(feed.DataFeed):
         synchronizer: Holds the current step and the group, and takes part in steps in which this rank has no samples.
         world: This rank and the number of ranks.
         seed: Seed that determines the order of shuffled datasets.
-        num_global: With "worker" sharding, the number of a dataset's batches in each step. Default: the number of
-            workers.
+        num_global: With "worker" sharding, how many batches of a registered dataset a step takes. Default: the number
+            of workers.
     """
 
     def __init__(
@@ -78,11 +78,12 @@ class TFFeed(feed.DataFeed):
     def _take_part(self, batch: Any) -> None:
         """Take part in a step for which only other ranks have samples, without calling the user's `train_batch`.
 
-        This rank repeats the all-reduces of an earlier step with a weight of zero.
+        This rank repeats the all-reduces of an earlier step with a weight of zero. If there was no earlier step, it
+        traces the operator's `train_step` to find out which all-reduces a step has.
 
         Raises:
             IncompatibleModelError: There was no earlier step, and the user has overridden `train_batch`. It is
-                therefore unknown which all-reduces a step consists of.
+                therefore unknown which all-reduces a step has.
         """
         operator = self._operator_of()
         if not self._synchronizer.step.usual and type(operator).train_batch is not TrainingOperator.train_batch:
@@ -159,6 +160,8 @@ class TFFeed(feed.DataFeed):
         The order differs if a worker has been replaced, because the new worker starts with the first order. It may also
         differ if the training dataset contains the same shuffle. Each pass over the training dataset then changes the
         order of the validation dataset, too, and the ranks may have made different numbers of such passes.
+
+        If the dataset cannot be copied, its order stays unchanged, and a warning is logged.
         """
         internals = self._operator_of()._raysgd
         data, is_regrouped, self._is_regrouped = internals.data, self._is_regrouped, False

@@ -161,7 +161,11 @@ class TFHostedOperator(hosted.HostedOperator):
         learning_rates.apply(self.operator._raysgd.chosen_rates, self.operator._optimizers)
 
     def warm_up(self) -> None:
-        """Train on batches of zeros to do one-time work such as tracing, if the operator's `warms_up` allows it."""
+        """Train on batches of zeros, to do one-time work such as tracing before the worker joins a group.
+
+        Do nothing if the operator's `warms_up` is False, if interrupted epochs must start over, or if there is no
+        training dataset.
+        """
         operator = self.operator
         if not operator.warms_up or self.epoch_obstacle is not None or operator.train_dataset is None:
             return
@@ -206,7 +210,10 @@ class TFHostedOperator(hosted.HostedOperator):
 
     @contextmanager
     def predicting(self) -> Iterator[None]:
-        """After the block, restore all random states, because a prediction must not affect later training."""
+        """After the block, restore the random states, because a prediction must not affect later training.
+
+        These are the seeds of Keras 3 layers, and the states of NumPy's and Python's global random generators.
+        """
         with self.synchronizer.exchanges.surfacing_errors(), self.giving_back_random_numbers():
             yield
 
@@ -258,8 +265,9 @@ def _make_variables(operator: TrainingOperator, uses_fit: bool, synchronizer: Sy
 
     Args:
         operator: Operator with registered models and optimizers.
-        uses_fit: True if Keras's `fit` trains a compiled model. Such a model refers to its optimizers.
-        synchronizer: Watches the model while its `train_step` is traced.
+        uses_fit: True if Keras's `fit` trains the model. If the user has overridden the model's `train_step`, this
+            method is then traced, to create the variables of all optimizers that it uses.
+        synchronizer: Replaces methods of the model before its `train_step` is traced; see `Synchronizer.watch_model`.
     """
     dataset = operator.train_dataset
     for model in operator._models:
@@ -278,8 +286,8 @@ def check_loss(operator: TrainingOperator, synchronizer: Synchronizer) -> None:
     """Check that the registered loss is a mean over samples if the user's own `forward` computes it.
 
     Raises:
-        IncompatibleModelError: The loss has another reduction. raysgd can scale such a loss only in the default
-            `forward`.
+        IncompatibleModelError: There are several workers, and the loss has the reduction "sum" or
+            "mean_with_sample_weight". raysgd can scale such a loss only in the default `forward`.
     """
     loss = operator._raysgd.registered.loss
     reduction, is_stock = getattr(loss, "reduction", ""), type(operator).forward is TrainingOperator.forward
@@ -292,7 +300,7 @@ def check_loss(operator: TrainingOperator, synchronizer: Synchronizer) -> None:
 
 
 def _works_ahead(what: str, function: Callable[..., Any], *args: Any) -> bool:
-    """Try to do some work in advance that the first step would otherwise do. Return True if it succeeded.
+    """Call a function that does work of the first step in advance. Return True if the function succeeds.
 
     Args:
         what: Description of the work for the log, such as "build a model".

@@ -144,7 +144,10 @@ def seed_alike(seed: int) -> None:
 
 
 def part_ways(seed: int, rank: int, models: Sequence[Any]) -> None:
-    """Seed each rank's random generators differently after `setup`, so that ranks draw different dropout masks."""
+    """Seed TensorFlow and Keras 3 layers differently on each rank, so that ranks draw different dropout masks.
+
+    Call this after `setup`. It does not change the global random generators of NumPy and Python.
+    """
     import tensorflow as tf
 
     tf.random.set_seed(seed + rank)

@@ -2,10 +2,11 @@
 
 Each replica creates the same dataset and takes its part of every step:
 
-* `"global"`: A batch of the dataset is a global batch, as with TensorFlow's strategies. Each worker takes an equal
-  slice of the batch, in rank order.
+* `"global"`: A batch of the dataset is a global batch, as with TensorFlow's strategies. Each worker takes one slice of
+  the batch, in rank order. The sizes of the slices differ by at most one sample.
 * `"worker"`: A batch of the dataset is for one worker. A step takes as many batches as there are workers, concatenates
-  them in order, and slices the result in the same way.
+  them in order, and slices the result in the same way. If the config sets the global batch size, the number of batches
+  is the intended number of workers, even while workers are missing.
 
 A step of N workers therefore has the same samples in the same order as a single-process step on the global batch, and
 each sample is used once per pass. A dataset whose auto-shard policy is OFF is not sharded, because each worker's
@@ -103,7 +104,10 @@ def unused_copy(dataset: Any) -> Any:
 
 
 def in_first_order(dataset: Any) -> Any:
-    """Return the dataset with its shuffles reset to the order of the first pass, as in a new worker."""
+    """Return the dataset with its shuffles reset to the order of the first pass, as in a new worker.
+
+    If the dataset cannot be copied, log a warning and return the dataset unchanged.
+    """
     copy = unused_copy(dataset) if is_shuffled(dataset) else dataset
     if copy is None:
         logger.warning(NO_FIRST_ORDER)
@@ -218,7 +222,7 @@ def evaluation_dataset(name: str, data: Any, batch_size: int) -> Any:
 
     Args:
         name: Name of the data in error messages.
-        data: A dataset, or arrays in the form that `fit` accepts.
+        data: A dataset, a `PackedDataset`, or arrays in the form that `fit` accepts.
         batch_size: Batch size for arrays.
 
     Raises:
@@ -238,7 +242,7 @@ def evaluation_dataset(name: str, data: Any, batch_size: int) -> Any:
 
 
 def _rename_generators(graph: Any) -> None:
-    """Give each shuffle in a dataset's graph a new random generator, by changing the generator's name in the graph."""
+    """Assign a new random generator to each shuffle in a dataset's graph, by renaming the generator in the graph."""
     nodes = {node.name: node for node in graph.node}
     for node in graph.node:
         if node.op not in ("ShuffleDatasetV3", "ShuffleAndRepeatDatasetV2"):
@@ -250,7 +254,7 @@ def _rename_generators(graph: Any) -> None:
 
 
 def noting_passes(dataset: Any, skipped: int, note: Callable[[], None]) -> Any:
-    """Return the dataset without its first `skipped` batches, and call `note` whenever an iteration over it starts."""
+    """Return the dataset without its first `skipped` batches. Each iteration over the result first calls `note`."""
     import tensorflow as tf
 
     def begin(_: Any) -> Any:
@@ -426,8 +430,8 @@ def zeros(element_spec: Any, num_samples: int) -> Any:
 def _on_element(dataset: Any, function: Callable[[Any], Any]) -> Callable[..., Any]:
     """Adapt a function of one element for `dataset.map` and similar methods.
 
-    These methods pass the items of a tuple as separate arguments. AutoGraph is disabled for the function, because the
-    functions here do not need it, and it would write a file for each function.
+    These methods pass the items of a tuple as separate arguments. AutoGraph is disabled for the function. The functions
+    in this module do not need AutoGraph, which would write a file for each function.
     """
     import tensorflow as tf
 

@@ -15,7 +15,10 @@ from raysgd.trainer.worker.operator import RegisteredParts, parts_of
 
 
 def models_of(models: Any) -> RegisteredParts:
-    """Check that `register(models=...)` got a Keras model or a container of models. Return the models."""
+    """Check that `register(models=...)` got a Keras model or a container of models. Return the models.
+
+    Also check that TensorFlow is the backend of Keras.
+    """
     parts = parts_of("models", models, partial(_has, "trainable_weights"), "a Keras model")
     for model in parts.items:
         check_framework(model)
@@ -164,7 +167,8 @@ def variables_outside(models: Sequence[Any], variables: Iterable[Any]) -> list[s
 def variables_of_optimizer(optimizer: Any) -> list[Any]:
     """Return an optimizer's variables: the step counter, and per-variable state such as momentums.
 
-    If the optimizer is wrapped for loss scaling, the variables of both optimizers are returned.
+    With Keras 3, the learning rate is also a variable, unless it follows a schedule. If a Keras 3 optimizer is wrapped
+    for loss scaling, the wrapper's variables are returned, too. With tf_keras, they are not.
     """
     variables = optimizer.variables
     return list(variables() if callable(variables) else variables)
@@ -190,7 +194,7 @@ def is_stock(part: Any) -> bool:
 def refuse_unreduced_loss(model: Any) -> None:
     """Check that all losses from a model's `compile` are reduced to a scalar.
 
-    Losses of single samples cannot be combined across ranks. A model whose `train_step` the user has overridden is not
+    Per-sample losses cannot be combined across ranks. A model whose `train_step` the user has overridden is not
     checked.
 
     Raises:

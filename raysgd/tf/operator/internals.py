@@ -43,7 +43,7 @@ class TFSettings(ReplicaSettings):
 
 @dataclass(frozen=True)
 class OperatorContext:
-    """What an operator needs to know about its worker: the settings, the rank, and the replica's synchronizer."""
+    """The worker's settings, its rank, the number of ranks, and its synchronizer, for use by the operator."""
 
     settings: TFSettings
     world: World
@@ -65,8 +65,8 @@ class RegisteredData:
     """The datasets that the operator has passed to `register_data`.
 
     Attributes:
-        train_dataset: The training dataset, unsharded.
-        validation_dataset: The validation dataset, unsharded.
+        train_dataset: The training dataset, before raysgd shards it.
+        validation_dataset: The validation dataset, before raysgd shards it.
         sharding: "worker" if a batch is for one worker, "global" if it is a global batch.
         ray_loaders: Loaders for datasets of Ray Data, under the keys "train" and "validation".
         streams: Registered streams, under the keys "train" and "validation".
@@ -109,7 +109,7 @@ class TFInternals(Internals):
         self._trained: tuple[int, tuple[int, ...]] | None = None  # ids of optimizer and variables in compiled steps
 
     def compiled(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile a method such as `train_step` to a graph. If the operator runs eagerly, return it unchanged."""
+        """Compile a method such as `train_step` to a graph, or return it unchanged if the operator runs eagerly."""
         import tensorflow as tf
 
         return method if self._operator.run_eagerly else tf.function(method, reduce_retracing=True)
@@ -117,7 +117,7 @@ class TFInternals(Internals):
     def forget_stale_steps(self) -> None:
         """Discard the compiled steps if the optimizer or the set of trainable variables has changed.
 
-        The next call then traces the steps again.
+        The all-reduces that were recorded in these steps are discarded, too. The next call traces the steps again.
         """
         models = self.registered.models
         trained = [id(variable) for model in models if model.built for variable in model.trainable_variables]

@@ -1,4 +1,7 @@
-"""Averages gradients across all ranks, weighted by samples, in one all-reduce per step."""
+"""Averages gradients across all ranks, weighted by samples.
+
+Each optimizer step runs one all-reduce for all its dense gradients. Sparse gradients are gathered from all ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +23,19 @@ _EQUAL_WEIGHTS = 1e-6
 """Maximum difference from 1 at which the sum of the ranks' weights counts as 1, so that no division is needed."""
 
 REFUSALS = (IncompatibleModelError, InvalidRegistrationError)
-"""Exceptions that raysgd raises while TensorFlow traces a step, because the user's model or step does not work."""
+"""Exceptions that raysgd raises while TensorFlow traces a step, if it does not support the user's model or step."""
 
 _ALIGNMENT = 64
 """Alignment of gradients in the buffer, in bytes. With this alignment, TensorFlow uses them without a copy."""
 
 
 class ExchangeRecord:
-    """Counts and times the gradient all-reduces, here called exchanges, and holds the group of ranks that they use.
+    """Counts the gradient all-reduces, here called exchanges, and measures the time between exchanges.
 
     Attributes:
-        group: The group of ranks. It is replaced when the replica joins another group.
-        before_exchange: If set, called before each exchange, in one of TensorFlow's threads. An exception in it ends
-            the step before any weight has changed.
+        group: The group of ranks that exchange gradients. It is replaced when the replica joins another group.
+        before_exchange: If set, called before each exchange, in one of TensorFlow's threads. If the function raises an
+            exception, the step ends before any weight has changed.
         num_completed: Number of completed exchanges.
         num_per_step: Number of exchanges in a step of a Keras loop.
         own_s: Seconds of the training call spent outside exchanges, up to the most recent exchange.
@@ -46,7 +49,7 @@ class ExchangeRecord:
         self.num_per_step = 1
         self.own_s = 0.0
         self.ledger: Ledger | None = None
-        self._left_at: float | None = None  # time at which the call's last gradient all-reduce finished
+        self._left_at: float | None = None  # time at which the call started or its last all-reduce finished
         self._num_samples = 0.0  # samples that this rank contributed to all-reduces in the call
         self._error: BaseException | None = None
 
@@ -98,9 +101,10 @@ class ExchangeRecord:
 
     @contextmanager
     def surfacing_errors(self) -> Iterator[None]:
-        """If an all-reduce fails while the block runs a graph, raise the original exception of the all-reduce.
+        """If the block fails and an exception was recorded by `note_error`, raise the recorded exception.
 
-        TensorFlow would raise an exception of another class instead.
+        If an all-reduce or a check fails while TensorFlow runs or traces a graph, TensorFlow raises an exception of
+        another class. The recorded exception is the original one.
         """
         self._error = None
         try:
@@ -171,8 +175,8 @@ class GradientLayout:
 class GradientAverager:
     """Averages the gradients of one optimizer.
 
-    Gradients are multiplied by the rank's weight and copied into a flat buffer. The buffer is all-reduced in place, and
-    TensorFlow uses the sums without a copy.
+    Dense gradients are multiplied by the rank's weight and copied into a flat buffer. The buffer is all-reduced in
+    place, and TensorFlow uses the sums without a copy.
 
     A rank's weight is its number of samples, divided by the number of ranks and by the number of samples per rank in a
     full step. The first step is assumed to be full. The weight is all-reduced along with the gradients. In full steps,

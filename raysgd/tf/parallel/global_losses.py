@@ -6,8 +6,8 @@ its inputs, and `ignore_class` determine the divisor. Such a loss is multiplied 
 
     (its divisor on this rank / on all ranks) / (samples on this rank / on all ranks)
 
-in `compute_loss` of a compiled model, or in an operator's default `forward`. A loss is rejected if its divisor cannot
-be determined.
+in `compute_loss` of a compiled model, or in an operator's default `forward`. For a loss that is a sum, the first
+fraction is 1. A loss is rejected if its divisor cannot be determined.
 
 ADR 31 explains why a loss is scaled by its own attributes.
 """
@@ -39,7 +39,7 @@ class GlobalLosses:
     """Scales this rank's losses so that their sample-weighted average over all ranks is the loss of the global batch.
 
     Attributes:
-        evaluates_together: True if a Keras loop evaluates the same global batches on all ranks.
+        evaluates_together: True while a Keras loop evaluates and each rank has its part of the same global batches.
     """
 
     def __init__(self, exchanges: ExchangeRecord, traced: TracedStep, step: TFStep, validation_step: TFStep) -> None:
@@ -66,7 +66,7 @@ class GlobalLosses:
     def compute_loss_of(self, model: Any) -> Callable[..., Any]:
         """Return a replacement for a model's `compute_loss` that scales the loss of each model output.
 
-        A loss is scaled by multiplying its sample weights.
+        To scale a loss, the replacement multiplies the loss's sample weights by a factor.
         """
         inner = model.compute_loss
 
@@ -131,7 +131,7 @@ class GlobalLosses:
         """Return a batch's mean loss, scaled so that its sample-weighted average over ranks is the global loss.
 
         Raises:
-            IncompatibleModelError: The loss is a function that returns a scalar, or mixes the samples of a batch.
+            IncompatibleModelError: The loss is a function that returns a scalar, or it combines samples of a batch.
         """
         import tensorflow as tf
 
@@ -147,9 +147,10 @@ class GlobalLosses:
         return value if divisor is None else value * tf.cast(self.factor(divisor), value.dtype)
 
     def _refuse_over_batch(self, keras: Any, loss: Any, target: Any, output: Any) -> None:
-        """Reject a loss that does not return one value per sample.
+        """Reject a loss that combines samples of a batch, so that a sample has no value of its own.
 
-        If the number of values is unknown while the step is traced, the check runs in each step instead.
+        The number of values that a user's own loss returns must be a multiple of the number of samples. If one of these
+        numbers is unknown while the step is traced, the check runs in each step instead.
         """
         import tensorflow as tf
 
@@ -184,7 +185,8 @@ class GlobalLosses:
     def factor(self, divisor: Any) -> Any:
         """Return the factor by which to scale a loss on this rank, as a tensor.
 
-        Whenever the tensor is computed in a training step, the ranks all-reduce their divisors.
+        Whenever the tensor is computed in a training step, the ranks all-reduce their numbers of samples and their
+        divisors.
 
         Args:
             divisor: The loss's divisor on this rank, or `SUM` if the loss is a sum.
@@ -207,7 +209,7 @@ class GlobalLosses:
         """Return this rank's factor. To compute it, the ranks all-reduce their numbers of samples and their divisors.
 
         TensorFlow calls this each time that the graph runs. On a rank without samples, the factor is 0. An evaluation
-        needs no all-reduce, unless a Keras loop evaluates the same global batches on all ranks.
+        needs no all-reduce, unless a Keras loop evaluates and each rank has its part of the same global batches.
         """
         if is_test and not self.evaluates_together:
             return _ONE
@@ -232,7 +234,7 @@ def refuse_by_name(gradients: Sequence[Any]) -> None:
     """Reject gradients that a user's step has computed in a way that is wrong with several ranks.
 
     These are gradients clipped by `tf.clip_by_global_norm`, and gradients of a loss from `tf.nn.compute_average_loss`.
-    Both kinds of gradients are recognized by the operations in the graph.
+    Both kinds of gradients are recognized by the operations in the graph. In eager mode, nothing is checked.
 
     Raises:
         IncompatibleModelError: The graph being traced contains such an operation.
@@ -269,8 +271,9 @@ def _ignored_by(loss: Any) -> int | None:
 def _divisor(keras: Any, loss: Any, target: Any, output: Any, weight: Any) -> Any:
     """Return a loss's divisor as a tensor. Return None if the divisor is the number of samples or there is no divisor.
 
-    The divisor is computed as the sum of another Keras loss, whose values are all 1. Keras applies the same mask and
-    weights to both losses, so this sum is the number of values, or the sum of weights, by which Keras divides.
+    The divisor is computed as the sum of another Keras loss, whose values are all 1, or 0 for an ignored class. Keras
+    applies the same mask and weights to both losses. The sum is therefore the number of values, or the sum of weights,
+    by which Keras divides.
     """
     import tensorflow as tf
 

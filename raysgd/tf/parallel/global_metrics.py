@@ -30,7 +30,8 @@ class GlobalMetrics:
     Args:
         group: Returns the group of ranks.
         traced: The step of a Keras loop that is being traced.
-        evaluates_together: Returns True if a Keras loop evaluates the same global batches on all ranks.
+        evaluates_together: Returns True while a Keras loop evaluates and each rank has its part of the same global
+            batches.
     """
 
     def __init__(self, group: Callable[[], Group], traced: TracedStep, evaluates_together: Callable[[], bool]) -> None:
@@ -47,7 +48,10 @@ class GlobalMetrics:
         self._last = _assigned(self._last, tf.stack([tf.cast(count, tf.int64), int(self._traced.is_test)]))
 
     def note_returned(self, numbers: Any) -> None:
-        """Make the traced step store the metrics that the user's own `train_step` or `test_step` returns."""
+        """Make the traced step store the metrics that the user's own `train_step` or `test_step` returns.
+
+        If one of the metrics has an unknown shape or is not a floating-point number, none of them is used.
+        """
         import tensorflow as tf
 
         before, is_test = self._returned.get(self._traced.is_test, {}), self._traced.is_test
@@ -104,7 +108,7 @@ class GlobalMetrics:
 
     @contextmanager
     def merging(self) -> Iterator[None]:
-        """Inside the block, let models return results over all ranks at the end of each epoch."""
+        """Inside the block, let models return results over all ranks when an epoch or an evaluation ends."""
         self._is_merging = True
         try:
             yield
@@ -207,7 +211,7 @@ def check_aggregation(metrics: Sequence[Any]) -> None:
 
 
 def merge_statistics(group: Group, models: Sequence[Any]) -> None:
-    """Average the non-trainable weights of models, such as BatchNorm's statistics, over all ranks."""
+    """Average the models' non-trainable floating-point weights, such as BatchNorm's statistics, over all ranks."""
     variables = [v for model in models for v in model.non_trainable_weights if _is_float(v)]
     if group.size > 1 and variables:
         _assign_sums(group, variables, _values(variables), [1.0 / group.size] * len(variables))
@@ -235,7 +239,7 @@ def _aggregation_of(variable: Any) -> str:
 def _assigned(variable: Any, value: Any) -> Any:
     """Assign a value to a variable and return the variable.
 
-    If the variable is None or has another shape than the value, create and return a new variable.
+    If the variable is None or has another shape than the value, create a new variable for the value and return it.
     """
     import tensorflow as tf
 

@@ -44,7 +44,7 @@ class Synchronizer:
     Attributes:
         step: The current training step, if raysgd's own loop draws the batches.
         validation_step: The current validation step. In a validation, the ranks do not step together.
-        exchanges: Counts and times the gradient all-reduces.
+        exchanges: Counts the gradient all-reduces and measures the time between them.
         losses: Scales losses that are not means over samples. None if there will never be other replicas.
         watches: False if models and optimizers are left unchanged, because there will never be other replicas.
     """
@@ -82,6 +82,8 @@ class Synchronizer:
 
     def restrict_to(self, registered: Callable[[], Sequence[Any]]) -> None:
         """Reject all later optimizer steps that train variables outside the registered models.
+
+        A step is checked when it is traced or runs eagerly. In a group of one rank, no step is rejected.
 
         Args:
             registered: Function that returns the registered models.
@@ -153,7 +155,7 @@ class Synchronizer:
         return apply
 
     def _apply_gradients(self, optimizer: Any, inner: Callable[..., Any], averager: GradientAverager) -> Any:
-        """Return a replacement for a tf_keras optimizer's `apply_gradients` that averages over all ranks first."""
+        """Return a replacement for tf_keras's `Optimizer.apply_gradients` that averages gradients over ranks first."""
 
         def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             pairs = list(grads_and_vars)
@@ -289,7 +291,7 @@ class Synchronizer:
         self.step.skip()
 
     def merging_metrics(self) -> AbstractContextManager[None]:
-        """Inside the block, let watched models return results over all ranks at the end of each epoch."""
+        """Inside the block, let watched models return results over all ranks when an epoch or an evaluation ends."""
         return self._metrics.merging() if self.watches else nullcontext()
 
     @contextmanager

@@ -25,8 +25,7 @@ class TFStep:
         num_global: The step's total number of samples over all ranks, or 0 if unknown.
         weights: This rank's sum of sample weights, and the sum over all ranks. Both are 0 without sample weights.
         began_at: Time at which the loop started to draw the batch.
-        usual: Functions that repeat all-reduces with zero samples from this rank. They repeat those of the last step
-            that ran all-reduces.
+        usual: Functions that repeat the all-reduces of the last step that ran any, with zero samples from this rank.
     """
 
     num_samples: int | None = None
@@ -55,7 +54,9 @@ class TFStep:
         """Do nothing. Called when a training call has no more batches."""
 
     def forget(self) -> None:
-        """Forget the batches that user code has drawn without training on them. Call this when a call ends.
+        """Forget the batches that user code has drawn without training on them.
+
+        Call this when a training or validation call ends.
 
         Otherwise, a step that user code takes between two calls would count as a step on such a batch.
         """
@@ -63,6 +64,8 @@ class TFStep:
 
     def use(self, exchange: Exchange | None = None) -> int | None:
         """Record that user code trains on the batch that it has drawn. Return this rank's number of samples in it.
+
+        Return None if no step of raysgd's own loop is running.
 
         Args:
             exchange: Function that repeats an all-reduce of this step with zero samples from this rank. It is recorded
@@ -181,9 +184,10 @@ class TracedStep:
 
 
 def repeat_with_zeros(exchanges: Sequence[Exchange], result: Any) -> Any:
-    """Run a step without samples: repeat the all-reduces and updates of the usual step with zero gradients.
+    """Run a step without samples: repeat the usual step's all-reduces with zero gradients from this rank.
 
-    Return zeros in the structure of `result`.
+    The optimizers apply the averages of the other ranks' gradients, as in the usual step. Return zeros in the structure
+    of `result`.
 
     Args:
         exchanges: Functions that repeat the all-reduces of a usual step, which is a step on a non-empty batch.

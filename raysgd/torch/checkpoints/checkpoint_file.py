@@ -14,7 +14,7 @@ explains why this checksum was chosen.
 
 Content is first written to a temporary file next to the target. The temporary file is renamed to the target only once
 it is complete on disk. If the process is killed before that, the earlier checkpoint stays intact, and a file
-`.raysgd-*.tmp` remains. The next write into the folder deletes the temporary file.
+`.raysgd-*.tmp` remains. A later write into the folder deletes the leftover file.
 
 The checksum is verified before torch reads the file. This takes about 10 ms for 200 MiB. There are two functions to
 read a file. `read` copies the tensors into new memory. `mapped` maps the tensors from the file, and the caller copies
@@ -90,7 +90,7 @@ def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
     """Write a training state to a checkpoint file, atomically: readers see a complete file, old or new.
 
     Args:
-        path: A URI, or a path in a folder that exists. A symbolic link is followed.
+        path: Path or URI of the file. A missing folder is created, and a symbolic link is followed.
         state: State with at least the keys in `REQUIRED_KEYS`. The caller must convert it with `packed` first.
 
     Raises:
@@ -433,7 +433,8 @@ def _seal_of(file: IO[bytes], size: int, name: str) -> tuple[bytes | None, bool]
 
     Returns:
         A pair: the archive comment with the checksum (the seal), and whether the file is a zip archive. The seal is
-        None for a file that `torch.save` wrote directly. Before version 1.6, torch did not write zip archives.
+        None for a file that `torch.save` wrote directly. Such a file is not a zip archive if it comes from a version of
+        torch before 1.6.
 
     Raises:
         CheckpointCorruptedError: The first or last bytes are not those of a checkpoint file.

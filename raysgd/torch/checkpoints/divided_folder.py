@@ -7,7 +7,8 @@ tensors' dtypes and shapes, and the size and checksum of each rank's file. `rest
 its final name once it is complete.
 
 The index contains only plain values and is covered by the checksum of `rest.pt`. Before any memory is allocated, the
-sizes in the index are compared with the sizes of the files. Then the content of the files is compared with the index.
+sizes in the index are compared with the recorded sizes of the files. Then the files are compared with their recorded
+sizes and checksums, and their content with the index.
 
 ADR 92 explains why the checkpoint is a folder. `raysgd.torch.checkpoints.divided_state` describes what each rank writes
 and reads.
@@ -119,10 +120,10 @@ def write_part(folder: str, state: Mapping[str, Any], own: Any, rank: int) -> Wr
 
 
 def _each_with_its_memory(tensors: Tensors) -> Tensors:
-    """Return the tensors. Clone each one that shares its storage with another, or covers only a part of its storage.
+    """Return the tensors. Clone each one that covers only a part of its storage, or shares it with an earlier tensor.
 
-    Otherwise, `torch.save` would write a shared storage only once, and would write the whole storage of a tensor that
-    covers only a part of it.
+    `torch.save` would write the whole storage of a tensor that covers only a part of it. A shared storage would be
+    written only once. Reading would then reject the file as smaller than its tensors.
     """
     apart, seen = {}, set[int]()
     for path, tensor in tensors.items():
@@ -193,8 +194,8 @@ def finish(folder: Path, parts: Sequence[WrittenPart], rest: dict[str, Any]) -> 
         rest: The state without tensors.
 
     Raises:
-        OSError: On the driver's machine, a rank's file is missing or has another size. Or the driver cannot write its
-            own files.
+        OSError: On the driver's machine, a rank's file is missing or does not have the size that the rank reported. Or
+            the driver cannot write its own files.
     """
     files = {part_name(rank): part.file for rank, part in enumerate(parts)}
     missing = [name for name, (num_bytes, _) in files.items() if _size_of(folder / name) != num_bytes]
@@ -289,7 +290,8 @@ def opened(path: str, weights_only: bool, *, for_rank: bool = False) -> DividedF
 
     Raises:
         CheckpointCorruptedError: The folder is damaged or has another format.
-        UnsafeCheckpointError: What the operator's `state_dict` returned cannot be loaded with `weights_only=True`.
+        UnsafeCheckpointError: A value in the state, such as one that the operator's `state_dict` returned, cannot be
+            loaded with `weights_only=True`.
     """
     rest = checkpoint_file.read(Path(path, REST), weights_only=weights_only)
     facts = rest.pop(DIVIDED, None)
@@ -307,7 +309,7 @@ def opened(path: str, weights_only: bool, *, for_rank: bool = False) -> DividedF
 
 
 def _check_index(index: Any, files: Any) -> None:
-    """Check that the index does not describe more data than the files contain.
+    """Check that the index does not describe more data than the files contain, according to their recorded sizes.
 
     Raises:
         ValueError, TypeError: The index describes more data, or is malformed.

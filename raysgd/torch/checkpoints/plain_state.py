@@ -50,7 +50,9 @@ def packed(state: Any, *, allow_pickle: bool = False) -> Any:
             `weights_only=False`.
 
     Raises:
-        ValueError: A value in the state cannot be loaded with `weights_only=True`. The message gives the value's path.
+        ValueError: A value in the state cannot be loaded with `weights_only=True`, or is a dict with the key
+            `raysgd_numpy`. The message gives the value's path. Also raised if the state is nested too deeply. With
+            `allow_pickle`, none of this is checked.
     """
     if not allow_pickle:
         check_depth(state, "`state`")
@@ -177,7 +179,8 @@ def unpacked(loaded: Any, num_bytes: int) -> Any:
         num_bytes: Size of the file.
 
     Raises:
-        DamagedFileError: The state is nested too deeply, or would take more than 16 times the file's size in memory.
+        DamagedFileError: The state is nested too deeply, would take more than 16 times the file's size in memory, or
+            has a malformed value.
     """
     check_depth(loaded)
     return _Unpacking(num_bytes * _MAX_EXPANSION).of(loaded)
@@ -196,7 +199,10 @@ class _Unpacking:
         self._done: dict[int, tuple[Any, Any]] = {}  # by the ID of a container: the container and its replacement
 
     def of(self, value: Any) -> Any:
-        """Return a value in which all marked tensors, at any depth, are replaced with NumPy arrays."""
+        """Return a value in which all marked tensors, at any depth, are replaced with NumPy arrays.
+
+        The placeholders for NumPy values in files of `ray.util.sgd` (`FormerValue`) are replaced, too.
+        """
         if isinstance(value, FormerValue):
             return value.value
         if isinstance(value, torch.Tensor):

@@ -75,6 +75,7 @@ def read(path: str, name: str) -> dict[str, Any]:
         parameters, the key `LEFT_OUT` has the digests of these parameters.
 
     Raises:
+        ImportError: safetensors is not installed.
         CheckpointCorruptedError: The file is damaged.
     """
     library = _library("safetensors")
@@ -94,7 +95,8 @@ def read(path: str, name: str) -> dict[str, Any]:
 def with_tied(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a model's saved state dict in which tied weights occur under all their names.
 
-    A weights file stores tied weights under only one of their names.
+    `read` has already added the other names if raysgd wrote the file. Other programs may store tied weights under one
+    name without recording the other names.
 
     Args:
         saved: State dict from a file.

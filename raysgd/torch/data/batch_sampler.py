@@ -74,7 +74,7 @@ class PassPlan:
         pad: What a rank gets in a step in which only other ranks have samples. True: samples of the step, repeated with
             weight 0 (for training). False: no batch (for evaluation).
         bounds: Positions at which the pass's global batches start, then the position at which the last one ends. None
-            if all global batches have the same size.
+            if all global batches, except perhaps the last, have the same size.
 
     Raises:
         ValueError: A value is out of range.
@@ -122,6 +122,8 @@ class PassPlan:
 
     def consumed_after(self, steps: int) -> int:
         """Return how many samples of the pass are consumed after `steps` more global steps.
+
+        After the last step, samples that `drop_last` leaves out count as consumed.
 
         Raises:
             ValueError: `steps` is negative or exceeds the number of remaining steps.
@@ -178,7 +180,7 @@ class PassPlan:
         return [Share(start + share.start, start + share.stop, *share[2:]) for share in shares]
 
     def num_batches(self, rank: int) -> int:
-        """Return the number of batches that `rank` gets in the rest of the pass."""
+        """Return the number of batches that `rank` loads in the rest of the pass, including padding."""
         check_range("rank", rank, minimum=0, maximum=self.division.world_size - 1)
         return sum(
             num_steps * sum(share.stop > share.start for share in self._shares_of_batch(rank, size))
@@ -223,12 +225,12 @@ _WHEN_LOADED = 1
 
 @dataclass(frozen=True)
 class GlobalBatchRule:
-    """Rule for splitting global batches over the ranks, if a loader's batch size counts the samples of all ranks.
+    """Rule for splitting global batches over the ranks, if their size does not depend on the number of ranks.
 
     Attributes:
         cap: Largest number of samples in one batch of a rank; None for no limit.
-        num_shards: With `deterministic=True`, the number of logical shards into which each global batch is divided. 0
-            if global batches are divided only by rank.
+        num_shards: With `deterministic=True`, the number of logical shards into which each global batch is divided. A
+            shard that exceeds `cap` is divided further. 0 if global batches are divided only by rank.
         multiple: Number of the user's loader batches that are combined into one global batch.
     """
 
@@ -267,19 +269,19 @@ class ElasticBatchSampler(Sampler[list[int]]):
     Pass the sampler to a `DataLoader` as `batch_sampler`. Before each iteration, call `begin_pass` with the start
     position.
 
-    An iterator keeps the plan that it was created with. It may prefetch, and later calls to `begin_pass` or `reshape`
-    do not affect the iterator.
+    An iterator keeps the plan that it was created with. Later calls to `begin_pass` or `reshape` do not affect the
+    iterator, even if a loader prefetches from it.
 
-    Iterating before the first call to `begin_pass` goes through all samples once. Shuffled data gets a new order in
-    each iteration. The ranks have not agreed on a seed at this time, so the order comes from a fixed seed, which is the
-    same on all ranks.
+    Without a plan, which is the case before the first call to `begin_pass` and after `reshape`, an iteration yields
+    this rank's batches of a whole pass. Shuffled data gets a new order in each such iteration. Because the ranks may
+    not have agreed on a seed, the order comes from a fixed seed, which is the same on all ranks.
 
     Attributes:
         order: Order of the samples.
         batch_size: Number of samples of one rank in a full step or, with `rule`, of all ranks. Not used if a user's
             batch sampler forms the batches.
         drop_last: True to leave out an incomplete last global step.
-        pad: True to give repeated samples to a rank that has no samples in the last step. See `PassPlan`.
+        pad: True to give repeated samples to a rank that has no samples in a step. See `PassPlan`.
         rank: This worker's rank in the group.
         world_size: Size of the group.
         rule: Rule for splitting global batches; None if the batch size is per rank.
@@ -378,7 +380,10 @@ class ElasticBatchSampler(Sampler[list[int]]):
         return _batches(indices, self._plan(len(indices), consumed=0), self.rank)
 
     def __len__(self) -> int:
-        """Return the number of this rank's batches in the current plan, or in a whole pass if none was started."""
+        """Return the number of this rank's batches in the current plan, or in a whole pass if none was started.
+
+        If none was started and a user's batch sampler forms the batches, return the length of that batch sampler.
+        """
         if self.plan is None and isinstance(self.order, BatchesOrder):
             return self.order.num_samples
         plan = self.plan or self._plan(self.order.num_samples, consumed=0)

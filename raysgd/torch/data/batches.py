@@ -181,6 +181,7 @@ def _named(output: Any, name: str) -> Any:
 def count_samples(batch: Any) -> int:
     """Return the number of samples in a batch of any structure, inferred from the sizes of its arrays and lists.
 
+    The samples of an array are its entries along the first dimension. In a dict or dataclass, the first array is used.
     In a tuple or list, the last array is usually the target, so its first dimension is taken as the number of samples.
     If the target is a list of dicts, as in object detection, each dict is one sample. If the tuple or list contains
     neither an array nor such a list, the first array in a nested container is used. If there is no array at all, each

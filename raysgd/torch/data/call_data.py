@@ -70,7 +70,8 @@ def call_data_of(dataset: Any, config: Mapping[str, Any]) -> CallData | None:
         config: The operator's config in one worker, which has the batch size.
 
     Raises:
-        ValueError: The config has no batch size, or arrays have different numbers of rows.
+        ValueError: Neither the data nor the config has a batch size, arrays have different numbers of rows, or a data
+            frame has non-numeric columns and no `feature_columns` were selected.
     """
     kind = kind_of(dataset)
     if kind == "batches":
@@ -130,7 +131,7 @@ def _taken(array: Any, indices: list[int]) -> Any:
 
 
 def batches_of(share: CallData, collate_fn: Any, make_batch: AsBatch = as_batch) -> Any:
-    """Return an iterable of batches over the data that a worker received.
+    """Return an iterable of batches over the data that a worker received. Return a stream unchanged.
 
     From a Ray Data dataset or an object with `get_shard`, a worker receives only its shard. From any other data, it
     receives all samples, and the caller passes the result to `divided`.
@@ -141,7 +142,7 @@ def batches_of(share: CallData, collate_fn: Any, make_batch: AsBatch = as_batch)
         make_batch: Function that creates batches from arrays.
 
     Raises:
-        TypeError: The user passed a function as `dataset`, and it did not return an iterable of batches.
+        TypeError: The user passed a function as `dataset`, and it returned neither an iterable of batches nor a stream.
     """
     match share.kind:
         case "ray":
@@ -184,7 +185,8 @@ def divided(
 ) -> ShardedLoader | Any:
     """Return a loader that yields only this worker's shard of the data.
 
-    If the library cannot shard the loader by samples, the shard consists of every `world_size`-th batch.
+    If the library cannot shard the loader by samples, the shard consists of every `world_size`-th batch. A loader whose
+    own sampler already shards the data is returned unchanged.
 
     Args:
         loader: Loader over the full data.
@@ -255,7 +257,10 @@ def _is_of_tensors(data: Any) -> bool:
 
 
 def as_tensor(array: Any) -> Any:
-    """Convert a NumPy array of numbers to a tensor that shares no memory with it. Return anything else unchanged."""
+    """Convert a NumPy array of numbers to a tensor. Return anything else unchanged.
+
+    The array is copied only if it is read-only or not contiguous. Otherwise, the tensor shares its memory.
+    """
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "biufc":
         return array
     return torch.from_numpy(np.ascontiguousarray(trees.own(array)))
@@ -301,7 +306,7 @@ def _check_iterable(loader: DataLoader[Any]) -> None:
 
 
 def _apart(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Yield the batches of a loader without changing the state of PyTorch's global generator, which training uses."""
+    """Yield the batches of a loader. Undo its draw of a seed from PyTorch's global generator, which training uses."""
     before = torch.get_rng_state()
     batches = iter(loader)
     torch.set_rng_state(before)
@@ -309,7 +314,7 @@ def _apart(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 class PredictionLoader:
-    """Loads the batches that one worker predicts. In each round of a call to `predict`, the driver assigns some rows.
+    """Loads the batches that one worker predicts. In each round of a `predict` call, the driver assigns rows or batches.
 
     Args:
         collate_fn: Function without arguments that returns a `collate_fn`, for data that has none.
@@ -326,10 +331,10 @@ class PredictionLoader:
         """Yield the batches of a round, each with its number of rows.
 
         Args:
-            request: Request of the driver for one round. Its `key` identifies the dataset.
+            request: Request of the driver for one round. Its `key` identifies the call and thus the dataset.
             work: Batches or row ranges that this worker predicts in the round.
             make_loader: Function that creates a loader over the rows of the dataset. The driver sends it only in the
-                first round over a dataset; later, it is None.
+                first round of a call. None in later rounds, and if `work` contains batches.
         """
         if request.key != self._key:
             self.close()

@@ -43,13 +43,13 @@ class TorchFeed(DataFeed):
 
     Args:
         data_of: Function that gets "train" or "validation" and returns the data that the operator registered under this
-            name.
+            name, or None.
         parallel: Strategy, such as DDP, that keeps the workers' models in sync.
         world_size: Number of workers.
         undo: Function that is called in training before a padding batch, the batch of a rank without samples. It
             returns a function that undoes the side effects of the padding batch.
         rank: Rank of this worker.
-        rule: Rule for splitting each batch among the workers; None if each batch of a loader is for one worker.
+        rule: Rule for splitting global batches among the workers; None if each batch of a loader is for one worker.
         make_batch: Function that creates batches from arrays that the user passes.
     """
 
@@ -145,9 +145,9 @@ class TorchFeed(DataFeed):
         Args:
             rank: This worker's new rank.
             size: New number of workers.
-            batch_size: New batch size of one worker; None if unknown.
-            instead_of: Previous batch size of one worker. Loaders with this batch size get `batch_size` instead. All
-                other loaders keep their batch size.
+            batch_size: New `BATCH_SIZE` in this worker's config; None if the config has none.
+            instead_of: Previous `BATCH_SIZE` in this worker's config. Loaders with this batch size get `batch_size`
+                instead. All other loaders keep their batch size.
         """
         self._group = RankSums(self._parallel, rank, size)
         self._of_call = None, None

@@ -18,8 +18,8 @@ def as_batch(arrays: Any, form: BatchForm, models: Iterable[torch.nn.Module] = (
 
     Args:
         arrays: An array, or a tuple or dict of arrays, such as the columns of a Ray Data batch.
-        form: Names of the columns to use as inputs and target. If it names no columns, the batch has the structure of
-            `arrays`.
+        form: Names of the columns to use as inputs and target, and the user's function to transform the batch. Without
+            names, the batch has the structure of `arrays`.
         models: Models that get the batch. Floating-point values are converted to the dtype of the models' first
             floating-point parameter.
     """

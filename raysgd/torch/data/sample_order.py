@@ -223,7 +223,8 @@ class SamplerOrder:
         If the sampler yields fewer indices than its `len`, the pass has only these samples.
 
         Raises:
-            ValueError: The sampler yields more indices than its `len`. Some samplers never end.
+            ValueError: The sampler yields more indices than its `len`. This method draws only one of the surplus
+                indices, because some samplers never end.
         """
         limit = len(self.sampler)
         holders = (self.sampler, getattr(self.sampler, "sampler", None))

@@ -42,7 +42,7 @@ class ShardedLoader:
         seed_hint: Seed that this worker suggests for the order of the samples: the initial seed of a generator in
             the user's loader or its samplers or, without such a generator, PyTorch's initial seed. The ranks'
             suggestions may differ, so all ranks use the suggestion of one rank.
-        num_samples: Number of samples in a pass, over all ranks.
+        num_samples: Number of samples in a pass, over all ranks. With a user's batch sampler, the number of batches.
         signature: String that describes the data. The ranks compare it to check that they shard the same data.
     """
 
@@ -55,7 +55,10 @@ class ShardedLoader:
 
     @property
     def batch_size(self) -> int | None:
-        """Batch size of one worker; None if a user's batch sampler determines the sizes."""
+        """Batch size of one worker or, if the sampler has a `rule`, of all workers together.
+
+        None if a user's batch sampler determines the sizes.
+        """
         return None if isinstance(self.sampler.order, BatchesOrder) else self.sampler.batch_size
 
 
@@ -92,8 +95,8 @@ def shard_loader(
 
     The order of the user's loader is kept. A sequential order stays sequential over many workers, a shuffled order is
     reshuffled in each pass, and a user's sampler determines the order of all workers' samples. The loader's
-    `batch_size` is the batch size of one worker. With `rule`, it is the batch size of all workers together, and each
-    batch of a user's batch sampler is split over the workers.
+    `batch_size` is the batch size of one worker. With `rule`, the global batch has `rule.multiple` times this size for
+    any number of workers, and each batch of a user's batch sampler is split over the workers.
 
     All loading options are kept except `in_order=False`. Batches must arrive in order, because a batch that arrives
     early would count for the wrong step. If the user set `in_order=False`, a warning is logged.
@@ -102,8 +105,7 @@ def shard_loader(
         loader: Object that the user registered or passed to a call.
         rank: Rank of this worker.
         world_size: Number of workers.
-        training: True to give a padding batch to ranks that have no samples in the last step, so that all ranks can
-            take part in the gradient all-reduce. False to give these ranks no batch, so that evaluation uses every
+        training: True to give a padding batch to ranks that have no samples in a step, so that all ranks can take part in the gradient all-reduce. False to give these ranks no batch, so that evaluation uses every
             sample once.
         pin_memory: True to put batches into pinned memory, from which a GPU can copy them while it computes, even if
             the user's loader does not do this.

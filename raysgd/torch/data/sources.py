@@ -1,7 +1,8 @@
 """Sources of one worker's batches, and the stream of batches that a training call reads from a source.
 
-For a loader that the library shards, each rank knows in advance how many samples all ranks have in each step. For any
-other loader, the ranks all-reduce the sizes of their batches before each step, while they train on the previous step.
+For a loader that the library shards, each rank knows in advance how many samples all ranks have in each step. To train
+on any other loader, the ranks all-reduce the sizes of their batches before each step, while they train on the previous
+step.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ class DrawnItem(NamedTuple):
     In a global step, one step of all ranks together, each rank trains on one batch or on several, one after the other.
 
     Attributes:
-        batch: The batch, as the loader yields it.
+        batch: The batch, as the loader yields it. `NO_BATCH` if this rank has no samples in a step of an evaluation.
         weight: Weight of the batch's gradient in the mean over the ranks.
         num_samples: Number of samples in the batch, without padding; None if it is unknown.
-        total: Number of samples that all ranks together have in the global step; None if it is unknown.
+        total: Number of samples in the batches that all ranks process at the same time; None if it is unknown. With
+            `deterministic=True`, the number of samples in the entire global step.
         is_first: True if the global step starts with this batch.
         is_last_part: True if the global step ends with this batch.
         seeds: With `deterministic=True`, two seeds for the random number generators: one to set before this batch, one
@@ -76,7 +78,7 @@ class DividedLoaderSource:
         order: Order of the samples, such as a `ShuffledOrder`, which all passes use.
         has_own_order: True if a user's sampler generates the order. Such a sampler may generate another order for the
             same pass.
-        num_samples: Number of samples in a pass, over all ranks.
+        num_samples: Number of samples in a pass, over all ranks. With a user's batch sampler, the number of batches.
         check_plan: Function that is called when a pass starts or resumes. It gets the plan for the rest of the pass.
     """
 
@@ -277,7 +279,7 @@ class PlainSource:
         self._loader, self._is_in_lockstep = loader, is_in_lockstep
 
     def join(self, ranks: RankSums) -> None:
-        """Store `ranks`, which has this worker's rank in the next call's worker group and sums over that group."""
+        """Use `ranks` from now on: this worker's rank in the next call's worker group, and sums over that group."""
         self._ranks = ranks
 
     def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
@@ -297,7 +299,10 @@ class PlainSource:
         return {"kind": "undivided", "name": type(self._loader).__name__}
 
     def num_steps(self) -> int | None:
-        """Return the number of steps in the latest pass; None if it is unknown."""
+        """Return the number of this rank's batches in a pass; None if it is unknown.
+
+        In lockstep, a pass may have more steps.
+        """
         return length_of(self._loader)
 
     def consumed_after(self, num_steps: int) -> int:

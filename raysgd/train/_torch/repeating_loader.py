@@ -120,8 +120,8 @@ class GlobalBatches(Sampler[list[Any]]):
 class GlobalStream:
     """This rank's batches of a stream whose rows are counted in advance. It has the methods of `GlobalBatches`.
 
-    It also serves as the loader's sampler, so `loader.sampler.set_epoch` sets the stream's epoch. Each pass advances to
-    the next epoch. The position in an epoch is the number of rows that all workers together have used.
+    It also serves as the loader's sampler, so `loader.sampler.set_epoch` sets the stream's epoch. At its end, a pass
+    advances to the next epoch. The position in an epoch is the number of rows that all workers together have used.
 
     Args:
         part: The worker's shard of the stream.
@@ -225,7 +225,10 @@ class RepeatingLoader(DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """Number of training passes that the function has finished or left early. It is equal on all workers.
+        """Number of passes in which the function has trained. It is equal on all workers.
+
+        A pass counts when it ends, even if the function leaves it early. But if the function leaves a pass over a
+        stream before the last batch, the pass does not count, because the next pass continues there.
 
         New workers can join a running function only if the function counts its epochs by this attribute. You may set
         the attribute, for example to a value from a checkpoint.
@@ -238,7 +241,7 @@ class RepeatingLoader(DataLoader[Any]):
         self._epoch = epoch
 
     def position(self) -> dict[str, Any]:
-        """Return the loader's position, which is sent to workers that step in."""
+        """Return the loader's position, which is sent to new workers."""
         return {
             "epoch": self._epoch,
             "order": self._sampler.epoch,

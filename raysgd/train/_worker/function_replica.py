@@ -62,7 +62,9 @@ class FunctionReplica:
         return getattr(self.worker_object, name)(*args, **kwargs)
 
     def warm_up(self) -> None:
-        """In a standby worker, run the function until it needs its rank, which the worker gets when it joins a group.
+        """In a standby worker, run the function until it needs its rank or waits for the driver.
+
+        The worker gets its rank when it joins a group.
 
         Raises:
             RuntimeError: The function ended before it needed its rank.
@@ -78,7 +80,12 @@ class FunctionReplica:
         self._check_is_waiting()
 
     def _check_is_waiting(self) -> None:
-        """Check that the function is still running. If it has raised an exception, raise that exception."""
+        """Check that the function is still running.
+
+        Raises:
+            RuntimeError: The function has ended.
+            Exception: Any exception that the function raised.
+        """
         mailbox = self._session.mailbox if self._session is not None else None
         if mailbox is not None and mailbox.error is not None:
             raise mailbox.error
@@ -107,14 +114,15 @@ class FunctionReplica:
         self._session.mailbox.start()
 
     def next(self, index: int | None = None) -> Message:
-        """Wait for the function's next message and return it.
+        """Wait for the function's next message and return it. If the function is muted, skip its reports.
 
         Args:
             index: Number for the next checkpoint, if the workers themselves write checkpoints to storage.
 
         Raises:
-            TrainBackendError: No function was started.
-            Exception: Any exception that the function raised.
+            TrainBackendError: No function is running.
+            BaseException: Any exception that the function raised. Or the wait was interrupted, because the group broke
+                or because new workers are about to join.
         """
         session = self._session
         if session is None:
@@ -163,7 +171,7 @@ class FunctionReplica:
         Args:
             index: Number for the next checkpoint, if the workers themselves write checkpoints to storage.
             is_needed: True to wait for a message. False to return no new message, because the driver still has an
-                unread message from this worker.
+                unread message from this worker, or the worker does not report yet.
             num_taken: Number of messages that the driver has received, for functions that continue in place. Later
                 messages were lost when a call failed, and are sent again.
             start: Arguments of `start`, if the function is not running yet.
@@ -225,7 +233,7 @@ class FunctionReplica:
         return Capture()
 
     def fetch(self, token: int) -> Any:
-        """Return a checkpoint that was too large to send with its message."""
+        """Return the checkpoint with this token, whose content was not sent with its message."""
         return self._pending_checkpoints.fetch(token)
 
     def store(self, token: int | None, taken: Sequence[str], *start: Any) -> bool:
@@ -281,7 +289,8 @@ class FunctionReplica:
         If this rank is one step behind, it takes that step with the gradients that it already has.
 
         Raises:
-            RuntimeError: The worker is new in the group, and its function has not reached its first batch.
+            RuntimeError: The worker is new in the group, and its function has ended or has not reached its first batch.
+                Or this rank is behind, and does not have the gradients of that step.
             Exception: Any exception that the function raised before its first batch.
         """
         self.world = world
@@ -311,7 +320,7 @@ class FunctionReplica:
         return Heartbeat(epoch=session.iteration, step=self._num_messages, phase="in the function")
 
     def shutdown(self) -> None:
-        """Stop listening to the function. Its thread ends when the process ends."""
+        """Close the function's session. The function's thread ends when the process ends."""
         self._close()
 
 
@@ -324,8 +333,8 @@ class FunctionReplicas:
     """Creates the `FunctionReplica` of each worker.
 
     Attributes:
-        start: Arguments with which standby workers call `FunctionReplica.start`, to run the function up to its first
-            batch in advance. Empty if no function is running.
+        start: Arguments with which standby workers call `FunctionReplica.start`, to run the function in advance until
+            it needs its rank. Empty if no function is running, or if each rank has its own shard of the data.
     """
 
     start: tuple[Any, ...] = ()

@@ -126,7 +126,10 @@ class Session:
         return error if self._spec.explain is None else self._spec.explain(error)
 
     def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
-        """Return True if the keywords are arguments of `report` itself, False if each keyword is a metric."""
+        """Return True if the keywords are arguments of `report` itself, False if each keyword is a metric.
+
+        In functions that `Trainer` runs, each keyword is a metric.
+        """
         return False
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None, options: UploadOptions | None = None) -> None:
@@ -154,7 +157,8 @@ class Session:
     def is_repeating(self) -> bool:
         """True while the function is in a batch that has failed because a worker was lost.
 
-        The loader will yield the batch again, and the function will report again.
+        The loader will yield the batch again, and the function will report again. Also True in a new worker before its
+        first batch, because the other ranks have already sent the reports that the new worker would send there.
         """
         return self.membership is not None and self.membership.has_failed
 
@@ -216,7 +220,10 @@ class Session:
         self._pending_checkpoints.copy_if_fetched(token, make)
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """Return the newest checkpoint that the function has saved, or else the checkpoint from which it started."""
+        """Return the newest checkpoint that the function has saved, or else the checkpoint from which it started.
+
+        Return None if there is no such checkpoint.
+        """
         return self.checkpoint
 
     def current_checkpoint(self) -> Any:

@@ -93,7 +93,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def _hold_until(self, is_over: Callable[[], bool]) -> None:
-        """Block the function until a condition holds. Raise `RunCancelled` if `cancel` is called meanwhile."""
+        """Block the function until a condition holds. Raise `RunCancelled` if `cancel` was called."""
         self._is_holding = True
         self._changed.wait_for(lambda: self._is_cancelled or is_over())
         self._is_holding = False
@@ -132,7 +132,9 @@ class Mailbox:
                 self._changed.notify_all()
 
     def next_message(self, answer: Any = None) -> Any:
-        """Wait for the next message and return it. Return a `FunctionEnded` if the function has returned.
+        """Wait for the next message and return it.
+
+        Return a `FunctionEnded` if the function has returned or was stopped by `cancel`.
 
         Args:
             answer: Value that the function receives as the result of `await_request`.
@@ -206,8 +208,9 @@ class PendingCheckpoints:
     """The copies of this worker's checkpoints that the driver has not fetched yet.
 
     The driver always fetches rank 0's checkpoints, so they are copied immediately. A checkpoint of another rank is
-    copied only if the driver fetches it, which happens if no lower rank has a checkpoint. The function waits until the
-    driver has fetched or refused the checkpoint.
+    copied only when the driver requests it, and the function waits until the driver requests or refuses it. The driver
+    requests a checkpoint folder, which the worker itself stores, in any case. It requests any other checkpoint only if
+    no lower rank has one.
     """
 
     def __init__(self) -> None:
@@ -252,21 +255,24 @@ class PendingCheckpoints:
     def refuse(self, token: int) -> None:
         """Release a function that waits in `copy_if_fetched`, because the driver will not fetch its checkpoint.
 
-        Called from another thread while `copy_if_fetched` waits, or by `copy_if_fetched` itself if copying fails.
+        Called from another thread while `copy_if_fetched` waits. If copying fails, `copy_if_fetched` itself calls this
+        method, so that `fetch` does not wait any longer.
         """
         with self._changed:
             self._open.discard(token)
             self._changed.notify_all()
 
     def fetch(self, token: int, names: Any = None) -> Any:
-        """Remove and return the copy with this token. Called in another thread while the function runs.
+        """Wait for the copy with this token, remove it, and return it.
+
+        Called in another thread while the function runs.
 
         Args:
             token: The token of the copy, from `keep` or `announce`.
             names: Value to pass to `make_copy`, for a checkpoint that was announced.
 
         Raises:
-            KeyError: The copy does not exist anymore.
+            KeyError: The copy does not exist anymore, or copying failed.
         """
         with self._changed:
             self._wanted[token] = names
@@ -277,7 +283,10 @@ class PendingCheckpoints:
             return self._copies.pop(token)
 
     def clear(self) -> None:
-        """Discard all copies, and release functions that wait in `copy_if_fetched`. The driver will fetch no copy."""
+        """Discard all copies, and release functions that wait in `copy_if_fetched`.
+
+        Called when the driver will not fetch any more of these copies.
+        """
         with self._changed:
             self._copies.clear()
             self._open.clear()

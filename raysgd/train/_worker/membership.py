@@ -19,8 +19,8 @@ from raysgd.exceptions import OnFailure
 
 _BREAKS_IN_S = 60.0  # how long a collective may take to fail once its connections are closed
 # First, `Membership.leave` waits until the collectives that run through this module have failed. It then waits at most
-# this long for the function to call this module or to wait for the driver. Meanwhile, collectives that user code calls
-# directly fail, too. The time may be too short for a function that is busy between two passes.
+# this long for the function to wait in this module, to wait for the driver, or to end. Meanwhile, collectives that user
+# code calls directly fail, too. The time may be too short for a function that is busy between two passes.
 _REST_S = 0.2
 _FIRST_BATCH_S = 120.0  # how long a new worker's function may take from getting its rank to its first batch
 _LOOK_S = 0.05
@@ -71,9 +71,10 @@ class Membership:
     Attributes:
         place: The current group, and the function's rank in it.
         num_done: Number of steps that counted.
-        has_failed: True if the current batch has failed and will be repeated.
+        has_failed: True if the current batch has failed and will be repeated. Also True in a new worker before its
+            first batch.
         flaw: Reason why the function can never continue in another group; None if there is no such reason.
-        is_new: True until the function has loaded the other ranks' state.
+        is_new: In a new worker, True until the function has loaded the other ranks' state.
         admits: True if functions that step in later can catch up with this function.
         is_at_first_batch: True if the function of a new worker has reached its first batch, where it gets the other
             ranks' state.
@@ -133,7 +134,11 @@ class Membership:
 
         Args:
             place: The group, and the rank in it.
-            has_trained: True if steps were taken on earlier batches of this loader.
+            has_trained: True if steps were taken on earlier batches of this loader. Otherwise, the batch does not fail
+                here.
+
+        Returns:
+            The progress with which to compare the function's progress at the end of the batch.
         """
         with self._changed:
             self._batch = place
@@ -152,7 +157,7 @@ class Membership:
     def begin_exchange(self) -> bool:
         """Return True if the function may communicate with other ranks for its current batch.
 
-        If True is returned, call `end_exchange` after the communication.
+        If True is returned, call `end_exchange` after the communication. If False is returned, the batch has failed.
         """
         with self._changed:
             is_usable = self._is_open and not self._is_broken and self._batch is self.place
@@ -177,6 +182,8 @@ class Membership:
 
     def count_step(self, agree: Callable[[], BaseException | None]) -> bool:
         """Return True if the current step counts. Called when this rank has the averaged gradients.
+
+        If the group breaks meanwhile, wait until `join` decides whether the step counts.
 
         Args:
             agree: Function that waits until all ranks have called it and returns None. If the group breaks, it returns
@@ -264,7 +271,7 @@ class Membership:
         return self.flaw or (None if self.num_done or self.is_new else "the function has not taken a step yet")
 
     def await_rest(self) -> None:
-        """In a standby worker, wait until the function requests its rank or ends."""
+        """In a standby worker, wait until the function requests its rank, waits for the driver, or ends."""
         self._look_until(lambda: self._is_waiting)
 
     def _look_until(self, is_so: Callable[[], bool], timeout_s: float | None = None) -> None:
@@ -300,7 +307,8 @@ class Membership:
     def join(self, world: World, is_behind: bool) -> None:
         """Record this worker's rank in another group that its process has joined.
 
-        The function enters the group when all ranks have joined and `go_on` is called.
+        The function enters the group when all ranks have joined and `go_on` is called. In a new worker, also wait until
+        the function reaches its first batch, at most `_FIRST_BATCH_S` seconds.
 
         Args:
             world: The rank in that group and the group's size.

@@ -33,7 +33,7 @@ class CheckpointRef:
 
     Attributes:
         score: Value by which the checkpoint is ranked; None if it has no score.
-        data: The encoded checkpoint, if it is small and will certainly be stored.
+        data: The encoded checkpoint, if it is small and comes from rank 0, whose checkpoint is always used.
         token: Number with which to fetch the checkpoint from the worker, if it was not sent in `data`.
         files: Names of the checkpoint's files, if the worker itself writes them to storage and nothing is sent. If
             there is a token too, the worker first waits until the driver sends the names that lower ranks also use.
@@ -111,7 +111,7 @@ class FunctionSpec:
         encode: The plug-in's `encode_data`, which prepares reports and checkpoints before they leave the worker.
         score_attribute: Key in a checkpoint whose value ranks the checkpoint.
         is_detailed: True if reports include host, process and time.
-        is_muted: True if the function does not wait for its reports to be read.
+        is_muted: True to discard reports, so that the function does not wait until they are read.
         explain: Converts the function's exception to the exception to raise.
         make_session: Creates the function's session from the arguments of `Session`; None to use `Session`.
         num_ahead: Number of reports that may wait for the driver before the function is blocked.

@@ -1,6 +1,6 @@
 """Shards the data of a run across its workers.
 
-If the function restarts on the same number of workers, each worker gets the same shard as before. A worker's shard of a
+If the function restarts on the same number of workers, each rank gets the same shard as before. A worker's shard of a
 stream is a `StreamPart`.
 """
 
@@ -25,8 +25,9 @@ class DividedData:
     """Shards a dataset, or a dict of datasets, when workers start. It keeps the shards for a restart.
 
     Args:
-        dataset: An object with `split(n, equal=True)`, which returns n shards; or a dict of such objects. If `split`
-            accepts `locality_hints`, it receives Ray's handles of the workers, to give each worker nearby data.
+        dataset: A stream; or an object with `split(n, equal=True)`, which returns n shards; or a dict of such datasets.
+            If `split` accepts `locality_hints`, it receives Ray's handles of the workers, to give each worker nearby
+            data.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -40,7 +41,7 @@ class DividedData:
         return all(isinstance(dataset, Stream) for dataset in each)
 
     def __call__(self, num_workers: int, workers: Sequence[Any] = ()) -> Sequence[Any]:
-        """Return a list with each worker's shard of the data, or dict of shards."""
+        """Return a list with each worker's shard of the data, by rank. For a dict of datasets, a shard is a dict, too."""
         if num_workers != len(self._parts):
             self._parts = self._divided(num_workers, [worker.actor.ray_actor for worker in workers])
         return self._parts
@@ -66,7 +67,10 @@ def divided(dataset: Any, num_workers: int, actors: Sequence[Any] = ()) -> list[
 
 
 def with_to_torch(shard: Any) -> Any:
-    """Add a method `to_torch` to a shard, or to each shard in a dict. Ray Data datasets used to have this method."""
+    """Add a method `to_torch` to a Ray Data shard, or to each Ray Data shard in a dict, and return `shard`.
+
+    Datasets of older Ray versions had this method. Other shards stay unchanged.
+    """
     for each in shard.values() if isinstance(shard, dict) else (shard,):
         if hasattr(each, "iterator") and not hasattr(each, "to_torch"):
             each.to_torch = partial(_to_torch, each)
@@ -116,9 +120,10 @@ class StreamPart:
     All workers get the same number of batches if the stream's rows are counted before they are read. The rows cannot be
     counted if, for example, a filter drops rows or the lengths of the stream's shards are unknown. Each worker then
     gets as many batches as its own rows yield. `prepare_data_loader` connects the workers, so that their numbers of
-    batches are equal in this case, too.
+    batches are equal in this case, too, unless `exact` is True.
 
-    The position does not depend on the number of workers, so store `state_dict()` in your checkpoints.
+    Store `state_dict()` in your checkpoints. It is a position in the stream at which any number of workers can
+    continue.
 
     Args:
         stream: The stream of global batches.
@@ -126,7 +131,7 @@ class StreamPart:
 
     Attributes:
         epoch: The current epoch.
-        consumed: Number of the epoch's rows that all workers together have used, up to the last batch.
+        consumed: Number of the epoch's rows that all workers together have used, up to the most recent batch.
         is_known: True if an epoch's rows are counted before they are read.
 
     Raises:
@@ -155,7 +160,8 @@ class StreamPart:
     def joined(self, ranks: StreamGroup, collate: Collate, *, exact: bool) -> StreamPart:
         """Connect this worker to the other workers, and return this object.
 
-        The workers then send each other the number of rows that they have read.
+        If the stream's rows cannot be counted in advance, the workers then send each other the numbers of rows that
+        they find. With `exact`, each worker instead reads its own rows to their end.
 
         Args:
             ranks: The group through which the workers communicate.
@@ -201,7 +207,10 @@ class StreamPart:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """A pair: the number of rows in an epoch and in a global batch. Only for streams whose rows are counted."""
+        """A pair: the number of rows in all global batches of an epoch, and in one full global batch.
+
+        Only for streams whose rows are counted in advance.
+        """
         data = self._source.data
         assert data.num_rows is not None, "asked for only where it is known"
         return data.num_rows, data.batch_size
@@ -229,7 +238,8 @@ class StreamPart:
         """Continue at a position in the stream that `state_dict` returned, with any number of workers.
 
         Raises:
-            ValueError: The position belongs to a stream with other shards.
+            ValueError: The position is inside an epoch of another stream, such as one with other shards or another
+                shuffle seed. Or the position is damaged.
         """
         self._source.load_state(state)
         self.epoch, self.consumed = state["epoch"], state["consumed"]

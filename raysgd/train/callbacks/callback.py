@@ -10,7 +10,7 @@ from raysgd.train.constants import ALL_RESERVED_KEYS
 
 
 class TrainingCallback:
-    """Observes a run. All methods do nothing by default; override the methods that you need.
+    """Observes a run. Override `start_training`, `handle_result` and `finish_training`, which do nothing by default.
 
     Attributes:
         results_preprocessor: Preprocesses the results for `handle_result`.
@@ -28,7 +28,10 @@ class TrainingCallback:
         """Called before the training function starts, with the run's folder and the function's config."""
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        """Called for every report, with a list of the workers' metrics by rank."""
+        """Called for every report, with a list of the workers' metrics by rank.
+
+        With `elastic=True`, the list may lack workers that have just joined the group.
+        """
 
     def finish_training(self, error: bool = False, **info: Any) -> None:
         """Called once at the end of a run. `error` is True if the run ended with an exception."""

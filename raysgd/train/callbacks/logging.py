@@ -1,4 +1,4 @@
-"""Callbacks that write reports: JSON, TensorBoard, MLflow."""
+"""Callbacks that write reports to JSON files, to TensorBoard, and to MLflow."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class _SinkCallback(TrainingCallback):
 class JsonLoggerCallback(_SinkCallback):
     """Writes all reports of a run to one JSON file.
 
-    The file contains a list with one element per report. Each element is a list of the workers' metrics.
+    The file contains a list with one element per report. Each element is a list of the selected workers' metrics.
 
     Args:
         logdir: Folder of the file. Default: the run's folder.
@@ -174,7 +174,9 @@ class MLflowLoggerCallback(_SinkCallback):
             MLFLOW_TRACKING_URI, else the folder `mlruns` in the run's folder.
         registry_uri: Store of the models. Default: MLFLOW_REGISTRY_URI, else the store of the runs.
         experiment_id: ID of an existing experiment. Default: the environment variable MLFLOW_EXPERIMENT_ID.
-        experiment_name: Name of the experiment if no ID is set; created if needed. Default: MLFLOW_EXPERIMENT_NAME.
+        experiment_name: Name of the experiment if there is no ID, or no experiment with this ID. The experiment is
+            created if necessary. Default: MLFLOW_EXPERIMENT_NAME. Without an ID and a name, `start_training` raises
+            `ValueError`.
         tags: Tags of the run.
         save_artifact: True to upload the checkpoints at the end.
         logdir: Folder that contains `mlruns`, if the runs are stored there. Default: the run's folder.

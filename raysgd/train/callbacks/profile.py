@@ -17,7 +17,9 @@ _FOLDER = "pytorch_profiler"
 
 
 class TorchTensorboardProfilerCallback(TrainingCallback):
-    """Writes the reported traces of `TorchWorkerProfiler.get_and_clear_profile_traces` as files for TensorBoard.
+    """Writes the traces that workers report to files for TensorBoard.
+
+    In the training function, report the result of `TorchWorkerProfiler.get_and_clear_profile_traces`.
 
     Args:
         logdir: Folder of the files. Default: `pytorch_profiler` in the run's folder.

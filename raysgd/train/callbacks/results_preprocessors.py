@@ -1,6 +1,6 @@
 """Preprocessors for the results that a callback receives: a list with each worker's dict of metrics, by rank.
 
-They return new lists and do not modify their input.
+Preprocessors do not modify their input.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ class WeightedAverageResultsPreprocessor(_Aggregate):
 
     Args:
         keys: The keys to average; None for all.
-        weight_key: Key of each worker's weight. If it is None, missing or not a number, all workers have equal weight.
+        weight_key: Key of each worker's weight. All workers have equal weight if `weight_key` is None, if any worker's
+            weight is missing or not a number, or if the weights add up to 0.
     """
 
     def __init__(self, keys: Iterable[str] | None = None, weight_key: str | None = None) -> None:

@@ -39,7 +39,7 @@ class NeuralNetwork(nn.Module):
 
 
 def train_func(config: dict[str, Any]) -> list[float]:
-    """Train for some epochs and report the loss on the test images after each epoch. Return these losses.
+    """Train for some epochs. After each epoch, report the loss on this worker's test images. Return these losses.
 
     Args:
         config: `lr`, `batch_size` of each worker, and `epochs`; optionally `data_dir` and `test_mode`.

@@ -2,8 +2,8 @@
 
 Guarantees:
 
-* A checkpoint in the storage is always complete. Workers write checkpoint folders under temporary names, and the driver
-  then gives them their final names. The driver itself writes checkpoints that are dicts.
+* A checkpoint in the storage is always complete. Workers write their files to a staging folder, which becomes a
+  checkpoint when the driver commits it. The driver itself writes checkpoints that are dicts.
 * A failed run continues from its newest checkpoint with the available workers, as often as `FailureConfig` allows.
 * Rank 0's reports are written as they arrive.
 

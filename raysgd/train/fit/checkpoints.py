@@ -1,8 +1,8 @@
 """Runs in the driver, and moves a run's checkpoints from the workers to the trial's folder.
 
 A checkpoint is a dict or a folder. A dict is sent to the driver, which writes it to a file. A folder is stored by the
-workers: all ranks write their files to the same staging folder. The driver then commits the staging folder: it turns
-the folder into a checkpoint with its final name. ADR 94 explains why the driver numbers the checkpoints.
+workers: all ranks write their files to the same staging folder. The driver then commits the staging folder, which turns
+the folder atomically into a checkpoint. ADR 94 explains why the driver numbers the checkpoints.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from raysgd.train.constants import TUNE_CHECKPOINT_ID
 from raysgd.train.fit.fit_session import METADATA_KEY, checkpoint_at
 
 Landing: TypeAlias = "Future[Checkpoint | None]"
-"""A future of a checkpoint. It is done when the checkpoint was written or lost. Its result is None if it was lost."""
+"""A future of a checkpoint. Its result is None if the checkpoint was lost or could not be received.
+
+The future is done when the checkpoint was written, or when receiving it failed. If writing fails, the future is never
+done, and `FitCheckpoints.flush` raises the error.
+"""
 
 
 class FitCheckpoints(CheckpointTaker):
@@ -39,8 +43,7 @@ class FitCheckpoints(CheckpointTaker):
         on_attempt: Function to call each time before the training function starts or restarts.
 
     Attributes:
-        landing: Future of the newest checkpoint. It is done when the checkpoint was written or lost. None before the
-            first checkpoint.
+        landing: Future of the newest checkpoint; see `Landing`. None before the first checkpoint.
     """
 
     def __init__(
@@ -64,7 +67,8 @@ class FitCheckpoints(CheckpointTaker):
     def keep_newest(self) -> str | None:
         """Wait until the newest checkpoint is written, and return its path or URI.
 
-        Nothing else is needed, because the recorder never deletes the newest checkpoint.
+        Nothing else is needed, because the recorder never deletes the newest checkpoint. If the run has no checkpoint
+        yet, return the location of the checkpoint that the run started from. Return None for a checkpoint in memory.
         """
         self.flush()
         return place_of(self._newest)

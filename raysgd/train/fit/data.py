@@ -20,7 +20,10 @@ OWN_CONFIG: Mapping[str, DatasetConfig] = {
     TRAIN_DATASET_KEY: DatasetConfig(fit=True, split=True),
     WILDCARD_KEY: DatasetConfig(split=False),
 }
-"""The default config: the dataset "train" is sharded, and every worker gets the other datasets in full."""
+"""The default config: the dataset "train" is sharded, and every worker gets the other datasets in full.
+
+The preprocessor is fit on "train".
+"""
 
 
 class DataConfig:
@@ -62,7 +65,9 @@ class DataConfig:
         worker_node_ids: list[str] | None,
         **kwargs: Any,
     ) -> list[dict[str, Any]]:
-        """Return each worker's data by rank: a dict of the values that `get_dataset_shard` returns on that worker.
+        """Return each worker's data, as a list with one dict per rank.
+
+        A dict has, by dataset name, the values that `get_dataset_shard` returns on that worker.
 
         Called in the driver whenever workers start. The shards of a Ray Data dataset wait for each other at the start
         of each epoch, so restarted workers need new shards.
@@ -84,7 +89,10 @@ class DataConfig:
 
     @staticmethod
     def default_ingest_options() -> Any:
-        """Return the `ray.data.ExecutionOptions` of this process's Ray Data context."""
+        """Return a copy of the `ray.data.ExecutionOptions` of this process's Ray Data context.
+
+        The copy has the context's resource limits, `preserve_order` and `verbose_progress`, and otherwise the defaults.
+        """
         import ray.data
 
         options = ray.data.DataContext.get_current().execution_options
@@ -227,10 +235,10 @@ def is_data_config(config: Any) -> bool:
 
 
 def prepared(datasets: Mapping[str, Any], preprocessor: Any = None, config: Any = None) -> dict[str, Any]:
-    """Create the datasets that a run's workers read: call dataset functions, apply the preprocessor, and shuffle.
+    """Create the datasets that a run's workers read: call dataset functions, and apply the preprocessor.
 
-    Call this function once per run. After a failure, the workers read the same datasets again. A preprocessor that has
-    not been fit yet is fit here, in place.
+    Datasets for which the config requests it are also shuffled. Call this function once per run. After a failure, the
+    workers read the same datasets again. A preprocessor that has not been fit yet is fit here, in place.
 
     Args:
         datasets: Datasets by name, or functions without arguments that return a dataset.
@@ -246,7 +254,10 @@ def prepared(datasets: Mapping[str, Any], preprocessor: Any = None, config: Any 
 
 
 def with_execution_options(dataset: Any, options: Any) -> Any:
-    """Return a copy of a Ray Data dataset with other execution options. Return any other dataset unchanged."""
+    """Return a copy of a Ray Data dataset with other execution options.
+
+    If `options` is None or this is not a Ray Data dataset, return the dataset unchanged.
+    """
     if options is None or not is_of_ray(dataset):
         return dataset
     own = with_own_options(dataset)

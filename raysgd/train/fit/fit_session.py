@@ -140,8 +140,8 @@ class FitSession(Session):
     def _send_with(self, checkpoint: Any, data: Any, options: UploadOptions) -> None:
         """Send metrics with a checkpoint.
 
-        Store a checkpoint folder from this worker, in the background if the user requested this. Send a checkpoint dict
-        to the driver.
+        Store a checkpoint folder from this worker, in the background if the user requested this. Send any other
+        checkpoint to the driver as a dict. If the run writes no files, send checkpoint folders in this way, too.
         """
         self._is_newest_stored = False
         if checkpoint.get_internal_representation()[0] not in _TRAVELS and self.facts.keeps_files:
@@ -278,7 +278,8 @@ def check_checkpoint(checkpoint: Any) -> None:
 def without_tensors(metrics: Any, place: str = "metrics") -> Any:
     """Replace tensors in metrics, because a tensor may be on a device that the driver does not have.
 
-    A one-element tensor becomes a number. Any other tensor becomes a copy on the CPU.
+    A one-element tensor becomes a number. Any other PyTorch tensor becomes a copy on the CPU, and any other TensorFlow
+    tensor becomes a NumPy array.
     """
     if isinstance(metrics, Mapping):
         return {key: without_tensors(value, f"{place}[{key!r}]") for key, value in metrics.items()}

@@ -158,7 +158,10 @@ class Logs:
         self._running: Future[None] | None = None
 
     def fetch(self) -> None:
-        """If this run continues an earlier run, download the log files, to which new reports will be appended."""
+        """If this run continues an earlier run in remote storage, download the log files of the earlier run.
+
+        New reports are then appended to these files.
+        """
         if not self._folder.is_local and not self._folder.is_new:
             for name in self._folder.trial.names():
                 if self._folder.trial.has(name):

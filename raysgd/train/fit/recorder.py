@@ -120,10 +120,12 @@ class Recorder:
 
         Args:
             metrics: Rank 0's metrics.
-            checkpoint: The checkpoint that was reported with the metrics, already in the trial's folder.
+            checkpoint: The checkpoint that was reported with the metrics. It is already in the trial's folder, or in
+                memory if the run writes no files. None if there is no checkpoint, or if it was lost.
 
         Returns:
-            True if a stop condition ends the run here.
+            True if the run ends here: a stop condition is met, a callback has called `run.stop`, or the metrics have a
+            true value under `done`.
 
         Raises:
             CallbackError: A callback failed.
@@ -199,7 +201,7 @@ class Recorder:
         self._callbacks.setup(self._given_stop)
 
     def _take_over(self) -> None:
-        """If an earlier process started this run, load its reports, checkpoints and callback states from the folder."""
+        """Load the reports, checkpoints and callback states that an earlier process of this run has stored."""
         self._folder.trial.discard_staged("checkpoint_")
         reports = read_reports(self._folder.trial)
         if reports:
@@ -246,7 +248,7 @@ class Recorder:
         self._writers = []
 
     def _forget_errors(self) -> None:
-        """Rename `error.txt` after a run that has succeeded despite failures."""
+        """Rename `error.txt` and delete `error.pkl`, after a run that has succeeded despite failures."""
         if not self._folder.is_new or self._trial.num_failures:
             self._logs.rename(ERROR_FILE, RECOVERED_ERROR_FILE)
             self._logs.remove(ERROR_PICKLE_FILE)
@@ -268,7 +270,7 @@ class Recorder:
 
 
 def _console(run_config: RunConfig) -> list[ConsoleReporter]:
-    """Return a list with the callback that prints the run's events, or an empty list if `verbose` is 0."""
+    """Return a list with the callback that prints the run's events, or an empty list if `verbose` is 0 or None."""
     if run_config.progress_reporter is not None:
         logger.warning("`progress_reporter` shows the trials of a `Tuner`; to print this run, pass `verbose=3`")
     if run_config.log_to_file:

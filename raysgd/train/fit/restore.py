@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 TRAINER_FILE = "trainer.pkl"
 SWEEP_FILE = "swept_trainer.pkl"
-"""The `trainer.pkl` of a Tune sweep. Only `Tuner.restore` can continue the sweep, not the trainer's `restore`."""
+"""Takes the place of `trainer.pkl` in a Tune sweep. Only `Tuner.restore` can continue the sweep, not the trainer's
+`restore`."""
 _RUN_CONFIG_EXTRAS = ("callbacks", "progress_reporter", "stop")
 
 
@@ -40,7 +41,8 @@ class RestoredRun:
 
     Attributes:
         experiment: The experiment's folder.
-        folder: The trial's folder; None if the run had not started.
+        folder: The trial's folder; None if `fit` must start a new trial, because the run had not started or its
+            `run.json` is damaged.
         is_finished: True if the run succeeded; `fit` then returns the result without running anything.
     """
 
@@ -79,6 +81,8 @@ def save_trainer(
     experiment: Folder, trainer_class: type, arguments: Mapping[str, Any], file: str = TRAINER_FILE
 ) -> None:
     """Write the class and the arguments of a trainer to an experiment's folder, for `restore`.
+
+    If they cannot be pickled, write nothing and log a warning.
 
     Args:
         experiment: The experiment's folder.
@@ -173,8 +177,8 @@ def restore(
         The trainer, and the run that its `fit` continues.
 
     Raises:
-        ValueError: The folder contains no run, its file is damaged, the names of the datasets differ, or
-            `trainer_class` cannot be created with these arguments.
+        ValueError: The folder contains no run, its file is damaged, the names of the datasets differ, a config with
+            secrets was not passed again, or `trainer_class` cannot be created with these arguments.
         StorageError: The storage cannot be reached.
     """
     experiment = open_folder(path, storage_filesystem)

@@ -62,7 +62,7 @@ class StopConditionMet(BaseException):
 
 @dataclass(frozen=True)
 class FitJob:
-    """The data of one call to `fit`.
+    """One call to `fit`, with everything that its run needs.
 
     Attributes:
         folder: The run's folders.
@@ -91,7 +91,8 @@ class FitJob:
             train: Function that runs the training function on the workers.
 
         Raises:
-            TrainingFailedError: `train` failed. The error is also an instance of the class that `train` raised.
+            TrainingFailedError: `train` failed. The error is also an instance of the class that `train` raised. With
+                `FailureConfig(fail_fast="raise")`, the exception from `train` is raised unchanged instead.
             Preempted: A signal arrived.
         """
         try:
@@ -381,8 +382,8 @@ def _executor(
 def followed(placement_strategy: str) -> Literal["PACK", "SPREAD"] | None:
     """Convert the `placement_strategy` of a scaling config for an executor, which has no strict strategies.
 
-    A strict strategy becomes the plain strategy, which Ray follows as far as possible. If the user set "PACK", the
-    default, return None.
+    A strict strategy becomes the plain strategy, which Ray follows as far as possible. The default, "PACK", becomes
+    None.
 
     >>> [followed(strategy) for strategy in ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")]
     [None, 'PACK', 'SPREAD', 'SPREAD']
