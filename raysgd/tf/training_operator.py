@@ -193,7 +193,10 @@ class TrainingOperator(BaseOperator):
         return output, loss
 
     def optimizer_step(self, gradients: Sequence[Any]) -> None:
-        """Apply the gradients with `self.optimizer`. It first averages them over all workers, weighted by samples."""
+        """Apply the gradients with `self.optimizer`.
+
+        The optimizer first averages the gradients over all workers, weighted by samples.
+        """
         optimizer = required(self, "optimizer")
         self._raysgd.context.synchronizer.require_watched(optimizer)
         variables = required(self, "model").trainable_variables

@@ -102,7 +102,7 @@ class FunctionTrial:
     def step(self) -> TrialStepResult:
         """Wait for rank 0's next report, or for the function's end, and return the result.
 
-        The result has a flag that asks Tune to call `save`. The flag is True if the function has saved a checkpoint that Tune does not have yet.
+        The result asks Tune to call `save` if the function has saved a checkpoint that Tune does not have yet.
 
         Raises:
             RuntimeError: The function has finished, and `refuses_more_steps` is True.

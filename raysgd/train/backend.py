@@ -106,7 +106,7 @@ class BackendConfig:
 
 @dataclass
 class PlacedConnection(Connection):
-    """Wraps a connection so that each worker gets environment variables, such as `RANK`, before it joins.
+    """Wraps a connection so that each worker gets environment variables, such as `RANK`, before it joins the group.
 
     The wrapped connection is joined even if there is only one worker.
 

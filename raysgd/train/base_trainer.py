@@ -67,8 +67,8 @@ class BaseTrainer(ABC):
         scaling_config: Resources of the worker that runs the loop. Only `trainer_resources` can be set.
         run_config: Options of the run: where it writes, which checkpoints it retains, and when it stops.
         datasets: Datasets by name, or functions that return a dataset.
-        preprocessor: Ray Data preprocessor that is applied to all datasets before the loop starts. If it is not fit yet,
-            it is fit on the dataset "train" first.
+        preprocessor: Ray Data preprocessor that is applied to all datasets before the loop starts. If it has not been
+            fit yet, it is first fit on the dataset "train".
         metadata: A JSON-serializable dict that is added to each checkpoint.
         resume_from_checkpoint: The checkpoint that `get_checkpoint` returns until the loop has reported a checkpoint.
         detached: A name, or a `raysgd.Detached`, to let `fit` outlive this program. You then get a handle with the
@@ -132,7 +132,7 @@ class BaseTrainer(ABC):
     def setup(self) -> None:  # noqa: B027 - it may stay empty
         """Called before the datasets are prepared and the loop starts. Does nothing by default.
 
-        Called in the loop's worker, but in the driver for a `DataParallelTrainer`.
+        It runs in the worker of the loop, or in the driver for a `DataParallelTrainer`.
         """
 
     def preprocess_datasets(self) -> None:
@@ -234,7 +234,7 @@ class BaseTrainer(ABC):
         raise TypeError(_NOT_RAYS_TUNER.format(name=type(self).__name__))
 
     def _check(self) -> None:
-        """Check the options that Ray Tune may set for each trial, and that are therefore not final before a run starts.
+        """Check the options that may change until a run starts, because Ray Tune sets them for each trial.
 
         Raises:
             ValueError: An option is missing or not allowed, or options contradict each other.

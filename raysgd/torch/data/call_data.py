@@ -259,7 +259,7 @@ def _is_of_tensors(data: Any) -> bool:
 def as_tensor(array: Any) -> Any:
     """Convert a NumPy array of numbers to a tensor. Return anything else unchanged.
 
-    The array is copied only if it is read-only or not contiguous. Otherwise, the tensor shares its memory.
+    The array is copied only if it is read-only or not contiguous. Otherwise, the tensor shares the array's memory.
     """
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "biufc":
         return array
@@ -314,7 +314,7 @@ def _apart(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 class PredictionLoader:
-    """Loads the batches that one worker predicts. In each round of a `predict` call, the driver assigns rows or batches.
+    """Loads the batches that one worker predicts. The driver assigns rows or batches in each round of a call.
 
     Args:
         collate_fn: Function without arguments that returns a `collate_fn`, for data that has none.

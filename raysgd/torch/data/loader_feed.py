@@ -142,6 +142,8 @@ class TorchFeed(DataFeed):
     def take_place(self, rank: int, size: int, batch_size: int | None, instead_of: int | None) -> None:
         """Reshard the registered data after the number of workers has changed.
 
+        Streams over other data, and an unfinished validation, are discarded.
+
         Args:
             rank: This worker's new rank.
             size: New number of workers.

@@ -105,8 +105,8 @@ def shard_loader(
         loader: Object that the user registered or passed to a call.
         rank: Rank of this worker.
         world_size: Number of workers.
-        training: True to give a padding batch to ranks that have no samples in a step, so that all ranks can take part in the gradient all-reduce. False to give these ranks no batch, so that evaluation uses every
-            sample once.
+        training: True to give a padding batch to ranks that have no samples in a step, so that all ranks can take part
+            in the gradient all-reduce. False to give these ranks no batch, so that evaluation uses every sample once.
         pin_memory: True to put batches into pinned memory, from which a GPU can copy them while it computes, even if
             the user's loader does not do this.
         rule: Rule for splitting each global batch, the batch of one step of all workers, among the workers. None if the

@@ -138,7 +138,7 @@ class Membership:
                 here.
 
         Returns:
-            The progress with which to compare the function's progress at the end of the batch.
+            The function's progress, for a comparison at the end of the batch.
         """
         with self._changed:
             self._batch = place

@@ -41,7 +41,10 @@ class DividedData:
         return all(isinstance(dataset, Stream) for dataset in each)
 
     def __call__(self, num_workers: int, workers: Sequence[Any] = ()) -> Sequence[Any]:
-        """Return a list with each worker's shard of the data, by rank. For a dict of datasets, a shard is a dict, too."""
+        """Return a list with each worker's shard of the data, by rank.
+
+        If the data is a dict of datasets, each element is a dict of shards.
+        """
         if num_workers != len(self._parts):
             self._parts = self._divided(num_workers, [worker.actor.ray_actor for worker in workers])
         return self._parts
@@ -120,7 +123,7 @@ class StreamPart:
     All workers get the same number of batches if the stream's rows are counted before they are read. The rows cannot be
     counted if, for example, a filter drops rows or the lengths of the stream's shards are unknown. Each worker then
     gets as many batches as its own rows yield. `prepare_data_loader` connects the workers, so that their numbers of
-    batches are equal in this case, too, unless `exact` is True.
+    batches are equal in this case, too, unless you pass `exact=True`.
 
     Store `state_dict()` in your checkpoints. It is a position in the stream at which any number of workers can
     continue.
@@ -135,8 +138,8 @@ class StreamPart:
         is_known: True if an epoch's rows are counted before they are read.
 
     Raises:
-        ValueError: The stream is not batched, or it has fewer lanes than workers. A lane is a fixed sequence of the
-            stream's shards, which one worker reads.
+        ValueError: The stream is not batched, or it has fewer lanes than workers. Lanes are the fixed number of
+            sequences into which a stream's rows are divided.
     """
 
     def __init__(self, stream: Stream, world_size: int) -> None:

@@ -10,7 +10,7 @@ from raysgd.train.constants import ALL_RESERVED_KEYS
 
 
 class TrainingCallback:
-    """Observes a run. Override `start_training`, `handle_result` and `finish_training`, which do nothing by default.
+    """Observes a run. All methods except `process_results` do nothing by default; override those that you need.
 
     Attributes:
         results_preprocessor: Preprocesses the results for `handle_result`.

@@ -175,8 +175,8 @@ class MLflowLoggerCallback(_SinkCallback):
         registry_uri: Store of the models. Default: MLFLOW_REGISTRY_URI, else the store of the runs.
         experiment_id: ID of an existing experiment. Default: the environment variable MLFLOW_EXPERIMENT_ID.
         experiment_name: Name of the experiment if there is no ID, or no experiment with this ID. The experiment is
-            created if necessary. Default: MLFLOW_EXPERIMENT_NAME. Without an ID and a name, `start_training` raises
-            `ValueError`.
+            created if necessary. Default: MLFLOW_EXPERIMENT_NAME. With neither an ID nor a name, `start_training`
+            raises `ValueError`.
         tags: Tags of the run.
         save_artifact: True to upload the checkpoints at the end.
         logdir: Folder that contains `mlruns`, if the runs are stored there. Default: the run's folder.

@@ -17,9 +17,9 @@ _FOLDER = "pytorch_profiler"
 
 
 class TorchTensorboardProfilerCallback(TrainingCallback):
-    """Writes the traces that workers report to files for TensorBoard.
+    """Writes traces from the workers to files for TensorBoard.
 
-    In the training function, report the result of `TorchWorkerProfiler.get_and_clear_profile_traces`.
+    In the training function, report the traces that `TorchWorkerProfiler.get_and_clear_profile_traces` returns.
 
     Args:
         logdir: Folder of the files. Default: `pytorch_profiler` in the run's folder.

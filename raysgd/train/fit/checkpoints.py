@@ -27,7 +27,7 @@ Landing: TypeAlias = "Future[Checkpoint | None]"
 """A future of a checkpoint. Its result is None if the checkpoint was lost or could not be received.
 
 The future is done when the checkpoint was written, or when receiving it failed. If writing fails, the future is never
-done, and `FitCheckpoints.flush` raises the error.
+done, and `add` or `flush` of `FitCheckpoints` raises the error.
 """
 
 
