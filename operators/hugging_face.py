@@ -72,14 +72,16 @@ accepted if the operator overrides this method, because the override may read th
 class HuggingFaceOperator(SupervisedOperator):
     """Trains a `transformers` model with the model's built-in loss. You provide the model, the data and a collator.
 
-    Override `build_model`, `build_data` and `build_collator`. A batch is a dict of tensors with the targets under
-    `labels`, as `transformers` collators return it. If the model is a `PeftModel`, only its adapter is trained.
+    Override `build_model`, `build_data` and, unless PyTorch's `default_collate` can collate the samples,
+    `build_collator`. A batch is a dict of tensors with the targets under `labels`, as `transformers` collators return
+    it. If the model is a `PeftModel`, only its adapter is trained.
 
     The loss of a token-level model is the mean over the labels other than -100. Gradients and metrics are weighted by
     the number of these labels. A step on several workers therefore equals a single-process step on the global batch,
     even if text lengths differ between workers.
 
-    `train` reports `train_loss`. `validate` reports `val_loss` and, if the labels are integers, `val_accuracy`.
+    `train` reports `train_loss`. `validate` reports `val_loss` and, if the labels are the classes of samples or tokens,
+    `val_accuracy`.
 
     You can also override `build_optimizer`, `build_scheduler`, `count_labels`, `forward`, and any method of
     `TrainingOperator`. `setup` calls the `build_...` methods. If you override `setup`, call `super().setup(config)`.
@@ -145,7 +147,11 @@ class HuggingFaceOperator(SupervisedOperator):
         return partial(_collated, own or default_collate)
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
-        """Create the learning-rate schedule named by `config["scheduler"]`. Return None if the key is missing."""
+        """Create the learning-rate schedule named by `config["scheduler"]`. Return None if the key is missing.
+
+        Raises:
+            ValueError: The trainer has `scheduler_step_freq="epoch"`, or a number of steps is invalid.
+        """
         if config.get("scheduler") is None:
             return None
         if self.scheduler_step_freq == "epoch":
@@ -202,7 +208,7 @@ class HuggingFaceOperator(SupervisedOperator):
             `(inputs, labels)`. The only input is the batch, on the device. The labels, which are compared with the
             predictions, stay on the device where the collator created them, because counting labels on a GPU would
             force a synchronization. If the loss compares each prediction with the next token, the labels are
-            shifted by one token.
+            shifted by one token. If the batch has no labels, they are None.
 
         Raises:
             TypeError: The batch is not a dict.
@@ -228,7 +234,7 @@ class HuggingFaceOperator(SupervisedOperator):
             target: The labels, as `prepare_batch` returns them.
 
         Raises:
-            ValueError: The model's loss is a sum.
+            ValueError: The model has a CTC loss that is not a mean.
         """
         if not isinstance(target, torch.Tensor) or target.is_floating_point():
             return None
@@ -247,10 +253,10 @@ class HuggingFaceOperator(SupervisedOperator):
         return int(target.ne(ignored).sum())
 
     def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, ...]:
-        """Return the model's output, its loss, and the number of labels over which the loss averages.
+        """Return the model's output, its loss, and what `count_labels` returns.
 
         Raises:
-            TypeError: The model returned no loss.
+            TypeError: The model returned no loss, or failed because the samples contain strings.
             ValueError: The batch has several label arguments, so the loss is a sum of means over different labels.
         """
         name = type(self._original_models[0]).__name__
@@ -275,7 +281,7 @@ class HuggingFaceOperator(SupervisedOperator):
         return output, loss, self.count_labels(target)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch. Return `val_loss`, and `val_accuracy` if the labels are class indices."""
+        """Evaluate one batch. Return `val_loss`, and `val_accuracy` if the labels are classes of samples or tokens."""
         output, target, metrics = self.evaluate_batch(batch)
         share = _accuracy(output, target) if BATCH_WEIGHT in metrics else None
         shares = {} if share is None else {"val_accuracy": share}
@@ -315,7 +321,7 @@ class HuggingFaceOperator(SupervisedOperator):
 
         Raises:
             FileNotFoundError: The folder does not contain an adapter.
-            ValueError: The adapter does not fit the model.
+            ValueError: The adapter does not fit the model, or the model is sharded or not a `PeftModel`.
         """
         from safetensors.torch import load_file
 
@@ -428,7 +434,7 @@ def _shifts_labels(model: Any) -> bool:
 
 
 def _accuracy(logits: Any, target: torch.Tensor) -> torch.Tensor | None:
-    """Return the fraction of labels that the highest logit predicts correctly.
+    """Return the fraction of labels, other than -100, that the highest logit predicts correctly.
 
     Return None if there are no logits per class, or if the labels form an image.
     """

@@ -27,15 +27,15 @@ def make_loaders(
     """Return the training and the validation loader. Each is None if its data is None.
 
     Datasets are wrapped in a `DataLoader`, which shuffles training data unless the dataset is iterable-style. Streams
-    without a `collate` function get `stream_collator`. Loaders and other iterables are returned unchanged. This
-    function does not shard the samples; `register_data` does.
+    whose method `batch` was called without `collate` get `stream_collator`. Loaders and other iterables are returned
+    unchanged. This function does not shard the samples; `register_data` does.
 
     Args:
         data: `(train, validation)`, or only the training data.
         batch_size: Samples per batch and worker.
         collator: Function that collates samples of a dataset into a batch. Default: PyTorch's `default_collate`.
-        stream_collator: Function that collates rows of a stream into a batch, if the stream has no `collate` function.
-            None leaves the stream unchanged.
+        stream_collator: Function that collates rows of a stream into a batch, if the stream forms batches but has no
+            `collate` function. None leaves the stream unchanged.
 
     Raises:
         TypeError: `data` has another type or length.

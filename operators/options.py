@@ -62,8 +62,8 @@ def batch_size(config: Mapping[str, Any]) -> int:
 
     Users set the batch size per worker under the key `"batch_size"`, or the global batch size under the key
     `raysgd.utils.BATCH_SIZE`. In a worker's config, the library has already replaced the global batch size with the
-    batch size per worker. With `split_batches=True`, however, both keys hold the global batch size, and `register_data`
-    splits the loader's batches among the workers.
+    batch size per worker. With `split_batches=True`, however, the value under either key is the global batch size, and
+    `register_data` splits the loader's batches among the workers.
 
     Raises:
         ValueError: The value is not a positive integer, or the config has both keys.

@@ -1,8 +1,8 @@
 """Sequence packing: puts several short texts into one row of tokens, so that batches contain hardly any padding.
 
 Each pack is one sample. Texts are packed before the samples are sharded, so the packs do not depend on the number of
-workers. Each step is weighted by its number of labels. Position ids restart at 0 for each text. `transformers` models
-detect text boundaries from the position ids and prevent attention across them.
+workers. `HuggingFaceOperator` weights each batch by its number of labels. Position ids restart at 0 for each text.
+`transformers` models detect text boundaries from the position ids and prevent attention across them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ IGNORED = -100
 """The label that `transformers` losses ignore."""
 
 _NUM_OPEN = 16  # maximum number of packs of a shard that wait for more texts
-_NUM_UNTIL_CUT = 256  # number of packs after which all packs of a shard are closed, so that reading can start there
+_NUM_UNTIL_CUT = 256  # after this many packs, all open packs of a shard are closed, so that reading can start there
 
 Text = tuple[list[int], list[int]]
 """The tokens and the labels of a text."""
@@ -53,9 +53,9 @@ def pack(samples: Any, num_tokens: int) -> Any:
         batch packs, return `collate_packs` from `build_collator`.
 
     Raises:
-        ValueError: A text is empty or longer than a pack, or its numbers of labels and tokens differ (for a stream,
-            raised when the text is read). Or the stream is already shuffled, limited or batched, or uses seeded
-            functions.
+        ValueError: `num_tokens` is not a positive integer. Or a text has no `input_ids`, is empty or longer than a
+            pack, or its numbers of labels and tokens differ (for a stream, raised when the text is read). Or the stream
+            is already shuffled, limited or batched, or uses seeded functions.
 
     Examples:
         >>> texts = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}, {"input_ids": [3, 4]}]

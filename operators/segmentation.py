@@ -69,8 +69,9 @@ class SegmentationOperator(MeasuredOperator):
     def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, ...]:
         """Return the logits, the loss, and the number of pixels over which the loss averages.
 
-        The number of pixels is None if no pixels are ignored. It is also None if the criterion is a built-in PyTorch
-        loss function; the training step then computes the number itself and takes class weights into account.
+        The number of pixels is None if the config has no `ignore_index`. It is also None if the criterion is or
+        contains a PyTorch loss that averages over labels, such as `CrossEntropyLoss`. The training step then computes
+        the number itself and takes class weights into account.
         """
         output, loss = super().forward(features, target)
         ignored = _ignored(self.config)

@@ -25,7 +25,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 class SupervisedOperator(TrainingOperator):
     """Trains one model with one loss. Subclass a concrete operator, such as `ClassificationOperator`, not this class.
 
-    `setup` calls the `build_...` methods below. Subclasses must override `build_model` and `build_data`.
+    `setup` calls the `build_...` methods below. Subclasses must override `build_model`, `build_data` and
+    `build_criterion`. The concrete operators already override `build_criterion`.
 
     Attributes:
         model: The registered model.

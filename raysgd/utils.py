@@ -1,4 +1,4 @@
-"""Small helpers for user code: names of special metrics, meters that average metrics, timers, and three functions.
+"""Small helpers for user code: names of special metrics and keys, meters, timers, and three functions.
 
 The meters and timers are defined in private modules. User code imports them from this module.
 """

@@ -1,7 +1,8 @@
 """`LightningOperator`: trains a `LightningModule`, in place of Lightning's own `Trainer`.
 
 The module's steps, hooks, `configure_optimizers` and `self.log` work unchanged. raysgd manages processes, data,
-checkpoints and recovery. Values that a step returns or logs are averaged over the samples of all workers.
+checkpoints and recovery. Values that a step returns or logs are averaged over the samples of all workers, unless
+`self.log` gets another `reduce_fx`.
 
 Hooks have the signatures of Lightning 2. `docs/lightning.md` lists the hooks that are called. Hooks that Lightning 2
 removed (`training_epoch_end`, `validation_epoch_end`, `training_step_end`, `validation_step_end`,
@@ -167,12 +168,13 @@ class LightningOperator(TrainingOperator):
     ) -> dict[str, Any]:
         """Train on all batches, or until `on_train_batch_start` returns -1 on any worker.
 
-        If the epoch continues after a failure, the surviving workers do not call the epoch-start hooks a second time.
+        With `strategy="none"`, only the worker on which the hook returns -1 stops. If the epoch continues after a
+        failure, the surviving workers do not call the epoch-start hooks a second time.
 
         Returns:
-            What the module's hook `training_epoch_end` returned. Without this hook, the mean and the last value
-            (`last_<name>`) of each number that `training_step` returns or logs. The loss is named `train_loss`, even if
-            the step returns it as `loss`.
+            What the module's hook `training_epoch_end` returned. If there is no such hook, or if it returned None, the
+            mean and the last value (`last_<name>`) of each number that `training_step` returns or logs. The loss is
+            named `train_loss`, even if the step returns it as `loss`.
 
         Raises:
             ValueError: A scheduler steps every few epochs, but `num_steps` ends the call within an epoch.
@@ -292,7 +294,8 @@ class LightningOperator(TrainingOperator):
     def _training_step(self, batch: Any, batch_idx: int) -> tuple[torch.Tensor | None, Any]:
         """Run the module's `training_step`. Return the loss for the backward pass, and the detached output.
 
-        With manual optimization, the loss is None.
+        The loss is None with manual optimization. Without a `DistributedDataParallel` wrapper, it is also None if
+        `training_step` returned None.
         """
         output, parallel = None, self._raysgd.parallel
 
@@ -332,7 +335,8 @@ class LightningOperator(TrainingOperator):
     def _step(self, optimizer: Any, closure: Callable[[], Any] | None) -> Any:
         """Run the closure, finish averaging the gradients, and step the optimizer. Return the closure's loss.
 
-        The module's optimizers are `SteppingOptimizer` wrappers, whose `step` calls this method.
+        The module gets its optimizers in `SteppingOptimizer` wrappers, whose `step` calls this method. If all workers
+        have skipped all batches of the step, the optimizer does not step.
         """
         loss, leg = closure() if closure is not None else None, self._raysgd.parallel.leg
         self._raysgd.gradients.complete(optimizer)
@@ -400,8 +404,9 @@ class LightningOperator(TrainingOperator):
         """Evaluate on all batches of `val_iterator`, and run the module's validation hooks.
 
         Returns:
-            What the module's hook `validation_epoch_end` returned. Without this hook, the mean and the last value of
-            each number that `validation_step` returns or logs. The loss is named `val_loss`.
+            What the module's hook `validation_epoch_end` returned. If there is no such hook, or if it returned None,
+            the mean and the last value of each number that `validation_step` returns or logs. The loss is named
+            `val_loss`.
         """
         meters = self._raysgd.new_meters()
         with torch.no_grad(), self._epoch("validation", "validation_epoch_end", meters):
@@ -489,7 +494,7 @@ class LightningOperator(TrainingOperator):
 
     @property
     def model(self) -> Any:
-        """The module. With several workers, the `DistributedDataParallel` wrapper around the module."""
+        """The module or, if the strategy wraps the module, its `DistributedDataParallel` wrapper."""
         return self._raysgd.registered.models[0]
 
     @property

@@ -37,8 +37,9 @@ __all__ += of_air.__all__
 def save_checkpoint(**kwargs: Any) -> None:
     """Save the keyword arguments as a checkpoint. All workers must call this; rank 0's checkpoint is stored.
 
-    `save_checkpoint` copies the state and returns. The copy is sent and written while the function continues. Use it in
-    functions of `Trainer.run`; in functions of `fit`, pass a `Checkpoint` to `report` instead.
+    `save_checkpoint` copies the state and, like `report`, waits until the driver has read its message. The copy is sent
+    and written while the function continues. Use it in functions of `Trainer.run`; in functions of `fit`, pass a
+    `Checkpoint` to `report` instead.
     """
     session = session_or_warning("save_checkpoint")
     if session is not None:
@@ -46,7 +47,10 @@ def save_checkpoint(**kwargs: Any) -> None:
 
 
 def load_checkpoint() -> dict[str, Any] | None:
-    """Return the run's newest checkpoint, or the checkpoint that the run started from; None if neither exists.
+    """Return the checkpoint that this worker has saved last.
+
+    If this worker has not saved a checkpoint yet, return the checkpoint that the function started from, or None. A
+    function that restarts after a failure starts from the newest checkpoint of the run.
 
     Use it in functions of `Trainer.run`; in functions of `fit`, use `get_checkpoint` instead.
     """
@@ -58,7 +62,8 @@ def get_preemption_info() -> PreemptionInfo | None:
     """Return the workers' nodes that Ray will soon take away; None if all nodes stay.
 
     All workers must call this, and all get the same answer. If any nodes are about to be taken away, report a
-    checkpoint: the driver then moves the workers to other nodes, and the function continues there.
+    checkpoint: the driver then starts the workers on other nodes, and the function restarts there from the checkpoint.
+    If all of the workers' nodes are about to be taken away, the function restarts only when they are gone.
 
     If the program received SIGTERM or SIGUSR1, the answer includes all nodes. Report a checkpoint and return: the
     driver then ends the run, and the next run can continue from the checkpoint.

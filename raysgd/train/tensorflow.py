@@ -50,7 +50,7 @@ class TensorflowConfig(BackendConfig):
 class TensorflowBackend(Backend):
     """The plug-in that `TensorflowConfig` selects. It sets `TF_CONFIG` in every worker, even in a single worker.
 
-    Workers use the Keras version that the driver selected with `TF_USE_LEGACY_KERAS` or `KERAS_BACKEND`.
+    Workers use the Keras version and backend that the driver selected with `TF_USE_LEGACY_KERAS` and `KERAS_BACKEND`.
     """
 
     def on_start(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
@@ -86,7 +86,7 @@ class TensorflowPredictor(TensorPredictor):
         model_definition: A function or class that creates the model; or the model itself.
         preprocessor: A Ray Data preprocessor for the batches, or None.
         model_weights: The result of the model's `get_weights`; None to leave the model's weights unchanged.
-        use_gpu: True to create the model on the first GPU.
+        use_gpu: True to run the model on the first GPU, False to run it on the CPU.
         model: Alias of `model_definition`, from later versions of Ray.
 
     Raises:
@@ -121,7 +121,7 @@ class TensorflowPredictor(TensorPredictor):
     def from_checkpoint(  # type: ignore[override]  # each subclass takes its own arguments
         cls, checkpoint: Checkpoint, model_definition: Callable[[], Any] | Any, use_gpu: bool = False
     ) -> TensorflowPredictor:
-        """Return a predictor for a model with the weights from a checkpoint.
+        """Return a predictor for a model, with the weights and the preprocessor from a checkpoint.
 
         Args:
             checkpoint: A checkpoint with the key `model`, such as a `TensorflowCheckpoint`.
@@ -129,7 +129,8 @@ class TensorflowPredictor(TensorPredictor):
             use_gpu: See the class.
 
         Raises:
-            RuntimeError: The checkpoint has no weights, or a model of another framework.
+            RuntimeError: The checkpoint has no weights, or has a model of another framework. Or `use_gpu=True`, but
+                TensorFlow does not detect a GPU.
         """
         saved = TensorflowCheckpoint.from_checkpoint(checkpoint)
         return cls(model_definition, saved.get_preprocessor(), saved.get_model_weights(), use_gpu)

@@ -63,7 +63,8 @@ class TorchWorkerProfiler:
     """Collects `torch.profiler` traces in a worker, for `TorchTensorboardProfilerCallback` in the driver.
 
     Args:
-        trace_dir: Folder for traces on the worker's machine. Default: a temporary folder.
+        trace_dir: Folder for traces on the worker's machine. Default: `pytorch_profiler_worker_traces` in the system's
+            temporary folder.
     """
 
     def __init__(self, trace_dir: str | None = None) -> None:

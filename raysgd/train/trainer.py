@@ -2,7 +2,8 @@
 
 `Trainer` is a front end: its executor runs the workers, and the engine replaces lost workers. This module also contains
 `TrainingIterator`, which iterates over reports, and `TrainWorkerGroup`, workers that hold a user's objects. A run's
-callbacks are called in order. All callbacks are notified of the run's end, even if the run or a callback fails.
+callbacks are called in order. Callbacks that were notified of the run's start are also notified of its end, even if the
+run or another callback fails.
 """
 
 from __future__ import annotations
@@ -186,6 +187,7 @@ class Trainer:
             RuntimeError: The workers have already started.
             ReservationTimeoutError: The cluster did not grant the resources. This is also a `TimeoutError`.
             WorkerError: The hook raised. The error is also an instance of the class that was raised.
+            WorkersLostError: Too many workers died while starting. This is also a `RuntimeError`.
         """
         check_hook(initialization_hook)
         self._executor.start(initialization_hook)
@@ -226,9 +228,9 @@ class Trainer:
             config: The argument, passed unchanged; None for an empty dict. It can be any object that pickles.
             callbacks: Called at the start, at each report, and at the end: first `raysgd.train` callbacks, in list
                 order, then `raysgd.callbacks` callbacks.
-            dataset: Data to shard across the workers: an object with `split(n, equal=True)`, or a dict of such objects.
-                See `get_dataset_shard`.
-            checkpoint: The checkpoint that `load_checkpoint` returns at first: a dict, or the path of a saved
+            dataset: Data to shard across the workers: a stream, an object with `split(n, equal=True)`, or a dict of
+                these. See `get_dataset_shard`.
+            checkpoint: The checkpoint that `load_checkpoint` returns at first: a dict, or the path or URI of a saved
                 checkpoint.
             checkpoint_strategy: Decides which checkpoints stay on disk; may be a `CheckpointConfig`. Default: all.
 
@@ -244,6 +246,8 @@ class Trainer:
             StepMismatchError: The workers did not make the same calls of `report` and `save_checkpoint`. This is also a
                 `RuntimeError`.
             WorkersLostError: Workers were lost too often. This is also a `RuntimeError`.
+            CallbackError: A `raysgd.callbacks` callback failed. An error of a `raysgd.train` callback is raised
+                unchanged.
             Preempted: SIGTERM or SIGUSR1 arrived. The run ends at the function's next checkpoint, or 30 s after the
                 signal. The newest checkpoint is stored.
         """
@@ -273,7 +277,8 @@ class Trainer:
     ) -> TrainingIterator:
         """Start a function on all workers, and return an iterator over its reports.
 
-        The arguments are those of `run`, which also lists the errors.
+        The arguments are those of `run`, without `callbacks`. `run` also lists the errors, of which `CallbackError` and
+        `Preempted` are not raised here.
         """
         plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
         self._executor.check_free()
@@ -289,6 +294,8 @@ class Trainer:
 
         Raises:
             RuntimeError: The trainer has already started.
+            ReservationTimeoutError, WorkersLostError: As in `start`.
+            WorkerError: The class raised. The error is also an instance of the class that was raised.
         """
         if self._executor.is_started:
             raise RuntimeError("The trainer has already started: `to_worker_group` starts its own workers.")
@@ -296,11 +303,11 @@ class Trainer:
         return TrainWorkerGroup(self._executor)
 
     def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> type[Any]:
-        """Return a trainable for `ray.tune`. Each trial creates its own trainer, and runs the function with its config.
+        """Return a trainable for `ray.tune`. Each trial runs the function with its own trainer and config.
 
         A trial passes each report of rank 0 to Tune. With each report, and at the end, the trial also passes the newest
         checkpoint, unless Tune already has it. Of several checkpoints between two reports, Tune gets only the last. A
-        trial uses the default `max_retries`, and the trial's folder as `logdir`.
+        trial uses the default `max_retries`, no spare workers, and a subfolder of the trial's folder as `logdir`.
 
         Args:
             train_func: The function.
@@ -379,7 +386,10 @@ class Trainer:
 
 @hide_library_frames
 class TrainingIterator:
-    """Iterates over the reports of a running training function, which waits when it is one report ahead."""
+    """Iterates over the reports of a running training function.
+
+    The function continues while you use a report, and waits in its next call to `report` until you request that report.
+    """
 
     def __init__(self, run: FunctionRun) -> None:
         self._run = run
@@ -390,7 +400,10 @@ class TrainingIterator:
         return self
 
     def __next__(self) -> list[dict[str, Any]]:
-        """Wait for the next report of all workers, and return their metrics by rank."""
+        """Wait for the next report of all workers, and return their metrics by rank.
+
+        With `elastic=True`, the list may lack workers that have just joined the group.
+        """
         results = None if self._is_finished else self._finished_unless_fine(self._run.next_reports)
         if results is None:
             self._is_finished = True
@@ -398,7 +411,7 @@ class TrainingIterator:
         return results
 
     def is_finished(self) -> bool:
-        """Return True if the function has finished on all workers, or the run was aborted."""
+        """Return True once the iterator has reached its end or has raised an error."""
         return self._is_finished
 
     def get_final_results(self, force: bool = False) -> list[Any] | None:
@@ -406,7 +419,7 @@ class TrainingIterator:
 
         Args:
             force: If True and the function is still running, wait for the function to finish and discard its
-                remaining reports. If False, return None until the iterator over the reports is exhausted.
+                remaining reports. If False, return None until the iterator is exhausted.
         """
         if not self._is_finished and not force:
             logger.info("the function still runs: iterate to its end first, or use `get_final_results(force=True)`")
@@ -456,8 +469,7 @@ class TrainWorkerGroup:
 
         Raises:
             InactiveWorkerGroupError: The group was shut down.
-            WorkerError: The class or the initialization hook raised. The error is also an instance of the class that
-                was raised.
+            WorkerError: The class raised. The error is also an instance of the class that was raised.
             WorkersLostError: The new workers died too, more often than `max_retries` allows.
         """
         self._executor.replace_workers()
@@ -522,7 +534,7 @@ class TrainerCallbacks:
     def process(
         self, results: list[dict[str, Any]], events: Sequence[GroupEvent] = (), checkpoint: str | None = None
     ) -> None:
-        """Pass a report to all callbacks.
+        """Pass a report to all callbacks, and a new checkpoint to the `raysgd.callbacks` callbacks.
 
         Args:
             results: The metrics of all workers.

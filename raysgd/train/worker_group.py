@@ -134,9 +134,11 @@ class WorkerGroup:
             group. None always creates a new placement group.
 
     Raises:
-        ValueError: The number of workers is not positive, a resource is negative, or arguments were passed without a
-            class.
+        ValueError: The number of workers is not positive, a resource is negative, arguments were passed without a
+            class, or your placement group does not have enough bundles that fit a worker.
         ReservationTimeoutError: The cluster did not grant the resources. This is also a `TimeoutError`.
+        WorkerError: The class raised. The error is also an instance of the class that was raised.
+        WorkersLostError: A worker process died while it started.
     """
 
     def __init__(
@@ -300,7 +302,10 @@ class WorkerGroup:
         return self._submit(self.workers[worker_index], func, *args, **kwargs)
 
     def execute_single(self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `func` on one worker and return the result. The errors are those of `execute`."""
+        """Run `func` on one worker and return the result.
+
+        The errors are those of `execute_single_async` and `execute`.
+        """
         return gather([self.execute_single_async(worker_index, func, *args, **kwargs)])[0]
 
     def _submit(self, worker: Worker, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,7 @@ the resources that Tune reserved for the trial, and passes rank 0's reports and 
 
 `Population` trains several trainers at the same time. Between intervals of training, the worst trainers copy the best.
 
-No other package of raysgd imports this package.
+No other package of raysgd needs this package. Only `raysgd.torch.func_trainable` re-exports some of its functions.
 """
 
 from __future__ import annotations

@@ -31,10 +31,18 @@ def make_distributed(
 ) -> type[Any]:
     """Return a trainable class for `ray.tune` whose trials run `func` on several workers.
 
-    The arguments are those of `DistributedTrainableCreator`. `num_cpus` and `num_gpus` are amounts per worker.
+    Args:
+        func: The training function, which each worker runs.
+        backend: Config of the backend that connects the workers of a trial.
+        num_workers: Number of workers per trial.
+        num_cpus: CPUs per worker.
+        num_gpus: GPUs per worker.
+        num_per_host: Number of workers on each node. None if Ray chooses the nodes.
+        timeout_s: Checked, but not used here. The caller puts the timeout into `backend` if the backend has one.
 
     Raises:
-        ValueError: `func` cannot be called as `func(config, checkpoint_dir=None)`, or a number is out of range.
+        ValueError: `func` cannot be called as `func(config, checkpoint_dir=None)`, a number is out of range, or
+            `num_per_host` does not divide `num_workers`.
         ImportError: Ray Tune is not installed.
     """
     checks.check_seconds("timeout_s", timeout_s, may_be_least=False)
@@ -73,6 +81,7 @@ def _run(func: Callable[..., Any], config: dict[str, Any]) -> Any:
     """Call the user's training function in a worker, and return its result.
 
     If the trial has a checkpoint, the argument `checkpoint_dir` is a temporary folder with the checkpoint's files.
+    Otherwise, it is None.
     """
     _running.append(func)
     try:
@@ -103,7 +112,8 @@ def distributed_checkpoint_dir(step: int, disable: bool = False) -> Iterator[str
 
     Args:
         step: Training step at which the checkpoint is saved.
-        disable: True to delete the files of all ranks, including rank 0, without saving a checkpoint.
+        disable: True to delete the files of all ranks, including rank 0, without saving a checkpoint. Must be the same
+            on all ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
         yield folder

@@ -4,7 +4,7 @@ Each member of a population is a trainer with a config. After an interval of tra
 receives a better member's trained state from memory, and continues with new training operators and a config similar to
 the better member's config. Copying a member writes no files and, except with Horovod, restarts no processes.
 
-ADR 72 explains why this does not use Ray Tune.
+ADR 72 explains why this module uses no scheduler of Ray Tune.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Member:
         config: The config with which the member currently trains.
         trainer: The `TorchTrainer` or `TFTrainer` that trains the member's model.
         result: The result of the last interval, which by default is an epoch of training and a validation. Empty
-            before the first interval, after a failed interval, and after a restart with another config. A member that
-            copied a better member has that member's result until its next interval.
+            before the first interval, during an interval, after a failed interval, and after a restart with another
+            config. A member that copied a better member has that member's result until its next interval starts.
         history: The results of all completed intervals. Each result contains the interval's config under the key
             `config`.
     """
@@ -95,12 +95,15 @@ class Population:
         step: Function that runs one interval on a trainer and returns a dict of metrics. Default: `train`, then
             `validate`.
         quantile: Fraction of the members that copy better members between intervals, at most 0.5. For example, if it is
-            0.25 and there are 8 members, each of the 2 worst members copies one of the 2 best.
+            0.25 and there are 8 members, each of the 2 worst members copies one of the 2 best. The number of members
+            that copy is rounded up, but is never more than half of all members.
         exploration: Rules for changing the config that a member copies from a better member.
-        seed: Seed for all random choices of the population.
+        seed: Seed for the random choices of the population. It does not affect functions in `space`, or objects with a
+            `sample` method that are not from Ray Tune.
 
     Raises:
         ValueError, TypeError: An argument is invalid. Nothing was started.
+        TypeError: `trainer_factory` did not return a trainer. All trainers that it did return were shut down.
 
     Examples:
         >>> def make(config):
@@ -214,7 +217,8 @@ class Population:
         Args:
             member: The member that receives the state.
             source: The member whose state is copied.
-            config: A new config for `member`. None to leave the config of `member` unchanged.
+            config: A new config for `member`, which is then restarted before the copy. None to leave the config of
+                `member` unchanged.
         """
         if config is not None:
             self.restart(member, config)
@@ -224,7 +228,8 @@ class Population:
     def restart(self, member: Member, config: Mapping[str, Any]) -> None:
         """Start a member again from the beginning, with another config and new training operators.
 
-        The member loses its trained state and its result. Except with Horovod, it keeps its worker processes.
+        The member loses its trained state and its result, but not its `history`. Except with Horovod, it keeps its
+        worker processes.
         """
         member.trainer.reset_config(config)
         member.config, member.result = dict(config), {}
@@ -287,6 +292,9 @@ def _at_the_same_time(
 
     Returns:
         The results, with None for each call that raised an exception; and the list of these exceptions.
+
+    Raises:
+        KeyboardInterrupt: The user pressed Ctrl-C. Raised after all calls have ended.
     """
     with ThreadPoolExecutor(len(values), thread_name_prefix="raysgd-population") as threads:
         futures = [threads.submit(function, value) for value in values]
@@ -318,7 +326,8 @@ class Exploration:
         resample_probability: Probability that an entry is drawn again from the search space instead of being changed
             slightly.
         factors: A numeric entry is changed by multiplying it by one of these factors, chosen at random. An entry with a
-            list of choices is changed to the previous or next choice instead.
+            list of choices is changed to the previous or next choice instead, if there is one. Other entries, such as
+            a string that a function drew, change only when they are drawn again.
 
     Raises:
         ValueError: A value is out of range.
@@ -338,7 +347,8 @@ class Exploration:
 
         Args:
             config: The config to copy.
-            space: The search space. Entries that are not in the space, or have a fixed value in it, stay unchanged.
+            space: The search space. Config entries that are not in the space stay unchanged. Entries with a fixed value
+                in the space get this value. Entries that the config lacks are drawn.
             random: Generator for all random choices.
         """
         changed = dict(config)
@@ -384,7 +394,7 @@ def draw(space: Space, random: Random) -> dict[str, Any]:
 
 
 def draw_one(source: Any, random: Random) -> Any:
-    """Draw a value from one entry of a search space, such as a list of choices."""
+    """Draw a value from one entry of a search space, such as a list of choices. Return a fixed value unchanged."""
     if isinstance(source, list | tuple):
         return random.choice(source)
     if hasattr(source, "sample"):

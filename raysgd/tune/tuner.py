@@ -1,9 +1,9 @@
 """Defines `Tuner`, which runs a trainer with many configs that Ray Tune chooses, and `ResultGrid` with the results.
 
 `Tuner` is a thin layer over Ray's `Tuner`, for trainers that have a `fit()` method. One call to `Tuner.fit` is a sweep,
-and each run of the trainer is a trial. The `RunConfig` may contain callbacks for raysgd and for Ray Tune. Each trial
-gets its own copies of the raysgd callbacks and calls them as in a run outside Ray Tune. The Ray Tune callbacks are
-passed to Ray Tune.
+and each run of the trainer is a trial. The `RunConfig` may contain callbacks for raysgd and for Ray Tune. The driver
+copies the raysgd callbacks for each trial, and calls the copies as in a run outside Ray Tune. The Ray Tune callbacks
+are passed to Ray Tune.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class Tuner:
         run_config: The `RunConfig` for all trials. Default: the trainer's own run config.
 
     Raises:
-        ValueError: `param_space` has a `run_config`. `fit` reports other invalid values in `param_space` before the
-            first trial.
+        ValueError: `param_space` has a `run_config`, the trainer selects nodes by labels, its workers cannot write to
+            the storage, or two callbacks write to the same file. `fit` reports other invalid values in `param_space`
+            before it starts the trial that uses them.
         TypeError: An argument has the wrong type.
         MissingTuneError: Ray Tune is not installed.
 
@@ -118,8 +119,9 @@ class Tuner:
 
         Args:
             path: Path or URI of the sweep's folder, which `ResultGrid.experiment_path` returns.
-            trainable: The trainer of the interrupted sweep. Default: the trainer that `fit` saved in the sweep's
-                folder. Required if the trainer has datasets, because datasets are not saved.
+            trainable: The trainer, class or function of the interrupted sweep. Default: the trainer that `fit` saved in
+                the sweep's folder. Required for a class or function, and for a trainer with datasets, because these
+                are not saved.
             resume_unfinished: True to continue unfinished trials from their last checkpoints.
             resume_errored: True to continue failed trials from their last checkpoints.
             restart_errored: True to restart failed trials from scratch.
@@ -128,7 +130,7 @@ class Tuner:
 
         Raises:
             ValueError: The folder contains no sweep; `param_space` has a `run_config`; or `trainable` was omitted
-                although the trainer could not be saved, or has datasets.
+                although it is required or the trainer could not be saved.
         """
         tune = tune_trial.require_tune(_NEEDED_BY)
         tuner, place = cls.__new__(cls), _as_place(path)
@@ -197,7 +199,7 @@ class ResultGrid:
             mode: "min" or "max": whether the lowest or the highest value is best. Default: the mode of the
                 `TuneConfig`.
             scope: Which of a trial's reports count: "last" for the last report, "all" for the best report, "avg" for
-                the mean of all reports.
+                the mean of all reports, "last-5-avg" or "last-10-avg" for the mean of the last 5 or 10 reports.
             filter_nan_and_inf: True to ignore values that are NaN or infinite.
 
         Raises:
@@ -254,6 +256,7 @@ def as_trainable(trainable: Any, run_config: RunConfig | None = None) -> Any:
 
     Raises:
         TypeError: `trainable` is a trainer of Ray, or a raysgd trainer whose workers are already running.
+        ValueError: The workers cannot write to the storage, or the trainer selects nodes by labels.
     """
     if isinstance(trainable, BaseTrainer):
         trainable = copy(trainable)
@@ -281,7 +284,11 @@ def chosen(trainable: Any, run_config: RunConfig | None) -> RunConfig:
 
 
 def _as_space(trainable: Any, param_space: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `param_space` with each `ScalingConfig` as a dict, so that Ray Tune finds search spaces in it."""
+    """Return `param_space` with each `ScalingConfig` as a dict, so that Ray Tune finds search spaces in its fields.
+
+    Raises:
+        ValueError: `trainable` is a raysgd trainer, and `param_space` has a `run_config`.
+    """
     if not isinstance(trainable, BaseTrainer):
         return dict(param_space)
     refuse_run_config(param_space)
@@ -293,8 +300,9 @@ def _as_space(trainable: Any, param_space: Mapping[str, Any]) -> dict[str, Any]:
 def as_ray_config(config: RunConfig) -> Any:
     """Convert a raysgd `RunConfig` to Ray Tune's `RunConfig`.
 
-    Ray Tune does not accept `num_to_keep=0`, which means to store no checkpoints, so 0 is replaced with None. Ray Tune
-    still stores no checkpoints, because the trials pass none to Ray Tune in this case.
+    Ray Tune does not accept `num_to_keep=0`, which means to store no checkpoints. It is therefore replaced with None,
+    which sets no limit. No checkpoints are stored nevertheless, because the trials of a raysgd trainer pass none to Ray
+    Tune in this case.
     """
     tune = tune_trial.require_tune(_NEEDED_BY)
     kept = config.checkpoint_config
@@ -356,7 +364,7 @@ class CallsInTrials:
         callbacks: The user's raysgd callbacks, which are copied for each trial and called in this order.
 
     Raises:
-        ValueError: Two callbacks write to the same file.
+        ValueError: Two callbacks write to the same file, or a callback cannot work in a trial of Ray Tune.
     """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:

@@ -31,8 +31,8 @@ def from_parallel_iter(
         para_it: A parallel iterator over data frames, or over records: lists or other iterables, dicts, or dataclasses.
         need_convert: True if the elements of `para_it` are records. False if they are data frames.
         batch_size: Number of records to combine into one data frame. With `need_convert=False`, data frames are not
-            changed, and this is only the value of the dataset's attribute `batch_size`.
-        repeated: True if the shards of `para_it` repeat indefinitely. This is only the value of the dataset's attribute
+            changed, and this argument only sets the dataset's attribute `batch_size`.
+        repeated: True if the shards of `para_it` repeat indefinitely. This argument only sets the dataset's attribute
             `repeated`.
 
     Raises:
@@ -49,7 +49,8 @@ class MLDataset(ParallelIterator):
     Args:
         shards: The shards, whose elements are pandas data frames.
         name: Name to show in `repr`.
-        batch_size: Maximum number of rows in a data frame; 0 if unknown.
+        batch_size: Maximum number of rows in a data frame; 0 if unknown. The number is not checked, and methods such as
+            `for_each` do not update it.
         repeated: True if the shards repeat indefinitely.
     """
 
@@ -88,7 +89,8 @@ class MLDataset(ParallelIterator):
             batch_ms: Accepted for compatibility with `ray.util.data` and ignored. No data is sent between processes.
             num_async: Accepted for compatibility with `ray.util.data` and ignored.
             shuffle: True to shuffle the order of the data frames, and the rows within each data frame.
-            shuffle_buffer_size: Number of data frames in the buffer from which the next one is drawn at random.
+            shuffle_buffer_size: Number of data frames in the buffer from which the next one is drawn at random. With 1,
+                the data frames keep their order.
             seed: Seed for the order. With None, each iteration has a different order.
 
         Raises:
@@ -108,7 +110,10 @@ class MLDataset(ParallelIterator):
         label_shape: Any = None,
         label_type: Any = None,
     ) -> TorchMLDataset:
-        """Return a `TorchMLDataset` with these arguments, which converts each shard to a PyTorch dataset."""
+        """Return a `TorchMLDataset`, which converts each shard to a PyTorch dataset.
+
+        The arguments are those of `TorchMLDataset`.
+        """
         from raysgd.torch.torch_dataset import TorchMLDataset
 
         return TorchMLDataset(
@@ -124,7 +129,10 @@ class MLDataset(ParallelIterator):
         label_shape: Any = None,
         label_type: Any = None,
     ) -> TFMLDataset:
-        """Return a `TFMLDataset` with these arguments, which converts each shard to a `tf.data` dataset."""
+        """Return a `TFMLDataset`, which converts each shard to a `tf.data` dataset.
+
+        The arguments are those of `TFMLDataset`.
+        """
         from raysgd.tf.tf_dataset import TFMLDataset
 
         return TFMLDataset(self, feature_columns, feature_shapes, feature_types, label_column, label_shape, label_type)
@@ -140,7 +148,10 @@ def _with_shuffled_rows(seed: int | None, frames: Iterator[pd.DataFrame]) -> Ite
 
 
 def _cut(num_rows: int, frames: Iterable[pd.DataFrame]) -> Iterator[pd.DataFrame]:
-    """Yield the rows of data frames in new data frames of `num_rows` rows, in the same order."""
+    """Yield the rows of data frames in new data frames of `num_rows` rows, in the same order.
+
+    The last data frame may have fewer rows.
+    """
     import pandas as pd
 
     rest: list[pd.DataFrame] = []

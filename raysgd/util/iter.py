@@ -2,7 +2,9 @@
 
 This module is the former `ray.util.iter`. A shard stores the source of its elements and the stages that the elements
 pass through, such as functions and filters. It can be pickled. Nothing is computed until a program iterates over the
-shard. The elements are then computed in the process and thread that iterates. Each iteration starts from the beginning.
+shard. The elements are then computed in the process that iterates, and in the same thread unless `for_each` uses
+several threads. Each iteration starts from the beginning, except over a source that can be read only once, such as a
+generator.
 """
 
 from __future__ import annotations
@@ -78,8 +80,8 @@ class ItemShard:
 
     Attributes:
         source: Function that returns an iterator over the elements before the first stage.
-        stages: The stages in order. Each is a pair: the stage, and the number of input elements from which the stage
-            makes one output element, or None if this number varies.
+        stages: The stages in order. Each entry is a pair: a stage, and the number of input elements from which the
+            stage makes one output element, or None if this number varies.
     """
 
     source: Callable[[], Iterator[Any]]
@@ -287,7 +289,8 @@ class ParallelIterator(_Stages):
         Each new shard reads all the former shards, and drops the elements that belong to other new shards. It drops
         them before any `for_each` or `batch` stage at the end of a former shard, so these stages run once per element
         in total. Earlier stages, up to the last `filter`, `transform` or other stage with a varying number of outputs,
-        run again in every new shard.
+        run again in every new shard. They must therefore produce the same elements each time. For example, pass a seed
+        to an earlier `local_shuffle`. Otherwise, the new shards would omit some elements and repeat others.
 
         Args:
             num_partitions: Number of new shards.
@@ -343,7 +346,12 @@ class ParallelIterator(_Stages):
         return LocalIterator(ItemShard(partial(_interleaved, self._shards)), f"{self}.gather_sync()")
 
     def gather_async(self, batch_ms: int = 0, num_async: int = 1) -> LocalIterator:
-        """Return an iterator over the elements of all shards. Do not rely on their order."""
+        """Return an iterator over the elements of all shards. Do not rely on their order.
+
+        Args:
+            batch_ms: Accepted for compatibility with `ray.util.iter` and ignored. No data is sent between processes.
+            num_async: Accepted for compatibility with `ray.util.iter` and ignored.
+        """
         return LocalIterator(ItemShard(partial(_interleaved, self._shards)), f"{self}.gather_async()")
 
     def take(self, n: int) -> list[Any]:
@@ -361,7 +369,7 @@ class ParallelIterator(_Stages):
 
 
 class LocalIterator(_Stages):
-    """An iterator over the elements of one shard.
+    """An iterator over the elements of one shard, or of several shards in turn.
 
     Each call to `iter()` starts again at the first element. `next()` continues after the element that it last returned.
 

@@ -1,8 +1,9 @@
 """Resolves defaults of `TorchTrainer`'s arguments and checks the arguments, before any worker starts.
 
-Every check raises `ValueError` or `TypeError`, with a message that says what was passed, what is allowed, and what to
-do. Arguments of older versions raise `DeprecationWarning`. The settings classes, such as `TorchSettings`, check
-individual options. This module checks combinations of options, and options that can only be checked in the driver.
+A check raises `ValueError` or `TypeError`, with a message that says what was passed, what is allowed, and what to do.
+A missing Horovod raises `ImportError`. Arguments of older versions raise `DeprecationWarning`. The settings classes,
+such as `TorchSettings`, check individual options. This module checks combinations of options, and options that can only
+be checked in the driver.
 """
 
 from __future__ import annotations
@@ -201,7 +202,10 @@ def outlives_its_process(options: Mapping[str, Any]) -> bool:
 
 
 def check_batch_size(settings: TorchSettings, num_workers: int) -> None:
-    """Check the batch size in the config. If it is not divisible by `num_workers`, warn that the trainer changes it."""
+    """Check the batch size in the config. Warn if the trainer rounds it down to a multiple of `num_workers`.
+
+    With `split_batches=True`, the trainer does not round the batch size.
+    """
     config = settings.config
     if BATCH_SIZE not in config:
         return
@@ -418,10 +422,12 @@ def take_others(given: dict[str, Any]) -> Any:
     """Remove arguments of older versions, except creator functions, from the keyword arguments in `given`.
 
     Raises:
-        DeprecationWarning: One of these arguments was passed with a value that would have an effect.
+        DeprecationWarning: One of these arguments is not None. Two cases are allowed: `serialize_data_creation`, and an
+            empty dict of options for data loaders.
 
     Returns:
-        The value of `serialize_data_creation`, which the trainer accepts for compatibility and ignores.
+        The value of `serialize_data_creation`, which the trainer accepts for compatibility and ignores. None if the
+        argument was not passed.
     """
     _take(given, "num_replicas", "use `num_workers`")
     _take(

@@ -37,7 +37,7 @@ class LoadReport:
         unexpected: Names of weights in the file that the model lacks.
         mismatched: Names of weights whose shapes differ, with the shapes in the file and in the model. These weights
             keep their values.
-        num_loaded: Number of weights that were loaded.
+        num_loaded: Number of the models' weights that were loaded, including buffers.
     """
 
     parts: tuple[str, ...]
@@ -48,7 +48,7 @@ class LoadReport:
 
     @property
     def is_complete(self) -> bool:
-        """True if the names and shapes in the file match those of the models."""
+        """True if no weight is missing, unexpected or mismatched. Also True if the models were not loaded."""
         return not (self.missing or self.unexpected or self.mismatched)
 
     def __str__(self) -> str:
@@ -157,6 +157,8 @@ def _take_models(
     own: list[Any], saved: Any, strict: bool, parts: tuple[str, ...], left_out: Sequence[Collection[str]]
 ) -> LoadReport:
     """Replace the models' state dicts in `own` with the saved ones. Without `strict`, replace only weights that fit.
+
+    Return a report. With `strict`, the report lists no names, because weights that do not fit are detected later.
 
     Args:
         own: Current state dicts of the models, changed in place.

@@ -42,11 +42,11 @@ group. The loaded state is then the complete state of the workers, and recovery 
 
 
 def load_state(controller: ElasticController, state: dict[str, Any], held: ExitStack | None = None) -> None:
-    """Load a state from the trainer's `state_dict` into all workers.
+    """Load a state of the trainer into all workers.
 
     Args:
         controller: Controller of the workers.
-        state: State to load.
+        state: State to load, from the trainer's `state_dict` or from `partial_loading.merged`.
         held: Exit stack that keeps a file open, if the state's tensors are memory-mapped from the file. It is closed
             once the state is in Ray's object store.
 
@@ -143,7 +143,10 @@ def _load_by_mapping(
         return [(reference, own) for own in own_states(rank_states, len(worlds))]
 
     def check(values: Sequence[bool | None]) -> None:
-        """Raise if a worker may hold a damaged state. New workers then restore the earlier state."""
+        """Raise if the loaded state may be damaged, or if only some workers have loaded it.
+
+        New workers then restore the earlier state.
+        """
         if False in values:
             raise corrupted(name, "it was written to while it was read")
         if None in values and any(values):
@@ -285,12 +288,12 @@ def load(
         parts: Names of the parts of the state to load; None for all parts.
         strict: True to raise if some weights do not fit the models. False to load only the weights that fit.
         controller: Controller of the workers.
-        saves: Record of the trainer's files, to which the loaded file is added.
+        saves: Remembers which file was saved or loaded last. A folder that is loaded completely is not recorded.
         take_snapshot: Function that returns the trainer's current state. Parts that are not loaded are taken from this
             state.
 
     Returns:
-        A report of what was loaded, if only parts were loaded; otherwise None.
+        A report of what was loaded, if only parts were loaded, as always from a weights file. Otherwise None.
     """
     name = files.shown(checkpoint)
     with ExitStack() as held:

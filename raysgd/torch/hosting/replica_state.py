@@ -159,7 +159,7 @@ class TorchState(ReplicaState):
     def read_parts(self) -> dict[str, Any]:
         """Return the state dicts of the models, the criterion and the optimizers.
 
-        If models are sharded, all ranks must call this method together.
+        If models are sharded, all ranks must call this method together, and only rank 0 gets the full state.
         """
         read, criterion, registered = self._state_of, self.criterion, self.registered
         return {
@@ -200,7 +200,10 @@ class TorchState(ReplicaState):
         return {path: self._room_for_one(outline, path) for path in paths}
 
     def _room_for_one(self, outline: Mapping[str, Any], path: Path_) -> torch.Tensor:
-        """Return a new tensor for one path in the state, sharded like the parameter to which the tensor belongs."""
+        """Return a new tensor for one path in the state, sharded like the parameter to which the tensor belongs.
+
+        If the shape of the tensor differs from the shape of the parameter, the new tensor is not sharded.
+        """
         wanted = _at(outline, path)
         part, *rest = path
         own: Any = None

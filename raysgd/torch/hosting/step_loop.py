@@ -56,8 +56,8 @@ class StepLoop(Loop):
         undo: Records what happens in a step, copies the state that batches change, and restores it.
 
     Attributes:
-        latest_leg: Tracks the latest leg of the call, and measures this rank's `own_s`. None before the call's first
-            leg, and in a new worker group.
+        latest_leg: Tracks the latest leg of the call. It also measures `own_s`, the seconds in which this rank did not
+            wait for other ranks. None before the call's first leg, and in a new worker group.
     """
 
     _feed: TorchFeed
@@ -95,8 +95,9 @@ class StepLoop(Loop):
     def is_whole(self) -> bool:
         """True if the current state is the result of completed steps only, or can be restored to such a state."""
         if self._has_own_gradients or (self._has_taken_steps and not self._has_exchanged):
-            # User code steps without an all-reduce, so the ranks' weights diverge, and new ranks must not copy them.
-            # The call is repeated from the snapshot. At its end, the driver compares the weights, and raises.
+            # The ranks' states differ: either each rank has accumulated gradients of its own, or user code steps
+            # without an all-reduce, so that the weights diverge. New ranks must not copy such a state. The call is
+            # repeated from the snapshot. If the driver then finds that the weights differ, it raises.
             return False
         return self.undo.can_put_back(self._parallel.exchanges.has_broken)
 
@@ -158,8 +159,9 @@ class StepLoop(Loop):
             source: Source of the batches; None for the batch on which a new worker warms up.
 
         Raises:
-            ValueError: The operator's `accumulate_grad_batches` returned an invalid number, or a step has several
-                batches, which does not work with several optimizers or with `deterministic=True`.
+            ValueError: The operator's `accumulate_grad_batches` returned an invalid number. Or a step has several
+                batches, or batches are split, although several optimizers are registered. Or a step has several batches
+                with `deterministic=True`.
         """
         operator, most_parts, shards = self._operator, 1, None
         internals, window = operator._raysgd, operator.accumulate_grad_batches(epoch_idx)
@@ -237,7 +239,7 @@ def make_undo(
     Args:
         operator: Operator whose interrupted steps are undone.
         parallel: Strategy, such as DDP, that keeps the workers' models in sync.
-        undo: The user's option `Recovery(undo=...)`.
+        undo: The user's option `Recovery(undo=...)`, or False with `Recovery(in_place=False)`.
         world: Rank of this worker, and the number of workers on its machine.
         ledger: Measures the time that copying takes.
     """
@@ -288,5 +290,5 @@ def needs_copies(operator: TrainingOperator) -> bool | None:
 
 
 def is_stock(operator: TrainingOperator, *names: str) -> bool:
-    """Return True if the operator overrides none of the named methods, neither in its class nor on the object."""
+    """Return True if the operator overrides none of the named methods, in its class or on the object."""
     return all(getattr(getattr(operator, name), "__func__", None) is getattr(TrainingOperator, name) for name in names)

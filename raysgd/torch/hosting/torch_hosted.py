@@ -151,7 +151,11 @@ class TorchHostedOperator(HostedOperator):
             )
 
     def _part_ways(self) -> None:
-        """Give this rank's random number generators states that differ from those on all other ranks."""
+        """Give this rank's random number generators states that differ from those on all other ranks.
+
+        A new worker with `deterministic=True` and without a seed keeps its states, because the generators are seeded
+        for each shard of a batch.
+        """
         rank = self.world.rank
         if self.has_trained:
             # If this worker's rank has changed, a new worker with the old rank may have copied this worker's states.
@@ -298,7 +302,8 @@ class TorchHostedOperator(HostedOperator):
         """Return a context manager that adds advice to PyTorch's errors while the call trains.
 
         If global batches are split into shares of different sizes, also check that batch norms and all-gathers in user
-        code can work with the shares.
+        code can work with the shares. For a single worker whose batches are not split, the context manager does
+        nothing.
 
         Args:
             run: State of the call.

@@ -201,9 +201,10 @@ class _NoLogger:
 
 
 class SteppingOptimizer:
-    """Wraps a module's optimizer. The module's hooks get this wrapper, and `self.optimizers()` returns it.
+    """Wraps a module's optimizer. The hook `optimizer_step` gets this wrapper, and `self.optimizers()` returns it.
 
-    The wrapper's `step` first averages, unscales and clips the gradients, then steps the optimizer.
+    The wrapper's `step` first averages, unscales and clips the gradients, then steps the optimizer. Other hooks, such
+    as `on_before_zero_grad`, get the optimizer without the wrapper.
     """
 
     def __init__(self, optimizer: Any, step: Callable[[Any, Any], Any]) -> None:
@@ -265,11 +266,11 @@ def run_in_forward_of(wrapper: Any, module: Any, run: Callable[[], torch.Tensor 
 def _no_loss(wrapper: Any, module: torch.nn.Module) -> torch.Tensor:
     """Return a loss whose gradients are zero.
 
-    A rank needs such a loss if its training step returned none, because all ranks must take part in the all-reduce.
+    A rank needs such a loss if its training step returned None, because all ranks must take part in the all-reduce.
     """
     used = [each for each in module.parameters() if each.requires_grad]
-    # With `find_unused_parameters`, use only one parameter. Otherwise, parameters that no rank's loss depends on would
-    # get zero gradients, and the optimizer would step them.
+    # With `find_unused_parameters`, use only one parameter. If all were used, parameters that no rank's loss depends on
+    # would get zero gradients, and the optimizer would step them.
     if getattr(wrapper, "find_unused_parameters", False):
         used = used[:1]
     return torch.stack([(each * 0).sum() for each in used]).sum()
@@ -365,7 +366,7 @@ def check_optimizers(module: Any, optimizers: Sequence[Any]) -> None:
 
     Raises:
         ValueError: With automatic optimization, the module has several optimizers, so it is unclear when each steps. Or
-            an optimizer is `LBFGS`, which computes gradients itself.
+            an optimizer is `LBFGS`, which computes gradients several times in a step.
     """
     name = type(module).__name__
     if len(optimizers) > 1 and module.automatic_optimization:

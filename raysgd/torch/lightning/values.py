@@ -25,7 +25,8 @@ class EpochValues:
             of the module needs all these outputs at the end of the epoch.
 
     Attributes:
-        outputs: What the module's step returned for each batch so far. Empty if `keeps_outputs` is False.
+        outputs: What the module's step returned for each batch so far, without padding batches and without None. Empty
+            if `keeps_outputs` is False.
         of_batch: Values that the module logged in the current batch.
     """
 
@@ -158,7 +159,10 @@ def loss_of(output: Any) -> torch.Tensor | None:
 
 
 def detached(output: Any) -> Any:
-    """Return the output of a `training_step` with all tensors detached from the autograd graph."""
+    """Return the output of a `training_step` with its tensors detached from the autograd graph.
+
+    Tensors in nested dicts are included, but tensors in lists and tuples are not.
+    """
     if isinstance(output, Mapping):
         return {name: detached(value) for name, value in output.items()}
     return output.detach() if isinstance(output, torch.Tensor) else output

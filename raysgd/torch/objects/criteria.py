@@ -59,9 +59,9 @@ class LossCall(NamedTuple):
 
     @property
     def is_uneven(self) -> Any:
-        """True if the labels have different weights in the mean, or if some are ignored.
+        """True if the labels have class weights, or if some labels are ignored.
 
-        The value is a tensor if `amount` is a tensor.
+        The value is a tensor if `amount` is a tensor and the labels have no class weights.
         """
         return self.amount is not None and (self.num_labels is None or self.amount != self.num_labels)
 
@@ -140,6 +140,8 @@ class LossCalls:
     @contextmanager
     def on(self, criterion: Any, listener: Callable[[LossCall], None], only_labels: bool = False) -> Iterator[None]:
         """Notify a listener of all calls to the criterion's losses during the `with` block.
+
+        If the criterion does not support forward hooks, only calls through the method `call` are noticed.
 
         Args:
             criterion: Criterion that is or contains a loss.
@@ -289,7 +291,7 @@ class Accuracy(NamedTuple):
 
     Attributes:
         share: Fraction of the labels that were predicted correctly; NaN if the model does not predict classes.
-        num_labels: Number of labels; None if the model does not predict classes.
+        num_labels: Number of labels, without ignored labels; None if the model does not predict classes.
     """
 
     share: Any = math.nan
@@ -310,7 +312,8 @@ def accuracy(
         ignored: Label that the user's criterion ignores.
 
     Returns:
-        An `Accuracy` of numbers or one-element tensors; None if it is unclear how to interpret the outputs.
+        An `Accuracy` of numbers or one-element tensors; None if it is unclear how to interpret the outputs, or which
+        labels are ignored.
     """
     if len(comparisons) > 1:
         comparisons = [each for each in comparisons if each.output is output]

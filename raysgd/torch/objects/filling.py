@@ -34,7 +34,8 @@ def fill(part: torch.nn.Module, device: torch.device) -> None:
         device: Device on which to allocate the tensors.
 
     Raises:
-        InvalidRegistrationError: The `reset_parameters` of a module does not set one of the module's tensors.
+        InvalidRegistrationError: A module with tensors on the meta device has no `reset_parameters`, or this method
+            does not set one of the tensors.
     """
     empty = [(module, list(_empty(module))) for module in part.modules()]
     for tensor in chain.from_iterable(tensors for _, tensors in empty):

@@ -54,13 +54,14 @@ def apply(read_before: Iterable[Hyperparameters], optimizers: Iterable[Any], sch
     """Set hyperparameters of optimizers. A new initial learning rate scales the current and all future rates.
 
     Args:
-        read_before: Hyperparameters to set, which `read` returned earlier for the same optimizers.
+        read_before: Hyperparameters to set, from `read`, `follow` or `differing`.
         optimizers: Optimizers to change.
         schedulers: Schedulers of the optimizers' learning rates.
 
     Raises:
-        ValueError: A scheduler does more than scale the initial rate, so it cannot adapt to a new initial rate. No
-            hyperparameter was changed.
+        ValueError: A scheduler does more than scale the initial rate, so it cannot adapt to a new initial rate. Or a
+            scheduler is not registered, or its initial rate is 0, which cannot be scaled. No hyperparameter was
+            changed.
     """
     moves = [
         (group, _moved(before, group))

@@ -18,8 +18,9 @@ class BatchOptions:
     The values are checked when an object is created, and cannot be changed later.
 
     Attributes:
-        split_batches: If False, each worker's batch has the batch size of the loader, so the global batch grows with
-            the number of workers. If True, the global batch has the batch size of the loader for any number of workers.
+        split_batches: If False, each worker's batch has the batch size of the loader. The global batch then grows with
+            the number of workers, unless `deterministic` is True. If True, the global batch has the batch size of the
+            loader for any number of workers.
         micro_batch_size: Maximum number of samples that a worker processes at once. Only with `split_batches=True` or
             `deterministic=True`.
         deterministic: If True, each global batch is split into a fixed number of shards. The gradient of the global

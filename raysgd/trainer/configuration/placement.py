@@ -18,7 +18,8 @@ _STRATEGIES = ("PACK", "SPREAD")
 class Placement:
     """Options for where Ray places workers, and for their resources besides CPUs and GPUs.
 
-    The docstrings of `TorchTrainer` and `TFTrainer` explain each field.
+    The docstrings of `TorchTrainer` and `TFTrainer` explain each field except `labels`, which is the `label_selector`
+    of a `ScalingConfig`.
 
     Raises:
         ValueError, TypeError: A value is invalid.

@@ -24,7 +24,8 @@ class Recovery:
             `split_batches=True`, the global batch does not shrink. If they do not wait, new workers join during the
             epoch.
         resize_interval_s: How often a trainer with too few workers checks for free resources during an epoch. None:
-            only before each call.
+            only before each call. If `wait_for_workers` is "auto" and the size of the global batch depends on the
+            number of workers, the trainer never checks during an epoch.
         heartbeat_s: A worker process that does not respond for this many seconds, because it is stopped or frozen,
             counts as lost. A worker that is still starting has at least 120 s to respond.
         form_timeout_s: Time limit for connecting all workers of a group with each other once they are ready. The
@@ -32,9 +33,9 @@ class Recovery:
         settle_timeout_s: Time limit for a surviving worker to finish its step after a failure, and for a spare worker
             that runs a validation to finish its batch. A worker that takes longer is replaced.
         snapshot_every_s: How often to take a snapshot (a copy of the state to restart from) after a call. "auto":
-            snapshots take at most 2 % of the time, and a restart repeats at most 30 s of completed calls. A number: at
-            most once in that many seconds; 0: after each call. None: never; a failure that needs a snapshot then raises
-            `WorkersLostError`.
+            snapshots take at most 2 % of the time, but one is taken anyway once a restart would have to repeat more
+            than 30 s of completed calls; with `use_local=True`, after each call. A number: at most once in that many
+            seconds; 0: after each call. None: never; a failure that needs a snapshot then raises `WorkersLostError`.
         snapshot_every_n_steps: Number of steps between snapshots inside an epoch. None: only after calls. The driver
             collects snapshots four times a second, so choose a number of steps that takes a second or more.
         undo: What workers copy before each batch, so that they can repeat the batch if a failure interrupts it. None:

@@ -1,8 +1,8 @@
 """The driver's side of training and validation calls: sends each worker its request, and handles the answers.
 
-While a call runs, functions that are registered as listeners receive its progress. After the call, the driver records
-the call's throughput, and how the workers spent their time. A validation that runs concurrently with training uses a
-spare worker. If this spare has to replace a lost worker, the validation starts over on another spare.
+While a call runs, functions that are registered as listeners receive its progress. After a training call, the driver
+records the call's throughput, and how the workers spent their time. A validation that runs concurrently with training
+uses a spare worker. If this spare has to replace a lost worker, the validation starts over on another spare.
 """
 
 from __future__ import annotations
@@ -121,7 +121,10 @@ class ProgressListeners:
 
     @property
     def on_wait(self) -> Callable[[], None] | None:
-        """Function that the driver calls repeatedly while it waits for the workers. None if nobody needs it."""
+        """Function that the driver calls repeatedly while it waits for the workers.
+
+        None if there are neither listeners nor step readers.
+        """
         return self._on_wait if self.listeners or self.step_readers else None
 
     def _on_wait(self) -> None:
@@ -249,7 +252,7 @@ class EpochCalls:
         sharing: Divides datasets over the workers according to the current config.
         samples_per_s: Samples per second in the last training call. None before the first training call, and if the
             call did not count samples.
-        accounts: Records of how the workers spent their time in each call.
+        accounts: Records of how the workers have spent their time since the trainer's start.
     """
 
     def __init__(
@@ -329,7 +332,7 @@ class EpochCalls:
             can_resume: Whether, after a failure, another group of workers can continue the call with the remaining
                 batches.
             check: Function that receives the workers' answers before the call counts as completed. It raises an error
-                if the workers' models are no longer equal.
+                if the answers contradict each other, for example because the workers' models are no longer equal.
             begun: The unfinished epoch to continue, if an earlier run stopped inside an epoch. Otherwise, None.
             leaves: Function that is called repeatedly while the workers train. When it returns True, the call stops,
                 after the current step if possible.
@@ -394,7 +397,7 @@ class EpochCalls:
         return answers
 
     def _between_steps(self, call: Call) -> None:
-        """Between two steps, call the listeners, and stop the call if its `leaves` function says so.
+        """Between two steps, call the listeners, and stop the call if its `leaves` function returns True.
 
         Used if the driver is the only worker. Otherwise, the driver does this while it waits for the workers.
         """
@@ -440,7 +443,7 @@ class EpochCalls:
     def validate(self, options: EpochOptions, dataset: Any) -> list[EpochAnswer]:
         """Run a validation call, and return the workers' answers by rank.
 
-        If any rank raises an error, all ranks start the next validation from the first batch.
+        If the call raises an error, all ranks start the next validation from the first batch.
 
         Args:
             options: Options of the call, the same for all ranks.
@@ -502,7 +505,10 @@ class EpochCalls:
         return lambda on_wait: [controller.run_on_spare(loan, self._runner_cls.validate_on_loan, make_args, on_wait)]
 
     def report(self) -> None:
-        """Publish the trainer's status and throughput in Ray's metrics, unless this was done a moment ago."""
+        """Publish the trainer's status and throughput in Ray's metrics.
+
+        Do nothing if this was done less than a second ago and no worker was lost or added since then.
+        """
         self._gauges.report(len(self.controller.history.events), self._glance)
 
     def _glance(self) -> TrainerStatus:
@@ -515,7 +521,10 @@ class EpochCalls:
         return replace(status, ledger=self.accounts.ledger(len(status.workers)))
 
     def stop_reporting(self) -> None:
-        """Stop publishing this trainer in Ray's metrics."""
+        """Record in the time ledger that the trainer has ended.
+
+        In Ray's metrics, set the trainer's numbers of workers and its throughput to 0.
+        """
         self.accounts.note_end()
         self._gauges.report_end()
 

@@ -71,7 +71,8 @@ def naming_config_entries(config: Mapping[str, Any]) -> Iterator[None]:
 def send_by_value(operator_cls: type[Any]) -> None:
     """Make pickle send the operator class itself to the workers, instead of only the names of its module and class.
 
-    The workers may have imported an older version of the module, before the user edited it.
+    The workers may have imported an older version of the module, before the user edited it. Classes of raysgd and
+    of installed packages are still sent by name.
     """
     module = sys.modules.get(operator_cls.__module__)
     path = getattr(module, "__file__", None)

@@ -122,7 +122,10 @@ class EpochTraining:
         return None
 
     def _asks(self) -> bool:
-        """Return True if the running epoch must pause after its current step, for example to validate or save."""
+        """Return True if the running epoch must stop after its current step.
+
+        It must stop if a callback asks for a pause, for example to save, or if the run must end early.
+        """
         return self._leaving.is_due() or (self.pauses is not None and self.pauses.is_due)
 
     def _next_pause(self) -> int | None:
@@ -215,8 +218,9 @@ class EpochTraining:
     def finds_snapshot(self, newest: str | None) -> bool:
         """Return True if the last snapshot in the driver is newer than the last checkpoint file.
 
-        Called after all workers were lost. A snapshot is a copy of the training state that the workers sent to the
-        driver. If the snapshot was taken inside an epoch, set `begun` to that epoch.
+        Return False if the run has completed an epoch since the snapshot. Called after the workers' training state was
+        lost. A snapshot is a copy of the training state that the workers sent to the driver. If the snapshot was taken
+        inside an epoch, set `begun` to that epoch.
 
         Args:
             newest: The last checkpoint file of the run, or None if nothing was saved.

@@ -55,7 +55,8 @@ class FitOptions:
     Raises:
         InvalidCountError: A count is out of range.
         TypeError: An argument has the wrong type.
-        ValueError: A path is empty, `folder` is a URI, `validate` is unknown, or two options exclude each other.
+        ValueError: A path is empty, `folder` is a URI, `progress` is a string, `validate` is unknown, or two options
+            exclude each other.
     """
 
     epochs: int | None = None
@@ -160,7 +161,9 @@ class FitRun:
         self._pending: int | None = None
 
     def epochs(self) -> Iterator[dict[str, Any]]:
-        """Train, and yield the metrics of each epoch when it ends. Closing the iterator stops the run.
+        """Check the user's arguments, and return an iterator that trains and yields each epoch's metrics when it ends.
+
+        Closing the iterator stops the run.
 
         Raises:
             ValueError, TypeError: The run cannot work with the user's arguments. No training has started.
@@ -236,7 +239,7 @@ class FitRun:
     def _ending_afterwards(self) -> Iterator[None]:
         """After the block, let the controller replace lost workers again, and store an unfinished epoch in the trainer.
 
-        The next run of the trainer can then continue that epoch.
+        The next run of the trainer can then continue that epoch. Before the block, start to measure `max_time`.
         """
         self._leaving.begin()
         try:
@@ -248,7 +251,8 @@ class FitRun:
     def _leave(self) -> None:
         """If the run stops early, call the callbacks' `on_leave`, in which they save the current training state.
 
-        If a signal stopped the run, then end the program.
+        Do not call `on_leave` if that state is lost and the driver has no snapshot that is newer than the last
+        checkpoint. If a signal stopped the run, then end the program.
 
         Raises:
             Preempted: A signal stopped the run.
@@ -311,7 +315,7 @@ class FitRun:
             return None
 
     def _epoch(self) -> dict[str, Any] | None:
-        """Train an epoch, and return its metrics. Return None if the run stopped inside the epoch."""
+        """Train an epoch, and return its metrics. Return None if the run stopped before the end of the epoch."""
         run, trainer = self._run, self._trainer
         self._calls.tell("on_epoch_begin")
         if run.is_stopping:

@@ -115,6 +115,7 @@ class EpochResults:
         """Call the callbacks' `on_result` with the metrics of an epoch.
 
         During this call, `run.epoch` is the number of that epoch, even if the next epoch is already being trained.
+        Afterward, the entries that callbacks added to the metrics are also added to the trainer's history.
         """
         run, now = self._run, self._run.epoch
         epoch.is_told, run.epoch, run._last_told = True, epoch.number, epoch.number

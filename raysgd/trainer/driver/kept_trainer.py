@@ -58,7 +58,8 @@ class KeptTrainer:
         """Restore the history, the settings and the progress that a previous process stored.
 
         Args:
-            kept: The stored entries by name, as `changes` returned them.
+            kept: The stored entries by name: those that `changes` returned and, under the name `fit`, the progress of a
+                `fit` that was running.
         """
         life, calls, recorder = self._life, self._life.epoch_calls, self._life.recorder
         self._keeper.num_calls, events, last_file, positions, accounts = pickle.loads(kept["state"])

@@ -1,4 +1,4 @@
-"""Decides when a call to `fit` must stop early, because of a signal to the program or because of `max_time`.
+"""Decides when a run must stop early, because of a signal to the program or because of `max_time`.
 
 See ADR 140.
 """
@@ -30,7 +30,9 @@ _DURATION = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
 
 
 class Leaving:
-    """Decides whether a run, which is one call to `fit`, must stop early, and gives the reason.
+    """Decides whether a run must stop early, and gives the reason.
+
+    A run is one call to `fit`, or one run of a training function.
 
     Args:
         max_time: Time limit of the run, or None.
@@ -94,7 +96,9 @@ class Leaving:
     def listening(self, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Inside the block, handle the signals that ask the program to end. Afterward, restore the old handlers.
 
-        Where this is not possible, for example outside the main thread, signals are not handled.
+        The first signal only sets flags. Another signal, more than a second later, immediately raises the exception
+        that `error` returns. Signals that the program ignores stay ignored. Where signals cannot be handled, for
+        example outside the main thread, do nothing.
 
         Args:
             tell: Function that the signal handler calls. It must do nothing but set flags, because a signal can

@@ -179,7 +179,7 @@ class TrainerLife:
     def facts(self) -> Any:
         """What rank 0 reported after `setup`, such as the number of models.
 
-        The reports of other ranks may describe other data, but are equal otherwise.
+        The reports of other ranks may have another seed and describe other data, but are equal otherwise.
         """
         return self.controller.facts[0]
 
@@ -229,7 +229,10 @@ class TrainerLife:
 
     @property
     def global_batch_in_words(self) -> str:
-        """Description of the global batch if its size depends on the number of workers. Otherwise, an empty string."""
+        """Description of the global batch if its size depends on the number of workers. Otherwise, an empty string.
+
+        Also empty if the batch size is unknown, or if the user requested only one worker.
+        """
         facts = self.facts
         if facts.keeps_global_batch or facts.batch_size is None or self.group_settings.num_workers == 1:
             return ""

@@ -17,7 +17,7 @@ from raysgd.core.numbers.metric_meters import BATCH_WEIGHT, NUM_SAMPLES, is_metr
 from raysgd.trainer.worker.data.batch_streams import CurrentStep
 
 CALLBACKS = "callbacks"
-"""Key of the callbacks' states in the training state of a worker. Without such states, the key is missing."""
+"""Key of the callbacks' states in the training state of a worker. Missing if `InstalledCallbacks.states` is empty."""
 
 
 logger = logging.getLogger(__name__)
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 class InstalledCallbacks:
     """The worker callbacks that one training operator calls (the installed callbacks).
 
-    If a checkpoint has the state of a callback that is not installed, that state is kept until a callback with the same
-    `state_key` is installed.
+    The state of a callback that is not installed, from a checkpoint or from a callback that `install` has replaced, is
+    kept until a callback with the same `state_key` is installed.
 
     Attributes:
         are_there: True if at least one callback is installed.
         noting_batches: The callbacks that override `_on_batch`.
-        wants_gradients: True if a callback must be called before an optimizer steps.
-        wants_steps: True if a callback must be called after an optimizer has stepped.
+        wants_gradients: True if a callback must be called before an optimizer steps. False outside `listening`.
+        wants_steps: True if a callback must be called after an optimizer has stepped. False outside `listening`.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class InstalledCallbacks:
         self.wants_gradients, self.wants_steps = bool(on_gradients), bool(on_steps)
 
     def install(self, callbacks: Sequence[WorkerCallback], operator: Any) -> None:
-        """Replace the installed callbacks by copies of these callbacks, and call `on_begin` of each copy.
+        """Replace the installed callbacks with copies of these callbacks, and call `on_begin` of each copy.
 
         A copy then loads the state that is stored under its `state_key`, if there is one. The state is from an earlier
         callback or from a checkpoint.
@@ -90,10 +90,10 @@ class InstalledCallbacks:
             call_event(each, "_on_leg", operator, describe())
 
     def after_batch(self, operator: Any, step: CurrentStep) -> Callable[[Any], Any] | None:
-        """Return a function to call with the metrics of each batch. After each step, it calls callbacks' `on_step_end`.
+        """Return a function to call with each batch's metrics, or None if no callback overrides `on_step_end`.
 
-        The function returns the metrics with the entries that callbacks added. If no callback overrides `on_step_end`,
-        this method returns None instead of a function.
+        If the batch is the last of a step, the function calls `on_step_end` of the callbacks. It returns the batch's
+        metrics. If they are a mapping, they include the entries that callbacks added.
 
         Args:
             operator: The training operator.
@@ -151,11 +151,16 @@ class InstalledCallbacks:
 
     @property
     def changed_by_steps(self) -> list[WorkerCallback]:
-        """The callbacks that are called before or after optimizer steps. Their states may change in each step."""
+        """The callbacks that are called before or after optimizer steps. Their states may change in each step.
+
+        Outside a `listening` block, the list is empty.
+        """
         return [*self._on_gradients, *self._on_steps]
 
     def end_epoch(self, operator: Any, returned: Any) -> Any:
         """Call `on_epoch_end` of the callbacks, and return the epoch's metrics with the entries that callbacks added.
+
+        If `returned` is not a mapping, return it unchanged without calling the callbacks.
 
         Args:
             operator: The training operator.
@@ -182,7 +187,8 @@ class InstalledCallbacks:
     def states(self) -> dict[str, Any]:
         """Return the states of the callbacks by `state_key`.
 
-        This includes states that were loaded from a checkpoint and belong to callbacks that are not installed.
+        This includes the kept states of callbacks that are not installed. The value is None for
+        an installed callback whose `state_dict` returns None.
         """
         return {**self._unclaimed, **{key_of(each): call_event(each, "state_dict") for each in self._callbacks}}
 
@@ -194,7 +200,7 @@ class InstalledCallbacks:
     def part_of_state(self) -> dict[str, Any]:
         """Return the entry for the callbacks' states in the worker's state dict, as a dict with one key.
 
-        Return an empty dict if the callbacks have no states.
+        Return an empty dict if no callback is installed and no state is kept.
         """
         states = self.states()
         return {CALLBACKS: states} if states else {}
@@ -211,7 +217,7 @@ class InstalledCallbacks:
     def apply(self, state: Mapping[str, Any], operator: Any) -> None:
         """Load the callbacks' states from a state dict.
 
-        If a callback's state is missing there, call `on_begin` of the callback, so that it starts over.
+        If the state dict has no entry for a callback, call `on_begin` of this callback, so that it starts over.
         """
         without = self._claim(copy.deepcopy(dict(state.get(CALLBACKS, {}))))
         for each in without:
@@ -225,7 +231,9 @@ class InstalledCallbacks:
             )
 
     def _claim(self, states: Mapping[str, Any]) -> list[WorkerCallback]:
-        """Load the state of each callback. Return the callbacks whose state is missing.
+        """Load the state of each callback, and return the callbacks that `states` has no entry for.
+
+        Keep the remaining states for callbacks that are installed later.
 
         Args:
             states: The states by `state_key`.
@@ -250,8 +258,9 @@ def _after_step(callbacks: Sequence[WorkerCallback], operator: Any, metrics: Any
 def _over_batches(meters: AverageMeterCollection, metrics: Any, is_last: bool) -> Any:
     """Average metrics over all batches whose gradients are added up for one step.
 
-    After the last batch, return the averages and their weights. Before that, return the metrics of the batch. A metric
-    that cannot be averaged has the value of the last batch.
+    After the last batch, return the averages with their weights, and the step's number of samples. Before that, return
+    the metrics of the batch. A metric that cannot be averaged has the value of the last batch. Metrics that are not a
+    mapping are returned unchanged.
 
     Args:
         meters: Collection in which the step's metrics are accumulated.
