@@ -56,6 +56,8 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], Any]:
             "`prepare_batch(self, batch)`, which returns `(inputs, target)`."
         )
     parts = list(batch)
+    if not parts:
+        raise TypeError("The stock methods cannot use an empty batch: they need inputs and target.")
     names = getattr(batch, "_fields", ())
     target = parts.pop(next((names.index(name) for name in TARGET_NAMES if name in names), len(parts) - 1))
     return tuple(parts), target

@@ -63,6 +63,11 @@ def test_a_batch_without_parts_is_refused_with_the_ways_out(batch: Any) -> None:
         batches.split_batch(batch)
 
 
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(TypeError, match="cannot use an empty batch"):
+        batches.split_batch([])
+
+
 class Named(torch.nn.Module):
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         return x * scale
