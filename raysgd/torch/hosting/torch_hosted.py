@@ -32,8 +32,8 @@ from raysgd.torch.operator.registrar import global_batches
 from raysgd.torch.operator.settings import OperatorContext, TorchSettings
 from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.ddp import DDP
-from raysgd.torch.parallel.exchanges import names_of_all
 from raysgd.torch.parallel.global_record import sums_of
+from raysgd.torch.parallel.step_rows import names_of_all
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.step.advice import check_norms, comparing_sizes, with_advice
 from raysgd.torch.training_operator import TrainingOperator

@@ -20,8 +20,8 @@ import torch
 
 from raysgd.torch.objects.criteria import NO_CALL, LossCall
 from raysgd.torch.parallel.batch import Batch, Counted, Omitted, Window
-from raysgd.torch.parallel.exchanges import StepRows
 from raysgd.torch.parallel.logical_shards import LogicalShards
+from raysgd.torch.parallel.step_rows import StepRows
 from raysgd.torch.parallel.undo import Undo
 
 

@@ -28,9 +28,10 @@ from raysgd.core.connections.torch import mesh_group, summation_beside
 from raysgd.torch.objects.blocks import without_checkpointing
 from raysgd.torch.objects.loading import load_model, load_optimizer
 from raysgd.torch.parallel.batch import Counted, Omitted
-from raysgd.torch.parallel.exchanges import Exchanges, StepRows, gather_rows
+from raysgd.torch.parallel.exchanges import Exchanges
 from raysgd.torch.parallel.global_record import GlobalRecord
 from raysgd.torch.parallel.leg import Leg
+from raysgd.torch.parallel.step_rows import StepRows, gather_rows
 from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.data.rank_rows import Gather, RowExchange
 
