@@ -265,7 +265,7 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
 
     Args:
         source: Source of the batches.
-        step: The replica's current step. It receives the sample counts of each step before the batch is yielded.
+        leg: Tracks the current batch. It receives the sample counts of each step before the batch is yielded.
         next_pass: Called at the start of each pass. Returns the index of the pass.
         take_part: Called instead of yielding a batch if this rank has no samples in a step. The function takes part in
             the other ranks' collectives. Its argument is a padding batch, which provides the shapes.
@@ -280,11 +280,11 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
     def __init__(
         self,
         source: Any,
-        step: TFStep,
+        leg: TFStep,
         next_pass: Callable[[], int],
         take_part: Callable[[Any], None] | None = None,
     ) -> None:
-        super().__init__(source, step, next_pass)
+        super().__init__(source, leg, next_pass)
         self._take_part = take_part
 
     def _undoing_padding(self, batch: Any) -> Iterator[Any]:
@@ -320,8 +320,8 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
         self.consumed = self._completed = consumed
         return iter(self.source.open(self.pass_index, consumed))
 
-    def _begin_batch(self, step: TFStep, item: StreamItem, is_last: bool) -> Any:
-        step.begin_batch(item.num_samples, item.num_global, item.weights)
+    def _begin_batch(self, leg: TFStep, item: StreamItem, is_last: bool) -> Any:
+        leg.begin_batch(item.num_samples, item.num_global, item.weights)
         self.consumed += item.num_global
         return item.batch
 

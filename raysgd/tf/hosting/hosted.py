@@ -346,7 +346,7 @@ class OperatorLoop(Loop):
         self._num_exchanges = 0  # number of completed all-reduces when the last step ended
 
     @property
-    def step(self) -> TFStep:
+    def leg(self) -> TFStep:
         return self._synchronizer.step
 
     def plain(self, value: Any) -> Any:

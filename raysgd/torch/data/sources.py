@@ -394,7 +394,7 @@ class TorchBatchStream(BatchStream[DrawnItem, Leg]):
         return iter(self.source.open(self.pass_index, consumed))
 
     def _is_last_of_pass(self, item: DrawnItem) -> bool:
-        if item.is_last_of_pass is None and self.step.window > 1:
+        if item.is_last_of_pass is None and self.leg.window > 1:
             return super()._is_last_of_pass(item)
         self._ahead = []
         return bool(item.is_last_of_pass)

@@ -269,7 +269,7 @@ class TorchHostedOperator(HostedOperator):
         if self._prediction is not None:
             self._prediction.close()
         self._modes = self._prediction = None
-        leg = stream.step = self.loop.begin_leg(run.epoch_idx, stream.source)
+        leg = stream.leg = self.loop.begin_leg(run.epoch_idx, stream.source)
         internals, parallel = self.internals, self.parallel
         began_at = stream.num_steps_taken
         if leg.has_several_batches and is_stock(self.operator, "train_epoch", "train_batch", "forward", "backward"):
@@ -292,7 +292,7 @@ class TorchHostedOperator(HostedOperator):
             leg.check_counted()
         finally:
             parallel.end_leg()
-            stream.step = parallel.leg
+            stream.leg = parallel.leg
 
     def _in_shares(self, run: EpochRun, source: Any) -> AbstractContextManager[Any]:
         """Return a context manager that adds advice to PyTorch's errors while the call trains.

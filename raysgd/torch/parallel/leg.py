@@ -31,7 +31,7 @@ class Leg:
     A step is an optimizer step. A window is the set of batches whose gradients are accumulated for one step. A global
     batch consists of the batches on which all ranks train at the same time. With `deterministic=True`, each global
     batch is divided into logical shards, whose number does not depend on the number of ranks. The class implements the
-    protocol `CurrentStep`.
+    protocol `CurrentLeg`.
 
     Args:
         window: Number of batches in a step. The last step of an epoch or a call may have fewer batches.

@@ -86,7 +86,7 @@ class Internals:
         lost: Metrics that lost workers measured in this call. Only rank 0 has them, and adds them to its own metrics.
         once: Remembers which messages have been logged, so that no message is logged twice.
         callbacks: The worker callbacks that the operator calls.
-        step: The worker's position in the current step, a `CurrentStep`. None outside a call.
+        leg: Tracks the current batch, a `CurrentLeg`. None outside a call.
     """
 
     _operator: Any  # the operator whose `_raysgd` attribute is this object
@@ -102,7 +102,7 @@ class Internals:
         self.lost: Sequence[MetricSummary] = ()
         self.once = Once()
         self.callbacks = InstalledCallbacks()
-        self.step: Any = None
+        self.leg: Any = None
 
     @property
     def world(self) -> World:
@@ -246,8 +246,8 @@ class BaseOperator:
 
         Call this method on all workers. Do not train on the batch after this call.
         """
-        if self._raysgd.step is not None:
-            self._raysgd.step.skip()
+        if self._raysgd.leg is not None:
+            self._raysgd.leg.skip()
 
     @rung
     def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:

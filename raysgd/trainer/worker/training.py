@@ -289,7 +289,7 @@ class ReplicaCalls:
             with (
                 hosted.evaluating(),
                 feed.validating(request) as stream,
-                around_batches(operator, "validate_batch", stream.step),
+                around_batches(operator, "validate_batch", stream.leg),
             ):
                 began_at = stream.num_steps_taken
                 batches = stream.take(request.num_steps)

@@ -84,12 +84,12 @@ class TrainingCall(EpochRun):
         internals = operator._raysgd
         callbacks = internals.callbacks
         self.info = {**request.info, **internals.info_of_call(request.num_steps, self.epoch_idx)}
-        epoch_before, step_before = feed.epoch, internals.step
+        epoch_before, leg_before = feed.epoch, internals.leg
         self.attach(stream)
         if request.hold_at is not None and request.hold_at > self.num_completed:
             self.gate = Gate(request.hold_at)
         stream.at_boundary = self._at_boundary
-        # `take` is a generator: it reads `stream.step` when the first batch is drawn. `hosted.training` sets it before.
+        # `take` is a generator: it reads `stream.leg` when the first batch is drawn. `hosted.training` sets it before.
         coming = iter(()) if self.is_exhausted else stream.take(self.num_steps_left)
         coming = coming if request.redraw is None else redrawing(coming, request.redraw)
         batches = WatchedBatches(hosted.ledger.timing(coming), stream)
@@ -104,11 +104,11 @@ class TrainingCall(EpochRun):
                 stack.callback(setattr, self, "is_running", False)
                 stack.enter_context(hosted.ledger.call(loop.first_bin))
                 stack.enter_context(hosted.training(self, stream))
-                step = internals.step = loop.step
-                after = callbacks.after_batch(operator, step) if callbacks.are_there else None
+                leg = internals.leg = loop.leg
+                after = callbacks.after_batch(operator, leg) if callbacks.are_there else None
                 # The library's own `train_epoch` completes each batch's metrics. The user's `train_epoch` does not.
                 if after is not None or not is_stock:
-                    stack.enter_context(around_batches(operator, "train_batch", step, after))
+                    stack.enter_context(around_batches(operator, "train_batch", leg, after))
                 if request.profile:
                     stack.enter_context(hosted.timers.record("train_epoch"))
                 if callbacks.are_there:
@@ -131,7 +131,7 @@ class TrainingCall(EpochRun):
             raise
         finally:
             internals.meters_to_fill = stream.at_boundary = None
-            internals.step = step_before
+            internals.leg = leg_before
         if not batches.was_touched and feed.epoch == epoch_before:
             feed.begin_pass()  # the user's `train_epoch` has used other data, so nothing has counted this epoch yet
         return self._end(returned, request, place=feed.place_of_call(stream))
@@ -142,7 +142,7 @@ class TrainingCall(EpochRun):
         The returned dict goes into the run's journal. `raysgd.replay` uses it to find the samples of each step.
         """
         hosted, operator, feed = self._hosted, self._hosted.operator, self._hosted.feed
-        is_begun, leg = stream.is_mid_pass, cast("Any", hosted.loop.step)
+        is_begun, leg = stream.is_mid_pass, cast("Any", hosted.loop.leg)
         consumed = stream.completed if is_begun else 0
         own = None if is_of_library(type(operator).train_epoch) else f"`{type(operator).__name__}` overrides"
         return {
