@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from raysgd.tf.data.batch_streams import Passes
+from raysgd.tf.data.dataset_streams import Passes
 from raysgd.tf.objects import learning_rates, registration
 from raysgd.tf.parallel.averaging import ExchangeRecord
 from raysgd.trainer.worker.state.state_checks import check_count, require

@@ -2,7 +2,7 @@
 
 Covers `raysgd.trainer.worker.runner` with what is behind it (`raysgd.trainer.worker.hosted`,
 `raysgd.trainer.worker.training`, `raysgd.trainer.worker.training_call`, `raysgd.trainer.worker.state.replica_state`,
-`raysgd.torch.hosting.torch_hosted`), and `raysgd.torch.hosting.replica_state`: a runner is one object for those that
+`raysgd.torch.hosting.torch_hosted`), and `raysgd.torch.hosting.torch_state`: a runner is one object for those that
 call it.
 """
 

@@ -20,8 +20,8 @@ from raysgd.torch.data.call_data import PredictionLoader
 from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader
 from raysgd.torch.data.sources import DividedLoaderSource
-from raysgd.torch.hosting.replica_state import TorchState
 from raysgd.torch.hosting.step_loop import StepLoop, is_stock, make_undo
+from raysgd.torch.hosting.torch_state import TorchState
 from raysgd.torch.objects import hyperparameters, metric_objects, rng
 from raysgd.torch.objects.criteria import refuse_sum
 from raysgd.torch.objects.hyperparameters import Hyperparameters

@@ -10,7 +10,7 @@ import pytest
 
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError, NotRegisteredError
-from raysgd.tf.hosting.feed import TFFeed
+from raysgd.tf.hosting.tf_feed import TFFeed
 from raysgd.tf.operator.internals import RegisteredData, RegisteredObjects
 from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.trainer.messages.epochs import EpochRequest

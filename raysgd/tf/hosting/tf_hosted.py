@@ -17,8 +17,8 @@ from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.data import call_data
 from raysgd.tf.fit import FitStream
-from raysgd.tf.hosting.feed import TFFeed
-from raysgd.tf.hosting.replica_state import KerasState, part_ways, random_states, restore_random_states, seed_alike
+from raysgd.tf.hosting.keras_state import KerasState, part_ways, random_states, restore_random_states, seed_alike
+from raysgd.tf.hosting.tf_feed import TFFeed
 from raysgd.tf.objects import datasets, learning_rates, naming, registration
 from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from raysgd.tf.parallel import global_metrics

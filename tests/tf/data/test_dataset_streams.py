@@ -14,7 +14,7 @@ import pytest
 
 from raysgd.core.engine.shared.types import DataLedger, World
 from raysgd.data import IterableStream
-from raysgd.tf.data.batch_streams import (
+from raysgd.tf.data.dataset_streams import (
     OwnSource,
     Passes,
     StreamItem,

@@ -16,7 +16,7 @@ from raysgd.exceptions import IncompatibleModelError, NoDataError
 from raysgd.streams.source import StreamData
 from raysgd.streams.stream import Stream
 from raysgd.tf.data import call_data
-from raysgd.tf.data.batch_streams import (
+from raysgd.tf.data.dataset_streams import (
     OwnSource,
     Passes,
     TFBatchStream,
