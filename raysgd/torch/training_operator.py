@@ -129,7 +129,7 @@ class TrainingOperator(RegisteringOperator):
         by_batch, by_epoch = schedulers.schedulers_of(self, validates) if has_scheduler else ([], [])
         meters, leg, train_batch = internals.take_meters(), internals.parallel.leg, bind_batch_info(self.train_batch)
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
-            internals.begin_batch()
+            internals.begin_metrics()
             metrics = train_batch(batch, {**internals.info_of_batch(batch_idx), **info})
             internals.end_batch(metrics, batch)
             if by_batch and leg.batch.is_boundary:

@@ -277,7 +277,9 @@ class TorchHostedOperator(HostedOperator):
         # Before each pass over the data, check that user code has called `rewrap` if it froze or unfroze parameters, or
         # added parameter groups.
         stream.prepare = partial(internals.trained.check, self.operator._freezes_in_batches)
-        noting = internals.loss_calls.on(internals.criterion, leg.note_labels, only_labels=True)
+        noting = internals.loss_calls.on(
+            internals.criterion, lambda call: leg.weights.note_labels(leg.batch, call), only_labels=True
+        )
         try:
             can_continue = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
             self.loop.undo.open_call(can_continue and self.loop.can_resume(stream))
@@ -289,7 +291,7 @@ class TorchHostedOperator(HostedOperator):
                 with self._in_shares(run, stream.source), noting:
                     yield
                 self.loop.end_leg(leg, stream.num_steps_taken - began_at)
-            leg.check_counted()
+            leg.weights.check_counted()
         finally:
             parallel.end_leg()
             stream.leg = parallel.leg

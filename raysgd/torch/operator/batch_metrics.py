@@ -55,7 +55,7 @@ class BatchMetrics(Internals):
 
     # ------------------------------------------------------------------------------------ from batch to batch
 
-    def begin_batch(self) -> None:
+    def begin_metrics(self) -> None:
         if self.logged:
             set_apart(self)
         if self.leg is not None and self.leg.batch.amounts:

@@ -44,7 +44,7 @@ class LogicalShards:
         self._is_summed = False
         self.fraction, self.seed_of_step = 1.0, 0
 
-    def begin_batch(self, is_first: bool, seed: int, fraction: float = 1.0, seed_of_step: int = 0) -> None:
+    def begin_shard(self, is_first: bool, seed: int, fraction: float = 1.0, seed_of_step: int = 0) -> None:
         """Start a shard. Its random numbers depend on its position in the data and not on the rank.
 
         Args:

@@ -149,8 +149,8 @@ class Internals:
         self.meters, self.meters_to_fill = self.meters_to_fill or self.new_meters(), None
         return self.meters
 
-    def begin_batch(self) -> None:
-        """Called before each batch.
+    def begin_metrics(self) -> None:
+        """Start to collect the metrics of a batch.
 
         Metrics that were logged since the last batch do not belong to this batch. Keep them for the result of the call.
         """

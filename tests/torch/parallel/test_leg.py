@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raysgd.torch.parallel.batch import Omitted
+from raysgd.torch.parallel.batch_weight import Omitted
 from raysgd.torch.parallel.leg import Leg
 
 OPTIMIZER = object()
