@@ -136,7 +136,7 @@ class FitStream:
         """Return no batches, because Keras draws the batches itself."""
         return iter(())
 
-    def settle(self) -> None:
+    def confirm_step(self) -> None:
         """Record that Keras's `fit` has finished. If the call fails later, the `fit` will not be repeated."""
         self._close()
         if self.place is not None:

@@ -173,8 +173,8 @@ class TrainingOperator(RegisteringOperator):
         with self.timers.record("fwd"), internals.precision.forward():
             # The output is not kept, so that its memory is free during the backward pass.
             loss, weight = internals.parts_of_forward(self.forward(features, target))[1:]
-        counts = internals.counts_of(features, target, weight)
-        metrics = internals.report({"train_loss": loss.detach(), **counts})
+        size = internals.size_of(features, target, weight)
+        metrics = internals.report({"train_loss": loss.detach(), **size})
         with internals.choice.acting_on_usual():
             with self.timers.record("grad"):
                 if weight is None:

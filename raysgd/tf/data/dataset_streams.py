@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from raysgd.core.arrays.division import Division
 from raysgd.core.connections.group import EarlyVotes, Group
-from raysgd.core.engine.shared.types import DataLedger, World
+from raysgd.core.engine.shared.types import SamplesUsed, World
 from raysgd.streams.global_reader import Numbers, StartSum
 from raysgd.streams.source import BatchesInOrder, StreamData, StreamSource, check_batched, stream_data
 from raysgd.streams.stream import Stream
@@ -296,7 +296,7 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
     def completed(self) -> int:
         return self._completed
 
-    def samples_used(self) -> DataLedger | None:
+    def samples_used(self) -> SamplesUsed | None:
         """Return how many samples of the current pass are completed, and how many are in flight.
 
         Return None if raysgd does not shard the data. This method can be called from any thread.
@@ -306,10 +306,10 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
         completed = self._completed
         in_flight = max(0, self.consumed - completed) if self._num_open else 0
         due, left_out = self.source.num_samples, getattr(self.source, "left_out", 0)
-        return DataLedger(self.pass_index, due, completed, in_flight, left_out=left_out)
+        return SamplesUsed(self.pass_index, due, completed, in_flight, left_out=left_out)
 
-    def settle(self) -> None:
-        super().settle()
+    def confirm_step(self) -> None:
+        super().confirm_step()
         self._completed = self.consumed
 
     def resume(self, pass_index: int, consumed: int) -> None:

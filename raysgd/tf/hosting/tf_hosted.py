@@ -33,7 +33,7 @@ from raysgd.trainer.worker import hosted
 from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.data.loop import Loop
 from raysgd.trainer.worker.ledger import Ledger
-from raysgd.trainer.worker.operator import check_is_set_up, take_place
+from raysgd.trainer.worker.operator import check_is_set_up, take_rank
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
@@ -169,12 +169,12 @@ class TFHostedOperator(hosted.HostedOperator):
         with self.synchronizer.exchanges.surfacing_errors():
             operator.warm_up()
 
-    def take_place(self, world: World) -> None:
-        self.feed.take_place(world)
+    def take_rank(self, world: World) -> None:
+        self.feed.take_rank(world)
         self.synchronizer.regroup(world)
         # Discard the measured times and sample counts. A new rank has none, and the ranks' values are compared.
         self.synchronizer.exchanges.forget_call()
-        take_place(self.operator, world)
+        take_rank(self.operator, world)
 
     def send(self, state: Any, takers: Sequence[int]) -> None:
         self.synchronizer.group.send(state, takers)
@@ -182,7 +182,7 @@ class TFHostedOperator(hosted.HostedOperator):
     def receive(self, source: int, takers: Sequence[int]) -> Any:
         return self.synchronizer.group.receive(source, takers)
 
-    def settle_in(self) -> None:
+    def finish_regroup(self) -> None:
         """Do nothing. Keras models hold no reference to the group, so nothing needs an update."""
 
     @contextmanager

@@ -44,7 +44,7 @@ from raysgd.trainer.messages.weight_sums import WeightSums
 from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.ledger import Ledger
-from raysgd.trainer.worker.operator import check_is_set_up, take_place
+from raysgd.trainer.worker.operator import check_is_set_up, take_rank
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class TorchHostedOperator(HostedOperator):
         self.operator = settings.training_operator_cls(config=settings.config_for(world.size), context=context)
         check_is_set_up(self.operator)
         self.internals = self.operator._raysgd
-        self.internals.begin_training(counts_ahead=is_stock(self.operator, "train_epoch", "train_batch"))
+        self.internals.begin_training(reports_ahead=is_stock(self.operator, "train_epoch", "train_batch"))
         self._check_data()
         recovery = settings.recovery
         copies = recovery.undo if recovery.in_place else False
@@ -238,14 +238,14 @@ class TorchHostedOperator(HostedOperator):
     def group_obstacle(self) -> str | None:
         return self.parallel.obstacle or super().group_obstacle
 
-    def take_place(self, world: World) -> None:
+    def take_rank(self, world: World) -> None:
         config = self.operator.config
         before, now = config.get(BATCH_SIZE), self.settings.config_for(world.size).get(BATCH_SIZE)
         if now is not None:
             config[BATCH_SIZE] = now
         self._part_ways()
-        take_place(self.operator, world)
-        self.feed.take_place(world.rank, world.size, now, before)
+        take_rank(self.operator, world)
+        self.feed.take_rank(world.rank, world.size, now, before)
         self.loop.latest_leg = None  # the driver compares the step times of all ranks, and new ranks have none yet
 
     def send(self, state: Any, takers: Sequence[int]) -> None:
@@ -257,7 +257,7 @@ class TorchHostedOperator(HostedOperator):
     def names_of_all(self) -> Collection[str] | None:
         return names_of_all(self.name) if self.world.is_distributed else {self.name}
 
-    def settle_in(self) -> None:
+    def finish_regroup(self) -> None:
         self.parallel.reform()
 
     @contextmanager

@@ -51,7 +51,7 @@ class BatchMetrics(Internals):
         self.loss_calls = LossCalls()
         self.evaluated: list[LossCall] = []
         self._reported: dict[str, Any] | None = None  # what `report` returned in the current batch
-        self._counts_ahead = False
+        self._reports_ahead = False
 
     # ------------------------------------------------------------------------------------ from batch to batch
 
@@ -76,7 +76,7 @@ class BatchMetrics(Internals):
             note(self.logged, name, value)
         return batches.parts_of_forward(parts, type(self._operator))
 
-    def counts_of(self, features: Sequence[Any], target: Any, weight: Any) -> dict[str, Any]:
+    def size_of(self, features: Sequence[Any], target: Any, weight: Any) -> dict[str, Any]:
         """Return a dict with the number of samples of a batch and, if it has one, the batch's weight.
 
         Args:
@@ -93,8 +93,8 @@ class BatchMetrics(Internals):
             if len(self.leg.batch.amounts) != 1 or self.logged:
                 raise _unknown_count(num_samples, found)
             self.leg.batch.has_uncounted = True  # set to False later if the loss is the criterion's return value
-        counts = {NUM_SAMPLES: num_samples}
-        return counts if weight is None else {**counts, BATCH_WEIGHT: weight}
+        size = {NUM_SAMPLES: num_samples}
+        return size if weight is None else {**size, BATCH_WEIGHT: weight}
 
     def report(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Complete the metrics of the default `train_batch` before its backward pass, and return them.
@@ -103,7 +103,7 @@ class BatchMetrics(Internals):
         each rank sends the sums of its epoch's metrics to the other ranks together with the gradients. These sums must
         include the current batch. Pending metrics become final once the optimizer step is complete.
         """
-        if not self._counts_ahead or self.leg is None:
+        if not self._reports_ahead or self.leg is None:
             return metrics
         self._reported = metrics = self.completed(metrics, None)
         if not self.leg.batch.is_padding:
@@ -150,8 +150,8 @@ class BatchMetrics(Internals):
             self._check_count(metrics[NUM_SAMPLES])
         if not amounts:
             return metrics
-        counts_alike = len(amounts) == 1 and type(amounts[0]) is int and amounts[0] == metrics[NUM_SAMPLES]
-        return metrics if counts_alike else self._weighted(metrics)
+        are_samples = len(amounts) == 1 and type(amounts[0]) is int and amounts[0] == metrics[NUM_SAMPLES]
+        return metrics if are_samples else self._weighted(metrics)
 
     def num_samples(self, batch: Any) -> int:
         """Return the number of samples of a batch.
@@ -180,8 +180,8 @@ class BatchMetrics(Internals):
     def _check_count(self, num_samples: Any) -> None:
         """Raise if `train_batch` returned a `num_samples` that differs from the weight of the batch's gradients."""
         batch = self.leg.batch
-        counts = self.leg.has_several_batches and not batch.is_padding
-        if counts and num_samples != batch.samples is not None:
+        matters = self.leg.has_several_batches and not batch.is_padding
+        if matters and num_samples != batch.samples is not None:
             raise ValueError(
                 f"`{type(self._operator).__name__}.train_batch` returned `num_samples` {num_samples}, and gradients "
                 f"count by the {batch.samples} samples of the batch: call `self.backward(loss, weight=num_samples)` "
@@ -298,15 +298,15 @@ def _unknown_count(drawn: int, found: int) -> ValueError:
     )
 
 
-def weights_of(counts: Mapping[str, Any], **amounts: Any) -> dict[str, Any]:
+def weights_of(size: Mapping[str, Any], **amounts: Any) -> dict[str, Any]:
     """Return the weights of metrics whose weight differs from the weight of their batch.
 
     The caller adds the returned entries to the batch's metrics.
 
     Args:
-        counts: Dict with the batch's number of samples, and with its weight if it has one.
+        size: Dict with the batch's number of samples, and with its weight if it has one.
         amounts: Weight of each metric, by the metric's name; None for the batch's weight.
     """
-    usual = counts.get(BATCH_WEIGHT, counts[NUM_SAMPLES])
+    usual = size.get(BATCH_WEIGHT, size[NUM_SAMPLES])
     are_special = {name: isinstance(each, torch.Tensor) or each not in (None, usual) for name, each in amounts.items()}
     return {weight_of(name): amounts[name] for name, is_special in are_special.items() if is_special}

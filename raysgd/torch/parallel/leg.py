@@ -159,7 +159,7 @@ class Leg:
             is_last_part=is_last_part,
             is_boundary=is_boundary,
         )
-        if self._num_waiting and not self._counts_like(batch):
+        if self._num_waiting and not self._weighs_like(batch):
             raise self._drawn_too_early(weight)
         self.batch = batch
         if self.window > 1 or self.is_global:
@@ -171,7 +171,7 @@ class Leg:
         if shards is not None and seeds is not None:
             shards.begin_shard(is_first_part, seeds[0], (num_samples or 0) / total if total else 0.0, seeds[1])
 
-    def _counts_like(self, batch: Batch) -> bool:
+    def _weighs_like(self, batch: Batch) -> bool:
         """Return True if a batch has the same weight in its step as the previous batch."""
         last = self.batch
         if (batch.is_boundary, batch.is_padding) != (last.is_boundary, last.is_padding):

@@ -25,12 +25,12 @@ class StepRows:
     step's batches are added to the sums even before the backward pass, as pending values.
 
     Args:
-        exchange: Sends this rank's row and receives the rows of the other ranks.
+        row_exchange: Sends this rank's row and receives the rows of the other ranks.
         run: State of the current call. It has this rank's metrics, and stores the rows of all ranks.
     """
 
-    def __init__(self, exchange: RowExchange, run: EpochRun) -> None:
-        self._exchange, self._run = exchange, run
+    def __init__(self, row_exchange: RowExchange, run: EpochRun) -> None:
+        self._row_exchange, self._run = row_exchange, run
 
     def send(self, batch: Batch, gather: Gather | None = None) -> bool:
         """Exchange metrics (rows) with the other ranks, once per optimizer step and only in the step's last batch.
@@ -50,7 +50,7 @@ class StepRows:
         if not batch.claim_rows():
             return False
         run = self._run
-        run.rows.note(run.num_completed, self._exchange.exchange({METRICS: run.meters.tally()}, gather))
+        run.rows.note(run.num_completed, self._row_exchange.exchange({METRICS: run.meters.tally()}, gather))
         return True
 
 

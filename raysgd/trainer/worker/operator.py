@@ -116,7 +116,7 @@ class Internals:
         use_gpu: bool = self.context.settings.use_gpu
         return use_gpu
 
-    def take_place(self, world: World) -> None:
+    def take_rank(self, world: World) -> None:
         """Store the worker's rank in a new group, and the number of workers there."""
         self.context = replace(self.context, world=world)
 
@@ -346,9 +346,9 @@ def class_of_creators(
     return type(own.__name__, (own, creators_cls), {**members, "setup": setup, "__module__": own.__module__})
 
 
-def take_place(operator: BaseOperator, world: World) -> None:
+def take_rank(operator: BaseOperator, world: World) -> None:
     """Store the worker's rank in a new group, and the number of workers there, in the operator."""
-    operator._raysgd.take_place(world)
+    operator._raysgd.take_rank(world)
     operator.world_size = world.size
 
 

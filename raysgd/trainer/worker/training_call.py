@@ -118,7 +118,7 @@ class TrainingCall(EpochRun):
                 loop.note_boundary()
                 args, named = ([batches], given) if is_stock else accepted(operator.train_epoch, batches, **given)
                 returned = operator.train_epoch(*args, **named)
-                stream.settle()
+                stream.confirm_step()
         except HeldAtBoundary:
             is_planned, self.gate = self.gate.is_planned(self.num_completed), Gate()
             return HeldAtStep(self.num_completed, self.snapshot(), is_planned)
@@ -127,7 +127,7 @@ class TrainingCall(EpochRun):
             if loop.can_return and (is_alone or not loop.is_lost(error)):
                 loop.return_to_boundary()
             elif is_alone and stream is feed.train_stream:
-                stream.settle()  # the optimizer has already stepped on the batch, so count the batch as used
+                stream.confirm_step()  # the optimizer has already stepped on the batch, so count the batch as used
             raise
         finally:
             internals.meters_to_fill = stream.at_boundary = None

@@ -4,9 +4,9 @@ A stream keeps an iterator over its data open between calls, so a call with `num
 call stopped. The position is the number of samples that all ranks together have used. It is therefore valid for any
 number of workers. A pass is one iteration through the whole data, and may span several calls.
 
-A step counts as done only when the training loop requests the next batch, or ends. The stream then confirms the step,
-in `take` or in `settle`. Until then, the operator's metrics and its `global_step` may already include a step that the
-position does not include.
+A step counts as done only when the training loop requests the next batch, or ends. The stream then confirms the step
+(`confirm_step`). Until then, the operator's metrics and its `global_step` may already include a step that the position
+does not include.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class BatchStream(ABC, Generic[ItemT, LegT]):
         """True if the next batch belongs to the most recently started pass."""
         return self._items is not None or self._to_resume is not None or self._num_open > 0
 
-    def settle(self) -> None:
+    def confirm_step(self) -> None:
         """Confirm the last step, because the training loop requests the next batch or has finished.
 
         Raises:
@@ -221,7 +221,7 @@ class BatchStream(ABC, Generic[ItemT, LegT]):
                 else:
                     yield batch
                 if leg.batch.is_boundary:
-                    self.settle()
+                    self.confirm_step()
                     if self.at_boundary is not None:
                         self.at_boundary()
         leg.end_stream()

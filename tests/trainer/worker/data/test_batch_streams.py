@@ -80,7 +80,7 @@ def test_what_padding_changes_is_undone_ahead_of_the_next_batch() -> None:
     assert (found, counter.value) == ([0, 1, 1], 2)
 
 
-@pytest.mark.parametrize("end", ["settle", "break_off"])
+@pytest.mark.parametrize("end", ["confirm_step", "break_off"])
 def test_it_is_undone_where_the_loop_stops_at_padding(end: str) -> None:
     stream, counter = counted([1, -1, 1])
     batches = stream.take(None)
