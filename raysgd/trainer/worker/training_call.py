@@ -64,7 +64,7 @@ class TrainingCall(EpochRun):
         """
         loop = self._hosted.loop
         if self.answer is not None:
-            return self._with_lost(self.answer)
+            return self.with_lost(self.answer, self._hosted.world.rank)
         if self.is_finished:  # another rank finished the call: only report this rank's metrics
             return self._end(loop.results(self), request)
         self._hosted.feed.begin_again(request, share, self.place)
@@ -235,8 +235,4 @@ class TrainingCall(EpochRun):
         self.answer, self.is_finished = answer, True
         loop.end_call()
         hosted.ledger.enter(DRIVER)
-        return self._with_lost(answer)
-
-    def _with_lost(self, answer: EpochAnswer) -> EpochAnswer:
-        """Return this rank's answer to the driver. On rank 0, add the metrics of workers that were lost meanwhile."""
-        return answer if self._hosted.world.rank or not self.rows.lost else self.with_lost(answer)
+        return self.with_lost(answer, hosted.world.rank)

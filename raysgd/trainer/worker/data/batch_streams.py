@@ -213,7 +213,12 @@ class BatchStream(ABC, Generic[ItemT, LegT]):
             is_first_of_step, self._is_last_of_step = self._ends_of_step(item)
             num_drawn += is_first_of_step
             is_last_of_call = num_drawn == num_steps and self._is_last_of_step
-            batch = self._hand_out(leg, item, is_first_of_step, is_last_of_call)
+            is_last_of_pass = self._is_last_of_pass(item)
+            # If a rank was lost, this raises an error before the step counts as started.
+            batch = self._begin_batch(leg, item, is_last_of_pass or is_last_of_call)
+            self.num_steps_taken += is_first_of_step
+            if is_last_of_pass:
+                self._items = None  # the next call starts a new pass
             if batch is not NO_BATCH:
                 self._num_open += is_first_of_step
                 if leg.batch.is_padding:
@@ -236,15 +241,6 @@ class BatchStream(ABC, Generic[ItemT, LegT]):
         else:
             self.pass_index, consumed = self._next_pass(), 0
         return self._begin_pass(consumed)
-
-    def _hand_out(self, leg: LegT, item: ItemT, is_first_of_step: bool, is_last_of_call: bool) -> Any:
-        is_last = self._is_last_of_pass(item)
-        # If a rank was lost, this raises an error before the step counts as started.
-        batch = self._begin_batch(leg, item, is_last or is_last_of_call)
-        self.num_steps_taken += is_first_of_step
-        if is_last:
-            self._items = None  # the next call starts a new pass
-        return batch
 
     def _ends_of_step(self, item: ItemT) -> tuple[bool, bool]:
         """Return two bools: True if a step of all ranks starts with this item, and True if such a step ends with it."""

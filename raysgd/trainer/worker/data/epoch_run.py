@@ -297,12 +297,12 @@ class EpochRun:
         self.rows.keep_lost(self.num_completed, told, told if present is None else present)
         self.rows.lost.update((each.name, each.metrics) for each in left)
 
-    def with_lost(self, answer: EpochAnswer) -> EpochAnswer:
-        """Return this rank's answer with the metrics of lost ranks added.
+    def with_lost(self, answer: EpochAnswer, rank: int) -> EpochAnswer:
+        """Return a rank's answer to the driver. On rank 0, add the metrics of ranks that were lost during the call.
 
-        Only rank 0 calls this method, so that the metrics of lost ranks are counted once.
+        The other ranks do not add them, so that they are counted once.
         """
-        if answer.metrics is None:
+        if rank or not self.rows.lost or answer.metrics is None:
             return answer
         lost = list(self.rows.lost.values())
         self._tell_what_is_missing(lost)

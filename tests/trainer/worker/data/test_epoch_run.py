@@ -319,7 +319,7 @@ def test_the_rank_that_answers_for_lost_ranks_counts_what_they_had_told() -> Non
     run, other, gone = (after_steps(name, 2, loss) for name, loss in (("a", 1.0), ("b", 5.0), ("c", 7.0)))
     run.rows.note(1, dict([told("a", run), told("b", other), told("c", gone)]))
     run.keep_lost({"a", "b", "new"})
-    answer = run.with_lost(EpochAnswer(averages(loss=1.0), None, 2))
+    answer = run.with_lost(EpochAnswer(averages(loss=1.0), None, 2), 0)
     assert answer.metrics is not None
     assert answer.metrics == {"num_samples": 10, "loss": (4 * 1.0 + 2 * 2 * 7.0 + 2 * 3.0) / 10}
     assert answer.num_inherited == 6
@@ -358,5 +358,5 @@ def test_a_metric_object_that_lacks_what_lost_workers_had_seen_is_named(caplog: 
     run.meters.update({"grows": metric}, n=2)
     run.rows.note(0, dict([told("b", gone)]))
     run.keep_lost({"a"})
-    run.with_lost(EpochAnswer(averages(loss=1.0), None, 1))
+    run.with_lost(EpochAnswer(averages(loss=1.0), None, 1), 0)
     assert "the metric object `grows` does not cover the samples that lost workers had processed" in caplog.text
