@@ -14,7 +14,7 @@ from typing import Any
 from raysgd.callbacks.worker_callback import WorkerCallback, call_event, has_state, key_of
 from raysgd.core.numbers.meters import AverageMeterCollection, PendingMetric
 from raysgd.core.numbers.metric_meters import BATCH_WEIGHT, NUM_SAMPLES, is_metric_object, weight_of
-from raysgd.trainer.worker.data.batch_streams import CurrentStep
+from raysgd.trainer.worker.data.batch_streams import CurrentLeg
 
 CALLBACKS = "callbacks"
 """Key of the callbacks' states in the training state of a worker. Without such states, the key is missing."""
@@ -89,7 +89,7 @@ class InstalledCallbacks:
         for each in self._with("_on_leg"):
             call_event(each, "_on_leg", operator, describe())
 
-    def after_batch(self, operator: Any, step: CurrentStep) -> Callable[[Any], Any] | None:
+    def after_batch(self, operator: Any, leg: CurrentLeg) -> Callable[[Any], Any] | None:
         """Return a function to call with the metrics of each batch. After each step, it calls callbacks' `on_step_end`.
 
         The function returns the metrics with the entries that callbacks added. If no callback overrides `on_step_end`,
@@ -97,17 +97,17 @@ class InstalledCallbacks:
 
         Args:
             operator: The training operator.
-            step: The worker's position in the current step, which says whether a batch ends a step.
+            leg: Tracks the current batch, and says whether the batch ends a step.
         """
         watching, window = self._with("on_step_end"), list[AverageMeterCollection]()
 
         def after(metrics: Any) -> Any:
             of_step = metrics
-            if window or not step.batch.is_boundary:
+            if window or not leg.batch.is_boundary:
                 meters = window.pop() if window else operator._raysgd.new_meters()
-                of_step = _over_batches(meters, metrics, step.batch.is_boundary)
-                window.extend([] if step.batch.is_boundary else [meters])
-            return _after_step(watching, operator, metrics, of_step) if step.batch.is_boundary else metrics
+                of_step = _over_batches(meters, metrics, leg.batch.is_boundary)
+                window.extend([] if leg.batch.is_boundary else [meters])
+            return _after_step(watching, operator, metrics, of_step) if leg.batch.is_boundary else metrics
 
         return after if watching else None
 
