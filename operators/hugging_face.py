@@ -208,7 +208,7 @@ class HuggingFaceOperator(SupervisedOperator):
             `(inputs, labels)`. The only input is the batch, on the device. The labels, which are compared with the
             predictions, stay on the device where the collator created them, because counting labels on a GPU would
             force a synchronization. If the loss compares each prediction with the next token, the labels are
-            shifted by one token. If the batch has no labels, they are None.
+            shifted by one token. Without labels in the batch, the second item is None.
 
         Raises:
             TypeError: The batch is not a dict.

@@ -121,6 +121,7 @@ class Checkpointing(WritesFiles):
         self._rated: tuple[tuple[int, int], float | None] | None = None
         self._in_flight: tuple[Saved, SaveBehind] | None = None
         self._end: str | None = None
+        self._is_loaded = False
 
     def _checked_keep_best(self, keep_best: Any) -> int:
         if keep_best is None:
@@ -189,8 +190,10 @@ class Checkpointing(WritesFiles):
             )
         self._saved_at = time.monotonic()
         folder = self._folder_of(run)
-        if folder != self._folder or not (run.epoch or run.step):
+        is_new = not (run.epoch or run.step or self._is_loaded)  # a run can be resumed before its first step, too
+        if folder != self._folder or is_new:
             self._saved = []
+        self._is_loaded = False
         self._folder, self._num_failures, self._unsaved, self._end = folder, 0, None, None
         self._rated = self._in_flight = None
         try:
@@ -400,7 +403,7 @@ class Checkpointing(WritesFiles):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the list of checkpoints of an earlier run, which this run continues in the same folder."""
-        self._saved = _read(state)
+        self._saved, self._is_loaded = _read(state), True
 
     # ------------------------------------------------------------------------------------------------ the folder
 

@@ -244,8 +244,9 @@ class EarlyStopping(Callback):
         name = self._metric.name
         if self.check_finite and not math.isfinite(value):
             return f"`{name}` is {value}"
-        if self.threshold is not None and not self._metric.is_better(self.threshold, value):
-            return f"`{name}` is {value:.6g}, as good as the threshold {self.threshold:g}"
+        threshold = self.threshold
+        if threshold is not None and not math.isnan(value) and not self._metric.is_better(threshold, value):
+            return f"`{name}` is {value:.6g}, as good as the threshold {threshold:g}"
         if self.num_without_improvement >= self.patience:
             best = "never" if self.best is None else f"{self.best:.6g} in epoch {self.best_epoch}"
             by = f" of more than {self.min_delta:g}" if self.min_delta else ""

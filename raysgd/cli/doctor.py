@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import takewhile
 from typing import Any, Literal
 
 from raysgd.core.engine.placement import init_ray
@@ -143,16 +144,16 @@ def check_packages(versions: Mapping[str, str]) -> Iterator[CheckResult]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version as a tuple. Comparing two such tuples compares the versions, except pre-releases.
+    """Return the numbers of a version as a tuple. Comparing two such tuples compares the versions.
 
-    The digits of a suffix become part of the last number. For example, 2.16.0rc1 gives (2, 16, 1).
+    A pre-release counts as equal to its release.
 
-    >>> _numbers("2.13.0+cpu"), _numbers("2.6.0rc1") < _numbers("2.16")
-    ((2, 13, 0), True)
+    >>> _numbers("2.13.0+cpu"), _numbers("2.6.0rc1"), _numbers("2.6.0") < _numbers("2.16")
+    ((2, 13, 0), (2, 6, 0), True)
     """
     numbers = []
     for part in version.split("+")[0].split("."):
-        digits = "".join(each for each in part if each.isdigit())
+        digits = "".join(takewhile(str.isdigit, part))
         if not digits:
             break
         numbers.append(int(digits))

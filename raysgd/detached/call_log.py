@@ -92,7 +92,8 @@ class CallLog:
 
     def add_call(self, call: LoggedCall) -> None:
         """Add a call that has ended already, together with its answer, without running it again."""
-        self._calls[call.token] = call
+        with self._lock:
+            self._calls[call.token] = call
 
     def _run(self, call: LoggedCall, body: Callable[[], object]) -> None:
         call.began_at = time.time()
@@ -180,7 +181,7 @@ class CallLog:
     def has_others(self, program: str) -> bool:
         """Return True if there are calls whose answers are for a program other than `program`."""
         with self._lock:
-            return any(call.program not in (None, program) for call in self._calls.values())
+            return any(call.program and call.program != program for call in self._calls.values())
 
     def take_over(self, program: str, assigned: Collection[str] = ()) -> LoggedCall | None:
         """Find the oldest call whose program has ended. Assign this call to the program `program`, and return it.

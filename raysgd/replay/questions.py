@@ -151,6 +151,7 @@ def why(
             if program is not None:
                 with Program(program, config).trainer(journal, leg) as trainer:
                     samples = samples_of(journal, step, data_of(trainer)).by_rank
+                obstacle = None
         except ValueError as error:
             obstacle = str(error)
     around = tuple(_around(journal, step))

@@ -65,6 +65,13 @@ class LocalFolder(Folder):
         with _telling(f"make the folder `{self}`"):
             self._local_path.mkdir(parents=True, exist_ok=True)
 
+    def make_unless_taken(self) -> bool:
+        """Create the folder, whose parent must exist. Return False if there is a folder or a file of this name."""
+        with _telling(f"make the folder `{self}`"), contextlib.suppress(FileExistsError):
+            self._local_path.mkdir()
+            return True
+        return False
+
     def exists(self) -> bool:
         return self._local_path.is_dir()
 

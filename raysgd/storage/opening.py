@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import secrets
@@ -57,17 +56,13 @@ def make_new(parent: Folder, name: str) -> Folder:
     Raises:
         OSError: The folder could not be created. In a store, this is a `StorageError`.
     """
-    if not parent.is_local:
+    if not isinstance(parent, LocalFolder):
         folder = parent / f"{name}_{secrets.token_hex(4)}"
         folder.make()
         return folder
     parent.make()
-    for number in itertools.count():
-        folder = parent / (f"{name}_{number}" if number else name)
-        with contextlib.suppress(FileExistsError):
-            folder.local_path.mkdir()
-            return folder
-    raise AssertionError("there is always another number")
+    folders = (parent / (f"{name}_{number}" if number else name) for number in itertools.count())
+    return next(each for each in folders if each.make_unless_taken())
 
 
 def _in(filesystem: Any, text: str, argument: str) -> Folder:

@@ -80,7 +80,7 @@ class Trap:
         def watched(stream: Any) -> Any:
             if stream not in streams:
                 streams[:] = [stream]
-                self.before(stream, "_hand_out" if hasattr(stream, "_hand_out") else "before_exchange")
+                self.before(stream, "_begin_batch" if hasattr(stream, "_begin_batch") else "before_exchange")
             return stream
 
         if hosted.feed.train_stream is not None:

@@ -12,7 +12,7 @@ import numpy as np
 from raysgd.core.arguments import check_creator
 from raysgd.core.connections import tensorflow as connections
 from raysgd.exceptions import NoDataError
-from raysgd.tf.data.batch_streams import lockstep_dataset
+from raysgd.tf.data.dataset_streams import lockstep_dataset
 from raysgd.tf.fit import acts_on_steps, callbacks_of_part, merger, one_part, stopper, tracker
 from raysgd.tf.objects import datasets, learning_rates, registration
 from raysgd.tf.objects.datasets import check_dataset, is_divided
@@ -152,7 +152,7 @@ class CreatorOperator(TrainingOperator):
                 model.optimizer.finalize_variable_values(model.trainable_weights)
             for callback in options["callbacks"]:
                 callback.on_train_end(dict(stream.place.logs))
-        stream.settle()
+        stream.confirm_step()
 
     def _fit_epochs(self, options: dict[str, Any], end: int, rates: learning_rates.Rates, is_last: bool) -> None:
         stream, model, steps = self._raysgd.fit, self.model, options.get("steps_per_epoch")

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from raysgd.tf.data.batch_streams import Passes
+from raysgd.tf.data.dataset_streams import Passes
 from raysgd.tf.objects import learning_rates, registration
 from raysgd.tf.parallel.averaging import ExchangeRecord
 from raysgd.trainer.worker.state.state_checks import check_count, require
@@ -141,7 +141,7 @@ class FitStream:
         """Return no batches, because Keras draws the batches itself."""
         return iter(())
 
-    def settle(self) -> None:
+    def confirm_step(self) -> None:
         """Record that Keras's `fit` has finished. If the call fails later, the `fit` will not be repeated."""
         self._close()
         if self.place is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from raysgd.core.engine.shared.types import World
 from raysgd.tf.checkpoints import former_optimizer, serializing
 from raysgd.tf.creator_operator import CreatorOperator
-from raysgd.tf.hosting.hosted import TFHostedOperator
+from raysgd.tf.hosting.tf_hosted import TFHostedOperator
 from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest

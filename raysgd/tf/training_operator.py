@@ -19,7 +19,7 @@ from raysgd.core.arrays.ray_batches import RayLoader, ray_batches
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.streams.source import StreamData
 from raysgd.streams.stream import Stream
-from raysgd.tf.data.batch_streams import data_of, dataset_of
+from raysgd.tf.data.dataset_streams import data_of, dataset_of
 from raysgd.tf.data.ray_dataset import dataset_over, loader_of
 from raysgd.tf.objects import registration
 from raysgd.tf.objects.datasets import Sharding, check_dataset, zeros

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -136,7 +136,7 @@ def _one_at_a_time() -> Any:
 
 def _is_multiple(component: Any) -> bool:
     """Return True if a creator function returned a container of several objects instead of a single object."""
-    return isinstance(component, Iterable) and isinstance(component, Sized) and len(component) > 1
+    return isinstance(component, list | tuple | Mapping) and len(component) > 1
 
 
 _PARAMETERS = {

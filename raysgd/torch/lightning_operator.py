@@ -135,7 +135,7 @@ class LightningOperator(TrainingOperator):
                 f"`{type(module).__name__}` does not define `configure_optimizers`: return the optimizers there."
             )
         # Move the module first, because some optimizers create state on the parameters' device in their constructor.
-        self._raysgd.context.place(module)
+        self._raysgd.context.to_device(module)
         optimizers, self._scheduler_dicts = optimizers_and_schedulers(module.configure_optimizers())
         check_optimizers(module, optimizers)
         self._raysgd.scheduler_step_freq = SCHEDULER_STEP_PTL

@@ -129,7 +129,7 @@ class TrainingOperator(RegisteringOperator):
         by_batch, by_epoch = schedulers.schedulers_of(self, validates) if has_scheduler else ([], [])
         meters, leg, train_batch = internals.take_meters(), internals.parallel.leg, bind_batch_info(self.train_batch)
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
-            internals.begin_batch()
+            internals.begin_metrics()
             metrics = train_batch(batch, {**internals.info_of_batch(batch_idx), **info})
             internals.end_batch(metrics, batch)
             if by_batch and leg.batch.is_boundary:
@@ -173,8 +173,8 @@ class TrainingOperator(RegisteringOperator):
         with self.timers.record("fwd"), internals.precision.forward():
             # The output is not kept, so that its memory is free during the backward pass.
             loss, weight = internals.parts_of_forward(self.forward(features, target))[1:]
-        counts = internals.counts_of(features, target, weight)
-        metrics = internals.report({"train_loss": loss.detach(), **counts})
+        size = internals.size_of(features, target, weight)
+        metrics = internals.report({"train_loss": loss.detach(), **size})
         with internals.choice.acting_on_usual():
             with self.timers.record("grad"):
                 if weight is None:

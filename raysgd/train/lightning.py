@@ -115,7 +115,8 @@ class RayTrainReportCallback(_Callback):
         """Save a Lightning checkpoint and report it with the logged metrics. Called on all ranks."""
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
-        folder = tempfile.mkdtemp(prefix="raysgd-lightning-")
+        is_async = self._options["checkpoint_upload_mode"] is CheckpointUploadMode.ASYNC
+        folder, has_files = tempfile.mkdtemp(prefix="raysgd-lightning-"), False
         try:
             trainer.save_checkpoint(Path(folder, self.CHECKPOINT_NAME).as_posix(), weights_only=False)
             has_files = any(Path(folder).iterdir())  # if the model is not sharded, only rank 0 writes files
@@ -123,10 +124,11 @@ class RayTrainReportCallback(_Callback):
                 session.report(metrics, checkpoint=Checkpoint.from_directory(folder), **self._options)
             else:
                 session.report(metrics)
-            barrier()
+            if not is_async:  # a barrier waits until the checkpoint is stored
+                barrier()
         finally:
-            if self._options["checkpoint_upload_mode"] is not CheckpointUploadMode.ASYNC:
-                shutil.rmtree(folder, ignore_errors=True)  # in ASYNC mode, `report` deletes the folder after the upload
+            if not (is_async and has_files):  # in ASYNC mode, `report` deletes the folder after the upload
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def prepare_trainer(trainer: Any) -> Any:

@@ -300,7 +300,7 @@ def _as_space(trainable: Any, param_space: Mapping[str, Any]) -> dict[str, Any]:
 def as_ray_config(config: RunConfig) -> Any:
     """Convert a raysgd `RunConfig` to Ray Tune's `RunConfig`.
 
-    Ray Tune does not accept `num_to_keep=0`, which means to store no checkpoints. It is therefore replaced with None,
+    Ray Tune does not accept `num_to_keep=0`, which means to store no checkpoints. 0 is therefore replaced by None,
     which sets no limit. No checkpoints are stored nevertheless, because the trials of a raysgd trainer pass none to Ray
     Tune in this case.
     """

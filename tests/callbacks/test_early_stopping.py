@@ -38,6 +38,7 @@ def play(stopping: EarlyStopping, *values: float | None, run: Run | None = None)
         ({"patience": 2, "check_finite": False}, [3, math.nan, 2, math.inf, 2], 5),
         ({"threshold": 0.5}, [3, 0.6, 0.5], 3),
         ({"threshold": 2.5, "mode": "max"}, [1, 2, 2.6], 3),
+        ({"threshold": 0.5, "patience": 2, "check_finite": False}, [3, math.nan, 0.6, 0.4], 4),
     ],
 )
 def test_when_it_stops(options: dict[str, Any], values: list[float | None], epoch: int) -> None:

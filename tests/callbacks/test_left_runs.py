@@ -188,6 +188,13 @@ class LateCallback(Notes):
             signal.raise_signal(signal.SIGTERM)
 
 
+class EarlyCallback(Callback):
+    """Gets a signal while the run begins."""
+
+    def on_run_begin(self, run: Run) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
 @pytest.mark.parametrize("every_n_epochs", [1, 3])
 def test_a_signal_between_two_epochs_saves_the_last_one_once(
     every_n_epochs: int, make_local: Make, tmp_path: Path
@@ -198,6 +205,17 @@ def test_a_signal_between_two_epochs_saves_the_last_one_once(
         trainer.fit(NUM_EPOCHS, callbacks=[notes, saving])
     assert raised.value.checkpoint == saving.newest == str(tmp_path / "epoch_0002.ckpt")
     assert notes.calls[1:] == [("leave", 2, 0), ("end", "Preempted", None)]
+
+
+def test_a_run_that_is_left_before_its_first_step_is_resumed_as_any_other(
+    make_local: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(raysgd.Preempted) as raised:
+        fit(make_local, tmp_path, EarlyCallback())
+    assert raised.value.checkpoint == str(tmp_path / "files" / "epoch_0000.ckpt")
+    fit(make_local, tmp_path)
+    assert "of another run" not in caplog.text
+    assert "epoch_0000.ckpt" not in {path.name for path in (tmp_path / "files").iterdir()}
 
 
 def test_a_signal_in_the_body_of_a_loop_is_answered_by_the_next_epoch(make_local: Make, tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ def test_what_a_program_that_is_gone_draws_from_an_iterator_goes_to_no_other() -
     log.leave("gone")
     assert log.running() is running
     assert log.take_over("next") is None
+    assert not log.has_others("next"), "nobody waits for this answer"
     gate.set()
     result_of(log.enqueue(logged("2"), lambda: None))
     assert log.find("1") is None

@@ -87,6 +87,7 @@ def check(
         found = why(tmp_path / "run", step, program=program) if needs_program else without
         first = journal.begin_of(step) + 1
         assert found.samples is not None
+        assert found.obstacle is None
         for rank, own in enumerate(found.samples):
             had = [number for at in range(first, step + 1) for number in seen.get((at, rank), [])]
             assert [numbered(each) for each in own] == had, f"step {step}, rank {rank}"

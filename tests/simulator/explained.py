@@ -29,7 +29,6 @@ EXPLAINED = {
     "platform._run_beside: `0` -> `1` (2)": _RAY,
     "platform._sigkill: `os.kill(pid, signal.SIGKILL)` -> `pass`": _RAY,
     "placement.cluster_view: `NodeView(f'bundle {index}', 'this reservation', bundle, bundle)` -> `NodeView('this reservation', f'bundle {index}', bundle, bundle)`": _RAY,
-    "placement.cluster_view: `free, leaving, groups = (_free_by_node(), draining_nodes(), _placement_groups())` -> `return`": _RAY,
     "placement.outer_group: `ray = _ray()` -> `return`": _RAY,
     "snapshots.is_due: `num_calls > _MAX_CALLS` -> `num_calls >= _MAX_CALLS`": "one call of ten thousand less is kept",
     "startup.StandbyWorkers.kill: `self._startup.remove(worker)` -> `pass`": "a worker that was ended is ended again after a while",

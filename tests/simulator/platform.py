@@ -199,6 +199,9 @@ class SimLocalWorker(LocalWorker):
     def submit(self, method: str, *args: Any) -> LocalCall:
         return LocalCall(lambda: self.process.run_here(method, args))
 
+    def use_gpus(self, gpu_ids: Sequence[str]) -> None:
+        pass
+
     def interrupt(self) -> None:
         self.process.connection.interrupt()
 

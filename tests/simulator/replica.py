@@ -258,7 +258,7 @@ class SimReplica:
         run = Run(progress.call, progress.requested, RankRows(self.name), progress.steps)
         run.is_finished = progress.is_finished
         run.rows.lost.update(progress.lost)
-        run.rows.settle(run.steps, progress.others, progress.others)
+        run.rows.keep_lost(run.steps, progress.others, progress.others)
         return run
 
     def shutdown(self) -> None:
@@ -293,7 +293,7 @@ class SimReplica:
             yield from self.around.point("taken", self)
         names = yield from self.connection.exchange("names", self.name, lambda given: {*given.values()})
         if self.run is not None:
-            self.run.rows.settle(self.run.steps, self.run.rows.as_of(self.run.steps), names)
+            self.run.rows.keep_lost(self.run.steps, self.run.rows.as_of(self.run.steps), names)
             self.run.rows.lost.update((part.name, part.measured) for part in handover.orphans)
         self.around.check_formed(self, handover)
         return self.setup()
@@ -330,7 +330,7 @@ class SimReplica:
         run.proposed, run.agreed = step, Future()
         return step
 
-    def settle_hold(self, number: int, is_agreed: bool) -> None:
+    def resolve_hold(self, number: int, is_agreed: bool) -> None:
         if number == self._last_hold[0]:
             self._last_hold = number, is_agreed
             if self.run is not None and self.run.agreed is not None:

@@ -143,6 +143,12 @@ class TestFolders:
         assert len(made) == 4
         assert all(each.exists() and each.name.startswith("run") for each in made)
 
+    def test_a_new_one_that_cannot_be_made_is_a_storage_error(self, folder: Folder) -> None:
+        if not folder.is_local:
+            pytest.skip("a store has no longest name")
+        with pytest.raises(StorageError, match="make the folder"):
+            make_new(folder, "x" * 300)
+
     def test_name_what_is_in_them(self, folder: Folder) -> None:
         assert folder.names() == []
         folder.write("b", b"")

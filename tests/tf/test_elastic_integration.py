@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from raysgd import testing
-from raysgd.core.engine.shared.types import DataLedger
+from raysgd.core.engine.shared.types import SamplesUsed
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.utils import BATCH_SIZE
@@ -123,7 +123,7 @@ def test_survivors_go_on_and_each_sample_of_a_shuffled_pass_is_used_once(
     ) or status.failures == ("no sample lost, 6 in flight are repeated (epoch 2: 18 of 48 samples used)",), (
         "rank 1 dies before its fourth step, and the others may have finished the third or not"
     )
-    assert status.data == DataLedger(1, due=NUM_SAMPLES, used=NUM_SAMPLES)
+    assert status.data == SamplesUsed(1, due=NUM_SAMPLES, used=NUM_SAMPLES)
     assert status.samples_per_s is not None
     assert all(worker.own_s is not None for worker in status.workers)
     trainer.train()
@@ -246,7 +246,7 @@ def test_a_constant_global_batch_is_that_of_one_worker_on_three_and_across_losse
             assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
             assert found["num_samples"] == expected["num_samples"] == 21
         assert (together.num_workers < 3, together.config[BATCH_SIZE]) == (bool(losses), 5)
-        assert together.status().data == DataLedger(index, due=21, used=21)
+        assert together.status().data == SamplesUsed(index, due=21, used=21)
         assert largest_difference(together.state_dict(), alone.state_dict()) < 1e-6
         assert_equal_on_all_ranks(together)
 

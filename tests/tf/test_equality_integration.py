@@ -1,7 +1,7 @@
 """N replicas are one process on the joined batch: weights, optimizer and metrics, for both Keras.
 
-Covers `raysgd.tf.tf_runner`, `raysgd.tf.hosting.hosted`, `raysgd.tf.training_operator`, `raysgd.tf.parallel.keras_sync`
-and `raysgd.tf.parallel.step`: only connected replicas show that they stay equal.
+Covers `raysgd.tf.tf_runner`, `raysgd.tf.hosting.tf_hosted`, `raysgd.tf.training_operator`,
+`raysgd.tf.parallel.keras_sync` and `raysgd.tf.parallel.step`: only connected replicas show that they stay equal.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import pytest
 
 from raysgd.core.connections.group import Group
 from raysgd.core.engine.shared.types import World
-from raysgd.tf.data.batch_streams import Passes
+from raysgd.tf.data.dataset_streams import Passes
 from raysgd.tf.fit import FitPlace, FitStream, one_part
 from raysgd.tf.parallel.averaging import ExchangeRecord
 
@@ -117,7 +117,7 @@ def test_what_is_over_says_how_many_passes_there_were() -> None:
     keras = Keras()
     keras.fit()
     keras.epoch(0, 10)
-    keras.stream.settle()
+    keras.stream.confirm_step()
     assert (keras.stream.is_mid_pass, keras.stream.begin_fit(0)) == (True, True), "what follows may break off"
     keras.stream.end()
     assert keras.stream.state() == {"num_passes": 1, "logs": {"loss": 0.0}}

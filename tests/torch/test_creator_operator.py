@@ -64,6 +64,21 @@ def test_creators_make_an_operator_that_trains() -> None:
     assert operator.validate(operator.validation_loader)["batch_count"] == 2
 
 
+def test_only_several_models_are_said_to_be_several(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "raysgd")
+    stack = TrainingOperator.from_creators(
+        lambda config: torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU()), create_optimizer
+    )
+    make(stack)
+    assert "several models" not in caplog.text
+    pair = TrainingOperator.from_creators(
+        lambda config: [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)],
+        lambda models, config: [create_optimizer(each, config) for each in models],
+    )
+    make(pair)
+    assert "several models" in caplog.text
+
+
 def test_single_components_are_found_under_both_names() -> None:
     operator_cls = TrainingOperator.from_creators(
         create_model, create_optimizer, loss_creator=torch.nn.MSELoss, scheduler_creator=create_scheduler

@@ -17,7 +17,7 @@ from ray.util.metrics import Gauge
 
 from raysgd import testing
 from raysgd.core.connections import torch as torch_connection
-from raysgd.core.engine.shared.types import DataLedger
+from raysgd.core.engine.shared.types import SamplesUsed
 from raysgd.core.engine.status import TrainerStatus
 from raysgd.torch import TorchTrainer
 from raysgd.trainer.configuration.recovery import Recovery
@@ -321,7 +321,7 @@ def test_while_a_call_runs_its_own_numbers_are_told_here_and_to_the_metrics_of_r
     inside = [status for status in seen if status.samples_per_s is not None]
     assert inside, "before the first call is over"
     assert inside[-1].straggler == 1
-    assert trainer.status().data == DataLedger(0, due=120, used=120)
+    assert trainer.status().data == SamplesUsed(0, due=120, used=120)
 
     assert [name for name, _ in reported].count("raysgd_samples_used") >= 2, "about once a second"
     last = dict(reported)

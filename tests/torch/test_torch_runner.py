@@ -2,7 +2,7 @@
 
 Covers `raysgd.trainer.worker.runner` with what is behind it (`raysgd.trainer.worker.hosted`,
 `raysgd.trainer.worker.training`, `raysgd.trainer.worker.training_call`, `raysgd.trainer.worker.state.replica_state`,
-`raysgd.torch.hosting.torch_hosted`), and `raysgd.torch.hosting.replica_state`: a runner is one object for those that
+`raysgd.torch.hosting.torch_hosted`), and `raysgd.torch.hosting.torch_state`: a runner is one object for those that
 call it.
 """
 
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MeanSquaredError
 
 from raysgd.core.arrays.data_kinds import CallData
-from raysgd.core.engine.shared.types import DataLedger, HeldAtStep, StateHandover, World
+from raysgd.core.engine.shared.types import HeldAtStep, SamplesUsed, StateHandover, World
 from raysgd.core.state.state_codec import decode
 from raysgd.torch import TrainingOperator
 from raysgd.torch.data.sources import DividedLoaderSource, PlainSource
@@ -604,7 +604,7 @@ def test_a_survivor_stands_at_the_steps_it_completed_and_says_so_in_samples(proc
     assert replica_progress.words == "no sample lost, 4 in flight are repeated (epoch 1: 8 of 20 samples used)"
     heartbeat = runner.heartbeat()
     assert (heartbeat.epoch, heartbeat.step, heartbeat.phase) == (1, 2, "broken off")
-    assert heartbeat.data == DataLedger(0, due=20, used=8, in_flight=4)
+    assert heartbeat.data == SamplesUsed(0, due=20, used=8, in_flight=4)
 
 
 def test_a_survivor_that_finished_the_call_is_one_ahead_of_one_that_took_all_steps(process_group: None) -> None:
@@ -897,7 +897,7 @@ def held_after(runner: TorchRunner, num_steps: int) -> HeldAtStep:
         def __call__(self, *_: Any, **__: Any) -> None:
             if runner.heartbeat().step == 0:
                 assert runner.propose_hold(num_steps, 0, num_steps) == num_steps
-                runner.settle_hold(num_steps, True)
+                runner.resolve_hold(num_steps, True)
 
     handle = runner.operator.model.register_forward_pre_hook(Proposing())  # type: ignore[attr-defined]
     held = runner.train_epoch(EpochRequest(None, {}, False, seed=0))
@@ -933,7 +933,7 @@ def test_what_a_rank_measured_that_left_is_counted_once_though_the_group_was_for
 def test_between_calls_and_where_it_could_not_go_on_nobody_stops(process_group: None) -> None:
     runner = survivor()
     assert runner.propose_hold(1, 2, None) is None
-    runner.settle_hold(1, False)
+    runner.resolve_hold(1, False)
     train(runner)
     assert runner.propose_hold(2, 2, None) is None
     assert runner.last_hold() == (2, False)

@@ -156,6 +156,8 @@ class TestTensorBoard:
     def test_it_is_one_worker(self, ranks: list[int]) -> None:
         with pytest.raises(ValueError, match="the rank of one worker"):
             TBXLoggerCallback(worker_to_log=ranks)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="the rank of one worker"):
+            TBXLoggerCallback(worker_to_log="0")  # type: ignore[arg-type]
 
 
 @RunIf(modules=["mlflow"])

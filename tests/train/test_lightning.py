@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +42,25 @@ def test_the_callback_takes_the_options_of_a_report_and_refuses_what_that_refuse
         RayTrainReportCallback(checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
     with pytest.raises(ValueError, match="`validation=True`: checkpoints are not validated in tasks"):
         RayTrainReportCallback(validation=True)
+
+
+@pytest.mark.parametrize("mode", ["SYNC", "ASYNC"])
+def test_a_rank_without_files_leaves_no_folder_and_waits_only_for_checkpoints_in_sync_mode(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str
+) -> None:
+    from raysgd.train import CheckpointUploadMode, lightning
+
+    asked: list[str] = []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(lightning.session, "report", lambda metrics, **options: asked.append("report"))
+    monkeypatch.setattr(lightning, "barrier", lambda: asked.append("barrier"))
+    callback = lightning.RayTrainReportCallback(checkpoint_upload_mode=CheckpointUploadMode[mode])
+    of_rank_1 = SimpleNamespace(
+        callback_metrics={}, current_epoch=0, global_step=0, save_checkpoint=lambda path, weights_only: None
+    )
+    callback.on_train_epoch_end(of_rank_1, None)
+    assert asked == (["report", "barrier"] if mode == "SYNC" else ["report"])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_that_would_start_processes_of_its_own_is_refused() -> None:

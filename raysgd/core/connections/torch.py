@@ -347,7 +347,7 @@ class TorchConnection(ListeningConnection):
             if part is not None:
                 part.close_sockets()
         self._mesh = self._board = self._gloo = self._endpoint = self._group = self._store = None
-        self._has_joined, self._gpus_of_driver, self._is_interrupted = False, (), False
+        self._has_joined = self._is_interrupted = False
         self._is_formed, self._beside = False, []
         while self._own_variables:
             os.environ.pop(self._own_variables.pop(), None)

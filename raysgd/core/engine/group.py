@@ -134,23 +134,22 @@ class WorkerGroup:
     def _create(self, timeout_s: float) -> None:
         """Reserve resources for the workers and spares, and start the worker processes."""
         spec, workers = self._spec, self.workers
-        if spec.use_local:
-            workers.append(self._platform.new_local_worker(spec.connection))
+        local = self._platform.new_local_worker(spec.connection) if spec.use_local else None
+        if local is not None:
+            workers.append(local)
         if self.num_workers == len(workers):
             return
         packed_bytes("What a worker is made of", (spec.make_replica, spec.initialization_hook))
         self._platform.ensure_running()
         num_slots = self.num_workers + self.num_spares  # including a slot for the driver
         self.slots.reserve(num_slots, timeout_s, has_driver=spec.use_local, check=self._check_wanted)
-        slot_of_driver = self.slots.take_slot() if spec.use_local else None
+        if local is not None:
+            local.use_gpus(self.slots.take_slot().reservation.gpus_of_driver())
         for _ in range(len(workers), self.num_workers):
             worker = self._platform.new_worker(self.slots.take_slot(), spec.connection, spec.num_threads)
             workers.append(worker)
             self._startup.watch_worker(worker)
         self._check_wanted()
-        if slot_of_driver is not None:
-            # Call this only after the remote workers, which use other GPUs, have received copies of the connection.
-            spec.connection.use_gpus(slot_of_driver.reservation.gpus_of_driver())
 
     def _make_ready(self, timeout_s: float, min_workers: int) -> GroupReport:
         """Run the user's initialization hook and import the framework in all workers.

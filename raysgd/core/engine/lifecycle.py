@@ -455,7 +455,7 @@ class Lifecycle(ABC):
 
     def note_short_of_memory(self) -> None:
         """Record that memory ran out with the current number of workers."""
-        self._num_short = len(self.running)
+        self._num_short = max(self._num_short, len(self.running))
 
     def find_room(self) -> int:
         """Return by how many workers the group could grow, given the free resources and the group's reserved slots."""

@@ -380,8 +380,8 @@ class Monitor:
             answers |= group.ask_beside("beside", replica.propose_hold, number, margin, at, ranks=others)
         is_refused = any(answer is None or answer != at for answer in answers.values())
         is_agreed = len(answers) == len(group) and not is_refused
-        settled = group.ask_beside("beside", replica.settle_hold, number, is_agreed)
-        if answers or settled:
+        resolved = group.ask_beside("beside", replica.resolve_hold, number, is_agreed)
+        if answers or resolved:
             self._heard_at = self._lifecycle.now()
         self._is_holding = is_agreed
         # Use a larger margin only if a rank was past the step. If a rank did not answer, propose the same margin again.
@@ -397,7 +397,7 @@ class Monitor:
         holds = filter(None, group.ask_beside("beside", replica.last_hold).values())
         self._num_holds, is_agreed = max(holds, default=(0, False))
         if self._num_holds:
-            group.ask_beside("beside", replica.settle_hold, self._num_holds, is_agreed)
+            group.ask_beside("beside", replica.resolve_hold, self._num_holds, is_agreed)
 
 
 def _place(heartbeat: Heartbeat | None) -> str:

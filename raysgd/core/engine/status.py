@@ -10,7 +10,7 @@ from typing import Any
 
 from raysgd.core.engine.shared.group_events import GroupEvent, GroupHistory
 from raysgd.core.engine.shared.time_spent import TimeLedger
-from raysgd.core.engine.shared.types import DataLedger, Heartbeat, WorkerInfo
+from raysgd.core.engine.shared.types import Heartbeat, SamplesUsed, WorkerInfo
 from raysgd.core.engine.snapshots import SnapshotPace, Snapshots
 from raysgd.core.text.cards import card, fitted, folded, grid, named_lines, two_column_table
 from raysgd.core.text.log_lines import listed
@@ -102,7 +102,7 @@ class TrainerStatus:
     num_spares: int
     samples_per_s: float | None
     straggler: int | None
-    data: DataLedger | None
+    data: SamplesUsed | None
     failures: tuple[str, ...]
     num_failures: int
     num_continued: int
@@ -215,14 +215,14 @@ def compose(
 ) -> TrainerStatus:
     """Build a trainer's status from its workers, their heartbeats, the history of worker groups, and the snapshots."""
     workers = tuple(WorkerStatus(rank, info.node_ip, info.pid, heartbeats.get(rank)) for rank, info in enumerate(infos))
-    ledgers = [worker.heartbeat.data for worker in workers if worker.heartbeat is not None]
+    records = [worker.heartbeat.data for worker in workers if worker.heartbeat is not None]
     return TrainerStatus(
         workers=workers,
         num_wanted=num_wanted,
         num_spares=num_spares,
         samples_per_s=samples_per_s,
         straggler=find_straggler([worker.own_s for worker in workers]),
-        data=ledgers[0] if ledgers else None,  # the ranks' ledgers differ by at most one step
+        data=records[0] if records else None,  # the ranks' records differ by at most one step
         failures=tuple(event.detail for event in history.events if event.is_failure and event.detail),
         num_failures=history.num_failures,
         num_continued=history.count("continued"),

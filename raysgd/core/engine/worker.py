@@ -596,10 +596,15 @@ class LocalWorker:
     def __init__(self, connection: Connection) -> None:
         # In the driver, the user decides how many threads libraries use, so no limit is set.
         self._process = WorkerProcess(connection, num_threads=None, is_remote=False)
+        self._connection = connection
 
     def submit(self, method: str, *args: Any) -> LocalCall:
         """Return a `LocalCall` of the worker's method. `LocalCall.run` then runs the method."""
         return LocalCall(partial(getattr(self._process, method), *args))
+
+    def use_gpus(self, gpu_ids: Sequence[str]) -> None:
+        """Make this worker use only the GPUs that are reserved for it. See `Connection.use_gpus`."""
+        self._connection.use_gpus(gpu_ids)
 
     def interrupt(self) -> None:
         """Interrupt the collectives in which this rank waits for other ranks. May be called from another thread."""

@@ -155,10 +155,11 @@ def _is_last_value(name: str, worker: MetricSummary) -> bool:
 def _sum_and_count(name: str, worker: MetricSummary) -> tuple[float, float]:
     """Return the sum and weight of a worker's metric.
 
-    If raysgd computed the mean, both are exact. Otherwise, the sum is the value times the worker's number of samples.
+    If raysgd computed the mean, both are exact. The weight is 0 if none of the worker's batches counted for the metric.
+    Otherwise, the sum is the value times the worker's number of samples.
     """
     total = worker.total_of(name)
-    if total is not None and total[1]:
+    if total is not None:
         return total
     value, samples = as_number(worker[name]), as_number(worker.get(NUM_SAMPLES))
     weight = 1.0 if samples is None or math.isnan(samples) else float(samples)

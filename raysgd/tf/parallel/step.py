@@ -115,7 +115,7 @@ class TFStep:
     def batch(self) -> TFStep:
         """The object that describes the current batch: this object, because each step has exactly one batch.
 
-        See `CurrentStep`.
+        See `CurrentLeg`.
         """
         return self
 

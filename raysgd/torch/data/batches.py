@@ -56,6 +56,8 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], Any]:
             "`prepare_batch(self, batch)`, which returns `(inputs, target)`."
         )
     parts = list(batch)
+    if not parts:
+        raise TypeError("The stock methods cannot use an empty batch: they need inputs and target.")
     names = getattr(batch, "_fields", ())
     target = parts.pop(next((names.index(name) for name in TARGET_NAMES if name in names), len(parts) - 1))
     return tuple(parts), target
@@ -183,9 +185,10 @@ def count_samples(batch: Any) -> int:
 
     The samples of an array are its entries along the first dimension. In a dict or dataclass, the first array is used.
     In a tuple or list, the last array is usually the target, so its first dimension is taken as the number of samples.
-    If the target is a list of dicts, as in object detection, each dict is one sample. If the tuple or list contains
-    neither an array nor such a list, the first array in a nested container is used. If there is no array at all, each
-    element of the tuple or list is one sample. Any other value counts as one sample.
+    If the target is a list of dicts, as in object detection, each dict is one sample. A list with a single dict is one
+    sample if the dict's arrays differ in length, because the arrays of a collated batch have one entry per sample. If
+    the tuple or list contains neither an array nor such a list, the first array in a nested container is used. If there
+    is no array at all, each element of the tuple or list is one sample. Any other value counts as one sample.
 
     Examples:
         >>> count_samples((torch.zeros(3, 8, 8), torch.zeros(4)))
@@ -210,7 +213,7 @@ def samples_of(batch: Any, otherwise: int) -> int:
 def _counted(batch: Any) -> Any:
     """Return the part of a batch that has one entry per sample. Return None if there is no such part."""
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
-    if len(parts) > 1 and _is_list_of_samples(parts):
+    if _is_list_of_samples(parts) and (len(parts) > 1 or _is_single_sample(parts[0])):
         return parts
     target = next((part for part in reversed(parts) if _is_array(part) or _is_list_of_samples(part)), None)
     return _first_counted(parts) if target is None else target
@@ -227,6 +230,12 @@ def _is_list_of_samples(value: Any) -> bool:
     if first is None:
         return False
     return all(each is not None and each.keys() == first.keys() for each in map(by_name, value))
+
+
+def _is_single_sample(value: Any) -> bool:
+    """Return True if the arrays of a dict or dataclass differ in length. Those of a collated batch do not."""
+    named = by_name(value) or {}
+    return len({len(array) for array in named.values() if _is_array(array)}) > 1
 
 
 def _first_counted(parts: Iterable[Any]) -> Any:

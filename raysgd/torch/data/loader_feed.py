@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd.core.arrays.data_kinds import RepeatedBatches
 from raysgd.core.arrays.ray_batches import RayLoader
-from raysgd.core.engine.shared.types import DataLedger
+from raysgd.core.engine.shared.types import SamplesUsed
 from raysgd.exceptions import NoDataError
 from raysgd.streams.source import StreamData, StreamSource, stream_data
 from raysgd.streams.stream import Stream
@@ -139,7 +139,7 @@ class TorchFeed(DataFeed):
     def _plain_source(self, loader: Any, training: bool) -> PlainSource:
         return PlainSource(loader, is_in_lockstep=training and self._parallel.synchronizes)
 
-    def take_place(self, rank: int, size: int, batch_size: int | None, instead_of: int | None) -> None:
+    def take_rank(self, rank: int, size: int, batch_size: int | None, instead_of: int | None) -> None:
         """Reshard the registered data after the number of workers has changed.
 
         Streams over other data, and an unfinished validation, are discarded.
@@ -182,13 +182,13 @@ class TorchFeed(DataFeed):
             return f"the {name} loader is not sharded by the library ({data.reason})"
         return None
 
-    def samples_used(self) -> DataLedger | None:
+    def samples_used(self) -> SamplesUsed | None:
         stream = self.train_stream
         if not has_divided_source(stream):
             return None
         due, used, in_flight = stream.samples_used()
         source = stream.source
-        return DataLedger(stream.pass_index, due, used, in_flight, left_out=source.left_out)
+        return SamplesUsed(stream.pass_index, due, used, in_flight, left_out=source.left_out)
 
 
 def _refuse_missing(name: str) -> Iterator[Any]:

@@ -242,7 +242,7 @@ class SamplerOrder:
 
     def is_repeatable(self, seed: int) -> bool:
         """Return True if iterating over the sampler twice for the same pass yields the same order."""
-        first, again = (self.indices(seed, 0) for _ in range(2))
+        first, again = (_comparable(self.indices(seed, 0)) for _ in range(2))
         return first == again
 
 
@@ -304,6 +304,13 @@ def _compact(drawn: list[Any]) -> Sequence[Any]:
         return array("q", drawn)
     except (TypeError, OverflowError):
         return drawn  # strings, tuples and integers beyond 64 bits do not fit into an array
+
+
+def _comparable(drawn: Sequence[Any]) -> Sequence[Any]:
+    """Return the same indices in containers that `==` compares, with lists instead of tensors."""
+    if not isinstance(drawn, list):
+        return drawn
+    return [each.tolist() if isinstance(each, torch.Tensor) else each for each in drawn]
 
 
 @contextmanager

@@ -399,7 +399,7 @@ class TorchBatchStream(BatchStream[DrawnItem, Leg]):
         return iter(self.source.open(self.pass_index, consumed))
 
     def _is_last_of_pass(self, item: DrawnItem) -> bool:
-        if item.is_last_of_pass is None and self.step.window > 1:
+        if item.is_last_of_pass is None and self.leg.window > 1:
             return super()._is_last_of_pass(item)
         self._ahead = []
         return bool(item.is_last_of_pass)
@@ -411,11 +411,16 @@ class TorchBatchStream(BatchStream[DrawnItem, Leg]):
         batch, weight, num_samples, total, is_first, is_last_part, seeds, _ = item
         if total is None and leg.window > 1:
             total = count_samples(batch)
-        leg.begin_batch(weight, num_samples, total, is_last=is_last, is_last_part=is_last_part)
+        leg.begin_batch(
+            weight,
+            num_samples,
+            total,
+            is_last=is_last,
+            is_first_part=is_first,
+            is_last_part=is_last_part,
+            seeds=seeds,
+        )
         self._num_steps_in_pass += is_first
-        if seeds is not None and leg.shards is not None:
-            fraction = (num_samples or 0) / total if total else 0.0
-            leg.shards.begin_batch(is_first, seeds[0], fraction, seeds[1])
         return batch
 
 

@@ -12,7 +12,7 @@ import torch
 from raysgd.core import arguments as checks
 from raysgd.core.engine.snapshots import Snapshot
 from raysgd.torch.checkpoints import checkpoint_file, divided_folder, divided_state, weights_file
-from raysgd.torch.hosting.replica_state import CRITERION, REMADE, as_in_file
+from raysgd.torch.hosting.torch_state import CRITERION, REMADE, as_in_file
 from raysgd.torch.objects.loading import with_plain_names
 from raysgd.trainer.worker.state.replica_state import RESUME
 

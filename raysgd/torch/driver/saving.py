@@ -24,8 +24,8 @@ from raysgd.torch.checkpoints.checkpoint_file import StateInFile
 from raysgd.torch.checkpoints.divided_folder import StateInFolder
 from raysgd.torch.driver import partial_loading
 from raysgd.torch.driver.partial_loading import LoadReport
-from raysgd.torch.hosting.replica_state import CRITERION, REMADE, as_in_file
 from raysgd.torch.hosting.torch_hosted import TorchFacts
+from raysgd.torch.hosting.torch_state import CRITERION, REMADE, as_in_file
 from raysgd.torch.objects import rng
 from raysgd.torch.objects.rng import RNG
 from raysgd.torch.torch_runner import TorchRunner

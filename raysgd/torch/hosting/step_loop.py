@@ -78,7 +78,7 @@ class StepLoop(Loop):
         self._has_exchanged = self._has_taken_steps = False
 
     @property
-    def step(self) -> Leg:
+    def leg(self) -> Leg:
         return self._parallel.leg
 
     def is_lost(self, error: BaseException) -> bool:

@@ -20,8 +20,8 @@ from raysgd.torch.data.call_data import PredictionLoader
 from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader
 from raysgd.torch.data.sources import DividedLoaderSource
-from raysgd.torch.hosting.replica_state import TorchState
 from raysgd.torch.hosting.step_loop import StepLoop, is_stock, make_undo
+from raysgd.torch.hosting.torch_state import TorchState
 from raysgd.torch.objects import hyperparameters, metric_objects, rng
 from raysgd.torch.objects.criteria import refuse_sum
 from raysgd.torch.objects.hyperparameters import Hyperparameters
@@ -32,8 +32,8 @@ from raysgd.torch.operator.registrar import global_batches
 from raysgd.torch.operator.settings import OperatorContext, TorchSettings
 from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.ddp import DDP
-from raysgd.torch.parallel.exchanges import names_of_all
 from raysgd.torch.parallel.global_record import sums_of
+from raysgd.torch.parallel.step_rows import names_of_all
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.step.advice import check_norms, comparing_sizes, with_advice
 from raysgd.torch.training_operator import TrainingOperator
@@ -44,7 +44,7 @@ from raysgd.trainer.messages.weight_sums import WeightSums
 from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.ledger import Ledger
-from raysgd.trainer.worker.operator import check_is_set_up, take_place
+from raysgd.trainer.worker.operator import check_is_set_up, take_rank
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class TorchHostedOperator(HostedOperator):
         self.operator = settings.training_operator_cls(config=settings.config_for(world.size), context=context)
         check_is_set_up(self.operator)
         self.internals = self.operator._raysgd
-        self.internals.begin_training(counts_ahead=is_stock(self.operator, "train_epoch", "train_batch"))
+        self.internals.begin_training(reports_ahead=is_stock(self.operator, "train_epoch", "train_batch"))
         self._check_data()
         recovery = settings.recovery
         copies = recovery.undo if recovery.in_place else False
@@ -242,14 +242,14 @@ class TorchHostedOperator(HostedOperator):
     def group_obstacle(self) -> str | None:
         return self.parallel.obstacle or super().group_obstacle
 
-    def take_place(self, world: World) -> None:
+    def take_rank(self, world: World) -> None:
         config = self.operator.config
         before, now = config.get(BATCH_SIZE), self.settings.config_for(world.size).get(BATCH_SIZE)
         if now is not None:
             config[BATCH_SIZE] = now
         self._part_ways()
-        take_place(self.operator, world)
-        self.feed.take_place(world.rank, world.size, now, before)
+        take_rank(self.operator, world)
+        self.feed.take_rank(world.rank, world.size, now, before)
         self.loop.latest_leg = None  # the driver compares the step times of all ranks, and new ranks have none yet
 
     def send(self, state: Any, takers: Sequence[int]) -> None:
@@ -261,7 +261,7 @@ class TorchHostedOperator(HostedOperator):
     def names_of_all(self) -> Collection[str] | None:
         return names_of_all(self.name) if self.world.is_distributed else {self.name}
 
-    def settle_in(self) -> None:
+    def finish_regroup(self) -> None:
         self.parallel.reform()
 
     @contextmanager
@@ -273,7 +273,7 @@ class TorchHostedOperator(HostedOperator):
         if self._prediction is not None:
             self._prediction.close()
         self._modes = self._prediction = None
-        leg = stream.step = self.loop.begin_leg(run.epoch_idx, stream.source)
+        leg = stream.leg = self.loop.begin_leg(run.epoch_idx, stream.source)
         internals, parallel = self.internals, self.parallel
         began_at = stream.num_steps_taken
         if leg.has_several_batches and is_stock(self.operator, "train_epoch", "train_batch", "forward", "backward"):
@@ -281,7 +281,9 @@ class TorchHostedOperator(HostedOperator):
         # Before each pass over the data, check that user code has called `rewrap` if it froze or unfroze parameters, or
         # added parameter groups.
         stream.prepare = partial(internals.trained.check, self.operator._freezes_in_batches)
-        noting = internals.loss_calls.on(internals.criterion, leg.note_labels, only_labels=True)
+        noting = internals.loss_calls.on(
+            internals.criterion, lambda call: leg.weights.note_labels(leg.batch, call), only_labels=True
+        )
         try:
             can_continue = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
             self.loop.undo.open_call(can_continue and self.loop.can_resume(stream))
@@ -293,10 +295,10 @@ class TorchHostedOperator(HostedOperator):
                 with self._in_shares(run, stream.source), noting:
                     yield
                 self.loop.end_leg(leg, stream.num_steps_taken - began_at)
-            leg.check_counted()
+            leg.weights.check_counted()
         finally:
             parallel.end_leg()
-            stream.step = parallel.leg
+            stream.leg = parallel.leg
 
     def _in_shares(self, run: EpochRun, source: Any) -> AbstractContextManager[Any]:
         """Return a context manager that adds advice to PyTorch's errors while the call trains.

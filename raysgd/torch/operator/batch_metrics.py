@@ -36,9 +36,8 @@ class BatchMetrics(Internals):
     """Counts the samples of batches, weights their metrics, and holds the metrics back until their step is complete.
 
     Attributes:
-        parallel: Strategy, such as DDP, that keeps the workers' models in sync. Its attribute `leg` tracks the part of
-            the running call that this worker group runs. While batches are trained, the attribute `step` of this
-            object refers to the same `Leg`.
+        parallel: Strategy, such as DDP, that keeps the workers' models in sync. While batches are trained, its `leg` is
+            also the `leg` of this object.
         loss_calls: Notifies listeners of calls to the criterion.
         evaluated: Calls to the criterion in the current validation batch whose results are means over labels.
     """
@@ -52,15 +51,15 @@ class BatchMetrics(Internals):
         self.loss_calls = LossCalls()
         self.evaluated: list[LossCall] = []
         self._reported: dict[str, Any] | None = None  # what `report` returned in the current batch
-        self._counts_ahead = False
+        self._reports_ahead = False
 
     # ------------------------------------------------------------------------------------ from batch to batch
 
-    def begin_batch(self) -> None:
+    def begin_metrics(self) -> None:
         if self.logged:
             set_apart(self)
-        if self.step is not None and self.step.batch.amounts:
-            self.step.batch.amounts = []
+        if self.leg is not None and self.leg.batch.amounts:
+            self.leg.batch.amounts = []
         self.evaluated = []
 
     def info_of_batch(self, batch_idx: int) -> dict[str, Any]:
@@ -77,7 +76,7 @@ class BatchMetrics(Internals):
             note(self.logged, name, value)
         return batches.parts_of_forward(parts, type(self._operator))
 
-    def counts_of(self, features: Sequence[Any], target: Any, weight: Any) -> dict[str, Any]:
+    def size_of(self, features: Sequence[Any], target: Any, weight: Any) -> dict[str, Any]:
         """Return a dict with the number of samples of a batch and, if it has one, the batch's weight.
 
         Args:
@@ -91,11 +90,11 @@ class BatchMetrics(Internals):
         """
         num_samples, found = self._sizes_of((*features, target))
         if weight is None and found != num_samples:
-            if len(self.step.batch.amounts) != 1 or self.logged:
+            if len(self.leg.batch.amounts) != 1 or self.logged:
                 raise _unknown_count(num_samples, found)
-            self.step.batch.has_uncounted = True  # set to False later if the loss is the criterion's return value
-        counts = {NUM_SAMPLES: num_samples}
-        return counts if weight is None else {**counts, BATCH_WEIGHT: weight}
+            self.leg.batch.has_uncounted = True  # set to False later if the loss is the criterion's return value
+        size = {NUM_SAMPLES: num_samples}
+        return size if weight is None else {**size, BATCH_WEIGHT: weight}
 
     def report(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Complete the metrics of the default `train_batch` before its backward pass, and return them.
@@ -104,10 +103,10 @@ class BatchMetrics(Internals):
         each rank sends the sums of its epoch's metrics to the other ranks together with the gradients. These sums must
         include the current batch. Pending metrics become final once the optimizer step is complete.
         """
-        if not self._counts_ahead or self.step is None:
+        if not self._reports_ahead or self.leg is None:
             return metrics
         self._reported = metrics = self.completed(metrics, None)
-        if not self.step.batch.is_padding:
+        if not self.leg.batch.is_padding:
             values = dict(metrics)
             self.latest_metrics = metrics
             self.meters.add_pending(values, values.pop(NUM_SAMPLES))
@@ -140,19 +139,19 @@ class BatchMetrics(Internals):
         self._operator.global_step += leg.batch.is_last_part
 
     def completed(self, metrics: Any, batch: Any) -> Any:
-        if self.step is not None and metrics == {} and not (self.logged or self.step.batch.is_by_samples):
+        if self.leg is not None and metrics == {} and not (self.logged or self.leg.batch.is_by_samples):
             return {NUM_SAMPLES: self._sizes_of(batch)[0]}  # `train_batch` skipped the batch and returned no metrics
         if self.logged or not isinstance(metrics, Mapping) or NUM_SAMPLES not in metrics:  # entries are missing
             metrics = super().completed(metrics, batch)
-        if self.step is None or not isinstance(metrics, Mapping):
+        if self.leg is None or not isinstance(metrics, Mapping):
             return metrics
-        amounts = self.step.batch.amounts
-        if self.step.batch.is_by_samples:
+        amounts = self.leg.batch.amounts
+        if self.leg.batch.is_by_samples:
             self._check_count(metrics[NUM_SAMPLES])
         if not amounts:
             return metrics
-        counts_alike = len(amounts) == 1 and type(amounts[0]) is int and amounts[0] == metrics[NUM_SAMPLES]
-        return metrics if counts_alike else self._weighted(metrics)
+        are_samples = len(amounts) == 1 and type(amounts[0]) is int and amounts[0] == metrics[NUM_SAMPLES]
+        return metrics if are_samples else self._weighted(metrics)
 
     def num_samples(self, batch: Any) -> int:
         """Return the number of samples of a batch.
@@ -172,7 +171,7 @@ class BatchMetrics(Internals):
         The two numbers differ if a `collate_fn` adds or omits samples. If the loader's number is unknown, or if the
         batch is padding, both are the number that the batch contains.
         """
-        drawn = self.step.batch.num_samples if self.step is not None else None
+        drawn = self.leg.batch.num_samples if self.leg is not None else None
         if drawn:
             return drawn, batches.samples_of(batch, drawn)
         found = batches.count_samples(batch)
@@ -180,9 +179,9 @@ class BatchMetrics(Internals):
 
     def _check_count(self, num_samples: Any) -> None:
         """Raise if `train_batch` returned a `num_samples` that differs from the weight of the batch's gradients."""
-        batch = self.step.batch
-        counts = self.step.has_several_batches and not batch.is_padding
-        if counts and num_samples != batch.samples is not None:
+        batch = self.leg.batch
+        matters = self.leg.has_several_batches and not batch.is_padding
+        if matters and num_samples != batch.samples is not None:
             raise ValueError(
                 f"`{type(self._operator).__name__}.train_batch` returned `num_samples` {num_samples}, and gradients "
                 f"count by the {batch.samples} samples of the batch: call `self.backward(loss, weight=num_samples)` "
@@ -206,7 +205,7 @@ class BatchMetrics(Internals):
     def note_amount(self, comparison: LossCall) -> None:
         """Record a call to the criterion in a validation batch, if the call's result is a mean over labels."""
         if comparison.amount is not None:
-            self.step.batch.amounts.append(comparison.amount)
+            self.leg.batch.amounts.append(comparison.amount)
             self.evaluated.append(comparison._replace(output=None, target=None))  # do not keep large tensors in memory
 
     def _weighted(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -215,7 +214,7 @@ class BatchMetrics(Internals):
             return metrics
         if self.evaluated:
             return {**weights_of(metrics, val_loss=self._amount_of(metrics)), **metrics}
-        first, *others = self.step.batch.amounts
+        first, *others = self.leg.batch.amounts
         mean = sum(others, first) / (1 + len(others)) if others else first
         return {**weights_of(metrics, train_loss=mean if "train_loss" in metrics else None), **metrics}
 
@@ -299,15 +298,15 @@ def _unknown_count(drawn: int, found: int) -> ValueError:
     )
 
 
-def weights_of(counts: Mapping[str, Any], **amounts: Any) -> dict[str, Any]:
+def weights_of(size: Mapping[str, Any], **amounts: Any) -> dict[str, Any]:
     """Return the weights of metrics whose weight differs from the weight of their batch.
 
     The caller adds the returned entries to the batch's metrics.
 
     Args:
-        counts: Dict with the batch's number of samples, and with its weight if it has one.
+        size: Dict with the batch's number of samples, and with its weight if it has one.
         amounts: Weight of each metric, by the metric's name; None for the batch's weight.
     """
-    usual = counts.get(BATCH_WEIGHT, counts[NUM_SAMPLES])
+    usual = size.get(BATCH_WEIGHT, size[NUM_SAMPLES])
     are_special = {name: isinstance(each, torch.Tensor) or each not in (None, usual) for name, each in amounts.items()}
     return {weight_of(name): amounts[name] for name, is_special in are_special.items() if is_special}

@@ -190,14 +190,14 @@ class TorchInternals(BatchMetrics):
     def _keep(self, registered: RegisteredObjects) -> None:
         self.registered, self.choice.registered = registered, registered.optimizers
 
-    def begin_training(self, counts_ahead: bool = False) -> None:
+    def begin_training(self, reports_ahead: bool = False) -> None:
         """Prepare for training at the end of `setup`. From now on, the gradients of frozen parameters are not averaged.
 
         Args:
-            counts_ahead: True to add a batch's metrics to the epoch's metrics before the batch's backward pass. This
+            reports_ahead: True to add a batch's metrics to the epoch's metrics before the batch's backward pass. This
                 requires that no user code changes the metrics that `train_batch` returns.
         """
-        self._counts_ahead = counts_ahead
+        self._reports_ahead = reports_ahead
         self.trained = TrainedParts(self.registered)
         self.parallel.rewrap(self.registered.wrapped, is_agreed=True)
         if self._operator.remakes_frozen:
@@ -277,7 +277,7 @@ class TorchInternals(BatchMetrics):
         noting = self.loss_calls.on(self.criterion, comparisons.append)
         with operator.timers.record("eval_fwd"), self.precision.forward(), noting:
             output, loss, weight = self.parts_of_forward(operator.forward(features, target))
-        metrics = {"val_loss": loss.detach(), **self.counts_of(features, target, weight)}
+        metrics = {"val_loss": loss.detach(), **self.size_of(features, target, weight)}
         return batches.prediction(output), target, comparisons, metrics
 
     def predict(self, batch: Any, info: Mapping[str, Any]) -> Any:

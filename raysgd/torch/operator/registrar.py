@@ -271,12 +271,12 @@ def register(
         )
     if any(map(is_empty, models.items)):
         refuse_states(optimizers.items)
-    placed = [_build(context, context.place(model)) for model in models.items]
-    criterion = context.place(criterion) if criterion is not None else None
-    _check_outsiders(operator, context, optimizers.items, [*placed, criterion])
-    own_of_criterion = own_parameters(criterion, placed)
+    on_device = [_build(context, context.to_device(model)) for model in models.items]
+    criterion = context.to_device(criterion) if criterion is not None else None
+    _check_outsiders(operator, context, optimizers.items, [*on_device, criterion])
+    own_of_criterion = own_parameters(criterion, on_device)
     prepared, stepped = context.precision.prepare(
-        placed, optimizers.items, lambda *parts: operator._configure_apex_amp(*parts, apex_args)
+        on_device, optimizers.items, lambda *parts: operator._configure_apex_amp(*parts, apex_args)
     )
     _warn_of_models_left_out(prepared, before.original_models)
     stepped = [parallel.wrap_optimizer(optimizer) for optimizer in stepped]

@@ -114,7 +114,7 @@ class OperatorContext:
         """Argument `device_ids` for `DistributedDataParallel`; None on a CPU."""
         return [self.device.index or 0] if self.device.type == "cuda" else None
 
-    def place(self, part: Any) -> Any:
+    def to_device(self, part: Any) -> Any:
         """Move a model or criterion to the device, and return it.
 
         A module on PyTorch's meta device has no memory. It is allocated and initialized on the device, unless the

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.core.connections.group import Array, Group
 from raysgd.core.connections.mesh.mesh import MeshBroken
 from raysgd.core.connections.torch import mesh_group
-from raysgd.torch.parallel.batch import Counted, Omitted
+from raysgd.torch.parallel.batch_weight import Counted, Omitted
 from raysgd.torch.parallel.exchanges import completed
 from raysgd.torch.parallel.strategy import Strategy
 

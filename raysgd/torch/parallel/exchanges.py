@@ -1,4 +1,4 @@
-"""Tracks whether the ranks' communication in an optimizer step succeeded, and exchanges metrics in each step.
+"""Tracks whether the ranks' gradient communication in an optimizer step succeeded.
 
 User code may catch the exception of a lost connection and continue. Later steps would then apply gradients that were
 not averaged. Therefore, before a step counts as completed, `Exchanges.check` checks how its communication ended.
@@ -6,95 +6,20 @@ not averaged. Therefore, before a step counts as completed, `Exchanges.check` ch
 Each gradient all-reduce by `DistributedDataParallel` or Horovod reports how it ended. If no all-reduce was recorded in
 a step, the step is valid only if the connections are still open. If a rank was lost *after* the step's communication,
 the step is valid, because its gradients are the mean over all ranks.
-
-Together with the last gradients of a step, each rank sends its metrics, called its row, to the other ranks; see
-`raysgd.trainer.worker.data.rank_rows`. Rows are sent over the mesh, a set of direct connections between the ranks that
-exists only with the gloo backend.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed import DistNetworkError
 
-from raysgd.core.connections.group import Array
-from raysgd.core.connections.torch import is_connection_error, is_group_broken, mesh_group
-from raysgd.torch.parallel.batch import Batch
-from raysgd.trainer.worker.data.epoch_run import METRICS, EpochRun
-from raysgd.trainer.worker.data.rank_rows import Gather, RowExchange
+from raysgd.core.connections.torch import is_connection_error, is_group_broken
 from raysgd.trainer.worker.ledger import Ledger
-
-
-class StepRows:
-    """Sends this rank's metrics (its row) to the other ranks of the worker group before each optimizer step.
-
-    The row contains the sums of this rank's metrics as they will be after the step. Therefore, the metrics of the
-    step's batches are added to the sums even before the backward pass, as pending values.
-
-    Args:
-        exchange: Sends this rank's row and receives the rows of the other ranks.
-        run: State of the current call. It has this rank's metrics, and stores the rows of all ranks.
-    """
-
-    def __init__(self, exchange: RowExchange, run: EpochRun) -> None:
-        self._exchange, self._run = exchange, run
-
-    def send(self, batch: Batch, gather: Gather | None = None) -> bool:
-        """Exchange metrics (rows) with the other ranks, once per optimizer step and only in the step's last batch.
-
-        Called when the last gradients of a backward pass are about to be sent.
-
-        Args:
-            batch: Batch whose gradients are being sent.
-            gather: Function that sends a row and returns the rows of all ranks. Default: gather over the mesh.
-
-        Returns:
-            True if this call exchanged rows.
-
-        Raises:
-            MeshBroken: A connection to another rank ended.
-        """
-        if not batch.claim_rows():
-            return False
-        run = self._run
-        run.rows.note(run.num_completed, self._exchange.exchange({METRICS: run.meters.tally()}, gather))
-        return True
-
-
-def gather_rows(size: int) -> Gather | None:
-    """Return a function that sends this rank's row over the mesh and returns all ranks' rows. None if there is no mesh.
-
-    A row is an array with one rank's metrics. If there is only one rank, the function returns that rank's row. The row
-    is needed because other ranks may join later.
-
-    Args:
-        size: Number of ranks.
-    """
-    group = mesh_group()
-    return _to_itself if size == 1 else None if group is None else group.gather
-
-
-def _to_itself(row: Array) -> list[Array]:
-    return [row]
-
-
-def names_of_all(name: str) -> Collection[str] | None:
-    """Send this rank's name to the other ranks and return all ranks' names. Return None if there is no mesh.
-
-    All ranks must call this function together.
-    """
-    group = mesh_group()
-    if group is None:
-        return None
-    return {row.tobytes().decode() for row in group.gather(np.frombuffer(name.encode(), np.uint8))}
 
 
 class Exchanges:
@@ -183,21 +108,3 @@ def completed(gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(gradients)
     return future
-
-
-def step_only_where(optimizer: Any, counts: Callable[[Any], bool]) -> None:
-    """Replace an optimizer's `step` with a method that calls the original `step` only if `counts` returns True.
-
-    Args:
-        optimizer: Optimizer, or another object with a `step` method.
-        counts: Function that gets the closure passed to `step`, or None, and returns True if the optimizer should step.
-    """
-    own: Any = optimizer.step  # may be a replacement that a scheduler or a gradient scaler has set
-
-    @functools.wraps(getattr(own, "__func__", own))
-    def step(_: Any, closure: Any = None) -> Any:
-        if not counts(closure):
-            return None
-        return own() if closure is None else own(closure)
-
-    optimizer.step = MethodType(step, optimizer)  # a bound method, because schedulers cannot wrap a plain function

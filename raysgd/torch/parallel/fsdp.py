@@ -37,7 +37,7 @@ from raysgd.torch.parallel.strategy import Strategy, take_from_first, trainable
 
 _HAS_LEFT = -1  # sent instead of a model's number by a rank that has no batches left
 
-Exchange = Callable[[int], list[int]]
+GatherNumbers = Callable[[int], list[int]]
 """Function that sends a number to the other ranks and returns a list of the numbers of all ranks, by rank."""
 Share = Callable[[Any, int], Any]
 """Function that sends the arguments of a forward pass from the given rank to all ranks, and returns the arguments."""
@@ -48,12 +48,12 @@ class ForwardRounds:
     """Takes part in the rounds of an evaluation. In a round, all ranks run the same forward pass of a sharded model.
 
     Args:
-        exchange: Gathers a number from each rank.
+        gather: Gathers a number from each rank.
         share: Sends the arguments of a forward pass from one rank to all ranks.
     """
 
-    def __init__(self, exchange: Exchange, share: Share) -> None:
-        self._exchange, self._share = exchange, share
+    def __init__(self, gather: GatherNumbers, share: Share) -> None:
+        self._gather, self._share = gather, share
         self._models: Sequence[Any] = ()
         self._is_open = False
         self._context: Context = nullcontext
@@ -114,7 +114,7 @@ class ForwardRounds:
         Returns:
             Number of the model that the ranks run; None if no rank calls a model.
         """
-        answers = self._exchange(said)
+        answers = self._gather(said)
         calls = [answer for answer in answers if answer != _HAS_LEFT]
         if not calls:
             return None

@@ -100,9 +100,9 @@ def sums_of(
     for number, model in models_to_compare(models, compares_ranks):
         left_out = left_out_of(model)
         if left_out is not None and any(each.requires_grad for each in model.parameters()):
-            place = f"of model {number} (`{type(model).__name__}`)"
+            of_model = f"of model {number} (`{type(model).__name__}`)"
             kept = ((name, each) for name, each in model.named_parameters() if name not in left_out)
-            found |= {f"`{name}` {place}": each.detach() for name, each in kept if _has_numbers(each)}
+            found |= {f"`{name}` {of_model}": each.detach() for name, each in kept if _has_numbers(each)}
     if not found:
         return None
     rows = [_row(parameter, is_exact) for parameter in found.values()]

@@ -5,8 +5,8 @@ continues in a new worker group. The strategy's attribute `leg` is the current `
 passes between calls. The strategy then has a `Leg` without batches.
 
 A backward pass belongs to the batch that the training code requested last. Therefore, it is an error to request a batch
-with a different weight while the previous batch still needs its backward pass. `raysgd.torch.parallel.batch` explains
-the weights.
+with a different weight while the previous batch still needs its backward pass. `raysgd.torch.parallel.batch_weight`
+explains the weights.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
-from raysgd.torch.objects.criteria import NO_CALL, LossCall
-from raysgd.torch.parallel.batch import Batch, Counted, Omitted, Window
-from raysgd.torch.parallel.exchanges import StepRows
+from raysgd.torch.parallel.batch import Batch
+from raysgd.torch.parallel.batch_weight import BatchWeights, Counted, Omitted, Window
 from raysgd.torch.parallel.logical_shards import LogicalShards
+from raysgd.torch.parallel.step_rows import StepRows
 from raysgd.torch.parallel.undo import Undo
 
 
@@ -31,7 +29,7 @@ class Leg:
     A step is an optimizer step. A window is the set of batches whose gradients are accumulated for one step. A global
     batch consists of the batches on which all ranks train at the same time. With `deterministic=True`, each global
     batch is divided into logical shards, whose number does not depend on the number of ranks. The class implements the
-    protocol `CurrentStep`.
+    protocol `CurrentLeg`.
 
     Args:
         window: Number of batches in a step. The last step of an epoch or a call may have fewer batches.
@@ -56,6 +54,7 @@ class Leg:
             lost connection. None for no check.
         refresh: Function that copies rank 0's buffers of unwrapped models to all ranks. It is called before the first
             part of each global batch. None if there are no such models.
+        weights: Finds the weight of each batch.
         rows: Exchanges metrics between the ranks in each step; None if the ranks exchange no metrics.
         batch: The batch that the training code requested last.
         began_at: Time at which this rank began to draw the batch; 0 once the batch's first backward pass has started.
@@ -67,9 +66,6 @@ class Leg:
             weighted by its number of samples.
         usual: Mean weight of a rank's batch in the latest step in which batches were not weighted by their samples. The
             same on all ranks.
-        labels: Record of the latest call to a criterion that averages over labels.
-        uncounted: True if a batch was weighted by samples although its loss ignores labels or weights them unequally. A
-            tensor if the value is on a GPU.
         has_clipped: True if gradients were clipped in this leg.
         accumulated: With accumulation, the weights of those batches of the current step that had a backward pass. None
             before the first such batch, and without accumulation.
@@ -91,14 +87,13 @@ class Leg:
         self.defer: Callable[[bool], None] | None = None
         self.check: Callable[[], None] | None = None
         self.refresh: Callable[[], None] | None = None
+        self.weights = BatchWeights(self.has_several_batches, shards is not None)
         self.rows: StepRows | None = None
         self.batch = Batch()
         self.began_at = self.own_s = 0.0
         self.is_used = False
         self.counted: Counted | None = None
         self.usual = 1.0
-        self.labels = NO_CALL
-        self.uncounted: Any = False
         self.has_clipped = False
         self.accumulated: Window | None = None
         self.omitted: Omitted | None = None
@@ -112,24 +107,33 @@ class Leg:
         weight: float,
         num_samples: int | None,
         total: int | None = None,
+        *,
         is_last: bool = True,
+        is_first_part: bool = True,
         is_last_part: bool = True,
+        seeds: tuple[int, int] | None = None,
     ) -> None:
         """Start the batch that the training code has requested from the data.
+
+        Everything that happens before a batch happens here, in this order: the previous batch is checked, buffers are
+        copied from rank 0, `undo` copies what the step may change, the `Batch` is made, and the all-reduce of its
+        gradients is turned on or off.
 
         Args:
             weight: Weight of this rank's gradient in the mean over the ranks.
             num_samples: Number of this rank's samples in the batch; 0 for padding, None if unknown.
             total: Number of samples in the global batch, over all ranks; None if unknown.
             is_last: True if the epoch or the call ends with this batch.
+            is_first_part: True if the global batch starts with this batch.
             is_last_part: True if the global batch ends with this batch.
+            seeds: With logical shards, the seeds for the random numbers in the batch and after the step.
 
         Raises:
             ValueError: With accumulation, user code ran no backward pass for the previous batch, or did not step the
                 optimizer after the last batch of the previous step.
             RuntimeError: The previous batch has another weight and still needs its backward pass.
         """
-        before, index, is_boundary = self.batch, 0, True
+        before, shards = self.batch, self.shards
         if self.accumulated is not None and before.is_boundary and before.had_backward:
             raise ValueError(
                 f"`{self.option}`: `self.optimizer_step()` was not called for the last batch of a step. Call it after "
@@ -139,40 +143,40 @@ class Leg:
             self.refresh()
         if self.undo is not None and before.is_boundary:
             self.undo.begin_step()
+
+        index, is_boundary, of_step = 0, shards is None or is_last_part, None
         if self.window > 1:
             assert total is not None
             index = (0 if before.is_boundary else before.index) + is_last_part
             is_boundary = is_last_part and (is_last or index * self.most_parts >= self.window)
-            total = total if self.is_global or num_samples is None else num_samples
-        else:
-            total = None
-        if self.shards is not None:
-            is_boundary = is_last_part
-            if self.defer is not None:
-                self.defer(True)
-        if self._num_waiting and not self._counts_like(weight, num_samples, total, is_boundary):
-            raise self._drawn_too_early(weight)
-        self.batch = Batch(
+            of_step = total if self.is_global or num_samples is None else num_samples
+        batch = Batch(
             weight,
             num_samples,
-            total,
+            of_step,
             number=before.number + 1,
             index=index,
             is_last_part=is_last_part,
             is_boundary=is_boundary,
         )
+        if self._num_waiting and not self._weighs_like(batch):
+            raise self._drawn_too_early(weight)
+        self.batch = batch
         if self.window > 1 or self.is_global:
             self._num_waiting += 1
-            self.batch.needs_backward = True
-        if self.window > 1 and self.defer is not None:
-            self.defer(not is_boundary)
+            batch.needs_backward = True
 
-    def _counts_like(self, weight: float, num_samples: int | None, total: int | None, is_boundary: bool) -> bool:
-        """Return True if a batch with these values would have the same weight in its step as the previous batch."""
+        if self.defer is not None and (shards is not None or self.window > 1):
+            self.defer(shards is not None or not is_boundary)
+        if shards is not None and seeds is not None:
+            shards.begin_shard(is_first_part, seeds[0], (num_samples or 0) / total if total else 0.0, seeds[1])
+
+    def _weighs_like(self, batch: Batch) -> bool:
+        """Return True if a batch has the same weight in its step as the previous batch."""
         last = self.batch
-        if (is_boundary, num_samples == 0) != (last.is_boundary, last.is_padding):
+        if (batch.is_boundary, batch.is_padding) != (last.is_boundary, last.is_padding):
             return False
-        return not self._is_by_samples or (weight, total) == (last.weight, last.total)
+        return not self._is_by_samples or (batch.weight, batch.total) == (last.weight, last.total)
 
     def _drawn_too_early(self, weight: float) -> Exception:
         if self.window > 1:
@@ -244,44 +248,6 @@ class Leg:
                 "option."
             )
         self.end_waiting()
-
-    # ------------------------------------------------------------------------------------ labels
-
-    def note_labels(self, call: LossCall) -> None:
-        """Record a call to a loss that averages over labels, so that `backward` can weight the batch by its labels."""
-        if call.amount is None or not torch.is_grad_enabled():
-            return
-        batch = self.batch
-        if not batch.is_padding:
-            batch.amounts.append(call.amount)
-        if self.has_several_batches:
-            self.labels = call._replace(output=None, target=None)  # do not keep the batch's large tensors in memory
-            batch.has_uncounted = batch.has_uncounted | (not batch.is_padding and call.is_uneven)
-
-    def check_labels(self) -> None:
-        """Raise if the batch's loss ignores labels or weights them unequally, and user code passed no weight.
-
-        Labels on a GPU are checked when the call ends, because checking them here would wait for the GPU.
-        """
-        batch = self.batch
-        if batch.has_uncounted is not False and self.has_several_batches:
-            self.uncounted, batch.has_uncounted = self.uncounted | batch.has_uncounted, False
-            if not isinstance(self.uncounted, torch.Tensor):
-                self.check_counted()
-
-    def check_counted(self) -> None:
-        """Check that no batch was weighted by its samples although its loss ignores labels or weights them unequally.
-
-        Raises:
-            ValueError: A batch was weighted by its samples, so the gradients differ from those of a single process.
-        """
-        uncounted, self.uncounted = self.uncounted, False
-        if uncounted:
-            raise ValueError(
-                "some labels are ignored by the loss, or count more than others, and batches counted by their samples, "
-                "so gradients are not those of one process. Say how much a batch counts: pass it, as in "
-                "`self.backward(loss, weight=(target != -100).sum())`, or return it from `forward` after the loss."
-            )
 
     # ------------------------------------------------------------------------------------ backward passes and steps
 

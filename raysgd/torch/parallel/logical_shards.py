@@ -44,7 +44,7 @@ class LogicalShards:
         self._is_summed = False
         self.fraction, self.seed_of_step = 1.0, 0
 
-    def begin_batch(self, is_first: bool, seed: int, fraction: float = 1.0, seed_of_step: int = 0) -> None:
+    def begin_shard(self, is_first: bool, seed: int, fraction: float = 1.0, seed_of_step: int = 0) -> None:
         """Start a shard. Its random numbers depend on its position in the data and not on the rank.
 
         Args:
@@ -83,7 +83,7 @@ class LogicalShards:
         A row has the gradients of all parameters, then one flag per parameter: 1 if the parameter has a gradient.
         """
         num_numbers = sum(each.numel() for each in parameters)
-        shape = (max(1, self._counts()[self._rank]), num_numbers + len(parameters))
+        shape = (max(1, self._shards_by_rank()[self._rank]), num_numbers + len(parameters))
         if self._rows.shape != shape:
             if any(each.is_complex() for each in parameters):
                 raise ValueError(
@@ -99,7 +99,7 @@ class LogicalShards:
             parameters: Trained parameters, in the order in which `keep` got them.
             seed: Seed for the random numbers after the step.
         """
-        counts = self._counts()
+        counts = self._shards_by_rank()
         self._make_room(parameters)
         self._rows[self._num_kept :].zero_()  # in a short global batch, the last shards have no samples
         sums = self._summed(self._rows[: counts[self._rank]], counts)
@@ -123,7 +123,7 @@ class LogicalShards:
                 "add them up. Call `self.backward(loss)` once for each batch in `train_batch`."
             )
 
-    def _counts(self) -> list[int]:
+    def _shards_by_rank(self) -> list[int]:
         return even_counts(self._num_shards, self._world_size)
 
     def _summed(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:

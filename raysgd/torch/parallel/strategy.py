@@ -5,7 +5,7 @@ If the ranks' batches differ in size, that mean is not the mean over all samples
 multiplies each rank's gradient by a weight proportional to the rank's number of samples (`Batch.weight`, nearly always
 1.0). With gradient accumulation, a hook would get the sum of several batches' gradients. In this case, the library
 weights the losses instead. This requires that the library, not user code, runs the backward pass. See
-`raysgd.torch.parallel.batch`.
+`raysgd.torch.parallel.batch_weight`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from raysgd.core.connections.group import Group
 from raysgd.core.connections.torch import mesh_group, summation_beside
 from raysgd.torch.objects.blocks import without_checkpointing
 from raysgd.torch.objects.loading import load_model, load_optimizer
-from raysgd.torch.parallel.batch import Counted, Omitted
-from raysgd.torch.parallel.exchanges import Exchanges, StepRows, gather_rows
+from raysgd.torch.parallel.batch_weight import Counted, Omitted
+from raysgd.torch.parallel.exchanges import Exchanges
 from raysgd.torch.parallel.global_record import GlobalRecord
 from raysgd.torch.parallel.leg import Leg
+from raysgd.torch.parallel.step_rows import StepRows, gather_rows
 from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.data.rank_rows import Gather, RowExchange
 

@@ -15,7 +15,7 @@ class TensorCopies:
 
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
-        self._places: list[torch.Tensor] = []  # original `.data` of each tensor; user code may replace it
+        self._data: list[torch.Tensor] = []  # original `.data` of each tensor; user code may replace it
         self._copies: list[torch.Tensor] = []
 
     @torch.no_grad()
@@ -27,7 +27,7 @@ class TensorCopies:
                 self._copies[index : index + 1] = [torch.empty_like(tensor, requires_grad=False)]
         del self._copies[len(tensors) :]
         _copy(self._copies, tensors)
-        self._tensors, self._places = tensors, [each.data for each in tensors]
+        self._tensors, self._data = tensors, [each.data for each in tensors]
 
     def differ(self, first: Sequence[torch.Tensor]) -> bool:
         """Return True if any tensor in `first` has changed since the last `take_copies`.
@@ -41,9 +41,9 @@ class TensorCopies:
     @torch.no_grad()
     def put_back(self) -> None:
         """Restore the values of the copied tensors. If user code replaced a tensor's `data`, first undo this."""
-        for tensor, place in zip(self._tensors, self._places, strict=True):
-            if tensor.data_ptr() != place.data_ptr() or tensor.shape != place.shape:
-                tensor.data = place
+        for tensor, data in zip(self._tensors, self._data, strict=True):
+            if tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape:
+                tensor.data = data
         _copy(self._tensors, self._copies)
 
 

@@ -92,7 +92,7 @@ class _OpenStep:
         num_exchanges: Number of gradient all-reduces so far.
         num_collectives: Number of collectives that had started in PyTorch's default process group when an optimizer
             last started to step; None if no optimizer has stepped, or if the number is not needed.
-        places: For each buffer of the models: the dict of buffers, the buffer's name, and its tensor before the batch.
+        buffers: For each buffer of the models: the dict of buffers, the buffer's name, and its tensor before the batch.
         contents: Dicts and lists in optimizers, schedulers and similar objects, each with a shallow copy.
         gradients: Pairs of a parameter and its gradient before the batch.
         drawn: States of the random number generators before the batch.
@@ -103,7 +103,7 @@ class _OpenStep:
         self.is_copied = self.is_whole = self.has_stepped = False
         self.num_exchanges = 0
         self.num_collectives: float | None = None
-        self.places: list[tuple[dict[str, Any], str, torch.Tensor | None]] = []
+        self.buffers: list[tuple[dict[str, Any], str, torch.Tensor | None]] = []
         self.contents: list[tuple[Any, Any]] = []
         self.gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.flags: list[tuple[torch.Tensor, bool]] = []
@@ -140,7 +140,7 @@ class _OpenStep:
                 container.update(content)  # do not clear the dict first, because another thread may be reading it
                 for name in container.keys() - content.keys():
                     del container[name]
-        for buffers, name, value in self.places:
+        for buffers, name, value in self.buffers:
             buffers[name] = value
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
@@ -288,8 +288,8 @@ class Undo:
             self._ledger.enter(before)
 
     def _take(self, batch: _OpenStep, watched: _Watched, waiting: Sequence[torch.Tensor], copies_all: bool) -> None:
-        batch.places = [(buffers, name, kept(buffers.get(name))) for buffers, name in watched.buffers]
-        tensors = [each for _, _, each in batch.places if each is not None]
+        batch.buffers = [(buffers, name, kept(buffers.get(name))) for buffers, name in watched.buffers]
+        tensors = [each for _, _, each in batch.buffers if each is not None]
         seen = {*map(id, watched.parameters)}
         if copies_all:
             batch.gradients = [(parameter, kept(parameter.grad)) for parameter in waiting]

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from raysgd.core.numbers.metric_meters import as_weight
 from raysgd.core.text.log_lines import Once
 from raysgd.torch.objects.precision import Precision
-from raysgd.torch.parallel.batch import Counted
+from raysgd.torch.parallel.batch_weight import Counted
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.step.optimizer_hooks import OptimizerHooks
 
@@ -77,10 +76,7 @@ class Gradients:
                 leg.end_forward()
             self._precision.backward(loss, chosen[0])
             return
-        if is_given or leg.labels.result is loss:
-            weight = self._weight_of(weight)
-        if weight is None and leg.batch.has_uncounted is not False:
-            leg.check_labels()
+        weight = leg.weights.weight_of(leg.batch, loss, weight)
         if leg.shards is not None:
             self._compute_shard(loss, cleared, list(trained()))
             return
@@ -101,26 +97,6 @@ class Gradients:
                     self._leave_out(cleared)
                 elif not isinstance(total, torch.Tensor) and total:
                     leg.usual = total / self._parallel.num_ranks
-
-    def _weight_of(self, given: Any) -> Any:
-        """Return the weight of a batch, or None to weight it by its number of samples.
-
-        Args:
-            given: Weight from user code; None to use the labels of the last recorded loss.
-        """
-        leg, labels = self._parallel.leg, self._parallel.leg.labels
-        weight = labels.amount if given is None else as_weight("weight", given)
-        if leg.shards is not None:
-            if given is None and labels.is_uneven is not True:  # labels on a GPU are checked when the call ends
-                return None
-            by_labels = "a loss that ignores labels, or counts them by the weights of their classes,"
-            what = by_labels if given is None else "`weight=` of `self.backward`, or from `forward`,"
-            raise ValueError(
-                f"{what} does not work with `deterministic=True`, where batches count by their samples: omit "
-                "`deterministic=True`, or use a loss that is the mean over the samples."
-            )
-        leg.batch.has_uncounted = False
-        return 0.0 if leg.batch.is_padding else weight if isinstance(weight, torch.Tensor) else float(weight)
 
     def _pass(
         self, loss: torch.Tensor, optimizer: Any, cleared: list[Any], is_further: bool, counted: Counted | None = None

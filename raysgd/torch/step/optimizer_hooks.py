@@ -151,7 +151,7 @@ class OptimizerHooks:
             )
         self._about_to_step.add(id(optimizer))
         if not self._steps_itself:
-            leg.check_labels()
+            leg.weights.check_labels(leg.batch)
         self._precision.check_use()
         if not self._steps_itself and (self.clips or self._callbacks.wants_gradients):
             _unscale_for_step(optimizer)

@@ -10,12 +10,14 @@ ADR 121 gives the reasons, and defines what makes a step count.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from raysgd.core.connections.torch import is_connection_error, mesh_group
 from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
-from raysgd.torch.parallel.exchanges import completed, step_only_where
+from raysgd.torch.parallel.exchanges import completed
 from raysgd.torch.parallel.global_record import sums_of
 from raysgd.torch.parallel.strategy import repeat_first
 from raysgd.torch.parallel.tensor_copies import digests_of
@@ -529,6 +531,24 @@ class GlobalSteps:
         if is_connection_error(error) or not self._membership.is_usable:
             return _lost(str(error))
         raise error
+
+
+def step_only_where(optimizer: Any, counts: Callable[[Any], bool]) -> None:
+    """Replace an optimizer's `step` with a method that calls the original `step` only if `counts` returns True.
+
+    Args:
+        optimizer: Optimizer, or another object with a `step` method.
+        counts: Function that gets the closure passed to `step`, or None, and returns True if the optimizer should step.
+    """
+    own: Any = optimizer.step  # may be a replacement that a scheduler or a gradient scaler has set
+
+    @functools.wraps(getattr(own, "__func__", own))
+    def step(_: Any, closure: Any = None) -> Any:
+        if not counts(closure):
+            return None
+        return own() if closure is None else own(closure)
+
+    optimizer.step = MethodType(step, optimizer)  # a bound method, because schedulers cannot wrap a plain function
 
 
 def _tensors(state: Mapping[str, Any]) -> Sequence[tuple[str, torch.Tensor]]:

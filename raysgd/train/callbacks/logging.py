@@ -158,7 +158,7 @@ def one_rank(worker_to_log: Any) -> int:
     """
     if isinstance(worker_to_log, int):
         return worker_to_log
-    if not isinstance(worker_to_log, Iterable):
+    if isinstance(worker_to_log, str) or not isinstance(worker_to_log, Iterable):
         raise TypeError(f"`worker_to_log={worker_to_log!r}`: need the rank of one worker.")
     ranks = list(worker_to_log)
     if len(ranks) != 1:

@@ -46,6 +46,8 @@ class SequentialResultsPreprocessor(ResultsPreprocessor):
 class IndexedResultsPreprocessor(ResultsPreprocessor):
     """Selects the results of some workers, in the given order.
 
+    A worker that has reported before and no longer does, because the group got smaller, is left out.
+
     Args:
         indices: One rank, several ranks, or None for all.
 
@@ -56,9 +58,14 @@ class IndexedResultsPreprocessor(ResultsPreprocessor):
 
     def __init__(self, indices: int | Iterable[int] | None) -> None:
         self._indices = _ranks(indices)
+        self._most_results = 0
 
     def preprocess(self, results: Results) -> Results:
-        return results if self._indices is None else [results[index] for index in self._indices]
+        self._most_results = max(self._most_results, len(results))
+        if self._indices is None:
+            return results
+        gone = range(len(results), self._most_results)
+        return [results[index] for index in self._indices if index not in gone]
 
 
 def _ranks(indices: int | Iterable[int] | None) -> list[int] | None:

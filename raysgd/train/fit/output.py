@@ -89,7 +89,9 @@ def write_params(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def write_error(folder: Path, error: BaseException, number: int) -> None:
-    """Append an error to `error.txt`, and replace `error.pkl` if the error can be pickled.
+    """Append an error to `error.txt`, and write it to `error.pkl` if it can be pickled.
+
+    An `error.pkl` of an earlier attempt is deleted in any case.
 
     Args:
         folder: The trial's folder.
@@ -101,6 +103,7 @@ def write_error(folder: Path, error: BaseException, number: int) -> None:
     with open(folder / ERROR_FILE, "a", encoding="utf-8", errors="backslashreplace") as file:
         file.write(f"Failure # {number} (occurred at {date})\n{text}\n")
     content = _pickled(error, "the error", ERROR_PICKLE_FILE)
+    (folder / ERROR_PICKLE_FILE).unlink(missing_ok=True)  # it may contain the error of an earlier attempt
     if content is not None and has_secret(content.decode("latin-1")):
         logger.warning("%s was not written, because the error contains a key or a password", ERROR_PICKLE_FILE)
     elif content is not None:

@@ -88,7 +88,7 @@ class HostedOperator(ABC):
         """
 
     @abstractmethod
-    def take_place(self, world: World) -> None:
+    def take_rank(self, world: World) -> None:
         """Adapt the operator to a new group of workers, which this process has already joined.
 
         Args:
@@ -114,7 +114,7 @@ class HostedOperator(ABC):
         """
 
     @abstractmethod
-    def settle_in(self) -> None:
+    def finish_regroup(self) -> None:
         """Called in a new group of workers when all ranks have the same training state."""
 
     def names_of_all(self) -> Collection[str] | None:

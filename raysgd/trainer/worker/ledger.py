@@ -71,7 +71,7 @@ class Ledger:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._is_successor = self._waits_for_place = False
+        self._is_successor = self._waits_for_group = False
         self._begin()
 
     def _begin(self) -> None:
@@ -106,7 +106,7 @@ class Ledger:
 
         If an earlier call was interrupted, the time since then counts as time between calls, not as recovery.
         """
-        self._settle(DRIVER, DRIVER)
+        self._assign_interrupted(DRIVER, DRIVER)
         self.enter(OTHER)
         self._at_call = self._shown()
 
@@ -187,7 +187,7 @@ class Ledger:
 
     def stand_by(self) -> None:
         """Record that this is a standby worker. Its time is measured from the moment when it joins a group."""
-        self._is_successor = self._waits_for_place = True
+        self._is_successor = self._waits_for_group = True
 
     def leave_group(self) -> None:
         """Record that this worker has left its group, if a call was interrupted in the group."""
@@ -203,16 +203,16 @@ class Ledger:
                 counts as recovery. If a call was interrupted on this rank, the call always continues, and this function
                 is not called.
         """
-        if self._waits_for_place:
-            self._waits_for_place = False
+        if self._waits_for_group:
+            self._waits_for_group = False
             self._begin()
         was_inside = self._bin in (BROKEN, LEFT)
-        self._settle(DETECT, FORM)
+        self._assign_interrupted(DETECT, FORM)
         self.enter(HAND_OVER)
         yield
         self.enter(RESUME if was_inside or goes_on() else DRIVER)
 
-    def _settle(self, broken: str, left: str) -> None:
+    def _assign_interrupted(self, broken: str, left: str) -> None:
         if self._bin in (BROKEN, LEFT):
             self.enter(self._bin)
         for name, target in ((BROKEN, broken), (LEFT, left)):

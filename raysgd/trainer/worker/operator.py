@@ -86,7 +86,7 @@ class Internals:
         lost: Metrics that lost workers measured in this call. Only rank 0 has them, and adds them to its own metrics.
         once: Remembers which messages have been logged, so that no message is logged twice.
         callbacks: The worker callbacks that the operator calls.
-        step: The worker's position in the current step, a `CurrentStep`. None outside a call.
+        leg: Tracks the current batch, a `CurrentLeg`. None outside a call.
     """
 
     _operator: Any  # the operator whose `_raysgd` attribute is this object
@@ -102,7 +102,7 @@ class Internals:
         self.lost: Sequence[MetricSummary] = ()
         self.once = Once()
         self.callbacks = InstalledCallbacks()
-        self.step: Any = None
+        self.leg: Any = None
 
     @property
     def world(self) -> World:
@@ -116,7 +116,7 @@ class Internals:
         use_gpu: bool = self.context.settings.use_gpu
         return use_gpu
 
-    def take_place(self, world: World) -> None:
+    def take_rank(self, world: World) -> None:
         """Store the worker's rank in a new group, and the number of workers there."""
         self.context = replace(self.context, world=world)
 
@@ -149,8 +149,8 @@ class Internals:
         self.meters, self.meters_to_fill = self.meters_to_fill or self.new_meters(), None
         return self.meters
 
-    def begin_batch(self) -> None:
-        """Called before each batch.
+    def begin_metrics(self) -> None:
+        """Start to collect the metrics of a batch.
 
         Metrics that were logged since the last batch do not belong to this batch. Keep them for the result of the call.
         """
@@ -246,8 +246,8 @@ class BaseOperator:
 
         Call this method on all workers. Do not train on the batch after this call.
         """
-        if self._raysgd.step is not None:
-            self._raysgd.step.skip()
+        if self._raysgd.leg is not None:
+            self._raysgd.leg.skip()
 
     @rung
     def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
@@ -346,9 +346,9 @@ def class_of_creators(
     return type(own.__name__, (own, creators_cls), {**members, "setup": setup, "__module__": own.__module__})
 
 
-def take_place(operator: BaseOperator, world: World) -> None:
+def take_rank(operator: BaseOperator, world: World) -> None:
     """Store the worker's rank in a new group, and the number of workers there, in the operator."""
-    operator._raysgd.take_place(world)
+    operator._raysgd.take_rank(world)
     operator.world_size = world.size
 
 

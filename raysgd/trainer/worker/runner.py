@@ -241,15 +241,15 @@ class ClassRunner(ReplicaCalls, ABC):
             if handover.make_replica is not None:  # this standby worker was started with older settings
                 hosted.follow(handover.make_replica.settings)
             hosted.world = world
-            hosted.take_place(world)
+            hosted.take_rank(world)
             if world.rank == handover.source and handover.takers:
                 hosted.send(self._handed_over(), handover.takers)
             elif world.rank in handover.takers:
                 self._take_over(*hosted.receive(handover.source, handover.takers))
-            hosted.settle_in()
+            hosted.finish_regroup()
             names, call = hosted.names_of_all(), self._training
             if call is not None:
-                call.settle(names, handover.orphans)
+                call.keep_lost(names, handover.orphans)
             hosted.operator.world_changed()
             return hosted.facts()
 

@@ -215,7 +215,7 @@ class ReplicaCalls:
         step = call.num_completed + margin if at is None else at
         return step if call.gate.propose(step, lambda: call.num_completed) else None
 
-    def settle_hold(self, number: int, is_agreed: bool) -> None:
+    def resolve_hold(self, number: int, is_agreed: bool) -> None:
         """Receive the outcome of a proposal to stop. See `RegroupingReplica`.
 
         Args:
@@ -224,7 +224,7 @@ class ReplicaCalls:
         """
         if self._training is not None and number == self._last_hold[0]:
             self._last_hold = number, is_agreed
-            self._training.gate.settle(is_agreed)
+            self._training.gate.resolve(is_agreed)
 
     def last_hold(self) -> tuple[int, bool]:
         """Return a pair: the number of the last proposal to stop, and whether all ranks agreed to the proposal."""
@@ -289,7 +289,7 @@ class ReplicaCalls:
             with (
                 hosted.evaluating(),
                 feed.validating(request) as stream,
-                around_batches(operator, "validate_batch", stream.step),
+                around_batches(operator, "validate_batch", stream.leg),
             ):
                 began_at = stream.num_steps_taken
                 batches = stream.take(request.num_steps)

@@ -64,7 +64,7 @@ class TrainingCall(EpochRun):
         """
         loop = self._hosted.loop
         if self.answer is not None:
-            return self._with_lost(self.answer)
+            return self.with_lost(self.answer, self._hosted.world.rank)
         if self.is_finished:  # another rank finished the call: only report this rank's metrics
             return self._end(loop.results(self), request)
         self._hosted.feed.begin_again(request, share, self.place)
@@ -84,12 +84,12 @@ class TrainingCall(EpochRun):
         internals = operator._raysgd
         callbacks = internals.callbacks
         self.info = {**request.info, **internals.info_of_call(request.num_steps, self.epoch_idx)}
-        epoch_before, step_before = feed.epoch, internals.step
+        epoch_before, leg_before = feed.epoch, internals.leg
         self.attach(stream)
         if request.hold_at is not None and request.hold_at > self.num_completed:
             self.gate = Gate(request.hold_at)
         stream.at_boundary = self._at_boundary
-        # `take` is a generator: it reads `stream.step` when the first batch is drawn. `hosted.training` sets it before.
+        # `take` is a generator: it reads `stream.leg` when the first batch is drawn. `hosted.training` sets it before.
         coming = iter(()) if self.is_exhausted else stream.take(self.num_steps_left)
         coming = coming if request.redraw is None else redrawing(coming, request.redraw)
         batches = WatchedBatches(hosted.ledger.timing(coming), stream)
@@ -104,11 +104,11 @@ class TrainingCall(EpochRun):
                 stack.callback(setattr, self, "is_running", False)
                 stack.enter_context(hosted.ledger.call(loop.first_bin))
                 stack.enter_context(hosted.training(self, stream))
-                step = internals.step = loop.step
-                after = callbacks.after_batch(operator, step) if callbacks.are_there else None
+                leg = internals.leg = loop.leg
+                after = callbacks.after_batch(operator, leg) if callbacks.are_there else None
                 # The library's own `train_epoch` completes each batch's metrics. The user's `train_epoch` does not.
                 if after is not None or not is_stock:
-                    stack.enter_context(around_batches(operator, "train_batch", step, after))
+                    stack.enter_context(around_batches(operator, "train_batch", leg, after))
                 if request.profile:
                     stack.enter_context(hosted.timers.record("train_epoch"))
                 if callbacks.are_there:
@@ -118,7 +118,7 @@ class TrainingCall(EpochRun):
                 loop.note_boundary()
                 args, named = ([batches], given) if is_stock else accepted(operator.train_epoch, batches, **given)
                 returned = operator.train_epoch(*args, **named)
-                stream.settle()
+                stream.confirm_step()
         except HeldAtBoundary:
             is_planned, self.gate = self.gate.is_planned(self.num_completed), Gate()
             return HeldAtStep(self.num_completed, self.snapshot(), is_planned)
@@ -127,11 +127,11 @@ class TrainingCall(EpochRun):
             if loop.can_return and (is_alone or not loop.is_lost(error)):
                 loop.return_to_boundary()
             elif is_alone and stream is feed.train_stream:
-                stream.settle()  # the optimizer has already stepped on the batch, so count the batch as used
+                stream.confirm_step()  # the optimizer has already stepped on the batch, so count the batch as used
             raise
         finally:
             internals.meters_to_fill = stream.at_boundary = None
-            internals.step = step_before
+            internals.leg = leg_before
         if not batches.was_touched and feed.epoch == epoch_before:
             feed.begin_pass()  # the user's `train_epoch` has used other data, so nothing has counted this epoch yet
         return self._end(returned, request, place=feed.place_of_call(stream))
@@ -142,7 +142,7 @@ class TrainingCall(EpochRun):
         The returned dict goes into the run's journal. `raysgd.replay` uses it to find the samples of each step.
         """
         hosted, operator, feed = self._hosted, self._hosted.operator, self._hosted.feed
-        is_begun, leg = stream.is_mid_pass, cast("Any", hosted.loop.step)
+        is_begun, leg = stream.is_mid_pass, cast("Any", hosted.loop.leg)
         consumed = stream.completed if is_begun else 0
         own = None if is_of_library(type(operator).train_epoch) else f"`{type(operator).__name__}` overrides"
         return {
@@ -235,8 +235,4 @@ class TrainingCall(EpochRun):
         self.answer, self.is_finished = answer, True
         loop.end_call()
         hosted.ledger.enter(DRIVER)
-        return self._with_lost(answer)
-
-    def _with_lost(self, answer: EpochAnswer) -> EpochAnswer:
-        """Return this rank's answer to the driver. On rank 0, add the metrics of workers that were lost meanwhile."""
-        return answer if self._hosted.world.rank or not self.rows.lost else self.with_lost(answer)
+        return self.with_lost(answer, hosted.world.rank)

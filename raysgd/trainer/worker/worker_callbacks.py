@@ -14,7 +14,7 @@ from typing import Any
 from raysgd.callbacks.worker_callback import WorkerCallback, call_event, has_state, key_of
 from raysgd.core.numbers.meters import AverageMeterCollection, PendingMetric
 from raysgd.core.numbers.metric_meters import BATCH_WEIGHT, NUM_SAMPLES, is_metric_object, weight_of
-from raysgd.trainer.worker.data.batch_streams import CurrentStep
+from raysgd.trainer.worker.data.batch_streams import CurrentLeg
 
 CALLBACKS = "callbacks"
 """Key of the callbacks' states in the training state of a worker. Missing if `InstalledCallbacks.states` is empty."""
@@ -89,7 +89,7 @@ class InstalledCallbacks:
         for each in self._with("_on_leg"):
             call_event(each, "_on_leg", operator, describe())
 
-    def after_batch(self, operator: Any, step: CurrentStep) -> Callable[[Any], Any] | None:
+    def after_batch(self, operator: Any, leg: CurrentLeg) -> Callable[[Any], Any] | None:
         """Return a function to call with each batch's metrics, or None if no callback overrides `on_step_end`.
 
         If the batch is the last of a step, the function calls `on_step_end` of the callbacks. It returns the batch's
@@ -97,17 +97,17 @@ class InstalledCallbacks:
 
         Args:
             operator: The training operator.
-            step: The worker's position in the current step, which says whether a batch ends a step.
+            leg: Tracks the current batch, and says whether the batch ends a step.
         """
         watching, window = self._with("on_step_end"), list[AverageMeterCollection]()
 
         def after(metrics: Any) -> Any:
             of_step = metrics
-            if window or not step.batch.is_boundary:
+            if window or not leg.batch.is_boundary:
                 meters = window.pop() if window else operator._raysgd.new_meters()
-                of_step = _over_batches(meters, metrics, step.batch.is_boundary)
-                window.extend([] if step.batch.is_boundary else [meters])
-            return _after_step(watching, operator, metrics, of_step) if step.batch.is_boundary else metrics
+                of_step = _over_batches(meters, metrics, leg.batch.is_boundary)
+                window.extend([] if leg.batch.is_boundary else [meters])
+            return _after_step(watching, operator, metrics, of_step) if leg.batch.is_boundary else metrics
 
         return after if watching else None
 
@@ -187,8 +187,8 @@ class InstalledCallbacks:
     def states(self) -> dict[str, Any]:
         """Return the states of the callbacks by `state_key`.
 
-        This includes the kept states of callbacks that are not installed. The value is None for
-        an installed callback whose `state_dict` returns None.
+        This includes the kept states of callbacks that are not installed. The value is None for an installed callback
+        whose `state_dict` returns None.
         """
         return {**self._unclaimed, **{key_of(each): call_event(each, "state_dict") for each in self._callbacks}}
 

@@ -77,12 +77,20 @@ def test_the_driver_computes_on_the_gpu_that_is_held_for_it(monkeypatch: pytest.
     assert chosen.ordinals == [1], "nothing is held inside an actor: its own device is the right one"
 
 
-def test_remote_workers_are_never_told_what_the_driver_held_before() -> None:
+def test_the_driver_names_its_gpu_to_every_group_and_keeps_seeing_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = Chosen(monkeypatch)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     connection = TorchConnection("nccl")
     connection.use_gpus(["2"])
-    assert connection._gpus_of_driver == ("2",)
-    connection.leave()
-    assert connection._gpus_of_driver == ()
+    for _ in range(2):
+        connection.leave()  # as each rank does before it listens for the next group
+        with boards_of(2) as boards:
+            connection._board = boards[1]
+            boards[0].put("raysgd/gpus/0", json.dumps([0, "1"]).encode())
+            connection._see_gpus_of_node(World(rank=1, size=2, local_rank=1, local_size=2))
+            assert json.loads(boards[0].get("raysgd/gpus/1", 10.0)) == [0, "2"]
+    assert chosen.ordinals == [2]
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
 def test_without_cuda_a_held_gpu_is_nothing_to_choose() -> None:

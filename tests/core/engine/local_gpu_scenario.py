@@ -16,7 +16,7 @@ import ray
 
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.shared.group_spec import GroupSpec
-from raysgd.core.engine.shared.types import Resources
+from raysgd.core.engine.shared.types import Rendezvous, Resources, World
 from tests.helpers.fakes import CountingReplica, NullConnection
 from tests.helpers.ray_start import patient_ray
 
@@ -24,8 +24,17 @@ from tests.helpers.ray_start import patient_ray
 class NotesGPUs(NullConnection):
     """Remembers which GPUs it was told to use."""
 
+    told: Sequence[str] | None = None
+
     def use_gpus(self, gpu_ids: Sequence[str]) -> None:
         self.told = list(gpu_ids)
+
+    def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
+        JOINED.append(self.told)
+
+
+JOINED: list[Sequence[str] | None] = []
+"""Which GPUs the connections knew that joined in this process."""
 
 
 def visible(replica: Any) -> str | None:
@@ -48,7 +57,8 @@ def tell() -> dict[str, Any]:
     assert report.ok, report
     answers = group.on_replica(visible, {0: (), 1: ()}).values
     seen = {
-        "driver": connection.told,
+        "driver": JOINED[-1],
+        "told to what later workers get": connection.told,
         "remote": answers[1].value,
         "driver's variable": answers[0].value,
         "free during": num_free_gpus_in_the_end(),
@@ -66,7 +76,7 @@ def main() -> None:
         alone = GroupSpec(NotesGPUs(), CountingReplica, Resources(1, 1), use_local=True)
         group = WorkerGroup(alone, 1)
         group.start()
-        seen = {"first": first, "second": second, "alone": getattr(alone.connection, "told", None)}
+        seen = {"first": first, "second": second, "alone": JOINED[-1]}
         group.stop(1.0)
     finally:
         ray.shutdown()

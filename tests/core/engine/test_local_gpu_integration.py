@@ -20,6 +20,7 @@ def seen() -> dict[str, Any]:
 def test_driver_and_remote_worker_have_different_gpus(seen: dict[str, Any]) -> None:
     for group in (seen["first"], seen["second"]):  # the first gave its GPUs back, or there were none for the second
         [own] = group["driver"]
+        assert group["told to what later workers get"] is None
         assert {own, group["remote"]} == {"0", "1"}
         assert group["free during"] == 0.0
 

@@ -9,11 +9,11 @@ import pytest
 
 from raysgd.core.engine.shared.group_events import GroupHistory
 from raysgd.core.engine.shared.replica import Capture
-from raysgd.core.engine.shared.types import DataLedger, Heartbeat, WorkerInfo
+from raysgd.core.engine.shared.types import Heartbeat, SamplesUsed, WorkerInfo
 from raysgd.core.engine.status import TrainerStatus, compose, find_straggler
 from tests.helpers.fakes import no_snapshots
 
-LEDGER = DataLedger(2, 100, 60, in_flight=8)
+LEDGER = SamplesUsed(2, 100, 60, in_flight=8)
 BEATS = {0: Heartbeat(3, 17, "training", 544, own_s=1.0, data=LEDGER), 1: Heartbeat(3, 17, "training", 540, own_s=2.0)}
 INFOS = (WorkerInfo("a", "10.0.0.1", 11), WorkerInfo("b", "10.0.0.2", 12))
 
@@ -148,10 +148,10 @@ def test_the_data_are_told_by_whoever_answers() -> None:
     ("ledger", "text"),
     [
         (LEDGER, "epoch 3: 60 of 100 samples used"),
-        (DataLedger(0, None, 60), "epoch 1: 60 samples used"),
+        (SamplesUsed(0, None, 60), "epoch 1: 60 samples used"),
     ],
 )
-def test_a_ledger_says_what_is_known(ledger: DataLedger, text: str) -> None:
+def test_a_ledger_says_what_is_known(ledger: SamplesUsed, text: str) -> None:
     assert str(ledger) == text
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raysgd.core.engine.shared.group_events import GroupHistory
-from raysgd.core.engine.shared.types import DataLedger, Heartbeat, WorkerInfo
+from raysgd.core.engine.shared.types import Heartbeat, SamplesUsed, WorkerInfo
 from raysgd.core.engine.status import TrainerStatus, compose
 from raysgd.core.history.gauges import Gauges
 from tests.helpers.fakes import no_snapshots
@@ -37,7 +37,7 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[float]]:
     return values
 
 
-def status(samples_per_s: float | None = 99.5, *events: Any, ledger: DataLedger | None = None) -> TrainerStatus:
+def status(samples_per_s: float | None = 99.5, *events: Any, ledger: SamplesUsed | None = None) -> TrainerStatus:
     history = GroupHistory()
     for event in events:
         history.record(*event)
@@ -53,7 +53,7 @@ def status(samples_per_s: float | None = 99.5, *events: Any, ledger: DataLedger 
 
 
 def test_the_numbers_are_those_of_the_status(reported: dict[str, list[float]]) -> None:
-    found = status(99.5, ("continued", 3, 2, 0.1, "lost rank 1"), ledger=DataLedger(0, 100, 60))
+    found = status(99.5, ("continued", 3, 2, 0.1, "lost rank 1"), ledger=SamplesUsed(0, 100, 60))
     Gauges("mine").report(1, lambda: found)
     assert reported == {
         "raysgd_workers": [2],

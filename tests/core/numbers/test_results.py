@@ -103,6 +103,11 @@ MERGED: dict[str, tuple[list[MetricSummary], str, Any]] = {
     "infinities that cancel": (UNBOUND, "a", math.nan),
     "one infinity": (UNBOUND, "b", math.inf),
     "a worker without samples": ([EMPTY, averaged(2, loss=(4.0, 2))], "loss", 2.0),
+    "a worker none of whose samples counted": (
+        [MetricSummary({"num_samples": 4, "loss": math.nan}, {"loss": (0.0, 0.0)}), averaged(2, loss=(4.0, 2))],
+        "loss",
+        2.0,
+    ),
     "no samples at all": ([plain(num_samples=0, loss=1.0)], "loss", math.nan),
     "a metric that one worker lacks": ([plain(num_samples=2), plain(num_samples=2, b=7.0)], "b", 7.0),
     **{

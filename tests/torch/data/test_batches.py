@@ -63,6 +63,11 @@ def test_a_batch_without_parts_is_refused_with_the_ways_out(batch: Any) -> None:
         batches.split_batch(batch)
 
 
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(TypeError, match="cannot use an empty batch"):
+        batches.split_batch([])
+
+
 class Named(torch.nn.Module):
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         return x * scale
@@ -187,6 +192,9 @@ def test_anything_else_is_refused_with_what_it_may_return(returned: Any) -> None
         ([{"boxes": torch.zeros(5, 4)}, {"boxes": torch.zeros(1, 4)}], 2),
         ({"labels": [{"boxes": torch.zeros(5, 4)}, {"boxes": torch.zeros(1, 4)}], "pixels": torch.zeros(2, 3)}, 2),
         ([{"input_ids": torch.zeros(8, 16)}], 8),
+        ([{"input_ids": torch.zeros(8, 16), "labels": torch.zeros(8), "num_items": torch.tensor(5)}], 8),
+        ([{"image": torch.zeros(3, 8, 8), "boxes": torch.zeros(5, 4)}], 1),
+        ([Batch(torch.zeros(3, 8, 8), torch.zeros(5, 4))], 1),
         ([], 0),
         ({}, 1),
         (Batch(torch.zeros(6, 2), torch.zeros(6)), 6),

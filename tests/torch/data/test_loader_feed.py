@@ -195,7 +195,7 @@ def test_a_sampler_that_draws_another_order_on_another_rank_is_an_error(num_draw
 @pytest.mark.parametrize(("instead_of", "expected"), [(4, 2), (8, 4), (None, 4)])
 def test_batches_follow_the_group_where_they_were_made_to(instead_of: int | None, expected: int) -> None:
     feed = feed_of(batch_size=4, shuffle=False)
-    feed.take_place(0, 2, 2 if instead_of else None, instead_of)
+    feed.take_rank(0, 2, 2 if instead_of else None, instead_of)
     assert take(feed, 1) == list(range(expected))
 
 

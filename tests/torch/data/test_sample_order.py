@@ -144,6 +144,10 @@ def test_a_sampler_that_draws_more_than_it_announces_is_refused(drawn: int | Non
         SamplerOrder(Announces(5, drawn)).indices(seed=0, pass_index=0)
 
 
+def test_a_sampler_that_draws_tensors_of_indices_can_be_compared_with_itself() -> None:
+    assert SamplerOrder([torch.tensor([0, 1]), torch.tensor([2, 3])]).is_repeatable(0)
+
+
 def test_a_sampler_that_draws_less_than_it_announces_makes_a_shorter_pass() -> None:
     sampler = ElasticBatchSampler(SamplerOrder(Announces(9, 5)), 2, False, True, rank=0, world_size=1)
     assert len(sampler) == 5

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed import DistNetworkError
 
-from raysgd.torch.parallel.exchanges import Exchanges, step_only_where
+from raysgd.torch.parallel.exchanges import Exchanges
 
 LOST = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:41803")
 
@@ -83,19 +83,3 @@ def test_what_is_lost_of_a_former_group_later_does_not_break_the_next_one() -> N
     late.set_exception(LOST)
     assert former.has_broken
     group.exchanges.check()
-
-
-def test_an_optimizer_steps_only_where_that_counts_also_behind_a_scheduler_and_for_hooks() -> None:
-    weight = torch.nn.Parameter(torch.zeros(()))
-    optimizer, counts, seen = torch.optim.SGD([weight], lr=1.0), [False], []
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1.0)
-    step_only_where(optimizer, lambda closure: counts[0])
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1.0)
-    optimizer.register_step_post_hook(lambda *_: seen.append(weight.item()))
-    weight.grad = torch.ones(())
-    optimizer.step()
-    assert (weight.item(), seen) == (0.0, [])
-    counts[0] = True
-    optimizer.step()
-    optimizer.step(lambda: torch.ones(()))
-    assert (weight.item(), seen) == (-2.0, [-1.0, -2.0])

@@ -1,10 +1,9 @@
-"""Where a replica is among the batches of one optimizer step, and by how much each of them counts."""
+"""Where a replica is among the batches of one optimizer step, and how they weight its gradients."""
 
 from __future__ import annotations
 
 import pytest
 
-from raysgd.torch.parallel.batch import Omitted
 from raysgd.torch.parallel.leg import Leg
 
 OPTIMIZER = object()
@@ -37,31 +36,6 @@ def test_a_window_that_no_optimizer_has_stepped_with_is_an_error_at_the_next_bat
         backward(leg)
     with pytest.raises(ValueError, match=r"`self.optimizer_step\(\)` was not called for the last batch of a step"):
         leg.begin_batch(1.0, 4, 4, is_last=False)
-
-
-@pytest.mark.parametrize(
-    ("drawn", "told", "correction"),
-    [
-        ([8.0, 8.0], [[0.0, 0.0], [0.0, 0.0]], 1.0),
-        ([8.0], [[0.0], [4.0]], 2.0),
-        ([8.0], [[4.0], [4.0]], 0.0),
-        ([8.0, 8.0], [[0.0, 0.0], [0.0, 4.0]], 16 / 12),
-        ([8.0, 8.0], [[0.0, 4.0], [0.0, 4.0]], 1.0),  # a whole batch, as with Lightning
-        ([8.0, 8.0], [[4.0, 4.0], [4.0, 4.0]], 0.0),
-        ([8.0, 8.0], [[0.0, 4.0], [4.0, 4.0]], 16 / 12),
-        ([8.0, 0.0], [[0.0, 0.0], [4.0, 0.0]], 2.0),  # fewer batches than a window has
-    ],
-)
-def test_gradients_are_the_mean_over_the_samples_that_ranks_have_not_left_out(
-    drawn: list[float], told: list[list[float]], correction: float
-) -> None:
-    omitted = Omitted(len(drawn))
-    for index, number in enumerate(drawn):
-        omitted.note(index, number, told[0][index])
-    assert omitted.own == told[0]
-    assert not omitted.is_known
-    omitted.learn(told)
-    assert omitted.correction == pytest.approx(correction)
 
 
 def hand_out(leg: Leg, weight: float = 1.0, num_samples: int = 4) -> None:

@@ -22,7 +22,7 @@ def test_the_sum_is_that_of_the_shards_in_their_order() -> None:
     shards = LogicalShards(4, rank=0, world_size=1)
     parameters = parameters_with(None)
     for index, gradient in enumerate(gradients):
-        shards.begin_batch(index == 0, seed=index)
+        shards.begin_shard(index == 0, seed=index)
         parameters[0].grad = gradient
         shards.keep(parameters)
     shards.add_up(parameters, seed=0)
@@ -34,7 +34,7 @@ def test_the_sum_is_that_of_the_shards_in_their_order() -> None:
 def test_a_parameter_without_a_gradient_in_all_shards_has_none() -> None:
     shards = LogicalShards(2, rank=0, world_size=1)
     for index in range(2):
-        shards.begin_batch(index == 0, seed=index)
+        shards.begin_shard(index == 0, seed=index)
         parameters = parameters_with(torch.ones(2, 3), None, torch.ones(2, 3) if index else None)
         shards.keep(parameters)
     shards.add_up(parameters, seed=0)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd.core.connections.torch import end_process_group
 from raysgd.core.engine.shared.types import World
 from raysgd.torch.parallel.ddp import DDP
-from raysgd.train._torch.global_steps import GlobalSteps
+from raysgd.train._torch.global_steps import GlobalSteps, step_only_where
 from raysgd.train._torch.loaders import of_stream, over_global_batches
 from raysgd.train._torch.repeating_loader import GlobalBatches, GlobalStream, RepeatingLoader
 from raysgd.train._worker.membership import GroupPlace, Membership
@@ -347,3 +347,19 @@ def test_a_stream_goes_on_from_any_position_and_its_epochs_follow_each_other() -
     next(batches)
     newcomer.take_over(rest.position())
     assert (newcomer.state_dict()["epoch"], newcomer.state_dict()["consumed"], newcomer.epoch) == (2, 0, 2)
+
+
+def test_an_optimizer_steps_only_where_that_counts_also_behind_a_scheduler_and_for_hooks() -> None:
+    weight = torch.nn.Parameter(torch.zeros(()))
+    optimizer, counts, seen = torch.optim.SGD([weight], lr=1.0), [False], []
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1.0)
+    step_only_where(optimizer, lambda closure: counts[0])
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1.0)
+    optimizer.register_step_post_hook(lambda *_: seen.append(weight.item()))
+    weight.grad = torch.ones(())
+    optimizer.step()
+    assert (weight.item(), seen) == (0.0, [])
+    counts[0] = True
+    optimizer.step()
+    optimizer.step(lambda: torch.ones(()))
+    assert (weight.item(), seen) == (-2.0, [-1.0, -2.0])

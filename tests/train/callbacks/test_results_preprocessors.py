@@ -102,6 +102,13 @@ def test_a_rank_that_is_not_there_is_an_error() -> None:
         IndexedResultsPreprocessor(7).preprocess(RESULTS)
 
 
+def test_a_worker_that_is_lost_is_left_out_of_those_chosen() -> None:
+    chosen = IndexedResultsPreprocessor([0, 2])
+    assert chosen.preprocess(RESULTS) == [RESULTS[0], RESULTS[2]]
+    assert chosen.preprocess(RESULTS[:2]) == [RESULTS[0]]
+    assert chosen.preprocess(RESULTS) == [RESULTS[0], RESULTS[2]]
+
+
 def test_nan_of_a_worker_is_left_out() -> None:
     [first, _] = AverageResultsPreprocessor(["a"]).preprocess([{"a": math.nan}, {"a": 2.0}])
     assert first["avg(a)"] == 2.0

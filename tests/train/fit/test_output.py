@@ -184,6 +184,11 @@ class TestErrors:
         assert not (tmp_path / "error.pkl").exists()
         assert "cannot be pickled" in caplog.text
 
+    def test_the_error_of_an_earlier_attempt_is_not_that_of_the_run(self, tmp_path: Path) -> None:
+        write_error(tmp_path, ValueError("first"), 1)
+        write_error(tmp_path, ValueError(threading.Lock()), 2)
+        assert not (tmp_path / "error.pkl").exists()
+
 
 def write_all(writers: list[SafeSink], result: dict[str, Any]) -> None:
     for writer in writers:

@@ -9,7 +9,7 @@ import pytest
 
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import NotRegisteredError
-from raysgd.trainer.worker.operator import BaseOperator, Internals, ReadOnlyView, RegisteredParts, required, take_place
+from raysgd.trainer.worker.operator import BaseOperator, Internals, ReadOnlyView, RegisteredParts, required, take_rank
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def test_attributes_of_the_user_never_reach_the_internals() -> None:
 
 def test_an_operator_goes_on_at_another_place() -> None:
     operator = make()
-    take_place(operator, World(rank=0, size=2, local_rank=1))
+    take_rank(operator, World(rank=0, size=2, local_rank=1))
     assert (operator.world_rank, operator.local_rank, operator.world_size) == (0, 1, 2)
 
 

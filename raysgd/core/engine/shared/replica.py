@@ -81,7 +81,7 @@ class Replica(Protocol):
 class RegroupingReplica(Replica, Protocol):
     """A replica that can survive the loss of other replicas: it keeps its process and continues in a new group.
 
-    `heartbeat`, `propose_hold`, `settle_hold`, `last_hold` and `part_of_snapshot` are called from a second thread while
+    `heartbeat`, `propose_hold`, `resolve_hold`, `last_hold` and `part_of_snapshot` are called from a second thread while
     a call runs.
     """
 
@@ -112,7 +112,7 @@ class RegroupingReplica(Replica, Protocol):
     def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
         """Propose that this rank stops the running call at a step.
 
-        If the rank accepts, it waits at that step until `settle_hold` delivers the decision.
+        If the rank accepts, it waits at that step until `resolve_hold` delivers the decision.
 
         Args:
             number: Number of the proposal. Numbers increase, and a proposal that arrives twice or late is ignored.
@@ -123,14 +123,14 @@ class RegroupingReplica(Replica, Protocol):
             Number of completed steps at which this rank will stop, or None if it cannot stop there.
         """
 
-    def settle_hold(self, number: int, is_agreed: bool) -> None:
+    def resolve_hold(self, number: int, is_agreed: bool) -> None:
         """Deliver the decision on the proposal with this number to this rank.
 
         If all ranks have agreed, this rank stops the call at the proposed step. Otherwise, it continues the call.
         """
 
     def last_hold(self) -> tuple[int, bool]:
-        """Return the number of the last proposal to stop, and True if `settle_hold` confirmed that proposal."""
+        """Return the number of the last proposal to stop, and True if `resolve_hold` confirmed that proposal."""
 
     def restore_inside(self, shared_state: Any, own_state: Any, first: Any, parts: Sequence[Any]) -> None:
         """Restore a snapshot that was taken inside a call, so that the call can resume there.
@@ -221,16 +221,16 @@ def propose_hold(replica: RegroupingReplica, number: int, margin: int, at: int |
     return replica.propose_hold(number, margin, at)
 
 
-def settle_hold(replica: Any, number: int, is_agreed: bool) -> None:
+def resolve_hold(replica: Any, number: int, is_agreed: bool) -> None:
     """Deliver the decision on the proposal with this number to the rank.
 
-    See `RegroupingReplica.settle_hold`.
+    See `RegroupingReplica.resolve_hold`.
     """
-    replica.settle_hold(number, is_agreed)
+    replica.resolve_hold(number, is_agreed)
 
 
 def last_hold(replica: Any) -> tuple[int, bool]:
-    """Return the number of the last proposal to stop, and True if `settle_hold` confirmed that proposal."""
+    """Return the number of the last proposal to stop, and True if `resolve_hold` confirmed that proposal."""
     last_hold: tuple[int, bool] = replica.last_hold() if hasattr(replica, "last_hold") else (0, False)
     return last_hold
 

@@ -268,7 +268,7 @@ class StateHandover:
 
 
 @dataclass(frozen=True)
-class DataLedger:
+class SamplesUsed:
     """Counts the samples of the current or last pass over the data: samples used, in use and skipped.
 
     Attributes:
@@ -286,14 +286,14 @@ class DataLedger:
     in_flight: int = 0
     left_out: int = 0
 
-    def used_since(self, before: DataLedger) -> int:
-        """Return how many samples of this pass were used since an earlier ledger.
+    def used_since(self, before: SamplesUsed) -> int:
+        """Return how many samples of this pass were used since an earlier record.
 
-        >>> [DataLedger(1, 100, 60).used_since(DataLedger(index, 100, 20)) for index in (0, 1)]
+        >>> [SamplesUsed(1, 100, 60).used_since(SamplesUsed(index, 100, 20)) for index in (0, 1)]
         [60, 40]
 
         Args:
-            before: The earlier ledger. If it is for another pass, all samples of this pass count.
+            before: The earlier record. If it is for another pass, all samples of this pass count.
         """
         return self.used - (before.used if before.pass_index == self.pass_index else 0)
 
@@ -331,7 +331,7 @@ class Heartbeat:
     snapshot: int = 0
     at: float = 0.0
     own_s: float | None = None
-    data: DataLedger | None = None
+    data: SamplesUsed | None = None
     notes: tuple[WorkerLogLine, ...] = ()
     time: TimeSpent | None = None
     joint_work: Any = None

@@ -4,9 +4,9 @@ A stream keeps an iterator over its data open between calls, so a call with `num
 call stopped. The position is the number of samples that all ranks together have used. It is therefore valid for any
 number of workers. A pass is one iteration through the whole data, and may span several calls.
 
-A step counts as done only when the training loop requests the next batch, or ends. The stream then confirms the step,
-in `take` or in `settle`. Until then, the operator's metrics and its `global_step` may already include a step that the
-position does not include.
+A step counts as done only when the training loop requests the next batch, or ends. The stream then confirms the step
+(`confirm_step`). Until then, the operator's metrics and its `global_step` may already include a step that the position
+does not include.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class BatchInStep(Protocol):
         """True if the optimizer steps after this batch. With gradient accumulation, this is a step's last batch."""
 
 
-class CurrentStep(Protocol):
-    """A worker's position in a step that all workers take together.
+class CurrentLeg(Protocol):
+    """Tracks the current batch in a leg, the part of a call that one group of workers runs.
 
-    With PyTorch, this is a `Leg` object. A leg is the part of a call that one group of workers runs.
+    With PyTorch, this is a `Leg`. With TensorFlow, it is a `TFStep`, which serves all legs.
 
     Attributes:
         began_at: Time at which the worker started to draw its batch.
@@ -69,23 +69,23 @@ class CurrentStep(Protocol):
 
 
 ItemT = TypeVar("ItemT")
-StepT = TypeVar("StepT", bound=CurrentStep)
+LegT = TypeVar("LegT", bound=CurrentLeg)
 
 
-class BatchStream(ABC, Generic[ItemT, StepT]):
+class BatchStream(ABC, Generic[ItemT, LegT]):
     """Yields the batches of a source, pass after pass over the data, and remembers the position in the data.
 
     A subclass defines what an item of its source is, and how samples are counted.
 
     Args:
         source: Object that supplies the batches, such as a wrapped data loader.
-        step: The worker's position in the current step. The stream records each batch there before yielding the batch.
+        leg: Tracks the current batch. The stream records each batch there before yielding the batch.
         next_pass: Function that is called when a new pass starts, and returns the index of the pass.
         undo: Function that is called before a padding batch, and returns a function that reverts the effects of
             training on that batch. None if padding batches have no effects.
 
     Attributes:
-        step: The worker's position in the current step. With PyTorch, each training call sets it.
+        leg: Tracks the current batch. With PyTorch, each training call sets it.
         at_boundary: Function that is called after each completed step, or None. If it raises an exception, the
             iteration ends.
         prepare: Function that is called before the first batch of every call and every pass.
@@ -98,12 +98,12 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
     def __init__(
         self,
         source: Any,
-        step: StepT,
+        leg: LegT,
         next_pass: Callable[[], int],
         undo: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
         self.source = source
-        self.step = step
+        self.leg = leg
         self._next_pass = next_pass
         self._undo = undo
         self._undo_padding: Callable[[], None] | None = None
@@ -132,11 +132,11 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
         """
 
     @abstractmethod
-    def _begin_batch(self, step: StepT, item: ItemT, is_last: bool) -> Any:
-        """Make a batch of an item, count its samples, record the batch in `step`, and return it.
+    def _begin_batch(self, leg: LegT, item: ItemT, is_last: bool) -> Any:
+        """Make a batch of an item, count its samples, record the batch in `leg`, and return it.
 
         Args:
-            step: The worker's position in the current step.
+            leg: Tracks the current batch.
             item: The item that was drawn from the source.
             is_last: True if this batch is the last of the pass or of the call.
         """
@@ -151,7 +151,7 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
         """True if the next batch belongs to the most recently started pass."""
         return self._items is not None or self._to_resume is not None or self._num_open > 0
 
-    def settle(self) -> None:
+    def confirm_step(self) -> None:
         """Confirm the last step, because the training loop requests the next batch or has finished.
 
         Raises:
@@ -160,7 +160,7 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
         if self._undo_padding is not None:
             self._leave_padding()
         if self._num_open:
-            self.step.confirm()
+            self.leg.confirm()
         self._num_open = 0
 
     def break_off(self) -> None:
@@ -184,14 +184,14 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
     def take(self, num_steps: int | None) -> Iterator[Any]:
         """Yield the batches of `num_steps` steps, spanning as many passes as needed.
 
-        A step counts as done when the caller requests the batch after it. The stream then calls `step.confirm` and
+        A step counts as done when the caller requests the batch after it. The stream then calls `leg.confirm` and
         `at_boundary`. An empty source ends the iteration.
 
         Args:
             num_steps: Number of steps. None for the rest of the current pass, or for a whole new pass if the last one
                 is complete.
         """
-        num_drawn, just_opened, step = 0, False, self.step
+        num_drawn, just_opened, leg = 0, False, self.leg
         self._undo_padding = None
         if self._items is not None and num_steps != 0:
             self.prepare()
@@ -200,7 +200,7 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
                 if num_steps is None and num_drawn:
                     break
                 self._items, self._ahead, just_opened = self._open(), [], True
-            step.began_at = time.perf_counter()
+            leg.began_at = time.perf_counter()
             if not self._ahead:
                 self._ahead.append(next(self._items, None))
             item = self._ahead[0]  # keep the item in `_ahead` until it is yielded: drawing the next one may fail
@@ -213,18 +213,23 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
             is_first_of_step, self._is_last_of_step = self._ends_of_step(item)
             num_drawn += is_first_of_step
             is_last_of_call = num_drawn == num_steps and self._is_last_of_step
-            batch = self._hand_out(step, item, is_first_of_step, is_last_of_call)
+            is_last_of_pass = self._is_last_of_pass(item)
+            # If a rank was lost, this raises an error before the step counts as started.
+            batch = self._begin_batch(leg, item, is_last_of_pass or is_last_of_call)
+            self.num_steps_taken += is_first_of_step
+            if is_last_of_pass:
+                self._items = None  # the next call starts a new pass
             if batch is not NO_BATCH:
                 self._num_open += is_first_of_step
-                if step.batch.is_padding:
+                if leg.batch.is_padding:
                     yield from self._undoing_padding(batch)
                 else:
                     yield batch
-                if step.batch.is_boundary:
-                    self.settle()
+                if leg.batch.is_boundary:
+                    self.confirm_step()
                     if self.at_boundary is not None:
                         self.at_boundary()
-        step.end_stream()
+        leg.end_stream()
 
     def _open(self) -> Iterator[ItemT]:
         if self.has_one_pass and self._has_begun:
@@ -236,16 +241,6 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
         else:
             self.pass_index, consumed = self._next_pass(), 0
         return self._begin_pass(consumed)
-
-    def _hand_out(self, step: StepT, item: ItemT, is_first_of_step: bool, is_last_of_call: bool) -> Any:
-        is_last = self._is_last_of_pass(item)
-        batch = self._begin_batch(
-            step, item, is_last or is_last_of_call
-        )  # if a rank was lost, this raises an error before the step counts as started
-        self.num_steps_taken += is_first_of_step
-        if is_last:
-            self._items = None  # the next call starts a new pass
-        return batch
 
     def _ends_of_step(self, item: ItemT) -> tuple[bool, bool]:
         """Return two bools: True if a step of all ranks starts with this item, and True if such a step ends with it."""
@@ -292,7 +287,7 @@ class WatchedBatches:
 
         A padding batch repeats samples, because this worker has no samples left while other workers have some.
         """
-        is_padding: bool = self._stream.step.batch.is_padding
+        is_padding: bool = self._stream.leg.batch.is_padding
         return is_padding
 
     def __iter__(self) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from raysgd.core.arrays.data_kinds import DataPosition
-from raysgd.core.engine.shared.types import DataLedger
+from raysgd.core.engine.shared.types import SamplesUsed
 from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
 from raysgd.core.numbers.results import num_samples_of, with_lost
 from raysgd.trainer.messages.epochs import EpochAnswer
@@ -87,7 +87,7 @@ class Gate:
             self._changed.notify_all()
             return False
 
-    def settle(self, is_agreed: bool) -> None:
+    def resolve(self, is_agreed: bool) -> None:
         """Accept the current proposal if all ranks have agreed to stop at its step.
 
         Otherwise, withdraw the proposal.
@@ -192,7 +192,7 @@ class EpochRun:
     is_exhausted: bool = False
     place: DataPosition | None = None
     gate: Gate = field(default_factory=Gate)
-    samples_before: DataLedger | None = None
+    samples_before: SamplesUsed | None = None
     call: int = 0
     began_at: int = 0
     stream: Any = None
@@ -273,7 +273,7 @@ class EpochRun:
         self.answer = None
         self.meters.skip_to(state.num_steps)
         self.rows.lost.update(state.lost)
-        self.rows.settle(state.num_steps, state.others, state.others)
+        self.rows.keep_lost(state.num_steps, state.others, state.others)
 
     @property
     def _told(self) -> dict[str, MetricSummary]:
@@ -284,7 +284,7 @@ class EpochRun:
     def _read(self, row: Any) -> MetricSummary:
         return self.meters.summary_of(*row.part(METRICS))
 
-    def settle(self, present: Collection[str] | None, left: Iterable[RunState] = ()) -> None:
+    def keep_lost(self, present: Collection[str] | None, left: Iterable[RunState] = ()) -> None:
         """Keep the metrics of ranks that are missing from the new group of workers in which the call continues.
 
         They are added to the result when the call ends.
@@ -294,15 +294,15 @@ class EpochRun:
             left: Progress and metrics of the ranks that left the group as planned, without a failure.
         """
         told = self._told
-        self.rows.settle(self.num_completed, told, told if present is None else present)
+        self.rows.keep_lost(self.num_completed, told, told if present is None else present)
         self.rows.lost.update((each.name, each.metrics) for each in left)
 
-    def with_lost(self, answer: EpochAnswer) -> EpochAnswer:
-        """Return this rank's answer with the metrics of lost ranks added.
+    def with_lost(self, answer: EpochAnswer, rank: int) -> EpochAnswer:
+        """Return a rank's answer to the driver. On rank 0, add the metrics of ranks that were lost during the call.
 
-        Only rank 0 calls this method, so that the metrics of lost ranks are counted once.
+        The other ranks do not add them, so that they are counted once.
         """
-        if answer.metrics is None:
+        if rank or not self.rows.lost or answer.metrics is None:
             return answer
         lost = list(self.rows.lost.values())
         self._tell_what_is_missing(lost)

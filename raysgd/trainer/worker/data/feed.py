@@ -14,7 +14,7 @@ from typing import Any
 
 from raysgd.core.arrays.data_kinds import CallData, DataPosition
 from raysgd.core.arrays.ray_batches import RayLoader
-from raysgd.core.engine.shared.types import DataLedger
+from raysgd.core.engine.shared.types import SamplesUsed
 from raysgd.trainer.messages.epochs import EpochRequest
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class DataFeed(ABC):
         return None
 
     @abstractmethod
-    def samples_used(self) -> DataLedger | None:
+    def samples_used(self) -> SamplesUsed | None:
         """Return the record of which training samples were used, or None if this is unknown.
 
         Both the training thread and the worker's second thread call this method.

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from raysgd.core.engine.shared.time_spent import OTHER
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.messages.joint_work import JointWork
-from raysgd.trainer.worker.data.batch_streams import CurrentStep
+from raysgd.trainer.worker.data.batch_streams import CurrentLeg
 from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.data.feed import DataFeed
 
@@ -33,8 +33,8 @@ class Loop:
         self._feed = feed
 
     @property
-    def step(self) -> CurrentStep:
-        """The worker's position in the current step."""
+    def leg(self) -> CurrentLeg:
+        """Tracks the current batch of the call."""
         raise NotImplementedError
 
     @property

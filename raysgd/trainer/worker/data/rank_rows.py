@@ -149,7 +149,7 @@ class RankRows:
         """
         return next((rows for before, rows in reversed(self._told) if before < num_steps), {})
 
-    def settle(self, num_steps: int, rows: Mapping[str, Any], present: Collection[str]) -> None:
+    def keep_lost(self, num_steps: int, rows: Mapping[str, Any], present: Collection[str]) -> None:
         """Keep the last rows of lost ranks, because a new group of workers continues the call.
 
         Args:

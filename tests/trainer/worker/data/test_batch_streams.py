@@ -46,8 +46,8 @@ class Numbers(BatchStream[Any, Step]):
     def _begin_pass(self, consumed: int) -> Iterator[Any]:
         return iter(self.source[consumed:])
 
-    def _begin_batch(self, step: Step, item: Any, is_last: bool) -> Any:
-        step.is_padding = item is not NO_BATCH and item < 0
+    def _begin_batch(self, leg: Step, item: Any, is_last: bool) -> Any:
+        leg.is_padding = item is not NO_BATCH and item < 0
         return item
 
 
@@ -80,7 +80,7 @@ def test_what_padding_changes_is_undone_ahead_of_the_next_batch() -> None:
     assert (found, counter.value) == ([0, 1, 1], 2)
 
 
-@pytest.mark.parametrize("end", ["settle", "break_off"])
+@pytest.mark.parametrize("end", ["confirm_step", "break_off"])
 def test_it_is_undone_where_the_loop_stops_at_padding(end: str) -> None:
     stream, counter = counted([1, -1, 1])
     batches = stream.take(None)
@@ -134,7 +134,7 @@ def test_a_look_ahead_that_fails_loses_no_batch() -> None:
 
 def test_a_step_that_fails_before_its_batch_is_handed_out_has_not_begun() -> None:
     class Broken(Numbers):
-        def _begin_batch(self, step: Step, item: Any, is_last: bool) -> Any:
+        def _begin_batch(self, leg: Step, item: Any, is_last: bool) -> Any:
             raise ConnectionError("noticed ahead of the batch")
 
     stream = Broken([1, 2], Step(), lambda: 0)
@@ -145,9 +145,8 @@ def test_a_step_that_fails_before_its_batch_is_handed_out_has_not_begun() -> Non
 
 def test_the_step_is_told_when_it_is_done_and_when_no_batch_follows() -> None:
     stream, _ = counted([1, 2])
-    step = stream.step
     assert list(stream.take(1)) == [1]
-    assert step.log == ["confirmed", "no batch follows"]
+    assert stream.leg.log == ["confirmed", "no batch follows"]
 
 
 def test_watched_batches_know_whether_they_were_used() -> None:

@@ -32,13 +32,13 @@ PATIENCE_S = 60.0
 
 def test_an_agreed_step_stops_there_and_not_before_and_one_that_was_not_agreed_on_is_forgotten() -> None:
     gate = Gate()
-    gate.settle(False)  # harmless, as nobody proposed anything
+    gate.resolve(False)  # harmless, as nobody proposed anything
     assert [gate.stops(step) for step in range(5)] == [False] * 5
     assert gate.propose(3, lambda: 1)
-    gate.settle(False)
+    gate.resolve(False)
     assert not gate.stops(3)
     assert gate.propose(5, lambda: 3)
-    gate.settle(True)
+    gate.resolve(True)
     assert [gate.stops(step) for step in (3, 4, 5)] == [False, False, True]
 
 
@@ -79,7 +79,7 @@ def test_a_rank_that_comes_to_a_proposed_step_waits_until_it_is_settled(is_agree
     walker.thread.start()
     wait_until(lambda: walker.completed == 4)
     assert walker.thread.is_alive()
-    gate.settle(is_agreed)
+    gate.resolve(is_agreed)
     walker.join()
     assert (walker.stopped_at, walker.completed) == ((4, 4) if is_agreed else (None, 10))
 
@@ -93,7 +93,7 @@ def test_ranks_that_run_at_their_own_pace_stop_at_one_step_or_none_does(margin: 
         at = walkers[0].completed + margin
         agreed = all([walker.gate.propose(at, lambda walker=walker: walker.completed) for walker in walkers])
         for walker in walkers:
-            walker.gate.settle(agreed)
+            walker.gate.resolve(agreed)
             if not agreed:
                 walker.num_steps = 0
             walker.join()
@@ -118,9 +118,9 @@ def test_a_rank_does_not_stop_at_a_step_whose_proposal_is_withdrawn_for_a_later_
     assert gate.propose(3, lambda: 1)
 
     def propose_later_step() -> None:
-        gate.settle(False)
+        gate.resolve(False)
         assert gate.propose(5, lambda: 3)
-        gate.settle(True)
+        gate.resolve(True)
 
     gate._changed = Meanwhile(propose_later_step)
     assert [gate.stops(step) for step in (3, 4, 5)] == [False, False, True]
@@ -147,7 +147,7 @@ def test_a_proposal_may_be_withdrawn_while_a_rank_looks_at_it() -> None:
 def test_a_run_that_goes_on_in_another_group_does_not_stop_where_the_last_group_had_agreed_to() -> None:
     run = EpochRun(0, 5, AverageMeterCollection(), RankRows("a"))
     assert run.gate.propose(2, lambda: 1)
-    run.gate.settle(True)
+    run.gate.resolve(True)
     run.detach()
     assert not run.gate.stops(2)
 
@@ -318,8 +318,8 @@ def averages(**totals: float) -> MetricSummary:
 def test_the_rank_that_answers_for_lost_ranks_counts_what_they_had_told() -> None:
     run, other, gone = (after_steps(name, 2, loss) for name, loss in (("a", 1.0), ("b", 5.0), ("c", 7.0)))
     run.rows.note(1, dict([told("a", run), told("b", other), told("c", gone)]))
-    run.settle({"a", "b", "new"})
-    answer = run.with_lost(EpochAnswer(averages(loss=1.0), None, 2))
+    run.keep_lost({"a", "b", "new"})
+    answer = run.with_lost(EpochAnswer(averages(loss=1.0), None, 2), 0)
     assert answer.metrics is not None
     assert answer.metrics == {"num_samples": 10, "loss": (4 * 1.0 + 2 * 2 * 7.0 + 2 * 3.0) / 10}
     assert answer.num_inherited == 6
@@ -346,7 +346,7 @@ def test_whoever_steps_in_knows_what_was_told_and_who_was_lost_before() -> None:
     source.rows.lost["long ago"] = gone.meters.summary()
     source.rows.note(0, dict([told("a", source), told("b", gone)]))
     new.take_over(pickle.loads(pickle.dumps(source.state(with_metrics=False))))
-    new.settle({"new"})
+    new.keep_lost({"new"})
     assert {name: lost["num_samples"] for name, lost in new.rows.lost.items()} == {"long ago": 2, "a": 4, "b": 4}
 
 
@@ -357,6 +357,6 @@ def test_a_metric_object_that_lacks_what_lost_workers_had_seen_is_named(caplog: 
     run.meters = AverageMeterCollection(None, metric_objects.capture)
     run.meters.update({"grows": metric}, n=2)
     run.rows.note(0, dict([told("b", gone)]))
-    run.settle({"a"})
-    run.with_lost(EpochAnswer(averages(loss=1.0), None, 1))
+    run.keep_lost({"a"})
+    run.with_lost(EpochAnswer(averages(loss=1.0), None, 1), 0)
     assert "the metric object `grows` does not cover the samples that lost workers had processed" in caplog.text

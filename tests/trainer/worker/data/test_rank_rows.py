@@ -109,27 +109,27 @@ def test_nothing_is_known_before_the_first_step() -> None:
 
 def test_ranks_that_are_not_in_the_next_group_are_lost_as_of_their_last_step_that_counts() -> None:
     rows = rows_after(0, 1, 2)
-    rows.settle(2, rows.as_of(2), {"a", "c", "new"})
+    rows.keep_lost(2, rows.as_of(2), {"a", "c", "new"})
     assert rows.lost == {"b": "b in 1"}
 
 
 def test_a_rank_that_is_lost_before_the_next_step_is_known_from_the_same_exchange() -> None:
     rows = rows_after(0, 1)
-    rows.settle(2, rows.as_of(2), {"a", "c"})
-    rows.settle(2, rows.as_of(2), {"a"})  # c was lost while the group formed
+    rows.keep_lost(2, rows.as_of(2), {"a", "c"})
+    rows.keep_lost(2, rows.as_of(2), {"a"})  # c was lost while the group formed
     assert rows.lost == {"b": "b in 1", "c": "c in 1"}
 
 
 def test_a_rank_that_was_lost_stays_so_while_others_tell_more() -> None:
     rows = rows_after(0)
-    rows.settle(1, rows.as_of(1), {"a", "c"})
+    rows.keep_lost(1, rows.as_of(1), {"a", "c"})
     rows.note(1, {"a": "a later", "c": "c later"})
-    rows.settle(2, rows.as_of(2), {"a", "c"})
+    rows.keep_lost(2, rows.as_of(2), {"a", "c"})
     assert rows.lost == {"b": "b in 0"}
     assert rows.as_of(2) == {"a": "a later", "c": "c later"}
 
 
 def test_a_group_that_forms_before_the_first_step_has_lost_nothing() -> None:
     rows = RankRows("a")
-    rows.settle(0, rows.as_of(0), {"a"})
+    rows.keep_lost(0, rows.as_of(0), {"a"})
     assert rows.lost == {}

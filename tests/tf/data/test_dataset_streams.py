@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.core.engine.shared.types import DataLedger, World
+from raysgd.core.engine.shared.types import SamplesUsed, World
 from raysgd.data import IterableStream
-from raysgd.tf.data.batch_streams import (
+from raysgd.tf.data.dataset_streams import (
     OwnSource,
     Passes,
     StreamItem,
@@ -42,11 +42,11 @@ def test_the_ledger_counts_the_samples_of_all_ranks_and_learns_from_the_first_pa
     stream.at_boundary = lambda: ledgers.append(stream.samples_used())
     batches = stream.take(None)
     assert next(batches).numpy().tolist() == [2, 3]
-    assert stream.samples_used() == DataLedger(0, None, used=0, in_flight=4)
+    assert stream.samples_used() == SamplesUsed(0, None, used=0, in_flight=4)
     assert len(list(batches)) == 2
-    assert ledgers == [DataLedger(0, None, 4), DataLedger(0, None, 8), DataLedger(0, 10, 10)]
+    assert ledgers == [SamplesUsed(0, None, 4), SamplesUsed(0, None, 8), SamplesUsed(0, 10, 10)]
     assert len(list(stream.take(1))) == 1
-    assert stream.samples_used() == DataLedger(1, due=10, used=4)
+    assert stream.samples_used() == SamplesUsed(1, due=10, used=4)
 
 
 def test_there_is_no_ledger_of_data_that_each_rank_has_for_itself() -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from raysgd.core.arrays.division import Division
 from raysgd.core.connections.group import EarlyVotes, Group
-from raysgd.core.engine.shared.types import DataLedger, World
+from raysgd.core.engine.shared.types import SamplesUsed, World
 from raysgd.streams.global_reader import Numbers, StartSum
 from raysgd.streams.source import BatchesInOrder, StreamData, StreamSource, check_batched, stream_data
 from raysgd.streams.stream import Stream
@@ -268,7 +268,7 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
 
     Args:
         source: Source of the batches.
-        step: The replica's current step. It receives the sample counts of each step before the batch is yielded.
+        leg: Tracks the current batch. It receives the sample counts of each step before the batch is yielded.
         next_pass: Called at the start of each pass. Returns the index of the pass.
         take_part: Called instead of yielding a batch if this rank has no samples in a step. The function takes part in
             the other ranks' collectives. Its argument is a padding batch, which provides the shapes.
@@ -283,11 +283,11 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
     def __init__(
         self,
         source: Any,
-        step: TFStep,
+        leg: TFStep,
         next_pass: Callable[[], int],
         take_part: Callable[[Any], None] | None = None,
     ) -> None:
-        super().__init__(source, step, next_pass)
+        super().__init__(source, leg, next_pass)
         self._take_part = take_part
 
     def _undoing_padding(self, batch: Any) -> Iterator[Any]:
@@ -299,7 +299,7 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
     def completed(self) -> int:
         return self._completed
 
-    def samples_used(self) -> DataLedger | None:
+    def samples_used(self) -> SamplesUsed | None:
         """Return how many samples of the current pass are completed, and how many are in flight.
 
         Return None if raysgd does not shard the data. This method can be called from any thread.
@@ -309,10 +309,10 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
         completed = self._completed
         in_flight = max(0, self.consumed - completed) if self._num_open else 0
         due, left_out = self.source.num_samples, getattr(self.source, "left_out", 0)
-        return DataLedger(self.pass_index, due, completed, in_flight, left_out=left_out)
+        return SamplesUsed(self.pass_index, due, completed, in_flight, left_out=left_out)
 
-    def settle(self) -> None:
-        super().settle()
+    def confirm_step(self) -> None:
+        super().confirm_step()
         self._completed = self.consumed
 
     def resume(self, pass_index: int, consumed: int) -> None:
@@ -323,8 +323,8 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
         self.consumed = self._completed = consumed
         return iter(self.source.open(self.pass_index, consumed))
 
-    def _begin_batch(self, step: TFStep, item: StreamItem, is_last: bool) -> Any:
-        step.begin_batch(item.num_samples, item.num_global, item.weights)
+    def _begin_batch(self, leg: TFStep, item: StreamItem, is_last: bool) -> Any:
+        leg.begin_batch(item.num_samples, item.num_global, item.weights)
         self.consumed += item.num_global
         return item.batch
 

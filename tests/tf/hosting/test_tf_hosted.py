@@ -10,7 +10,7 @@ import pytest
 from raysgd.core.engine.shared.types import World
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.fit import check_state
-from raysgd.tf.hosting.hosted import FitLoop, OperatorLoop
+from raysgd.tf.hosting.tf_hosted import FitLoop, OperatorLoop
 from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from raysgd.tf.tf_runner import TFRunner
 from raysgd.tf.training_operator import TrainingOperator

@@ -10,7 +10,7 @@ import pytest
 
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError, NotRegisteredError
-from raysgd.tf.hosting.feed import TFFeed
+from raysgd.tf.hosting.tf_feed import TFFeed
 from raysgd.tf.operator.internals import RegisteredData, RegisteredObjects
 from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.trainer.messages.epochs import EpochRequest
@@ -86,7 +86,7 @@ def test_a_position_names_the_order_of_a_pass_also_after_calls_that_brought_othe
 def test_the_position_stays_in_another_group_and_the_rest_is_divided_again() -> None:
     feed = feed_of(shuffle=False)
     assert take(feed, 2) == [0, 1, 2, 3]
-    feed.take_place(World(1, 2))
+    feed.take_rank(World(1, 2))
     assert take(feed, 1) == [5]
 
 
@@ -96,7 +96,7 @@ def test_a_new_worker_validates_on_the_samples_that_others_leave_to_it(validates
     for _ in range(2):
         assert sorted(validated(survivor)) == list(range(12))
     for rank, feed in enumerate((survivor, new)):
-        feed.take_place(World(rank, 2))
+        feed.take_rank(World(rank, 2))
     for _ in range(2):
         assert sorted(validated(survivor) + validated(new)) == list(range(12))
     other, third = feed_of(validates=validates), feed_of(validates=validates)

@@ -11,12 +11,12 @@ from typing import Any
 from raysgd.core.arrays.data_kinds import RepeatedBatches
 from raysgd.core.arrays.ray_batches import RayLoader
 from raysgd.core.connections import tensorflow as connections
-from raysgd.core.engine.shared.types import DataLedger, World
+from raysgd.core.engine.shared.types import SamplesUsed, World
 from raysgd.exceptions import IncompatibleModelError, NoDataError
 from raysgd.streams.source import StreamData
 from raysgd.streams.stream import Stream
 from raysgd.tf.data import call_data
-from raysgd.tf.data.batch_streams import (
+from raysgd.tf.data.dataset_streams import (
     OwnSource,
     Passes,
     TFBatchStream,
@@ -144,7 +144,7 @@ class TFFeed(feed.DataFeed):
             return TFDividedSource(passes, sharding, world, pads=training, num_global=num_global, seed=self._seed)
         return OwnSource(dataset, connections.votes() if training and world.is_distributed else None)
 
-    def take_place(self, world: World) -> None:
+    def take_rank(self, world: World) -> None:
         """Reshard the remaining data of the pass after this replica has joined another group.
 
         Args:
@@ -186,10 +186,10 @@ class TFFeed(feed.DataFeed):
         known_as = {"validation": "test"}.get(name, name)
         return f"the {known_as} dataset is not sharded by the library (its auto-shard policy is OFF)"
 
-    def samples_used(self) -> DataLedger | None:
+    def samples_used(self) -> SamplesUsed | None:
         stream = self.train_stream
-        ledger: DataLedger | None = stream.samples_used() if stream is not None else None
-        return ledger
+        used: SamplesUsed | None = stream.samples_used() if stream is not None else None
+        return used
 
 
 def _refuse_missing(name: str) -> Iterator[Any]:

@@ -17,8 +17,8 @@ from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.data import call_data
 from raysgd.tf.fit import FitStream
-from raysgd.tf.hosting.feed import TFFeed
-from raysgd.tf.hosting.replica_state import KerasState, part_ways, random_states, restore_random_states, seed_alike
+from raysgd.tf.hosting.keras_state import KerasState, part_ways, random_states, restore_random_states, seed_alike
+from raysgd.tf.hosting.tf_feed import TFFeed
 from raysgd.tf.objects import datasets, learning_rates, naming, registration
 from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from raysgd.tf.parallel import global_metrics
@@ -33,7 +33,7 @@ from raysgd.trainer.worker import hosted
 from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.data.loop import Loop
 from raysgd.trainer.worker.ledger import Ledger
-from raysgd.trainer.worker.operator import check_is_set_up, take_place
+from raysgd.trainer.worker.operator import check_is_set_up, take_rank
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
@@ -173,12 +173,12 @@ class TFHostedOperator(hosted.HostedOperator):
         with self.synchronizer.exchanges.surfacing_errors():
             operator.warm_up()
 
-    def take_place(self, world: World) -> None:
-        self.feed.take_place(world)
+    def take_rank(self, world: World) -> None:
+        self.feed.take_rank(world)
         self.synchronizer.regroup(world)
         # Discard the measured times and sample counts. A new rank has none, and the ranks' values are compared.
         self.synchronizer.exchanges.forget_call()
-        take_place(self.operator, world)
+        take_rank(self.operator, world)
 
     def send(self, state: Any, takers: Sequence[int]) -> None:
         self.synchronizer.group.send(state, takers)
@@ -186,7 +186,7 @@ class TFHostedOperator(hosted.HostedOperator):
     def receive(self, source: int, takers: Sequence[int]) -> Any:
         return self.synchronizer.group.receive(source, takers)
 
-    def settle_in(self) -> None:
+    def finish_regroup(self) -> None:
         """Do nothing. Keras models hold no reference to the group, so nothing needs an update."""
 
     @contextmanager
@@ -354,7 +354,7 @@ class OperatorLoop(Loop):
         self._num_exchanges = 0  # number of completed all-reduces when the last step ended
 
     @property
-    def step(self) -> TFStep:
+    def leg(self) -> TFStep:
         return self._synchronizer.step
 
     def plain(self, value: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from raysgd.tf.fit import FitStream, check_state
-from raysgd.tf.hosting.feed import TFFeed
+from raysgd.tf.hosting.tf_feed import TFFeed
 from raysgd.tf.objects import registration
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.trainer.worker.state.copies import StateCopy

@@ -1,0 +1,269 @@
+"""How much a batch counts in its optimizer step: its amount, and how the amounts of all batches weight their gradients.
+
+The *amount* of a batch is the first of these that exists (`BatchWeights.weight_of`):
+
+1. the weight that user code passed to its backward pass, or returned from `forward`
+2. the number of labels over which a PyTorch loss averages, or the sum of their weights
+3. its number of samples
+
+Padding has the amount 0. A step's gradient is the mean over all batches and ranks, weighted by amount:
+
+    gradient = sum of (amount * gradient) over all batches and ranks / sum of the amounts
+
+If a step has one batch on each rank, a communication hook multiplies the gradients by the batch's weight before they
+are sent to the other ranks: by its share of the samples (`Leg.outgoing`), or by its number of labels (`Counted`). This
+works even if user code runs the backward pass. If a step has several batches (a *window*), a hook would see only the
+sum of their gradients. In this case, the loss of each batch is multiplied by the batch's amount, and the summed
+gradient is divided by the sum of all amounts before the step.
+
+ADR 3 explains why a gradient is weighted by its samples, its labels, or a weight that user code passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raysgd.core.numbers.metric_meters import as_weight
+from raysgd.torch.objects.criteria import NO_CALL, LossCall
+from raysgd.torch.parallel.batch import Batch
+
+
+class BatchWeights:
+    """Finds the weight of each batch in a leg, the part of a training call that one worker group runs.
+
+    Args:
+        matter: True if a step has several batches, on this rank or on several ranks.
+        is_deterministic: True if gradients are added up by logical shards, which always count by their samples.
+    """
+
+    def __init__(self, matter: bool, is_deterministic: bool = False) -> None:
+        self._matter, self._is_deterministic = matter, is_deterministic
+        self._labels = NO_CALL  # the latest call to a criterion that averages over labels
+        # True if a batch was weighted by samples although its loss ignores labels or weights them unequally. A tensor
+        # if the value is on a GPU.
+        self._uncounted: Any = False
+
+    def note_labels(self, batch: Batch, call: LossCall) -> None:
+        """Record a call to a loss that averages over labels, so that the batch can be weighted by its labels."""
+        if call.amount is None or not torch.is_grad_enabled():
+            return
+        if not batch.is_padding:
+            batch.amounts.append(call.amount)
+        if self._matter:
+            self._labels = call._replace(output=None, target=None)  # do not keep the batch's large tensors in memory
+            batch.has_uncounted = batch.has_uncounted | (not batch.is_padding and call.is_uneven)
+
+    def weight_of(self, batch: Batch, loss: torch.Tensor, given: Any) -> Any:
+        """Return the weight of a batch, or None to weight it by its number of samples.
+
+        Args:
+            batch: Batch whose backward pass is about to run.
+            loss: Loss of the batch. If it is the result of the latest recorded criterion call, labels are the weight.
+            given: Weight from user code, or None.
+
+        Raises:
+            ValueError: The weight is invalid, does not work with `deterministic=True`, or is unknown because the loss
+                ignores labels or weights them unequally.
+        """
+        labels = self._labels
+        if given is None and labels.result is not loss:
+            self.check_labels(batch)
+            return None
+        weight = labels.amount if given is None else as_weight("weight", given)
+        if not self._is_deterministic:
+            batch.has_uncounted = False
+            return 0.0 if batch.is_padding else weight if isinstance(weight, torch.Tensor) else float(weight)
+        if given is None and labels.is_uneven is not True:  # labels on a GPU are checked when the call ends
+            self.check_labels(batch)
+            return None
+        by_labels = "a loss that ignores labels, or counts them by the weights of their classes,"
+        what = by_labels if given is None else "`weight=` of `self.backward`, or from `forward`,"
+        raise ValueError(
+            f"{what} does not work with `deterministic=True`, where batches count by their samples: omit "
+            "`deterministic=True`, or use a loss that is the mean over the samples."
+        )
+
+    def check_labels(self, batch: Batch) -> None:
+        """Raise if the batch's loss ignores labels or weights them unequally, and user code passed no weight.
+
+        Labels on a GPU are checked when the call ends, because checking them here would wait for the GPU.
+        """
+        if batch.has_uncounted is not False and self._matter:
+            self._uncounted, batch.has_uncounted = self._uncounted | batch.has_uncounted, False
+            if not isinstance(self._uncounted, torch.Tensor):
+                self.check_counted()
+
+    def check_counted(self) -> None:
+        """Check that no batch was weighted by its samples although its loss ignores labels or weights them unequally.
+
+        Raises:
+            ValueError: A batch was weighted by its samples, so the gradients differ from those of a single process.
+        """
+        uncounted, self._uncounted = self._uncounted, False
+        if uncounted:
+            raise ValueError(
+                "some labels are ignored by the loss, or count more than others, and batches counted by their samples, "
+                "so gradients are not those of one process. Say how much a batch counts: pass it, as in "
+                "`self.backward(loss, weight=(target != -100).sum())`, or return it from `forward` after the loss."
+            )
+
+
+@dataclass
+class Window:
+    """The batches whose gradients are accumulated for an optimizer step, with their amounts.
+
+    Attributes:
+        is_weighted: True if the amounts are weights or numbers of labels, False if they are numbers of samples.
+        reference: Typical amount, the same on all ranks. Each amount is divided by this number before it multiplies a
+            loss. This keeps the scale of losses roughly the same.
+        own: Sum of the amounts of this rank's batches so far.
+        total: Sum of the amounts of all ranks' batches so far, if the amounts are numbers of samples. Otherwise 0,
+            because this rank does not have the amounts of the other ranks.
+        num_batches: Number of batches so far.
+        last: Sequence number and weight of the latest batch.
+        is_exchanged: True if the gradients are already averaged over the ranks, because their all-reduce was not
+            deferred to the last batch.
+        is_of_criterion: True if the amounts come from the criterion, False if they come from user code.
+    """
+
+    is_weighted: bool
+    reference: float
+    own: float = 0.0
+    total: float = 0.0
+    num_batches: int = 0
+    last: tuple[int, float | None] | None = None
+    is_exchanged: bool = True
+    is_of_criterion: bool = False
+
+    def correction(self, seen: float, num_ranks: int) -> float:
+        """Return the factor by which to multiply the summed gradients before the step.
+
+        Args:
+            seen: Sum of the amounts of all ranks' batches. If it is 0, the factor is 0.
+            num_ranks: Number of ranks.
+        """
+        return self.reference * num_ranks / seen if seen else 0.0
+
+
+class Counted:
+    """The amount of a batch that is not weighted by its number of samples, and the sum of all ranks' amounts.
+
+    Args:
+        amount: Amount of this rank's batch, such as its number of labels; 0 for padding.
+        reference: Typical amount, the same on all ranks, by which amounts are divided. If all amounts equal the
+            reference, all gradients are multiplied by exactly 1, so there is no rounding error.
+        num_ranks: Number of ranks.
+        wait: Function that waits for the sum of all ranks' amounts and returns the sum. Called if the amounts were not
+            sent together with the gradients.
+
+    Attributes:
+        amount: Amount of this rank's batch.
+        reference: Typical amount, by which amounts are divided.
+    """
+
+    def __init__(self, amount: Any, reference: float, num_ranks: int, wait: Callable[[], Any]) -> None:
+        self.amount, self.reference, self._num_ranks, self._wait = amount, reference, num_ranks, wait
+        self._total: Any = None
+
+    @property
+    def is_known(self) -> bool:
+        """True if the sum of all ranks' amounts is known."""
+        return self._total is not None
+
+    @property
+    def total(self) -> Any:
+        """Sum of all ranks' amounts. The first read is a collective operation, in which all ranks must take part."""
+        if self._total is None:
+            self._total = self._wait()
+        return self._total
+
+    @property
+    def own(self) -> list[float]:
+        """Amount of this rank's batch, in a list to send to the other ranks along with the gradients."""
+        return [self.amount]
+
+    def learn(self, told: Sequence[Sequence[float]]) -> None:
+        """Compute the sum of all ranks' amounts from the amounts that this rank received with the gradients.
+
+        Args:
+            told: By rank, the list of numbers that the rank sent along with its gradients.
+        """
+        self._total = sum(float(each) for (each,) in told)
+
+    def divisor(self, num_ranks: int) -> Any:
+        """Return the divisor for the sum of the ranks' gradients, each multiplied by its `amount / reference`.
+
+        Args:
+            num_ranks: Number of ranks.
+        """
+        return self.total / self.reference or 1.0
+
+    def factor(self) -> Any:
+        """Return the factor by which to multiply this rank's gradients before they are averaged over the ranks.
+
+        The factor is 0 if the sum of all ranks' amounts is 0.
+        """
+        share = self.amount * self._num_ranks
+        if isinstance(self.total, torch.Tensor):
+            return torch.nan_to_num(share / self.total)
+        return share / self.total if self.total else 0.0
+
+
+class Omitted:
+    """Counts the samples that user code skips in an optimizer step.
+
+    In the step's mean gradient, skipped samples have gradients of zero. The counts are used to correct the mean. A
+    global batch consists of the batches on which all ranks train at the same time. With gradient accumulation, a step
+    has several global batches.
+
+    Args:
+        size: Largest number of global batches in the step.
+
+    Attributes:
+        own: Number of samples that this rank skips in each global batch.
+        is_known: True if this rank knows how many samples all ranks skip.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.own, self._drawn = [0.0] * size, [0.0] * size
+        self.learn([self.own])
+
+    def note(self, index: int, num_drawn: float, num_omitted: float) -> None:
+        """Record the samples of one batch.
+
+        Args:
+            index: Index of the batch's global batch within the step.
+            num_drawn: Number of samples in the global batch, over all ranks.
+            num_omitted: Number of samples that this rank skips in the batch.
+        """
+        self._drawn[index] += num_drawn
+        self.own[index] += num_omitted
+        self.is_known = False
+
+    def learn(self, told: Sequence[Sequence[float]]) -> None:
+        """Compute how many samples all ranks skip, from the numbers that were received with the gradients.
+
+        Args:
+            told: By rank, the list of numbers that the rank sent along with its gradients.
+        """
+        self._of_all, self.is_known = [sum(map(float, each)) for each in zip(*told, strict=True)], True
+
+    def divisor(self, num_ranks: int) -> float:
+        """Return the divisor for the sum of the ranks' gradients. `correction` is applied later, before the step."""
+        return float(num_ranks)
+
+    @property
+    def correction(self) -> float:
+        """Factor by which to multiply the step's gradients; 0 if all samples of the step are skipped.
+
+        A step may consist of several global batches. If all samples of one of them are skipped, but other samples of
+        the step are not, the mean counts that global batch as a gradient of 0, as Lightning does.
+        """
+        drawn = self._drawn
+        kept = [all_of_it - left for all_of_it, left in zip(drawn, self._of_all, strict=True)]
+        counted = [each if each > 1e-9 * drawn[index] else 0.0 for index, each in enumerate(kept)]
+        return sum(drawn) / sum(each or drawn[index] for index, each in enumerate(counted)) if any(counted) else 0.0

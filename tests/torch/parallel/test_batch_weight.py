@@ -1,0 +1,101 @@
+"""How much a batch counts in its optimizer step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from raysgd.torch.objects.criteria import LossCall
+from raysgd.torch.parallel.batch import Batch
+from raysgd.torch.parallel.batch_weight import BatchWeights, Omitted
+
+LOSS = torch.ones((), requires_grad=True)
+OTHER = torch.zeros((), requires_grad=True)
+
+
+def labels(amount: Any, num_labels: int | None = 4) -> LossCall:
+    return LossCall("classes", None, None, LOSS, -100, amount, num_labels)
+
+
+@pytest.mark.parametrize(
+    ("call", "loss", "given", "num_samples", "weight"),
+    [
+        (None, LOSS, None, 4, None),  # samples
+        (labels(4), LOSS, None, 4, 4.0),
+        (labels(3), LOSS, None, 4, 3.0),
+        (labels(3), LOSS, 7, 4, 7.0),  # user code knows better
+        (labels(3), OTHER, 7, 4, 7.0),
+        (labels(4), OTHER, None, 4, None),  # another loss than the criterion's, and all labels count the same
+        (labels(3), LOSS, None, 0, 0.0),  # padding
+        (None, LOSS, 7, 0, 0.0),
+    ],
+)
+def test_a_batch_counts_by_a_given_weight_or_its_labels_or_its_samples(
+    call: LossCall | None, loss: torch.Tensor, given: Any, num_samples: int, weight: float | None
+) -> None:
+    weights, batch = BatchWeights(matter=True), Batch(num_samples=num_samples)
+    if call is not None:
+        weights.note_labels(batch, call)
+    assert weights.weight_of(batch, loss, given) == weight
+    weights.check_counted()
+
+
+def test_labels_that_count_unequally_need_the_loss_of_the_criterion_or_a_weight() -> None:
+    weights, batch = BatchWeights(matter=True), Batch(num_samples=4)
+    weights.note_labels(batch, labels(3))
+    with pytest.raises(ValueError, match="some labels are ignored by the loss"):
+        weights.weight_of(batch, OTHER, None)
+    weights.check_counted()
+
+
+def test_labels_on_a_device_are_checked_when_the_call_ends() -> None:
+    weights, batch = BatchWeights(matter=True), Batch(num_samples=4)
+    weights.note_labels(batch, labels(torch.tensor(3)))
+    assert weights.weight_of(batch, OTHER, None) is None
+    with pytest.raises(ValueError, match="some labels are ignored by the loss"):
+        weights.check_counted()
+
+
+def test_labels_do_not_matter_where_a_step_has_one_batch() -> None:
+    weights, batch = BatchWeights(matter=False), Batch(num_samples=4)
+    weights.note_labels(batch, labels(3))
+    assert (weights.weight_of(batch, LOSS, None), batch.amounts) == (None, [3])
+    weights.check_counted()
+
+
+def test_logical_shards_count_by_their_samples() -> None:
+    weights, batch = BatchWeights(matter=True, is_deterministic=True), Batch(num_samples=4)
+    weights.note_labels(batch, labels(4))
+    assert weights.weight_of(batch, LOSS, None) is None
+    with pytest.raises(ValueError, match=r"`weight=` of `self.backward`.* does not work with `deterministic=True`"):
+        weights.weight_of(batch, LOSS, 7)
+    weights.note_labels(batch, labels(3))
+    with pytest.raises(ValueError, match=r"a loss that ignores labels.* does not work with `deterministic=True`"):
+        weights.weight_of(batch, LOSS, None)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "told", "correction"),
+    [
+        ([8.0, 8.0], [[0.0, 0.0], [0.0, 0.0]], 1.0),
+        ([8.0], [[0.0], [4.0]], 2.0),
+        ([8.0], [[4.0], [4.0]], 0.0),
+        ([8.0, 8.0], [[0.0, 0.0], [0.0, 4.0]], 16 / 12),
+        ([8.0, 8.0], [[0.0, 4.0], [0.0, 4.0]], 1.0),  # a whole batch, as with Lightning
+        ([8.0, 8.0], [[4.0, 4.0], [4.0, 4.0]], 0.0),
+        ([8.0, 8.0], [[0.0, 4.0], [4.0, 4.0]], 16 / 12),
+        ([8.0, 0.0], [[0.0, 0.0], [4.0, 0.0]], 2.0),  # fewer batches than a window has
+    ],
+)
+def test_gradients_are_the_mean_over_the_samples_that_ranks_have_not_left_out(
+    drawn: list[float], told: list[list[float]], correction: float
+) -> None:
+    omitted = Omitted(len(drawn))
+    for index, number in enumerate(drawn):
+        omitted.note(index, number, told[0][index])
+    assert omitted.own == told[0]
+    assert not omitted.is_known
+    omitted.learn(told)
+    assert omitted.correction == pytest.approx(correction)
