@@ -138,7 +138,7 @@ class Lifecycle(ABC):
         self.facts: list[Any] = []
         self._replacements = Replacements()
         self._owes_spares = False
-        self._num_short = 0  # group size at which memory last ran out
+        self._num_short = 0  # largest group size at which memory ran out
         self._suspected: dict[str, float] = {}
         self.interrupted: int | None = None
         self.gives_state_up = self.is_fetching = self._is_ending = False

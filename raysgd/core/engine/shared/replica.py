@@ -81,8 +81,8 @@ class Replica(Protocol):
 class RegroupingReplica(Replica, Protocol):
     """A replica that can survive the loss of other replicas: it keeps its process and continues in a new group.
 
-    `heartbeat`, `propose_hold`, `resolve_hold`, `last_hold` and `part_of_snapshot` are called from a second thread while
-    a call runs.
+    `heartbeat`, `propose_hold`, `resolve_hold`, `last_hold` and `part_of_snapshot` are called from a second thread
+    while a call runs.
     """
 
     def replica_progress(self) -> ReplicaProgress:
