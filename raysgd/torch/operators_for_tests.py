@@ -12,7 +12,10 @@ Operator = TypeVar("Operator", bound=BaseOperator)
 
 
 def get_test_operator(operator_cls: type[Operator]) -> type[Operator]:
-    """Return a subclass whose `train_epoch` and `validate` call `config["custom_func"](operator, iterator, info)`."""
+    """Return a subclass whose `train_epoch` and `validate` call `config["custom_func"](operator, iterator, info)`.
+
+    If the config has no such function, both methods return `{"done": 1}`.
+    """
 
     class _TestOperator(operator_cls):  # type: ignore[valid-type, misc]
         resumes_epochs = False  # the user's function may not support continuing in the middle of an epoch

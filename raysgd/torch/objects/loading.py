@@ -57,7 +57,7 @@ def load_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _fill(own: Any, saved: Any, copies: dict[int, Any], taken: set[int]) -> None:
-    """Copy the tensors in `saved` into the tensors at the same positions in `own`.
+    """Copy each tensor in `saved` into the tensor under the same keys in `own`, if `_is_alike` returns True for them.
 
     Args:
         own: Current state of the optimizer.
@@ -147,7 +147,7 @@ def check_model(model: torch.nn.Module, saved: Any, left_out: Collection[str] = 
         left_out: Names, without the prefixes of `torch.compile`, of parameters that may be missing from the state.
 
     Raises:
-        ValueError: The names or shapes in the state differ from the model's.
+        ValueError: The state is malformed, or its names, shapes or memory layouts differ from the model's.
     """
     require(isinstance(saved, Mapping), f"the state of a model is a `{type(saved).__name__}`, not a dict")
     own = model.state_dict()
@@ -171,7 +171,7 @@ def _takes(own: torch.Tensor, saved: Any) -> bool:
     """Return True if a saved value can be loaded into a model's tensor.
 
     Args:
-        own: Tensor of the model. If it is a parameter of a lazy module, it accepts any shape.
+        own: Tensor of the model. An uninitialized parameter or buffer of a lazy module accepts any shape.
         saved: The saved value.
     """
     if not isinstance(saved, torch.Tensor) or saved.is_meta != own.is_meta:
@@ -244,9 +244,9 @@ def _check_settings(optimizer: Any, own: Mapping[str, Any], saved: Mapping[str, 
 
 
 def _check_slots(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Check the sizes of the tensors in an optimizer's state.
+    """Check the structure of an optimizer's state, and the sizes of its tensors if there is a fused implementation.
 
-    Fused optimizers do not check these sizes, and would access memory past the end of a tensor that is too small.
+    Fused implementations do not check these sizes, and would access memory past the end of a tensor that is too small.
     """
     slots = saved.get("state", {})
     require(isinstance(slots, Mapping), "the state of an optimizer's parameters is not a dict")

@@ -78,8 +78,8 @@ def capture(metric: Metric) -> MetricState:
 def remember(*holders: Any) -> Callable[[], None]:
     """Save the states of the metrics in some objects' attributes. Return a function that restores the metrics.
 
-    Metrics inside modules, lists, tuples and dicts are included. The function does not restore a metric that was reset
-    in the meantime.
+    Metrics inside modules, lists, tuples and dicts are included. The returned function skips metrics that were reset in
+    the meantime. It detects a reset only if the metric now has fewer updates than before.
 
     Args:
         holders: Objects whose attributes contain the metrics.
@@ -113,7 +113,8 @@ def set_aside(*holders: Any) -> Iterator[None]:
 def remember_all(metrics: Iterable[Metric]) -> Callable[[], None]:
     """Save the states of metrics, and of metrics nested in them. Return a function that restores the metrics.
 
-    The function does not restore a metric that was reset in the meantime.
+    The returned function skips metrics that were reset in the meantime. It detects a reset only if the metric now has
+    fewer updates than before.
     """
     inner_metrics = {id(inner): inner for metric in metrics for inner in _metrics_in(metric)}
     kept = [(metric, _contents(metric)) for metric in inner_metrics.values()]
@@ -165,7 +166,10 @@ def _metric_class() -> type[Metric]:
 
 
 def _metrics_in(metric: torch.nn.Module) -> Iterator[Metric]:
-    """Yield a metric and the metrics nested in it. For example, a wrapper metric has its state in a nested metric."""
+    """Yield the metrics in a module, starting with the module itself if it is a metric.
+
+    Metrics can be nested. For example, a wrapper metric has its state in a nested metric.
+    """
     metric_cls = _metric_class()
     return (module for module in metric.modules() if isinstance(module, metric_cls))
 

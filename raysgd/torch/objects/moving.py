@@ -64,9 +64,9 @@ def read_tensors(tensors: list[torch.Tensor]) -> list[float]:
 
 
 def packed(model: torch.nn.Module) -> torch.nn.Module:
-    """Make a copy of a model picklable, in place, and return it. The receiving process must call `unpacked` on it.
+    """Make a model picklable, in place, and return the model. The receiving process must call `unpacked` on it.
 
-    Two things cannot be pickled. Modules with a parametrization have a class that `torch.nn.utils.parametrize` created,
+    The model must be a copy that is not trained, because `packed` changes the classes of its modules. Two things cannot be pickled. Modules with a parametrization have a class that `torch.nn.utils.parametrize` created,
     so they get their original class back. Hooks of `transformers` that collect outputs refer to a global variable,
     which is pickled by its name.
     """
@@ -81,8 +81,8 @@ def packed(model: torch.nn.Module) -> torch.nn.Module:
 def unpacked(model: torch.nn.Module) -> torch.nn.Module:
     """Undo `packed` on a model, in place, in the process that has received the model. Return the model.
 
-    Modules with a parametrization get back the class that `torch.nn.utils.parametrize` creates. The modules are added
-    to the registry in which `transformers` looks up which outputs to collect.
+    Modules with a parametrization get back the class that `torch.nn.utils.parametrize` creates. Modules of
+    `transformers` are added to the registry in which `transformers` looks up which outputs to collect.
     """
     registry = getattr(sys.modules.get(_CAPTURING), "_CAN_RECORD_REGISTRY", {})
     parts: list[Any] = list(model.modules())

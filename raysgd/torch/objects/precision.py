@@ -181,7 +181,8 @@ class NativeAmp(Precision):
         """Step an optimizer, unless its gradients have overflowed. Once all optimizers have stepped, update the scale.
 
         All optimizers share the scale of the gradients. If the scale were updated earlier, the gradients of the
-        remaining optimizers would have the old scale.
+        remaining optimizers would have the old scale. However, if an optimizer steps again before all others have
+        stepped, the scale is updated before this second step.
         """
         if id(optimizer) in self._stepped:
             self._update()

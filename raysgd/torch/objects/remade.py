@@ -1,9 +1,9 @@
 """Omits frozen parameters, which `setup` recreates, from snapshots and checkpoints. Stores their digests instead.
 
 A digest is a hash of the parameter's values, with its dtype and shape. This module is imported only if an operator sets
-`remakes_frozen = True`. Saved states then omit the parameters that are frozen at the end of `setup`. Once such a
-parameter becomes trainable, even temporarily, states contain the parameter from then on. If a parameter changes while
-it is frozen, saving a state raises an error that names the parameter. See ADR 150.
+`remakes_frozen = True`. Saved states then omit the parameters that are frozen at the end of `setup`. If user
+code unfreezes such a parameter and calls `rewrap`, states contain the parameter from then on, even if it is frozen
+again. If a parameter changes while it is frozen, saving a state raises an error that names the parameter. See ADR 150.
 """
 
 from __future__ import annotations
@@ -159,9 +159,10 @@ class RemadeParameters:
     def check_unchanged(self) -> None:
         """Check that no omitted parameter has changed since `setup`.
 
-        PyTorch increments the version of a tensor with each write, except for writes through `.data`. Therefore, the
-        version and a few values of each parameter are compared. All values are compared only if the version or one of
-        the few values has changed.
+        First, the version and the memory address of each parameter are compared. If any of these has changed, all
+        values of the affected parameters are compared. PyTorch increments the version with each write, except for
+        writes through `.data`. Therefore, if no version or address has changed, a few values of each parameter are
+        compared. If one of these has changed, all values of all parameters are compared.
 
         Raises:
             ValueError: A parameter no longer has the values that `setup` gave it.
@@ -284,7 +285,9 @@ class RemadeParameters:
             self._made[index][name].keep_original()
 
     def end_loading(self, index: int, left_out: Collection[str]) -> None:
-        """Restore the original values of parameters that a loaded state omits. States saved later omit the frozen ones.
+        """Restore the original values of parameters that a loaded state omits.
+
+        States that are saved later also omit these parameters, unless they are trainable.
 
         Args:
             index: Index of the module whose state was loaded.
@@ -376,7 +379,7 @@ def _maker_in(record: Any) -> str:
 
 
 def parts_of(record: Any) -> Sequence[Any]:
-    """Return the digests in a saved state: a dict for each module, or None for a module whose state omits nothing.
+    """Return the digests in a saved state: a dict for each module, or None for a module without a record.
 
     Args:
         record: Record of the omitted parameters in the saved state, which `RemadeParameters.record` returned.
@@ -391,7 +394,11 @@ def parts_of(record: Any) -> Sequence[Any]:
 
 
 def _digests_in(record: Any, index: int) -> Digests | None:
-    """Return the digests of the parameters that the saved state of a module omits; None if it omits nothing."""
+    """Return the digests of the parameters that the saved state of a module omits.
+
+    Return None if the saved state has no record of this module. This is the case if the operator that saved the state
+    did not set `remakes_frozen`.
+    """
     parts = () if record is None else parts_of(record)
     digests = parts[index] if index < len(parts) else None
     require(digests is None or isinstance(digests, Mapping), "its `remade` does not say what is left out")
@@ -430,8 +437,9 @@ def _has_numbers(parameter: torch.Tensor) -> bool:
 def digest_of(tensor: torch.Tensor) -> str:
     """Return a string with the dtype, shape and hash of a tensor. The string does not depend on the tensor's device.
 
-    To save time, the tensor's device first sums rows of 512 eight-byte words, and only the sums are hashed. The hash
-    detects accidental differences, but an attacker could construct weights that have a given hash.
+    To save time, the tensor's device first sums rows of 512 eight-byte words. Only the sums, and the bytes after the
+    last full row, are hashed. The hash does not depend on the order of the words in a row. It detects nearly all other
+    accidental differences, but an attacker could construct weights that have a given hash.
 
     Examples:
         >>> digest_of(torch.ones(2, 3))

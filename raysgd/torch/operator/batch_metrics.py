@@ -86,7 +86,8 @@ class BatchMetrics(Internals):
                 the batch is weighted by its number of labels. This requires that the criterion averages over labels.
 
         Raises:
-            ValueError: The batch has no weight, and its numbers of samples and labels are unknown.
+            ValueError: The batch has no weight, and its number of samples is unknown. Also, its number of labels is
+                unknown, or metrics were logged, which cannot be weighted by labels.
         """
         num_samples, found = self._sizes_of((*features, target))
         if weight is None and found != num_samples:
@@ -99,9 +100,12 @@ class BatchMetrics(Internals):
     def report(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Complete the metrics of the default `train_batch` before its backward pass, and return them.
 
-        In the default training loop, also add the metrics to the epoch's metrics, as pending. During the backward pass,
-        each rank sends the sums of its epoch's metrics to the other ranks together with the gradients. These sums must
+        Also add them to the epoch's metrics, as pending, unless the batch is padding. During the backward pass, each
+        rank sends the sums of its epoch's metrics to the other ranks together with the gradients. These sums must
         include the current batch. Pending metrics become final once the optimizer step is complete.
+
+        If the operator overrides `train_epoch` or `train_batch`, or outside a call, return the metrics unchanged. User
+        code may change them before `end_batch` adds them.
         """
         if not self._reports_ahead or self.leg is None:
             return metrics
@@ -115,8 +119,9 @@ class BatchMetrics(Internals):
     def end_batch(self, metrics: Any, batch: Any) -> None:
         """End a training batch. Add the metrics that `train_batch` returned to the epoch's metrics, as pending.
 
-        If `report` has already added these metrics, they are not added again. The batch counts in the operator's
-        `global_step` at once, but pending metrics become final only once the training loop requests the next batch.
+        If `report` has already added these metrics, they are not added again. The metrics of padding are not added. The
+        operator's `global_step` is incremented at once, if the batch is the last part of its global batch. Pending
+        metrics become final only once the training loop requests the next batch.
         """
         leg, reported, self._reported = self.parallel.leg, self._reported, None
         if leg.batch.needs_backward:  # `train_batch` ran no backward pass
@@ -224,8 +229,8 @@ class BatchMetrics(Internals):
         Return None if `val_loss` does not come from the criterion, so that it is weighted by samples.
 
         Raises:
-            ValueError: `val_loss` does not come from the criterion, but cannot be weighted by samples either, because
-                the criterion ignores labels or weights them unequally.
+            ValueError: `val_loss` does not come from the criterion and has no weight of its own. It cannot be weighted
+                by samples either, because the criterion ignores labels or weights them unequally.
         """
         loss = metrics.get("val_loss")
         for call in self.evaluated:

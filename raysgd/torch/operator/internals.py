@@ -131,7 +131,7 @@ class TorchInternals(BatchMetrics):
         hooks: Clips gradients before optimizers step, even if user code calls an optimizer's `step`.
         gradients: Computes gradients and steps optimizers.
         chosen: Hyperparameters of the optimizers, such as learning rates, that `setup` chose.
-        follows_rate: True if the optimizers' learning rates were adjusted when the config last changed.
+        follows_rate: True if the optimizers' learning rates were adjusted when the config's `lr` last changed.
     """
 
     def __init__(self, operator: Any, config: dict[str, Any], context: OperatorContext) -> None:

@@ -131,8 +131,8 @@ class RegisteringOperator(BaseOperator):
             `(models, optimizers[, criterion][, schedulers])`, each in the same container type as the argument.
 
         Raises:
-            InvalidRegistrationError: An object has the wrong type or, with several workers, an optimizer has parameters
-                that belong to no registered module.
+            InvalidRegistrationError: An object has the wrong type, or an optimizer has no parameters. Or there are
+                several workers, and an optimizer has parameters that belong to no registered module.
             ValueError: `ddp_args` or `apex_args` is not a dict, or `schedulers` was passed without the trainer's
                 `scheduler_step_freq`.
             TypeError: An unknown keyword argument was passed.
@@ -150,8 +150,10 @@ class RegisteringOperator(BaseOperator):
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
         """Register the data loaders.
 
-        A `DataLoader` over a map-style dataset is sharded over the workers. Its sampler decides the order, and its
-        `batch_size` applies to one worker. Any other iterable is not sharded: every worker reads all of it.
+        A `DataLoader` over a map-style dataset is sharded over the workers. Its sampler decides the order. Its
+        `batch_size` applies to one worker or, with the trainer's `split_batches=True`, to all workers together. A
+        `Stream` and a dataset of Ray Data are sharded, too. Any other iterable is not sharded: every worker reads all
+        of it. With the trainer's `add_dist_sampler=False`, nothing is sharded, and streams are rejected.
         """
         data = self._raysgd.data = register_data(
             self._raysgd.context, train_loader, validation_loader, self._raysgd.as_batch

@@ -1,8 +1,8 @@
 """Implements the operator's `register` and `register_data`: checks, prepares, wraps and records the user's objects.
 
-The library trains, saves and restores only registered objects, and ignores the operator's other attributes. For each
-argument, the user may pass a single object or a container of objects. `register` returns the wrapped objects in the
-same type of container.
+The library trains, saves and restores only registered objects, not the operator's other attributes. The user may pass
+models, optimizers and schedulers as a single object, or as a list or tuple. `register` returns the wrapped objects in
+the same form.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def criterion_of(given: Any) -> Any:
     """Check the argument `criterion` of `register`, which may be None, and return the argument.
 
     Raises:
-        InvalidRegistrationError: The criterion is not callable.
+        InvalidRegistrationError: The criterion is not callable, or is a class.
     """
     if not given:
         return None
@@ -171,7 +171,7 @@ class RegisteredObjects:
         original_models: Models without wrappers.
         models: Models with wrappers such as `DistributedDataParallel`. Training calls the wrappers.
         optimizers: Optimizers. With Horovod, they are wrapped.
-        criterion: Criterion, wrapped if it has parameters.
+        criterion: Criterion, wrapped like a model if it has parameters.
         original_criterion: Unwrapped criterion if it has trainable parameters; otherwise None.
         own_criterion: Wrapped criterion if it has any parameters, trainable or frozen; otherwise None.
         schedulers: Learning rate schedulers.
@@ -254,8 +254,8 @@ def register(
             because the user's overrides may read the registered objects.
 
     Raises:
-        InvalidRegistrationError: An object has the wrong type. Or there are several workers, and an optimizer has
-            parameters that belong to no registered module.
+        InvalidRegistrationError: An object has the wrong type, or an optimizer has no parameters. Or there are several
+            workers, and an optimizer has parameters that belong to no registered module.
         ValueError: `ddp_args` or `apex_args` is not a dict, or schedulers are passed without `scheduler_step_freq`.
     """
     parallel = context.parallel
@@ -378,7 +378,8 @@ def register_data(
         make_batch: Function that converts arrays from Ray Data to a batch.
 
     Raises:
-        InvalidRegistrationError: A loader does not yield batches.
+        InvalidRegistrationError: A loader does not yield batches. Or the trainer's options do not support streams, or
+            with several workers, training on a dataset of Ray Data.
     """
     for name, loader in (("train_loader", train_loader), ("validation_loader", validation_loader)):
         if ray_batches(loader) is None and not isinstance(loader, Stream):

@@ -24,9 +24,13 @@ from raysgd.trainer.configuration.settings import STREAMS_NEED, ReplicaSettings
 class TorchSettings(ReplicaSettings):
     """Settings of a `TorchTrainer` that all its workers use.
 
-    The docstring of `TorchTrainer` explains all fields except `may_grow`.
+    The docstring of `TorchTrainer` explains the fields that are not listed here.
 
     Attributes:
+        use_horovod: True if the trainer's `backend` is "horovod".
+        step_options: The trainer's arguments for optimizer steps, such as `clip_grad_norm`.
+        fsdp_options: The trainer's `strategy_options`.
+        worker_callbacks: The user's callbacks that run in the workers.
         may_grow: True to wrap models even if there is only one worker, because other workers may join later.
 
     Raises:

@@ -17,7 +17,11 @@ from raysgd.trainer.worker.state.state_checks import require
 
 Flags = tuple[list[list[bool]], list[int]]
 Noted = dict[str, Any]
-"""Names of parameters, in a dict. `frozen`: frozen parameters of each module. `groups`: groups of each optimizer."""
+"""Names of parameters, in a dict with two keys.
+
+`frozen`: for each module, the names of its frozen parameters. `groups`: for each optimizer, a list of names for each
+parameter group. Names in `groups` are prefixed with the index of the module.
+"""
 
 
 class TrainedParts:
@@ -56,7 +60,8 @@ class TrainedParts:
         as a GAN, may freeze a whole model during a part of each batch.
 
         Args:
-            freezes_in_batches: True to ignore all newly frozen parameters and detect only unfrozen ones.
+            freezes_in_batches: True to ignore newly frozen parameters. Unfrozen parameters and added parameter groups
+                are still detected.
         """
         present = _flags_of(self._registered)
         if present == self._flags:
@@ -74,7 +79,8 @@ class TrainedParts:
         """Check that user code has called `rewrap` after each change of the frozen parameters or parameter groups.
 
         Args:
-            freezes_in_batches: True to ignore all newly frozen parameters and detect only unfrozen ones.
+            freezes_in_batches: True to ignore newly frozen parameters. Unfrozen parameters and added parameter groups
+                are still detected.
 
         Raises:
             ValueError: Parameters were frozen or unfrozen, or parameter groups were added, without a call to `rewrap`.
@@ -147,6 +153,8 @@ def _give_groups(
     optimizer: Any, groups: Sequence[Sequence[str | None]], parameters: Mapping[Any, torch.Tensor]
 ) -> None:
     """Replace an optimizer's parameter groups, starting with the first group that differs from its entry in `groups`.
+
+    The optimizer's state of the parameters in replaced groups is discarded.
 
     Args:
         optimizer: Optimizer to change.

@@ -19,9 +19,11 @@ class Batch:
         total: Number of samples by which the batch is weighted in its step; None without gradient accumulation.
         number: Number of batches that training code has requested in the leg, including this batch; 0 before the first
             batch.
-        index: Number of global batches of the step that are complete after this batch.
+        index: With gradient accumulation, number of global batches of the step that are complete after this batch;
+            otherwise 0.
         is_last_part: True if the global batch ends with this batch.
-        is_boundary: True if the optimizer step ends with this batch. Always True without accumulation.
+        is_boundary: True if the optimizer step ends with this batch. Always True without gradient accumulation and
+            without logical shards.
 
     Attributes:
         weight, num_samples, total, number, index, is_last_part, is_boundary: Values of the arguments with these names.

@@ -26,7 +26,7 @@ class _WrappedModel:
         model: The wrapper, which contains the model.
         options: Arguments that the wrapper was created with.
         covered: Parameters whose gradients the wrapper averages. They were trainable when the wrapper was created, or
-            at the last `rewrap`.
+            at the last `rewrap`. If no parameter was trainable at the last `rewrap`, see `_with_gradients`.
     """
 
     model: DistributedDataParallel
@@ -56,13 +56,15 @@ class DDP(Strategy):
     ) -> torch.nn.Module:
         """Wrap a model, copy rank 0's weights to the other ranks, and return the wrapper.
 
-        A model without trainable parameters is not wrapped. The method then returns the model itself.
+        If `shares_frozen` is False, frozen parameters are not copied. A model without trainable parameters is not
+        wrapped. The method then returns the model itself.
 
         Args:
             model: Model on this rank's device.
             device_ids: Argument of `DistributedDataParallel`.
             options: Further arguments of `DistributedDataParallel`, and the user's communication hook.
-            init_sync: False not to copy rank 0's weights to the other ranks.
+            init_sync: False to skip copying the weights. Has no effect if `shares_frozen` is False, or if the model has
+                no trainable parameters.
         """
         covered = trainable(model)
         if not covered:
@@ -145,7 +147,8 @@ class DDP(Strategy):
         Each model's hook weights the model's gradients, all-reduces them, and records whether the all-reduce succeeds.
 
         Raises:
-            ValueError: The user registered a communication hook on a model. PyTorch allows one hook per model.
+            ValueError: The user registered a communication hook on a model, and PyTorch allows only one per model. Or
+                the user wrapped a model with a `process_group`.
         """
         leg = super().begin_leg(models, may_run_backward, **options)
         leg.check = partial(self._check_step, leg.check)
@@ -191,8 +194,9 @@ class DDP(Strategy):
         """Run another backward pass of the same batch in the `with` block, then average the gradients over the ranks.
 
         `DistributedDataParallel` averages gradients only once after each forward pass, so it does not always average
-        the gradients of a second backward pass. This method averages the sums of old and new gradients. The old
-        gradients are already the same on all ranks, so averaging does not change their part of the sum.
+        the gradients of a second backward pass. If it did not, this method averages the sums of old and new gradients.
+        The old gradients are already the same on all ranks, so averaging does not change their part of the sum. With
+        gradient accumulation, gradients are averaged only in the last batch of a step.
         """
         self.exchanged.clear()
         with super().further_pass(parameters):
