@@ -535,7 +535,9 @@ class DatasetConfig:
         use_stream_api: True to read blocks while training. Default: False.
         stream_window_size: Number of bytes to read ahead with `use_stream_api`. Default: 1 GiB.
         global_shuffle: True to shuffle all rows before each epoch. Default: False.
-        randomize_block_order: True to randomize the order of the blocks in each epoch. Default: True.
+        randomize_block_order: True to randomize the order of the blocks in each epoch. Ray Data then reads the whole
+            dataset before the first batch. Blocks therefore keep their order if this is None, although `fill_defaults`
+            returns True as in Ray AIR.
     """
 
     fit: bool | None = None
