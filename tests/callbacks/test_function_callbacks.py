@@ -140,6 +140,22 @@ class TestInRunConfig:
         assert after.state == 1
 
 
+def test_callbacks_that_run_last_are_called_after_the_others(trial: FitTrialView) -> None:
+    called: list[str] = []
+
+    class Named(Callback):
+        def __init__(self, name: str, runs_last: bool) -> None:
+            self.name, self.runs_last = name, runs_last
+
+        def on_result(self, run: Run, result: dict[str, Any]) -> None:
+            called.append(self.name)
+
+    callbacks = RunCallbacks([Named("saving", True), Named("adding", False)], trial)
+    callbacks.start(after_failure=False, restores=False)
+    callbacks.report({"loss": 1.0, "training_iteration": 1})
+    assert called == ["adding", "saving"]
+
+
 def test_functions_take_their_steps_themselves(trial: FitTrialView) -> None:
     words = "`GradientNorms` runs in the workers, around each step, and a training function"
     for make in (TrainerCallbacks, lambda given: RunCallbacks(given, trial)):
