@@ -457,9 +457,9 @@ class RunCallbacks(Dispatcher):
         Call this method before you update `trial.checkpoint`, as Ray Tune does.
         """
         self._on("on_checkpoint", checkpoint=checkpoint)
-        path = getattr(checkpoint, "path", None)
-        if path is not None:  # with `num_to_keep=0`, the checkpoint is in memory and has no path
-            self._unless_failed(self._own.tell, "on_checkpoint", str(path))
+        _, place = checkpoint.get_internal_representation()
+        if isinstance(place, str):  # with `num_to_keep=0`, the checkpoint is in memory and has no place
+            self._unless_failed(self._own.tell, "on_checkpoint", place)
 
     def saved(self) -> None:
         """Call `on_trial_save` of the Ray Tune callbacks.
