@@ -333,6 +333,16 @@ def test_a_single_rank_forms_a_group_where_it_is_asked_to() -> None:
         assert not torch_is_connected()
 
 
+def test_a_second_group_waits_as_long_as_the_first() -> None:
+    import torch
+
+    connection = TorchConnection(timeout_s=77)
+    connection.join(meeting(connection.open_endpoint("127.0.0.1", 0)), World(0, 1), even_alone=True)
+    gloo = connection.new_group_beside()._get_backend(torch.device("cpu"))
+    assert gloo.options._timeout.total_seconds() == 77
+    connection.leave()
+
+
 def test_waiting_for_others_to_join_can_be_interrupted_from_another_thread() -> None:
     connection = TorchConnection("gloo", timeout_s=600)
     place = meeting(connection.open_endpoint("127.0.0.1", 0), 1)

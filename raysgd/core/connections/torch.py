@@ -241,8 +241,8 @@ class TorchConnection(ListeningConnection):
         before = open_sockets() if self.transport != "gloo" else {}
         if self._gloo is not None:
             self._gloo.found = None  # makes `cut` search again, so that it also shuts down the new group's sockets
-        timeout = None if form_timeout_s is None else datetime.timedelta(seconds=form_timeout_s)
-        group = dist.new_group(backend="gloo", timeout=timeout)
+        timeout_s = self.timeout_s if form_timeout_s is None else form_timeout_s
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         self._beside.append(group)
         if self._gloo is not None:
             # With NCCL, gloo wrote its addresses to the `TCPStore`, so also write them to the board.
