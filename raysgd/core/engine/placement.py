@@ -506,9 +506,9 @@ class Reservation:
     def actor_options(self, index: int) -> dict[str, Any]:
         """Return the Ray options that place an actor in the bundle with this index.
 
-        The actor's child tasks are not placed in the bundle, because the actor uses all of it. They are placed like
-        child tasks of this process. In a Tune trial, they are placed in the trial's placement group, which may have a
-        bundle for them.
+        The actor's child tasks are not placed in the bundle, because the actor uses all of it. If this reservation
+        uses an existing placement group, they are placed like child tasks of this process. In a Tune trial, they are
+        placed in the trial's placement group, which may have a bundle for them.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -524,6 +524,8 @@ class Reservation:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 placement_group=group,
                 placement_group_bundle_index=index if self._own is not None else -1,
+                # With None, Ray asks how this process's own child tasks are placed.
+                placement_group_capture_child_tasks=False if self._own is not None else None,
             )
         return options
 

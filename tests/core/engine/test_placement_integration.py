@@ -294,6 +294,20 @@ def test_inside_somebody_elses_group_that_one_is_used_and_left_as_it_was(ray_clu
     assert num_fitting == 3
 
 
+def ask_for_twice_outside() -> int:
+    group = WorkerGroup(GroupSpec(NullConnection(), CountingReplica, within=None), 1)
+    group.start(120)
+    try:
+        [answer] = group.on_replica(ask_for_twice, {0: (3,)}).values
+        return int(answer.value)
+    finally:
+        group.stop(10)
+
+
+def test_a_task_inside_a_worker_that_left_somebody_elses_group_finds_room_beside_its_own(ray_cluster: None) -> None:
+    assert in_a_trial(1, ask_for_twice_outside) == 6
+
+
 def reserve_one() -> tuple[bool, int]:
     reservation = Reservation(Resources(), 1)
     try:
