@@ -494,12 +494,16 @@ class Reservation:
         logger.warning("%s\nWaiting up to %g s for nodes to join.", reason, timeout_s)
 
     def _tell_missing(self, timeout_s: float) -> None:
-        num_fitting = min(self._num_workers, capacity(cluster_view(), self._need))
+        if self._need.labels:  # `capacity` does not know which nodes have the labels
+            found = f"on nodes with the labels {dict(self._need.labels)}"
+        else:
+            num_fitting = min(self._num_workers, capacity(cluster_view(), self._need))
+            found = f"resources for {num_fitting} are free now"
         logger.warning(
-            "waiting for resources: %s workers with %s each, resources for %s are free now; giving up after %g s",
+            "waiting for resources: %s workers with %s each, %s; giving up after %g s",
             self._num_workers,
             self._need.bundle(),
-            num_fitting,
+            found,
             timeout_s,
         )
 

@@ -207,6 +207,16 @@ def test_what_others_hold_is_told_in_one_line_once_it_takes_long(
     ]
 
 
+def test_what_other_nodes_have_is_not_told_if_nodes_need_a_label(
+    ray_cluster: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "_TELL_S", 0.05)
+    with pytest.raises(ReservationTimeoutError):
+        Reservation(Resources(labels={"zone": "b"}), 1).wait(0.3)
+    told = "1 workers with {'CPU': 1.0} each, on nodes with the labels {'zone': 'b'}; giving up after 0.3 s"
+    assert warnings_in(caplog) == [f"waiting for resources: {told}"]
+
+
 def test_ctrl_c_while_resources_are_awaited_is_heard_at_once_and_leaves_nothing_reserved(ray_cluster: None) -> None:
     group = WorkerGroup(GroupSpec(NullConnection(), CountingReplica, Resources(num_cpus=100)), 1)
     press = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
