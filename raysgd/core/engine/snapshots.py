@@ -219,7 +219,7 @@ class Snapshots:
     Attributes:
         landed: The newest snapshot that has arrived in the driver.
         landed_token: Token that identifies `landed` in the workers.
-        landed_at: Time at which `landed` arrived.
+        landed_at: Time at which `landed` arrived, or None.
         is_awaited: True if a caller needs the snapshot that is in transit. A restart must then wait longer for that
             snapshot.
         must_follow: True if the workers must copy their state as soon as possible.
@@ -468,7 +468,7 @@ class Snapshots:
     def clear(self) -> None:
         """Discard the snapshots and the retained calls."""
         self._replace_landed(None)
-        self._coming = None
+        self._coming = self.landed_at = None
         self.forget_calls()
 
     def begin_again(self) -> None:

@@ -290,7 +290,10 @@ class WorkerProcess:
 
     @_guarded
     def open_endpoint(self, host: str, rank: int) -> int:
-        """Leave the current group, if any, and listen on a port for the ranks of the next group. Return the port."""
+        """Leave the current group, if any, and listen for the ranks of the next group.
+
+        Return the number of the endpoint. It holds the port: see `PORT_BITS`.
+        """
         # Also leave the single-rank group in which a standby worker was prepared, and a group that could not be formed.
         if self._replica is not None or self._world.size:
             self._connection.leave()
@@ -351,8 +354,8 @@ class WorkerProcess:
         """Leave the group, even if it is broken, and listen at `host` for the ranks of the next group.
 
         Returns:
-            The replica's progress and the port. The port is None if the worker can listen only once its next rank is
-            set.
+            The replica's progress and the number of the endpoint, as `open_endpoint` returns it. The number is None if
+            the worker can listen only once its next rank is set.
         """
         connection, replica = self._connection, self.replica
         connection.leave_for_another()
