@@ -137,8 +137,12 @@ class JournalWriter:
             self._append({"kind": GAP, "first_step": first, "last_step": last})
 
     def _append(self, line: Line) -> None:
-        with (self._folder / LINES_FILE).open("a", encoding="utf-8") as file:
-            file.write(f"{json.dumps(line, allow_nan=False)}\n")
+        with (self._folder / LINES_FILE).open("a+b") as file:
+            file.seek(max(0, file.tell() - 1))
+            if file.read() not in (b"", b"\n"):  # a full disk or a kill has cut off the last line, so remove its rest
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+            file.write(f"{json.dumps(line, allow_nan=False)}\n".encode())
 
 
 class Journal:
@@ -247,7 +251,8 @@ def _as_steps(content: bytes) -> Steps:
 
 
 def _lines(path: Path) -> Iterator[Line]:
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    """Yield the lines of a journal. A line without a line break was not written completely, and is left out."""
+    for number, text in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
         try:
             line = json.loads(text)
         except (ValueError, RecursionError) as error:
