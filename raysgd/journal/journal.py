@@ -128,7 +128,7 @@ class JournalWriter:
             self._append({"kind": CHECKPOINT, "step": step, "location": location})
 
     def note_gap(self, first: int, last: int) -> None:
-        """Record that reports about steps from `first` to `last` were lost. Readers of the journal skip this line.
+        """Record that reports about steps from `first` to `last` were lost.
 
         Raises:
             OSError: The file cannot be written.
@@ -174,6 +174,7 @@ class Journal:
             )
         self.steps = _read_steps(place / STEPS_FILE)
         legs, self.checkpoints = list[tuple[int, Line, Line]](), dict[int, str]()
+        self._gap_ends = list[int]()  # numbers of steps at which a range of steps without records ends
         run: Line = {}
         try:
             for line in _lines(place / LINES_FILE):
@@ -182,8 +183,11 @@ class Journal:
                     _check_format(line)
                 elif line["kind"] == CHECKPOINT:
                     self.checkpoints[int(line["step"])] = str(line["location"])
+                elif line["kind"] == GAP:
+                    self._gap_ends.append(int(line["last_step"]))
                 elif line["kind"] == LEG:
                     after = int(line["step"])
+                    self._gap_ends = [end for end in self._gap_ends if end <= after]
                     legs = [each for each in legs if each[0] < after]
                     self.checkpoints = {step: at for step, at in self.checkpoints.items() if step <= after}
                     legs.append((after, line, run))
@@ -239,7 +243,8 @@ class Journal:
         """
         leg = self.leg_of(number)
         taken = np.flatnonzero(self.steps["weight"][leg.after : number - 1])
-        return leg.after + (int(taken[-1]) + 1 if len(taken) else 0)
+        begin = leg.after + (int(taken[-1]) + 1 if len(taken) else 0)
+        return max(begin, *(end for end in self._gap_ends if end < number), 0)
 
 
 def _read_steps(path: Path) -> Steps:

@@ -206,6 +206,17 @@ def test_records_may_come_in_any_order_and_leave_gaps(tmp_path: Path) -> None:
     assert (tmp_path / "journal" / STEPS_FILE).stat().st_size == 6 * 16
 
 
+def test_lost_steps_are_no_batches_of_the_next_step(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path, {})
+    writer.begin_leg({"step": 0})
+    writer.write_steps(np.array([1, 2, 3, 7, 9]), np.array([(0.5, NO_NORM, 4)] * 5, STEPS))
+    writer.note_gap(4, 6)
+    assert [Journal(tmp_path).begin_of(step) for step in (3, 7, 9)] == [2, 6, 7]
+    writer.begin_leg({"step": 4})  # the steps from 5 are repeated
+    writer.write_steps(np.array([7]), np.array([(0.5, NO_NORM, 4)], STEPS))
+    assert Journal(tmp_path).begin_of(7) == 4
+
+
 @pytest.mark.parametrize("rest", ['{"kind": "checkp', '{"kind": "leg", "step": 3}', "\0\0\0"])
 def test_a_line_that_was_cut_off_is_left_out_and_replaced_by_the_next(tmp_path: Path, rest: str) -> None:
     lines = tmp_path / "journal" / "journal.jsonl"
