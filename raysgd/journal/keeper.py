@@ -303,7 +303,7 @@ def header_of(settings: Any) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if a value can be written as JSON and read again without a change."""
+    """Return True if a value can be written as JSON and read again unchanged, except that tuples become lists."""
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, dict):
