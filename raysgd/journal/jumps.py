@@ -12,8 +12,8 @@ The largest distance ignores outliers: it is the second largest of 20 steps and 
 spread is the median absolute deviation times 1.48, which estimates the standard deviation of a normal distribution.
 
 Losses outside the range do not change the range. Steps close together whose losses are outside the range form one jump,
-which starts at the first of these steps. If the loss stays outside the range for 100 steps, these steps define a new
-range.
+which starts at the first of these steps. If the loss is finite, but outside the range for 100 steps, these steps define
+a new range.
 
 A negative loss has no logarithm. If any loss of the run is negative, all losses are divided by the median of their
 absolute values instead. The distances that correspond to the factor of 1,000 and to 10% are then 1,000 and 0.1.
@@ -129,14 +129,17 @@ def find_jumps(losses: Sequence[float]) -> list[Jump]:
             usual.add(value)
             continue
         last = found[-1] if found else None
-        outside = [*outside, value] if last is not None and index - last.last == 1 else [value]
+        if last is None or index - last.last > 1 or not math.isfinite(loss):
+            outside = []
+        if math.isfinite(loss):
+            outside.append(value)
         if last is not None and index - last.last <= _TOGETHER:
             highest = loss if not math.isfinite(loss) else max(last.highest, loss)
             highest = highest if math.isfinite(last.highest) else last.highest
             found[-1] = Jump(last.first, index, highest, last.usual, last.limit)
         else:
             found.append(Jump(index, index, loss, from_scale(usual.median), from_scale(limit)))
-        if len(outside) >= _NEW_RANGE and all(map(math.isfinite, outside)):
+        if len(outside) >= _NEW_RANGE:
             usual.restart(outside)
             outside = []
     return found
