@@ -273,8 +273,8 @@ class TrainingFailedError(RaySGDError, RuntimeError):
 class WorkerFault:
     """One worker's exception in a form that can be sent to another process.
 
-    If the worker runs in the driver's process, nothing is sent. The exception then keeps its stack frames, and the
-    texts that describe the frames stay empty.
+    If the worker runs in the driver's process, nothing is sent. The exception then keeps its stack frames, and
+    `traceback_text`, `callers` and `causes` stay empty.
 
     Attributes:
         rank: World rank of the worker, or -1 before ranks are assigned.

@@ -71,6 +71,7 @@ class DictContent:
     def write_to(self, target: Path) -> None:
         """Write the checkpoint's content and metadata into an existing folder."""
         write_dict(self.as_dict(), target)
+        (target / METADATA_FILE).unlink(missing_ok=True)
         if self._metadata:
             (target / METADATA_FILE).write_text(json.dumps(self._metadata), encoding="utf-8")
 
@@ -124,6 +125,7 @@ class FolderContent:
 
     def write_to(self, target: Path) -> None:
         if not (self.folder.is_local and self.folder.local_path.resolve() == target.resolve()):
+            (target / METADATA_FILE).unlink(missing_ok=True)
             self.folder.download(target)
 
     def metadata(self) -> dict[str, Any]:

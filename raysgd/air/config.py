@@ -139,7 +139,7 @@ class SyncConfig:
     A run writes directly to its `storage_path`, so there is no periodic sync. Only `upload_dir` has an effect.
 
     Attributes:
-        upload_dir: Former name of `RunConfig(storage_path=...)`.
+        upload_dir: Former name of `RunConfig(storage_path=...)`. The value is moved to `storage_path`.
         syncer: No effect.
         sync_period: No effect.
         sync_timeout: No effect.
@@ -222,13 +222,15 @@ class RunConfig:
         """Move `sync_config.upload_dir` or `local_dir`, the former names of `storage_path`, into `storage_path`."""
         _check_place("storage_path", self.storage_path)
         _check_place("local_dir", self.local_dir)
-        if self.local_dir is not None and self.storage_path not in (None, self.local_dir):
-            raise ValueError(
-                f"`storage_path={masked(str(self.storage_path))!r}` and `local_dir={masked(str(self.local_dir))!r}`: "
-                "these are two names of one option. Pass `storage_path`."
-            )
-        self.storage_path = self.storage_path or self.sync_config.upload_dir or self.local_dir
-        self.local_dir = None
+        upload_dir = self.sync_config.upload_dir
+        for name, value in (("local_dir", self.local_dir), ("upload_dir", upload_dir)):
+            if None not in (value, self.storage_path) and str(value) != str(self.storage_path):
+                raise ValueError(
+                    f"`storage_path={masked(str(self.storage_path))!r}` and `{name}={masked(str(value))!r}`: these are "
+                    "two names of one option. Pass `storage_path`."
+                )
+        self.storage_path = self.storage_path or upload_dir or self.local_dir
+        self.local_dir, self.sync_config = None, replace(self.sync_config, upload_dir=None)
         if self.storage_path is not None:
             open_folder(self.storage_path, self.storage_filesystem, argument="storage_path")
 
@@ -541,8 +543,9 @@ class DatasetConfig:
         use_stream_api: Accepted for programs written for Ray AIR. No effect. Default: False.
         stream_window_size: Accepted for programs written for Ray AIR. No effect. Default: 1 GiB.
         global_shuffle: True to shuffle all rows before each epoch. Default: False.
-        randomize_block_order: True to randomize the order of a Ray Data dataset's blocks in each epoch. With None,
-            `fit` does not randomize the order, although `fill_defaults` replaces None with True.
+        randomize_block_order: True to randomize the order of the blocks in each epoch. Ray Data then reads the whole
+            dataset before the first batch. Blocks therefore keep their order if this is None, although `fill_defaults`
+            returns True as in Ray AIR.
     """
 
     fit: bool | None = None

@@ -71,8 +71,7 @@ def checked(callbacks: Any) -> tuple[list[Callback], list[WorkerCallback]]:
                 f"`callbacks` has {each!r}: need objects of subclasses of `raysgd.callbacks.Callback` or "
                 f"`WorkerCallback`.{instead}"
             )
-    own = sorted((each for each in listed if isinstance(each, Callback)), key=lambda each: each.runs_last)
-    return own, [each for each in listed if isinstance(each, WorkerCallback)]
+    return _own_in_order(listed), [each for each in listed if isinstance(each, WorkerCallback)]
 
 
 def as_list(callbacks: Any) -> list[Any]:
@@ -87,7 +86,7 @@ def as_list(callbacks: Any) -> list[Any]:
 
 
 def own_among(callbacks: Iterable[Any]) -> list[Callback]:
-    """Return the raysgd callbacks from the list that the user passed for the run of a training function.
+    """Return the raysgd callbacks from the list for the run of a training function, in the order of their calls.
 
     Raises:
         TypeError: The list contains a worker callback.
@@ -99,7 +98,11 @@ def own_among(callbacks: Iterable[Any]) -> list[Callback]:
                 f"`{type(each).__name__}` runs in the workers, around each step, and a training function takes its "
                 "steps itself: leave it out, or use `TorchTrainer.fit`."
             )
-    return [each for each in listed if isinstance(each, Callback)]
+    return _own_in_order(listed)
+
+
+def _own_in_order(callbacks: Iterable[Any]) -> list[Callback]:
+    return sorted((each for each in callbacks if isinstance(each, Callback)), key=lambda each: each.runs_last)
 
 
 class Dispatcher:
@@ -457,9 +460,9 @@ class RunCallbacks(Dispatcher):
         Call this method before you update `trial.checkpoint`, as Ray Tune does.
         """
         self._on("on_checkpoint", checkpoint=checkpoint)
-        path = getattr(checkpoint, "path", None)
-        if path is not None:  # with `num_to_keep=0`, the checkpoint is in memory and has no path
-            self._unless_failed(self._own.tell, "on_checkpoint", str(path))
+        _, place = checkpoint.get_internal_representation()
+        if isinstance(place, str):  # with `num_to_keep=0`, the checkpoint is in memory and has no place
+            self._unless_failed(self._own.tell, "on_checkpoint", place)
 
     def saved(self) -> None:
         """Call `on_trial_save` of the Ray Tune callbacks.

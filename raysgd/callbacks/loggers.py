@@ -173,6 +173,11 @@ class _ServiceLogger(MetricsLogger):
         """ID of the run in the tracking service, or None before the service has created the run."""
         return self._service.run_id
 
+    def on_run_begin(self, run: Run) -> None:
+        """Start a run of the service. A resumed training run continues its run, also inside the first epoch."""
+        with self._sink.warns():
+            self._sink.open(run, first_step=run.epoch or run.step)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the ID of the run in the tracking service, so that a resumed training run can continue it."""
         return {"run_id": self.run_id}

@@ -73,16 +73,13 @@ class ProgressBar(Callback):
         self._show(progress, self._label(run))
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        self._bar.clear()
         for name in self._metrics or ():
             if name not in result and self._once.is_first(name):
                 logger.warning("`ProgressBar`: %s", readable.unknown(name, readable.metrics_of([result])))
-        values, most = readable.chosen(result, self._metrics), _MOST_IN_ROW if self._metrics is None else None
-        self._bar.row(self._label(run), values, self._circumstances(result), most)
+        self._show_row(self._label(run), result, self._circumstances(result))
 
     def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
-        self._bar.clear()
-        self._bar.row(f"step {step}", readable.chosen(metrics, self._metrics), {}, _MOST_IN_ROW)
+        self._show_row(f"step {step}", metrics, {})
 
     def on_event(self, run: Run, event: GroupEvent) -> None:
         self._num_workers = event.old_size
@@ -130,6 +127,12 @@ class ProgressBar(Callback):
             return
         values = self._values(progress)
         self._bar.draw(f"{label} {_PHASES[progress.kind]}".strip(), progress.num_steps, progress.total, values)
+
+    def _show_row(self, label: str, row: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+        """Write a line of results: all metrics that the user named, or else the most informative ones."""
+        self._bar.clear()
+        most = _MOST_IN_ROW if self._metrics is None else None
+        self._bar.row(label, readable.chosen(row, self._metrics), texts, most)
 
     def _values(self, progress: CallProgress) -> dict[str, str]:
         metrics = readable.chosen(progress.metrics, self._metrics)

@@ -168,7 +168,8 @@ def _class_run(folder: Folder, names: set[str], now: float) -> str | None:
         index = index or report_in(_text(place, INDEX_FILE))
     if not sidecars and index is None and "metrics.jsonl" not in names:
         return None
-    newest = _newest(list(sidecars.values()))
+    checkpoints = sorted(sidecars, key=lambda name: (_place(sidecars[name]), name))
+    newest = _newest([sidecars[name] for name in checkpoints])
     history = History() if newest is None else newest.history
     written = map(report_in, _text(folder, "metrics.jsonl").split("\n"))
     rows = [row for row in written if row is not None] or [*history]
@@ -176,7 +177,7 @@ def _class_run(folder: Folder, names: set[str], now: float) -> str | None:
     facts = [
         ("epochs", str(int(_number(last.get("epoch"))) or len(rows))),
         *_metrics(last),
-        ("checkpoints", _listed(sorted(sidecars))),
+        ("checkpoints", _listed(checkpoints)),
         *[("event", f"{event.kind}: {event.cause}") for event in history.events],
     ]
     end = None if index is None else index.get(END)
@@ -192,14 +193,17 @@ def _class_run(folder: Folder, names: set[str], now: float) -> str | None:
     return _shown(folder, "trainer.fit()", state, facts)
 
 
+def _place(checkpoint: str) -> tuple[int, int]:
+    """Return the result of `place_of`. A checkpoint whose sidecar file is damaged counts as the oldest."""
+    with suppress(ValueError):
+        return place_of(checkpoint)
+    return -1, 0
+
+
 def _newest(checkpoints: Sequence[str]) -> Sidecar | None:
-    """Return the content of the newest sidecar file that can be read. Return None if no sidecar file can be read."""
-    places = dict[str, tuple[int, int]]()
-    for checkpoint in checkpoints:
+    """Return the content of the last sidecar file that can be read. Return None if no sidecar file can be read."""
+    for checkpoint in reversed(checkpoints):
         with suppress(ValueError):
-            places[checkpoint] = place_of(checkpoint)
-    for checkpoint in sorted(places, key=places.__getitem__, reverse=True):
-        with suppress(ValueError):  # the history in the sidecar file may be damaged
             return Sidecars().read(checkpoint)
     return None
 

@@ -131,7 +131,7 @@ class JournalWriter:
     def note_gap(self, first: int, last: int) -> None:
         """Record that reports about steps from `first` to `last` were lost.
 
-        Do nothing before the first call to `begin_leg`. Readers of the journal skip this line.
+        Do nothing before the first call to `begin_leg`.
 
         Raises:
             OSError: The file cannot be written.
@@ -140,8 +140,12 @@ class JournalWriter:
             self._append({"kind": GAP, "first_step": first, "last_step": last})
 
     def _append(self, line: Line) -> None:
-        with (self._folder / LINES_FILE).open("a", encoding="utf-8") as file:
-            file.write(f"{json.dumps(line, allow_nan=False)}\n")
+        with (self._folder / LINES_FILE).open("a+b") as file:
+            file.seek(max(0, file.tell() - 1))
+            if file.read() not in (b"", b"\n"):  # a full disk or a kill has cut off the last line, so remove its rest
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+            file.write(f"{json.dumps(line, allow_nan=False)}\n".encode())
 
 
 class Journal:
@@ -174,6 +178,7 @@ class Journal:
             )
         self.steps = _read_steps(place / STEPS_FILE)
         legs, self.checkpoints = list[tuple[int, Line, Line]](), dict[int, str]()
+        self._gap_ends = list[int]()  # numbers of steps at which a range of steps without records ends
         run: Line = {}
         try:
             for line in _lines(place / LINES_FILE):
@@ -182,8 +187,11 @@ class Journal:
                     _check_format(line)
                 elif line["kind"] == CHECKPOINT:
                     self.checkpoints[int(line["step"])] = str(line["location"])
+                elif line["kind"] == GAP:
+                    self._gap_ends.append(int(line["last_step"]))
                 elif line["kind"] == LEG:
                     after = int(line["step"])
+                    self._gap_ends = [end for end in self._gap_ends if end <= after]
                     legs = [each for each in legs if each[0] < after]
                     self.checkpoints = {step: at for step, at in self.checkpoints.items() if step <= after}
                     legs.append((after, line, run))
@@ -239,7 +247,8 @@ class Journal:
         """
         leg = self.leg_of(number)
         taken = np.flatnonzero(self.steps["weight"][leg.after : number - 1])
-        return leg.after + (int(taken[-1]) + 1 if len(taken) else 0)
+        begin = leg.after + (int(taken[-1]) + 1 if len(taken) else 0)
+        return max(begin, *(end for end in self._gap_ends if end < number), 0)
 
 
 def _read_steps(path: Path) -> Steps:
@@ -251,7 +260,8 @@ def _as_steps(content: bytes) -> Steps:
 
 
 def _lines(path: Path) -> Iterator[Line]:
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    """Yield the lines of a journal. A line without a line break was not written completely, and is left out."""
+    for number, text in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
         try:
             line = json.loads(text)
         except (ValueError, RecursionError) as error:

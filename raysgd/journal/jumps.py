@@ -130,14 +130,17 @@ def find_jumps(losses: Sequence[float]) -> list[Jump]:
             usual.add(value)
             continue
         last = found[-1] if found else None
-        outside = [*outside, value] if last is not None and index - last.last == 1 else [value]
+        if last is None or index - last.last > 1 or not math.isfinite(loss):
+            outside = []
+        if math.isfinite(loss):
+            outside.append(value)
         if last is not None and index - last.last <= _TOGETHER:
             highest = loss if not math.isfinite(loss) else max(last.highest, loss)
             highest = highest if math.isfinite(last.highest) else last.highest
             found[-1] = Jump(last.first, index, highest, last.usual, last.limit)
         else:
             found.append(Jump(index, index, loss, from_scale(usual.median), from_scale(limit)))
-        if len(outside) >= _NEW_RANGE and all(map(math.isfinite, outside)):
+        if len(outside) >= _NEW_RANGE:
             usual.restart(outside)
             outside = []
     return found

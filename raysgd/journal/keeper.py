@@ -167,7 +167,7 @@ class JournalKeeper:
         self._folder, self._controller, self._header = folder, controller, header
         self._writer: JournalWriter | None = None
         self._book, self._received = StepBook(), dict[str, int]()
-        self._fetched_at, self._is_off, self._has_gap = 0.0, False, False
+        self._fetched_at, self._is_off, self._gap_end = 0.0, False, 0
 
     @property
     def folder(self) -> str:
@@ -225,15 +225,16 @@ class JournalKeeper:
         self._write_steps()
         self._received.update({each.name: each.last for each in found})
         lost = [each.lost for each in found if each.lost is not None]
-        if lost and not self._has_gap:
-            self._has_gap = True
-            first, last = min(first for first, _ in lost), max(last for _, last in lost)
-            logger.warning(
-                "the journal of the run lacks steps from %d to %d, and maybe later steps, because too many reports of "
-                "the workers waited for the driver",
-                first,
-                last,
-            )
+        first, last = min((first for first, _ in lost), default=0), max((last for _, last in lost), default=0)
+        if last > self._gap_end:
+            if not self._gap_end:
+                logger.warning(
+                    "the journal of the run lacks steps from %d to %d, and maybe later steps, because too many reports "
+                    "of the workers waited for the driver",
+                    first,
+                    last,
+                )
+            self._gap_end = last
             self._open_writer().note_gap(first, last)
 
     def _write_steps(self) -> None:
@@ -306,7 +307,7 @@ def header_of(settings: Any) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if a value can be written as JSON and read again. Tuples are then read as lists."""
+    """Return True if a value can be written as JSON and read again unchanged, except that tuples become lists."""
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, dict):

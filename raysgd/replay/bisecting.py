@@ -114,10 +114,11 @@ def bisect(
     if not common:
         raise ValueError("the runs have no step in common.")
     equal_at, different_at = _compared_checkpoints(first, second, common[-1])
-    found = _first_in_journals(first, second, common)
-    if found is None and different_at is not None:
+    found = _first_in_journals(first, second, common) or Difference(None)
+    # If a loss or norm differs, replays up to that step find the first step, and which run left its program.
+    is_by_files = program is None or found.what in (None, SAMPLES)
+    if different_at is not None and is_by_files and (found.step is None or different_at < found.step):
         found = Difference(different_at, WEIGHTS)
-    found = found or Difference(None)
     beside: dict[str, Any] = {"num_steps": len(common), "equal_at": equal_at, "different_at": different_at}
     if program is None or found.step is None or found.what == SAMPLES:
         return Difference(found.step, found.what, values=found.values, **beside)

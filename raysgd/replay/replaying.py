@@ -57,8 +57,8 @@ class Replayed:
 
     @property
     def is_same(self) -> bool:
-        """True if the losses of the replay equal the losses of the run, exactly or within the tolerance."""
-        return self.is_exact or self.difference <= self.tolerance
+        """True if losses and norms are bitwise equal or, with a tolerance, if the losses differ by at most that."""
+        return self.is_exact or (self.tolerance > 0 and self.difference <= self.tolerance)
 
     def __str__(self) -> str:
         """Return a description of the result as text."""

@@ -1,8 +1,9 @@
 """Residual networks for small images such as CIFAR's. They can be passed as `model_creator`.
 
 They differ from the networks for ImageNet in the first and last layers: the stem is one 3x3 convolution without
-pooling, and the average pooling before the classifier is 4x4, for 32x32 images. Layers have their usual names, so
-`state_dict` has the usual keys.
+pooling, and the average pooling before the classifier is 4x4, for 32x32 images. Layers have the names that are common
+in CIFAR implementations, such as `linear` and `shortcut`. Some keys of `state_dict` therefore differ from torchvision's
+networks, which use `fc` and `downsample`.
 """
 
 from __future__ import annotations
@@ -82,6 +83,9 @@ class ResNet(nn.Module):
         block: Class of the blocks.
         num_blocks: Number of blocks in each of the four stages.
         num_classes: Number of classes.
+
+    Raises:
+        ValueError: `num_blocks` does not have four numbers.
     """
 
     def __init__(

@@ -386,8 +386,9 @@ class CallsInTrials:
         self._of_trial[trial.trial_id].report(result)
 
     def on_checkpoint(self, trial: Any, checkpoint: Any, **info: Any) -> None:
-        """Call `on_checkpoint` of the trial's callbacks with the path of the trial's new checkpoint."""
-        self._of_trial[trial.trial_id].tell("on_checkpoint", str(checkpoint.path))
+        """Call `on_checkpoint` of the trial's callbacks with the path or URI of the trial's new checkpoint."""
+        _, place = as_checkpoint(checkpoint).get_internal_representation()
+        self._of_trial[trial.trial_id].tell("on_checkpoint", place)
 
     def on_trial_complete(self, trial: Any, **info: Any) -> None:
         """Call `on_run_end` of the trial's callbacks after the trial ended without an error."""

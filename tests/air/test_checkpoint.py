@@ -304,6 +304,13 @@ class TestWhatItCarries:
         copy = Checkpoint.from_directory(checkpoint.to_directory(tmp_path))
         assert (copy.get_metadata(), copy.to_dict()) == ({"a": 1}, STATE)
 
+    def test_a_folder_that_is_written_again_loses_the_metadata_from_before(self, tmp_path: Path, folder: Path) -> None:
+        before = Checkpoint.from_dict(STATE)
+        before.set_metadata({"epoch": 1})
+        for checkpoint in (Checkpoint.from_dict(STATE), Checkpoint.from_directory(folder)):
+            target = before.to_directory(tmp_path / "target")
+            assert Checkpoint.from_directory(checkpoint.to_directory(target)).get_metadata() == {}
+
     @pytest.mark.parametrize("metadata", [{"a": object()}, {"a": {1, 2}}])
     def test_metadata_has_to_fit_into_json(self, metadata: dict[str, Any], folder: Path) -> None:
         for checkpoint in (Checkpoint.from_dict(STATE), Checkpoint.from_directory(folder)):

@@ -168,6 +168,7 @@ class TestOtherConfigs:
             (RunConfig, {"storage_path": 3}),
             (RunConfig, {"verbose": "loud"}),
             (RunConfig, {"storage_path": "/a", "local_dir": "/b"}),
+            (RunConfig, {"storage_path": "/a", "sync_config": SyncConfig(upload_dir="/b")}),
             (RunConfig, {"failure_config": 3}),
             (RunConfig, {"checkpoint_config": {"num_to_keep": 1}}),
             (RunConfig, {"sync_config": "auto"}),
@@ -193,14 +194,21 @@ class TestOtherConfigs:
             {"local_dir": "/tmp/results"},
             {"local_dir": "/tmp/results", "storage_path": "/tmp/results"},
             {"sync_config": SyncConfig(upload_dir="/tmp/results")},
+            {"storage_path": "/tmp/results", "sync_config": SyncConfig(upload_dir="/tmp/results")},
             {"local_dir": "/tmp/other", "sync_config": SyncConfig(upload_dir="/tmp/results")},
         ],
     )
     def test_a_folder_has_three_names(self, arguments: dict[str, Any]) -> None:
         assert RunConfig(**arguments).storage_path == "/tmp/results"
 
-    def test_a_copy_may_have_another_folder(self) -> None:
-        config = RunConfig("run", local_dir="/tmp/results")
+    @pytest.mark.parametrize(
+        "config",
+        [
+            RunConfig("run", local_dir="/tmp/results"),
+            RunConfig("run", sync_config=SyncConfig(upload_dir="/tmp/results")),
+        ],
+    )
+    def test_a_copy_may_have_another_folder(self, config: RunConfig) -> None:
         assert replace(config, storage_path=Path("/other")).storage_path == Path("/other")
         assert replace(config, name="next").storage_path == "/tmp/results"
 

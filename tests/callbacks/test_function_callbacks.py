@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.trial import FitTrialView
 from raysgd.callbacks import Callback, GradientNorms, Run
 from raysgd.callbacks.calling import RunCallbacks
@@ -138,6 +139,36 @@ class TestInRunConfig:
         callbacks.report({"loss": 1.0, "training_iteration": 1})
         RunCallbacks([after], trial).restore_states(callbacks.states())
         assert after.state == 1
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "places"),
+    [
+        (Checkpoint("/kept"), ["/kept"]),
+        (Checkpoint(uri="memory://bucket/kept"), ["memory://bucket/kept"]),
+        (Checkpoint.from_dict({"epoch": 1}), []),
+    ],
+)
+def test_a_checkpoint_has_a_path_or_a_uri(trial: FitTrialView, checkpoint: Checkpoint, places: list[str]) -> None:
+    notes = Notes()
+    RunCallbacks([notes], trial).save(checkpoint)
+    assert notes.calls == [("checkpoint", place) for place in places]
+
+
+def test_callbacks_that_run_last_are_called_after_the_others(trial: FitTrialView) -> None:
+    called: list[str] = []
+
+    class Named(Callback):
+        def __init__(self, name: str, runs_last: bool) -> None:
+            self.name, self.runs_last = name, runs_last
+
+        def on_result(self, run: Run, result: dict[str, Any]) -> None:
+            called.append(self.name)
+
+    callbacks = RunCallbacks([Named("saving", True), Named("adding", False)], trial)
+    callbacks.start(after_failure=False, restores=False)
+    callbacks.report({"loss": 1.0, "training_iteration": 1})
+    assert called == ["adding", "saving"]
 
 
 def test_functions_take_their_steps_themselves(trial: FitTrialView) -> None:

@@ -39,12 +39,13 @@ def play(
     folder: Path,
     *results: dict[str, Any],
     epoch: int = 0,
+    step: int = 0,
     error: BaseException | None = None,
     config: dict[str, Any] | None = None,
 ) -> Run:
     """What a run does with a logger."""
     run = Run(name="digits", config=config or {"lr": 0.1, "model": {"width": 4}}, folder=folder)
-    run.epoch = epoch
+    run.epoch, run.step = epoch, step
     callback.on_run_begin(run)
     for result in results:
         run.epoch += 1
@@ -176,6 +177,17 @@ class TestMLflow:
         history = self.client(tmp_path).get_metric_history(first.run_id, "loss")
         assert [(each.step, each.value) for each in history] == [(1, 2.0), (2, 1.0)]
         assert mlflow.active_run() is None
+
+    def test_a_run_that_resumes_inside_its_first_epoch_goes_on_with_it_and_a_new_one_does_not(
+        self, tmp_path: Path
+    ) -> None:
+        first, later = MLflowLogger(), MLflowLogger()
+        play(first, tmp_path)
+        later.load_state_dict(first.state_dict())
+        play(later, tmp_path, step=3)
+        assert later.run_id == first.run_id
+        play(later, tmp_path)
+        assert later.run_id != first.run_id
 
     def test_a_run_that_is_active_is_used_and_left_open_and_a_parameter_with_another_value_costs_no_metric(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

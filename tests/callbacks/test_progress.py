@@ -362,6 +362,15 @@ def test_a_line_of_results_has_at_most_four_metrics_and_fits_the_terminal(
     assert ("samples/s" in line) == (columns > 80 or type(stream) is io.StringIO), "left out before a metric is"
 
 
+def test_a_validation_inside_an_epoch_shows_all_metrics_that_were_named() -> None:
+    names, stream = [f"metric_{number}" for number in range(5)], io.StringIO()
+    for metrics in (names, None):
+        ProgressBar(metrics, stream=stream).on_validation(make_run(), 3, dict.fromkeys(names, 0.5))
+    named, unnamed = stream.getvalue().splitlines()
+    assert [name for name in names if name in named] == names
+    assert len([name for name in names if name in unnamed]) == 4
+
+
 @pytest.mark.parametrize(
     ("columns", "shown", "has_rate"),
     [

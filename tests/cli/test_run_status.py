@@ -146,6 +146,13 @@ class TestARunOfAClassBasedTrainer:
         assert "continued: lost rank 1" in text
         assert "running: the newest checkpoint is 60 s old" in text
 
+    def test_the_newest_checkpoint_is_the_one_with_most_epochs(self, tmp_path: Path) -> None:
+        for epoch in (2, 9_999, 10_000):
+            self.write_sidecar(tmp_path, epoch)
+        (tmp_path / "epoch_0002.ckpt.run.json").rename(tmp_path / "manual.ckpt.run.json")
+        (tmp_path / "torn.ckpt.run.json").write_text("{")
+        assert "4, the newest is epoch_10000.ckpt" in status_of(tmp_path)
+
     def test_a_run_that_says_nothing_for_a_while_may_be_over(self, tmp_path: Path) -> None:
         self.write_sidecar(
             tmp_path, 3, records=[{**self.HISTORY["records"][0], "began_at": NOW - 7500.0, "seconds": 0.0}]

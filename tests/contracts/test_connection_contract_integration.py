@@ -279,6 +279,8 @@ def test_a_process_is_in_one_group_of_replicas_at_a_time() -> None:
         thread.start()
     for thread in joining:
         thread.join(120)
+    workers = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
+    assert all(0 < int(worker.removeprefix("127.0.0.1:")) < 2**16 for worker in workers), workers
     third = TensorFlowConnection(timeout_s=120)
     with pytest.raises(RuntimeError, match="shut that trainer down first"):
         third.join(meeting(third.open_endpoint("127.0.0.1", 0), 1), World(0, 2))
@@ -329,6 +331,16 @@ def test_a_single_rank_forms_a_group_where_it_is_asked_to() -> None:
         assert torch_is_connected()
         connection.leave()
         assert not torch_is_connected()
+
+
+def test_a_second_group_waits_as_long_as_the_first() -> None:
+    import torch
+
+    connection = TorchConnection(timeout_s=77)
+    connection.join(meeting(connection.open_endpoint("127.0.0.1", 0)), World(0, 1), even_alone=True)
+    gloo = connection.new_group_beside()._get_backend(torch.device("cpu"))
+    assert gloo.options._timeout.total_seconds() == 77
+    connection.leave()
 
 
 def test_waiting_for_others_to_join_can_be_interrupted_from_another_thread() -> None:

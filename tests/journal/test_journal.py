@@ -206,6 +206,32 @@ def test_records_may_come_in_any_order_and_leave_gaps(tmp_path: Path) -> None:
     assert (tmp_path / "journal" / STEPS_FILE).stat().st_size == 6 * 16
 
 
+def test_lost_steps_are_no_batches_of_the_next_step(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path, {})
+    writer.begin_leg({"step": 0})
+    writer.write_steps(np.array([1, 2, 3, 7, 9]), np.array([(0.5, NO_NORM, 4)] * 5, STEPS))
+    writer.note_gap(4, 6)
+    assert [Journal(tmp_path).begin_of(step) for step in (3, 7, 9)] == [2, 6, 7]
+    writer.begin_leg({"step": 4})  # the steps from 5 are repeated
+    writer.write_steps(np.array([7]), np.array([(0.5, NO_NORM, 4)], STEPS))
+    assert Journal(tmp_path).begin_of(7) == 4
+
+
+@pytest.mark.parametrize("rest", ['{"kind": "checkp', '{"kind": "leg", "step": 3}', "\0\0\0"])
+def test_a_line_that_was_cut_off_is_left_out_and_replaced_by_the_next(tmp_path: Path, rest: str) -> None:
+    lines = tmp_path / "journal" / "journal.jsonl"
+    JournalWriter(tmp_path, {}).begin_leg({"step": 0})
+    with lines.open("a") as file:
+        file.write(rest)
+    assert [leg.after for leg in Journal(tmp_path).legs] == [0]
+    writer = JournalWriter(tmp_path, {})
+    writer.begin_leg({"step": 2})
+    writer.note_checkpoint("a.ckpt", 2)
+    assert [leg.after for leg in Journal(tmp_path).legs] == [0, 2]
+    assert Journal(tmp_path).checkpoints == {2: "a.ckpt"}
+    assert len(lines.read_text().splitlines()) == 5
+
+
 def test_a_folder_without_a_journal_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no journal\. `TorchTrainer.fit` keeps one if you pass `folder="):
         Journal(tmp_path)
@@ -222,6 +248,6 @@ def test_a_folder_without_a_journal_is_refused(tmp_path: Path) -> None:
 )
 def test_a_damaged_journal_is_refused(tmp_path: Path, line: str, message: str) -> None:
     (tmp_path / "journal").mkdir()
-    (tmp_path / "journal" / "journal.jsonl").write_text(line)
+    (tmp_path / "journal" / "journal.jsonl").write_text(f"{line}\n")
     with pytest.raises(ValueError, match=message):
         Journal(tmp_path)

@@ -105,6 +105,13 @@ def test_a_loss_that_stays_high_has_a_new_range_after_a_while() -> None:
     assert [(jump.first, jump.last) for jump in find_jumps([*noisy(), *high])] == [(400, 499), (900, 900)]
 
 
+@pytest.mark.parametrize("at", [0, 30])
+def test_a_nan_before_a_new_range_does_not_prevent_it(at: int) -> None:
+    high = [100 * loss for loss in noisy(600)]
+    (jump,) = find_jumps([*noisy(), *high[:at], math.nan, *high[at:]])
+    assert (jump.first, jump.last) == (400, 400 + at + 100)
+
+
 @pytest.mark.parametrize("losses", [[], [1.0], [0.0] * 300, [math.nan] * 3])
 def test_short_and_constant_losses_are_no_trouble(losses: Sequence[float]) -> None:
     assert len(find_jumps(losses)) == any(math.isnan(loss) for loss in losses)

@@ -23,6 +23,7 @@ from raysgd.core.history.history import History
 from raysgd.journal.journal import Leg
 from raysgd.replay import find_jumps, replay, why
 from raysgd.replay.program import batch_options_for, load_class
+from raysgd.replay.replaying import Replayed
 from raysgd.torch import TorchTrainer, TrainingOperator
 from tests.journal.test_journal import OwnEpoch
 from tests.replay import programs
@@ -83,6 +84,13 @@ def test_replay_says_that_another_program_is_not_the_run(plain_run: Path) -> Non
     found = run("replay", plain_run, "--step", 1, "--program", f"{programs.__file__}:Rectified")
     assert found.exit_code == 1
     assert "the replay is not the run: step 1 is the first that differs" in found.output
+
+
+@pytest.mark.parametrize(("tolerance", "is_same"), [(0.0, False), (1e-3, True)])
+def test_a_replay_with_another_norm_is_the_run_only_with_a_tolerance(tolerance: float, is_same: bool) -> None:
+    found = Replayed(2, 0, None, False, 0.0, 2, tolerance, (), {})
+    assert found.is_same == is_same
+    assert ("step 2 is the first that differs" in str(found)) != is_same
 
 
 def test_bisect_of_a_run_with_itself_finds_nothing(plain_run: Path) -> None:

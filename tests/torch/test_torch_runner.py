@@ -1117,6 +1117,15 @@ def test_a_spare_measures_in_a_validation_of_the_users_own_what_the_worker_whose
     assert beside == inline != before
 
 
+def test_the_time_of_a_spare_that_has_validated_begins_when_it_joins_a_group() -> None:
+    spare = make_runner()
+    settings = TorchSettings(LinearOperator, {})
+    assert spare.validate_on_loan(1, settings, spare.state(), EpochRequest(None, {}, False, seed=0)) is not None
+    of_loan = spare._ledger.reading().of
+    spare.regroup(ALONE, StateHandover(0, ()))
+    assert spare._ledger.reading().of != of_loan
+
+
 def test_practice_leaves_the_modes_as_they_are(process_group: None) -> None:
     found: list[Any] = []
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from raysgd.callbacks import Callback, CometLogger, GradientNorms, MLflowLogger, Run, WandbLogger
 from raysgd.train import TrainingCallback
@@ -72,6 +73,7 @@ def test_each_trial_has_a_copy(seen: list[tuple[Any, ...]]) -> None:
     calls.on_trial_result(second, {"loss": 0.7, "training_iteration": 1})
     calls.on_trial_start(first)  # again, after a pause
     calls.on_checkpoint(first, Checkpoint("/kept"))
+    calls.on_checkpoint(first, Checkpoint("/bucket/kept", MemoryFileSystem()))
     calls.on_trial_complete(first)
     calls.on_trial_complete(first)
     error = second.error = RuntimeError("lost")
@@ -82,6 +84,7 @@ def test_each_trial_has_a_copy(seen: list[tuple[Any, ...]]) -> None:
         ("begin", 2, 0),
         (1, 0.7, 1),
         ("checkpoint", "/kept"),
+        ("checkpoint", "memory://bucket/kept"),
         ("end", None),
         ("end", error),
     ]
@@ -139,3 +142,4 @@ class Checkpoint:
     """Where it is."""
 
     path: str
+    filesystem: Any = None

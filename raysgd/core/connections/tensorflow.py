@@ -67,7 +67,7 @@ class TensorFlowConnection(ListeningConnection):
         lanes = self._endpoint.connect(rendezvous, world.rank, [others(world.rank, world.size)] * 2, deadline)
         self._lanes = [Mesh(lane, self.timeout_s) for lane in lanes]
         deadline.check()  # raise if this rank was interrupted before the connections existed
-        addresses = [f"{host}:{port}" for host, port in rendezvous.addresses]
+        addresses = [f"{host}:{port}" for host, port in zip(rendezvous.hosts, rendezvous.ports, strict=True)]
         os.environ[_TF_CONFIG] = cluster_of(addresses, world.rank)
         gradients, votes = self._lanes
         _JOINED = Group(world, gradients, rendezvous.hosts), EarlyVotes(world, votes)

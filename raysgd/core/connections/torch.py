@@ -244,8 +244,8 @@ class TorchConnection(ListeningConnection):
         before = open_sockets() if self.transport != "gloo" else {}
         if self._gloo is not None:
             self._gloo.found = None  # makes `cut` search again, so that it also shuts down the new group's sockets
-        timeout = None if form_timeout_s is None else datetime.timedelta(seconds=form_timeout_s)
-        group = dist.new_group(backend="gloo", timeout=timeout)
+        timeout_s = self.timeout_s if form_timeout_s is None else form_timeout_s
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         self._beside.append(group)
         if self._gloo is not None:
             # With NCCL, gloo wrote its addresses to the `TCPStore`, so also write them to the board.
@@ -486,11 +486,11 @@ def ordinal_of(gpu_id: str, visible: str | None) -> int:
 
     Args:
         gpu_id: ID of the GPU.
-        visible: The process's `CUDA_VISIBLE_DEVICES`. None if it is not set: the process then sees all GPUs. An empty
-            value is treated like None.
+        visible: The process's `CUDA_VISIBLE_DEVICES`. None if it is not set: the process then sees all GPUs, and the
+            number of a GPU is its ordinal. An empty value is treated like None.
 
     Raises:
-        RuntimeError: The process cannot see that GPU, or the ID is a name and `visible` lists no GPUs.
+        RuntimeError: The process cannot see that GPU, or the ID is a name that `visible` does not list.
 
     Examples:
         >>> ordinal_of("3", visible="1,3"), ordinal_of("3", visible=None)
@@ -502,7 +502,7 @@ def ordinal_of(gpu_id: str, visible: str | None) -> int:
     if gpu_id not in listed:
         raise RuntimeError(
             f"GPU {gpu_id} is reserved for the worker in this process, which cannot see it: "
-            f"`CUDA_VISIBLE_DEVICES={visible or ''}`. Start the process with that GPU visible, or with none hidden."
+            f"`CUDA_VISIBLE_DEVICES={visible or ''}`. Start the process with {gpu_id} in that variable."
         )
     return listed.index(gpu_id)
 

@@ -568,12 +568,13 @@ class ElasticController(Lifecycle):
             WorkersLostError: The snapshot was lost in transit several times.
         """
         with self._turn_to_copy():
-            for _ in range(_NUM_COPIES):
+            for num_copies in range(_NUM_COPIES + 1):
+                if num_copies:
+                    self.run(copy_call())
                 self._monitor.await_snapshot()
                 landed = self.snapshots.landed
                 if landed is not None and self._is_known:
                     return landed
-                self.run(copy_call())
         raise WorkersLostError(_LOST_ON_ITS_WAY)
 
     def newest_snapshot(self) -> NewestSnapshot:

@@ -511,12 +511,16 @@ class Reservation:
         logger.warning("%s\nWaiting up to %g s for nodes to join.", reason, timeout_s)
 
     def _tell_missing(self, timeout_s: float) -> None:
-        num_fitting = min(self._num_workers, capacity(cluster_view(), self._need))
+        if self._need.labels:  # `capacity` does not know which nodes have the labels
+            found = f"on nodes with the labels {dict(self._need.labels)}"
+        else:
+            num_fitting = min(self._num_workers, capacity(cluster_view(), self._need))
+            found = f"resources for {num_fitting} are free now"
         logger.warning(
-            "waiting for resources: %s workers with %s each, resources for %s are free now; giving up after %g s",
+            "waiting for resources: %s workers with %s each, %s; giving up after %g s",
             self._num_workers,
             self._need.bundle(),
-            num_fitting,
+            found,
             timeout_s,
         )
 
@@ -525,9 +529,9 @@ class Reservation:
 
         In an existing placement group, `index` has no effect, because Ray chooses the bundle.
 
-        The actor's child tasks are not placed in the bundle, because the actor uses all of it. They are placed like
-        child tasks of this process. In a Tune trial, they are placed in the trial's placement group, which may have a
-        bundle for them.
+        The actor's child tasks are not placed in the bundle, because the actor uses all of it. If this reservation
+        uses an existing placement group, they are placed like child tasks of this process. In a Tune trial, they are
+        placed in the trial's placement group, which may have a bundle for them.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -543,6 +547,8 @@ class Reservation:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 placement_group=group,
                 placement_group_bundle_index=index if self._own is not None else -1,
+                # With None, Ray asks how this process's own child tasks are placed.
+                placement_group_capture_child_tasks=False if self._own is not None else None,
             )
         return options
 

@@ -635,19 +635,20 @@ class GroupRepair:
             if report.ok:
                 self._lifecycle.keep_facts(list(report.values))
                 return formed
-            staying = self._survivors_of(report, formed)
+            staying = self._survivors_of(report, places[: len(formed.staying)], formed.num_workers)
             had_state = {
                 place for place, rank in zip(places, formed.staying, strict=False) if rank not in without_state
             }
             without_state = {outcome.rank for outcome in report.outcomes if not outcome.ok} - had_state
             change = replace(change, num_awaited=0)
 
-    def _survivors_of(self, report: GroupReport, failed: NextGroup) -> list[int]:
+    def _survivors_of(self, report: GroupReport, staying: Sequence[int], num_workers: int) -> list[int]:
         """Return the ranks that survived a failed attempt to form a group.
 
         Args:
             report: The outcomes of the attempt.
-            failed: The members of the group that was to be formed.
+            staying: The ranks of the old group's workers in the group that was to be formed.
+            num_workers: Size of that group.
 
         Raises:
             CannotForm: User code raised an exception, or no worker was lost.
@@ -656,8 +657,8 @@ class GroupRepair:
         reason = f"could not form a new group: {words(diagnosis)}"
         logger.warning("%s", reason)
         survivors = self._settled(report) if diagnosis.kind != "user" else []
-        if diagnosis.kind == "user" or len(survivors) == failed.num_workers:
-            raise CannotForm(reason, range(len(failed.staying)), is_failure=diagnosis.kind != "user")
+        if diagnosis.kind == "user" or len(survivors) == num_workers:
+            raise CannotForm(reason, staying, is_failure=diagnosis.kind != "user")
         return survivors
 
     # -------------------------------------------------------------------------------- members of the next group

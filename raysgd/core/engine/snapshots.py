@@ -224,7 +224,7 @@ class Snapshots:
         landed: The newest snapshot that has arrived in the driver.
         landed_token: Token of the newest copy from the workers that has arrived in the driver. None if the workers
             store no such copy.
-        landed_at: Time at which `landed` arrived.
+        landed_at: Time at which `landed` arrived, or None.
         is_awaited: True if a caller needs the snapshot that is in transit. A restart must then wait longer for that
             snapshot.
         must_follow: True if the workers must copy their state as soon as possible.
@@ -474,7 +474,7 @@ class Snapshots:
     def clear(self) -> None:
         """Discard the snapshots and the retained calls."""
         self._replace_landed(None)
-        self._coming = None
+        self._coming = self.landed_at = None
         self.forget_calls()
 
     def begin_again(self) -> None:

@@ -174,6 +174,8 @@ class CsvTable(FileSink):
     """
 
     def _begin(self, first_step: int | None) -> None:
+        if first_step == 0 and self.last_step is None:  # a new run, which may have other columns
+            self.path.unlink(missing_ok=True)
         self._columns = _columns_in(self.path)
         if first_step is not None and self.path.exists():
             self._rewrite(partial(is_until, first_step, last_step=self.last_step))

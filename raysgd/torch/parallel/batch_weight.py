@@ -11,10 +11,10 @@ Padding has the amount 0. A step's gradient is the mean over all batches and ran
     gradient = sum of (amount * gradient) over all batches and ranks / sum of the amounts
 
 If a step has one batch on each rank, a communication hook multiplies the gradients by the batch's weight before they
-are sent to the other ranks: by its share of the samples (`Leg.outgoing`), or by its number of labels (`Counted`). This
-works even if user code runs the backward pass. If a step has several batches (a *window*), a hook would see only the
-sum of their gradients. In this case, the loss of each batch is multiplied by the batch's amount, and the summed
-gradient is divided by the sum of all amounts before the step.
+are sent to the other ranks: by its share of the samples (`Leg.outgoing`), or by its number of labels (`Counted`).
+Weighting by samples works even if user code runs the backward pass. If a step has several batches (a *window*), a hook
+would see only the sum of their gradients. In this case, the loss of each batch is multiplied by the batch's amount, and
+the summed gradient is divided by the sum of all amounts before the step.
 
 ADR 3 explains why a gradient is weighted by its samples, its labels, or a weight that user code passes.
 """
@@ -118,15 +118,16 @@ class Window:
 
     Attributes:
         is_weighted: True if the amounts are weights or numbers of labels, False if they are numbers of samples.
-        reference: Typical amount, the same on all ranks. Each amount is divided by this number before it multiplies a
-            loss. This keeps the scale of losses roughly the same.
+        reference: Typical sum of the amounts of one rank's batches in a step, the same on all ranks. Each amount is
+            divided by this number before it multiplies a loss. The sum of a step's losses thus has roughly the scale of
+            a single batch's loss.
         own: Sum of the amounts of this rank's batches so far.
         total: Sum of the amounts of all ranks' batches so far, if the amounts are numbers of samples. Otherwise 0,
             because this rank does not have the amounts of the other ranks.
         num_batches: Number of batches so far.
         last: Sequence number and weight of the latest batch.
-        is_exchanged: True if the gradients are already averaged over the ranks, because their all-reduce was not
-            deferred to the last batch.
+        is_exchanged: True if the latest batch ends the step. Its backward pass then averages the gradients over the
+            ranks. False if their all-reduce may still be deferred.
         is_of_criterion: True if the amounts come from the criterion, False if they come from user code.
     """
 
@@ -176,7 +177,10 @@ class Counted:
 
     @property
     def total(self) -> Any:
-        """Sum of all ranks' amounts. The first read is a collective operation, in which all ranks must take part."""
+        """Sum of all ranks' amounts.
+
+        Unless the sum is known, reading it is a collective operation, in which all ranks must take part.
+        """
         if self._total is None:
             self._total = self._wait()
         return self._total
@@ -196,6 +200,8 @@ class Counted:
 
     def divisor(self, num_ranks: int) -> Any:
         """Return the divisor for the sum of the ranks' gradients, each multiplied by its `amount / reference`.
+
+        The divisor is 1 if all amounts are 0.
 
         Args:
             num_ranks: Number of ranks.
@@ -217,8 +223,8 @@ class Omitted:
     """Counts the samples that user code skips in an optimizer step.
 
     In the step's mean gradient, skipped samples have gradients of zero. The counts are used to correct the mean. A
-    global batch consists of the batches on which all ranks train at the same time. With gradient accumulation, a step
-    has several global batches.
+    global batch is the batch of all ranks together. Each rank may split its share into several batches. With gradient
+    accumulation, a step has several global batches.
 
     Args:
         size: Largest number of global batches in the step.
@@ -237,7 +243,8 @@ class Omitted:
 
         Args:
             index: Index of the batch's global batch within the step.
-            num_drawn: Number of samples in the global batch, over all ranks.
+            num_drawn: Number of samples in this batch and in the batches that the other ranks train on at the same
+                time.
             num_omitted: Number of samples that this rank skips in the batch.
         """
         self._drawn[index] += num_drawn

@@ -1,8 +1,9 @@
 """The communication hook that raysgd installs on each `DistributedDataParallel` wrapper.
 
 `DistributedDataParallel` passes gradients to the hook in buckets. The hook multiplies the gradients by this rank's
-weight, all-reduces them, and records whether that succeeded. With the last bucket of a step, the hook also sends this
-rank's metrics (`StepRows`). PyTorch allows one hook per model. If the user has a hook, raysgd's hook calls it.
+weight, all-reduces them, and records whether that succeeded. Once per optimizer step, with the last bucket of a
+backward pass, the hook also sends this rank's metrics (`StepRows`). PyTorch allows one hook per model. If the user has
+a hook, raysgd's hook calls it.
 
 Some gradients are sent over the mesh instead of gloo. The mesh is raysgd's own set of direct connections between the
 ranks. For small tensors, it is faster than gloo.
@@ -42,8 +43,8 @@ _DTYPES = (torch.float32, torch.float64)
 class _HookState:
     """The state of raysgd's communication hook for one model.
 
-    PyTorch stores this object in the model's wrapper. A copy of the wrapper shares the object, and a pickle of the
-    wrapper omits it. Neither matters, because copies are not trained.
+    PyTorch stores this object in the model's wrapper. A deep copy of the wrapper shares the object, and a pickle of the
+    wrapper contains an empty `_HookState` instead. Neither matters, because copies are not trained.
 
     Attributes:
         parallel: Strategy of this worker. It tracks the current batch and the communication in the batch.
@@ -80,7 +81,7 @@ def register(
 
     Raises:
         ValueError: The user registered a hook on the model, and PyTorch allows only one. Or the user passed a
-            `process_group` for the model.
+            `process_group` for the model, or a hook that is not callable.
     """
     # A process group that the user created would be invalid after a failure, because all ranks then join a new group.
     if options.get("process_group") is not None or model.process_group is not dist.group.WORLD:
@@ -154,8 +155,8 @@ def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Futur
 def _average_at_once(parallel: Strategy, group: Group, bucket: Any) -> Any:
     """Average the gradients of a bucket over the mesh, and return them in a completed future.
 
-    With the first bucket, this rank also sends the amount by which its batch is weighted. With the last bucket, it also
-    sends its metrics.
+    With the first bucket, this rank also sends the amounts that `Leg.outgoing` returns, if there are any. With the last
+    bucket, it also sends its metrics, once per optimizer step.
     """
     gradients, leg, exchanges = bucket.buffer(), parallel.leg, parallel.exchanges
     told, numbers = parallel.multiply_by_weight(gradients, is_told=True), gradients.numpy()
@@ -209,6 +210,9 @@ def _hook_of_user(hook: Any) -> tuple[Any, Callable[..., Any]]:
 
     Args:
         hook: A function, whose state is None, or a tuple `(state, function)`.
+
+    Raises:
+        ValueError: The function is not callable.
     """
     state, function = hook if isinstance(hook, tuple) else (None, hook)
     if not callable(function):

@@ -94,7 +94,8 @@ class Exchanges:
         """Check the communication of the optimizer step that has ended, then prepare for the next step.
 
         Raises:
-            RuntimeError: A connection was lost during the step. `is_lost` returns True for this exception.
+            Exception: The step's first connection error, as `noting` recorded it. Its class depends on the backend.
+            DistNetworkError: No all-reduce was recorded in the step, and a connection to another rank has closed.
         """
         num_made, self.num_made = self.num_made, 0
         if self._error is not None:

@@ -86,6 +86,7 @@ class ForwardRounds:
         """Take part in rounds until the ranks agree on the model that this rank is about to call.
 
         Called before each forward pass of a sharded model. Afterwards, all ranks run a forward pass of this model.
+        Outside of evaluation, the method does nothing.
 
         Args:
             model: The model that this rank calls.
@@ -176,7 +177,13 @@ class FSDP(Strategy):
             return_large_blocks()  # gathered parameters are allocated and freed in each forward and backward pass
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
-        """Shard the model in place, and return it. `device_ids` and `options` are for DDP, and are ignored."""
+        """Copy rank 0's values into the model, shard the model in place, and return it.
+
+        A model without trainable parameters is not sharded. `device_ids` and `options` are for DDP, and are ignored.
+
+        Raises:
+            ValueError: A block's trainable parameters have several dtypes, or the ranks created different models.
+        """
         if not trainable(model):
             return self._leave_out(model)
         comes_empty = is_empty(model)
@@ -256,7 +263,10 @@ class FSDP(Strategy):
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Let ranks run different numbers of forward passes in the `with` block. The models stay sharded."""
+        """Copy rank 0's buffers to every rank, then evaluate in the `with` block. The models stay sharded.
+
+        Ranks may run different numbers of forward passes in the block.
+        """
         roots = _roots(models)
         self._repeat_buffers(roots)
         for model in roots:
@@ -326,9 +336,9 @@ class FSDP(Strategy):
         optimizer.load_state_dict({**state, "state": entries})
 
     def plain_model(self, model: torch.nn.Module) -> torch.nn.Module | None:
-        """Return a full copy of a model on rank 0, and None on other ranks.
+        """Return a full CPU copy of a model on rank 0, and None on other ranks.
 
-        All ranks must call this method together.
+        A model that is not sharded is copied on every rank. All ranks must call this method together.
         """
         state = self.state_of(model)
         skeleton = self._skeletons.get(id(model))
@@ -414,7 +424,7 @@ def _filled(skeleton: torch.nn.Module, state: Mapping[str, Any]) -> torch.nn.Mod
 
 
 def _gathered(value: Any, keep: bool) -> Any:
-    """Return nested containers with full tensors in place of sharded tensors.
+    """Return nested containers with full tensors, on the CPU, in place of sharded tensors.
 
     All ranks must call this function together.
 

@@ -4,7 +4,7 @@ If a rank calls more or fewer collectives than the other ranks, its calls are ma
 ranks, or its last call waits forever. Collectives detect this only if the tensors' sizes differ. To detect it in other
 cases, each rank records its actions (gradient all-reduces and optimizer steps), and the driver compares the records. A
 rank sends its record in the heartbeats of a call and with the call's result. To detect different parameters, each rank
-sends two checksums for each parameter after the call.
+sends two checksums for each parameter after some of the calls.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.messages.weight_sums import WeightSums, models_to_compare, tolerance_of
 
-_NUM_MARKS = 32  # number of recent actions to report; a rank may be this many actions ahead of others
+_NUM_MARKS = 32  # number of hashes to report, one per recent action; a rank further behind cannot be compared
 _CHUNK = 1 << 16  # elements that a CPU converts at once, to stay in its cache
 _CHUNK_ELSEWHERE = 1 << 24  # elements that a GPU converts at once
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by size in bytes
@@ -84,12 +84,17 @@ def sums_of(
 ) -> WeightSums | None:
     """Return checksums of all parameters that must be in sync, even frozen ones. Return None if there are none.
 
+    Models without trainable parameters are left out.
+
     Args:
         models: Registered models, without wrappers.
         compares_ranks: The operator's attribute `compares_ranks`, which selects the models to compare.
         left_out_of: Function that returns the names of a model's parameters that may differ between ranks; None if all
             may differ.
         is_exact: True for checksums that change with any bit. False for sums, which are compared with a tolerance.
+
+    Raises:
+        ValueError: `compares_ranks` is neither a bool nor a sequence of registered models.
     """
     began = time.perf_counter()
     if isinstance(compares_ranks, tuple | list):

@@ -1,4 +1,4 @@
-"""The strategies for `backend="horovod"`, which keep the workers' models in sync as `DistributedDataParallel` does.
+"""The strategies for `backend="horovod"`: "ddp", which averages gradients over the workers, and "none".
 
 Horovod averages gradients in the optimizer. `hvd.DistributedOptimizer` sends each gradient once a backward pass has
 computed it, and waits for the averages in `step`. raysgd waits at the end of the backward pass instead. Code between
@@ -78,7 +78,8 @@ class HorovodParallel(HorovodByHand):
         """Return a wrapped optimizer that averages gradients over the ranks. Its state is copied from rank 0.
 
         Raises:
-            InvalidRegistrationError: Horovod does not support this optimizer.
+            InvalidRegistrationError: Horovod does not support this optimizer, or another registered optimizer has one
+                of its parameters.
         """
         for plain, wrapped in self._pairs:
             if optimizer is plain or optimizer is wrapped:
@@ -190,7 +191,8 @@ class HorovodParallel(HorovodByHand):
 def _adapt_class_of(wrapped: Any, plain_cls: type[torch.optim.Optimizer]) -> None:
     """Change the class of a Horovod optimizer so that `step` does not average gradients again.
 
-    Horovod creates a class for each optimizer, so the change affects no other optimizer.
+    In addition, `zero_grad` first waits for running all-reduces, and `add_param_group` raises an error. Horovod creates
+    a class for each optimizer, so the changes affect no other optimizer.
 
     Args:
         wrapped: Optimizer that Horovod returned.

@@ -27,12 +27,13 @@ class Leg:
     """Tracks the current batch and step in a leg, the part of a training call that one worker group runs.
 
     A step is an optimizer step. A window is the set of batches whose gradients are accumulated for one step. A global
-    batch consists of the batches on which all ranks train at the same time. With `deterministic=True`, each global
-    batch is divided into logical shards, whose number does not depend on the number of ranks. The class implements the
-    protocol `CurrentLeg`.
+    batch is the batch of all ranks together. Each rank may split its share of the global batch into several batches.
+    With `deterministic=True`, each global batch is divided into logical shards, whose number does not depend on the
+    number of ranks. The class implements the protocol `CurrentLeg`.
 
     Args:
-        window: Number of batches in a step. The last step of an epoch or a call may have fewer batches.
+        window: Largest number of batches of a rank in a step. A step has fewer batches if the rank splits its shares
+            into fewer than `most_parts` batches, or if the epoch or the call ends.
         most_parts: Largest number of batches into which a rank may split its share of a global batch.
         shards: Adds up the gradients of logical shards; None without logical shards.
         is_global: True if gradients are averaged over the ranks. A batch is then weighted relative to the batches of
@@ -40,7 +41,7 @@ class Leg:
         undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
 
     Attributes:
-        window: Number of batches in a step.
+        window: Largest number of batches of a rank in a step.
         most_parts: Largest number of batches into which a rank may split its share of a global batch.
         shards: Adds up the gradients of logical shards; None without logical shards.
         is_global: True if gradients are averaged over the ranks.
@@ -62,8 +63,8 @@ class Leg:
             wait for other ranks.
         is_used: True if a backward pass was recorded. False if user code computes all gradients without the library's
             methods; gradient accumulation then has no effect.
-        counted: Weight of the batch in the running backward pass, such as its number of labels; None if the batch is
-            weighted by its number of samples.
+        counted: Weight of the batch in the running backward pass, such as its number of labels. None if the batch is
+            weighted by its number of samples, or if its loss is already multiplied by its weight.
         usual: Mean weight of a rank's batch in the latest step in which batches were not weighted by their samples. The
             same on all ranks.
         has_clipped: True if gradients were clipped in this leg.
@@ -115,23 +116,24 @@ class Leg:
     ) -> None:
         """Start the batch that the training code has requested from the data.
 
-        Everything that happens before a batch happens here, in this order: the previous batch is checked, buffers are
-        copied from rank 0, `undo` copies what the step may change, the `Batch` is made, and the all-reduce of its
-        gradients is turned on or off.
+        Everything that happens before a batch happens here, in this order: the method checks that the previous step has
+        ended, copies rank 0's buffers, lets `undo` copy what the step may change, creates the `Batch` and compares its
+        weight with the previous batch, turns the all-reduce of its gradients on or off, and starts the logical shard.
 
         Args:
             weight: Weight of this rank's gradient in the mean over the ranks.
             num_samples: Number of this rank's samples in the batch; 0 for padding, None if unknown.
-            total: Number of samples in the global batch, over all ranks; None if unknown.
+            total: Number of samples in the batches on which all ranks train at the same time; None if unknown. With
+                logical shards, the number of samples in the entire global batch.
             is_last: True if the epoch or the call ends with this batch.
             is_first_part: True if the global batch starts with this batch.
             is_last_part: True if the global batch ends with this batch.
             seeds: With logical shards, the seeds for the random numbers in the batch and after the step.
 
         Raises:
-            ValueError: With accumulation, user code ran no backward pass for the previous batch, or did not step the
-                optimizer after the last batch of the previous step.
-            RuntimeError: The previous batch has another weight and still needs its backward pass.
+            ValueError: With accumulation, the previous batch has another weight and still needs its backward pass. Or
+                user code did not step the optimizer after the last batch of the previous step.
+            RuntimeError: Without accumulation, the previous batch has another weight and still needs its backward pass.
         """
         before, shards = self.batch, self.shards
         if self.accumulated is not None and before.is_boundary and before.had_backward:
@@ -172,7 +174,10 @@ class Leg:
             shards.begin_shard(is_first_part, seeds[0], (num_samples or 0) / total if total else 0.0, seeds[1])
 
     def _weighs_like(self, batch: Batch) -> bool:
-        """Return True if a batch has the same weight in its step as the previous batch."""
+        """Return True if a batch has the same weight in its step as the previous batch.
+
+        In addition, both batches or neither must be padding, and both or neither must end the step.
+        """
         last = self.batch
         if (batch.is_boundary, batch.is_padding) != (last.is_boundary, last.is_padding):
             return False
@@ -255,8 +260,9 @@ class Leg:
         """Record a backward pass of the batch. Return True if the batch already had a backward pass.
 
         Args:
-            optimizers: Optimizers whose parameters get gradients.
-            weight: Weight that user code passed, or None.
+            optimizers: Optimizers whose gradients were cleared for this backward pass, or to which the pass adds.
+            weight: Weight from user code, or the batch's number of labels; None if the batch is weighted by its number
+                of samples.
 
         Raises:
             ValueError: With accumulation, `optimizer_step` was already called for this batch.

@@ -81,6 +81,9 @@ class LogicalShards:
         """Allocate a row of memory for each of this rank's shards, unless it is already allocated.
 
         A row has the gradients of all parameters, then one flag per parameter: 1 if the parameter has a gradient.
+
+        Raises:
+            ValueError: A parameter is complex.
         """
         num_numbers = sum(each.numel() for each in parameters)
         shape = (max(1, self._shards_by_rank()[self._rank]), num_numbers + len(parameters))
@@ -95,13 +98,15 @@ class LogicalShards:
     def add_up(self, parameters: Sequence[torch.Tensor], seed: int) -> None:
         """Set the gradients of all parameters to their sums over all logical shards of all ranks.
 
+        If a parameter has no gradient in any shard, its gradient is set to None.
+
         Args:
             parameters: Trained parameters, in the order in which `keep` got them.
             seed: Seed for the random numbers after the step.
         """
         counts = self._shards_by_rank()
         self._make_room(parameters)
-        self._rows[self._num_kept :].zero_()  # in a short global batch, the last shards have no samples
+        self._rows[self._num_kept :].zero_()  # in a short global batch, a rank may have fewer shards than rows
         sums = self._summed(self._rows[: counts[self._rank]], counts)
         start, flags = 0, sums[-len(parameters) :].tolist()
         for each, has_gradient in zip(parameters, flags, strict=True):

@@ -20,8 +20,8 @@ class StepOptions:
         clip_grad_value: Largest absolute value of each element of the gradients; None for no limit.
         sync_batchnorm: True to compute the statistics of batch norms over the batches of all workers. Needs GPUs.
         compile: True to compile models with `torch.compile`, or a dict of options for `torch.compile`.
-        activation_checkpointing: True to recompute the elements of `ModuleList` and `Sequential` in the backward pass
-            instead of storing their activations. Saves memory.
+        activation_checkpointing: True to recompute the activations in elements of `ModuleList` and `Sequential` in the
+            backward pass instead of storing them. Saves memory.
 
     Raises:
         ValueError: A value is invalid.

@@ -54,7 +54,7 @@ class RankSums:
         The returned function starts a sum and returns another function, which waits for that sum and returns it.
 
         Raises:
-            ValueError: The workers do not communicate.
+            ValueError: There is only one worker, or the workers do not communicate.
         """
         if not self.is_global:
             raise ValueError(

@@ -1,8 +1,8 @@
 """`StepRows`: sends each rank's metrics to the other ranks of the worker group in each optimizer step.
 
-The metrics of a rank, called its row, are sent together with the last gradients of the step; see
-`raysgd.trainer.worker.data.rank_rows`. Rows are sent over the mesh, a set of direct connections between the ranks that
-exists only with the gloo backend.
+The metrics of a rank, called its row, are sent together with the last gradients of a backward pass in the step's last
+batch; see `raysgd.trainer.worker.data.rank_rows`. Rows are sent over the mesh, a set of direct connections between the
+ranks that exists only with the gloo backend.
 """
 
 from __future__ import annotations

@@ -50,22 +50,25 @@ def _copied(model: torch.nn.Module) -> torch.nn.Module:
 
 
 class Strategy:
-    """Base class of all strategies. It is also the strategy for a single worker, and for `strategy="none"`.
+    """Base class of all strategies.
+
+    It is also the strategy for `strategy="none"`, and for a single worker that no other workers can join.
 
     Args:
-        has_others: True if there are other ranks.
+        has_others: True if there are other ranks, or if other ranks may join.
         tells_rows: True to send each rank's metrics (its row) to the other ranks in each step.
 
     Attributes:
         tells_rows: True to send each rank's metrics (its row) to the other ranks in each step.
         synchronizes: True if every optimizer step involves all ranks.
-        has_others: True if there are other ranks.
+        has_others: True if there are other ranks, or if other ranks may join.
         is_sharded: True if each rank holds only a shard of each model, so that all ranks must take part to assemble a
             full state.
         leg: Tracks the current batch and step in the part of a training call that this worker group runs. Between
             calls, it is a `Leg` without batches.
         exchanges: Tracks whether the gradient communication of the running step succeeds.
-        exchanged: For each model whose gradients have been all-reduced completely, the ID of one of its parameters.
+        exchanged: For each model whose gradients have been all-reduced completely since `further_pass` was last called,
+            the ID of one of its parameters.
         record: Records the actions that all ranks must take in the same order in a call; None if the ranks' actions may
             differ.
         forward_context: Function that returns the context manager, such as autocast, for forward passes.
@@ -331,7 +334,7 @@ class Strategy:
     def group_beside(self) -> Any:
         """Separate process group for collectives outside of training; None if models are not sharded.
 
-        Reading this property is a collective operation, in which all ranks must take part.
+        The first read is a collective operation, in which all ranks must take part.
         """
         return None
 

@@ -1,4 +1,4 @@
-"""Copies the tensors that a batch may change, restores their values, and detects which tensors have changed."""
+"""Copies the tensors that a batch may change, restores their values, and detects whether tensors have changed."""
 
 from __future__ import annotations
 
@@ -107,7 +107,9 @@ def lacks_memory(models: Sequence[torch.nn.Module], num_sharing: int, unchanging
 
 
 def _free_bytes(device: torch.device, num_sharing: int) -> int | None:
-    """Return the free memory of a GPU or, for a CPU, this worker's part of the node's free memory; None if unknown.
+    """Return the free bytes of a GPU or, for a CPU, this worker's part of the free host memory; None if unknown.
+
+    In a container with a memory limit, the free host memory is at most what the limit leaves.
 
     Args:
         device: The GPU or CPU.

@@ -162,9 +162,9 @@ class Undo:
         others: Other objects that a batch may change, such as schedulers.
         followers: Function that returns the callbacks' objects, such as averaged weights, that change when an optimizer
             steps.
-        copies: True to copy all state before each batch. False to copy only buffers, which is enough for the default
-            training code. None to copy all state before the first batch of a call; what happens in that batch decides
-            what is copied before later batches.
+        copies: True to copy all state before each batch. False to copy only buffers, and frozen parameters that batches
+            change, which is enough for the default training code. None to copy all state before the first batch of a
+            call; what happens in that batch decides what is copied before later batches.
         keeps_gradients: True if a later step may use a batch's gradients.
         repeats: False if no batch is ever repeated after a failure, so that nothing is copied.
         ledger: Measures the time that copying takes.
@@ -228,7 +228,10 @@ class Undo:
         return bool(self._stepped)
 
     def waiting_parameters(self) -> list[torch.Tensor]:
-        """Return the parameters that have gradients with which no optimizer has stepped yet."""
+        """Return the parameters that have gradients with which no optimizer has stepped yet.
+
+        The list is empty if no later step uses a batch's gradients.
+        """
         if not self._keeps_gradients:
             return []
         optimizers = self._not_stepped if self._waiting is None else self._without_step()
@@ -263,7 +266,10 @@ class Undo:
     # ---------------------------------------------------------------------------------------------------- in a batch
 
     def begin_step(self) -> None:
-        """Start a batch. Copy the state that the batch may change."""
+        """Start a batch. Copy the state that the batch may change.
+
+        If there is not enough memory, log a warning and call `switch_off`.
+        """
         self._waiting = waiting = self.waiting_parameters()
         batch, watched = _OpenStep(), self._watched
         self._batch = batch
@@ -312,9 +318,10 @@ class Undo:
         batch.is_copied, batch.is_whole = True, copies_all
 
     def note_exchange(self) -> None:
-        """Record that a model's gradients are being all-reduced. Called at most once in each backward pass.
+        """Record that a model's gradients are being all-reduced. One backward pass may call this method several times.
 
-        If the batch has changed state before this all-reduce, all state is copied before each later batch.
+        With `copies=None`, all state is copied before each later batch if this batch may have changed state before the
+        all-reduce.
         """
         batch, watched = self._batch, self._watched
         if batch is None:
@@ -374,7 +381,8 @@ class Undo:
     def can_put_back(self, has_broken: bool) -> bool:
         """Return True if the state from before the batch is unchanged, or if `put_back` can restore it.
 
-        If no batch has begun since the last boundary, only the optimizers matter: return True if none has stepped.
+        If batches are not repeated, or if no batch has begun since the last boundary, only the optimizers matter: return
+        True if none has stepped.
 
         Args:
             has_broken: True if one of the all-reduces that `note_exchange` recorded for the batch has failed.

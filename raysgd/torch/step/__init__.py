@@ -1,1 +1,1 @@
-"""Computes gradients, steps optimizers and learning rate schedulers, and undoes batches that a failure interrupts."""
+"""Computes gradients, steps optimizers and learning rate schedulers, and explains PyTorch's unclear errors."""

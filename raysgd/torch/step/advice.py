@@ -1,4 +1,4 @@
-"""Explains mistakes for which PyTorch raises unclear errors, and detects mistakes that would make PyTorch hang.
+"""Explains mistakes for which PyTorch raises unclear errors, and detects mistakes that would crash or hang a process.
 
 Advice is added to the message of known PyTorch exceptions. A global batch, the batch of all ranks together, may be
 split into shares of different sizes. With gloo, an all-gather of such shares in user code would crash a rank's process;
@@ -107,7 +107,8 @@ def check_norms(models: Iterable[Module], plan: PassPlan) -> None:
         plan: Sizes of the remaining batches of the epoch.
 
     Raises:
-        ValueError: A rank's share of a batch has a single sample or, with `SyncBatchNorm`, no sample.
+        ValueError: With `BatchNorm1d`, a rank's share of a batch has a single sample. Or, with `SyncBatchNorm`, a
+            rank's share has no sample.
     """
     in_training = [module for model in models for module in model.modules() if module.training]
     if any(isinstance(module, BatchNorm1d) for module in in_training) and plan.has_single_samples:

@@ -106,9 +106,10 @@ class Gradients:
         Args:
             loss: Loss of the batch.
             optimizer: Optimizer that the loss trains.
-            cleared: Optimizers whose gradients were cleared.
+            cleared: Optimizers whose gradients were cleared for this backward pass, or to which the pass adds.
             is_further: True if the batch already had a backward pass.
-            counted: Weight of the batch, such as its number of labels; None to weight it by its number of samples.
+            counted: Weight of the batch, such as its number of labels. None to weight it by its number of samples, or
+                if the loss is already multiplied by its weight.
         """
         leg = self._parallel.leg
         if not self._parallel.synchronizes or (counted is None and not is_further):

@@ -334,6 +334,8 @@ def _working_in(workdir: str | None) -> Iterator[None]:
 class SessionForRay:
     """Takes the place of Ray's own session, so that `ray.tune.report` and `ray.tune.get_checkpoint` work in `fit` runs.
 
+    Ray's `setup_wandb` reads the names of the trial.
+
     Args:
         session: Session of the running function, which receives the calls.
     """
@@ -341,6 +343,8 @@ class SessionForRay:
     def __init__(self, session: FitSession) -> None:
         self._session = session
         self.world_rank = session.world.rank
+        facts = session.facts
+        self.trial_id, self.trial_name, self.experiment_name = facts.id, facts.name, facts.experiment_name
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
         """Send metrics to the driver, optionally with a `Checkpoint` object of Ray or raysgd."""

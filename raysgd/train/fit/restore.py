@@ -122,8 +122,7 @@ def _without_place(run_config: RunConfig) -> RunConfig:
 
     `restore` sets the storage again.
     """
-    sync_config = replace(run_config.sync_config, upload_dir=None)
-    return replace(run_config, storage_path=None, storage_filesystem=None, sync_config=sync_config)
+    return replace(run_config, storage_path=None, storage_filesystem=None)
 
 
 def _without_what_cannot_be_pickled(run_config: RunConfig) -> RunConfig:

@@ -76,11 +76,7 @@ def source_of_batches(
         form: How to convert arrays and dicts of columns to batches of the framework. None if the batches need no
             conversion.
     """
-    return PredictionSource(iter(batches), partial(Batches, form=form), _bytes_of_batch, num_batches)
-
-
-def _bytes_of_batch(batch: Any) -> int:
-    return trees.nbytes(tuple(batch) if isinstance(batch, list) else batch)
+    return PredictionSource(iter(batches), partial(Batches, form=form), trees.nbytes, num_batches)
 
 
 def _rows(array: Any, start: int, stop: int) -> Any:

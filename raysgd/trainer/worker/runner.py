@@ -291,6 +291,7 @@ class ClassRunner(ReplicaCalls, ABC):
             if not settings.follow(own):
                 self.renew(own, self._first_world)
                 self.warm_up()
+            self._ledger.stand_by()
         return None if has_left() else answer
 
     def leave_call(self, number: int) -> None:

@@ -200,7 +200,7 @@ class ReplicaCalls:
         return ReplicaProgress(call.num_completed, loop.is_whole, obstacle, loop.progress_text())
 
     def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
-        """Propose that this worker stops training after a step, if all other ranks agree.
+        """Answer the driver's proposal to stop training after a step. All ranks must agree before any rank stops.
 
         Return the step, as a number of completed steps; None if this worker cannot stop there. The worker's second
         thread calls this method. See `RegroupingReplica` for the arguments.

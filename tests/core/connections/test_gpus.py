@@ -32,7 +32,7 @@ def test_a_gpu_is_counted_in_the_list_of_the_process(gpu_id: str, visible: str |
 
 @pytest.mark.parametrize(("gpu_id", "visible"), [("3", "0,1"), ("GPU-1", None), ("GPU-1", "GPU-2")])
 def test_a_gpu_that_the_process_cannot_see_is_named(gpu_id: str, visible: str | None) -> None:
-    with pytest.raises(RuntimeError, match=f"GPU {gpu_id} is reserved .* cannot see it: `CUDA_VISIBLE_DEVICES="):
+    with pytest.raises(RuntimeError, match=f"GPU {gpu_id} is reserved .* with {gpu_id} in that variable"):
         ordinal_of(gpu_id, visible)
 
 

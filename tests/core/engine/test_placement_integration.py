@@ -207,6 +207,16 @@ def test_what_others_hold_is_told_in_one_line_once_it_takes_long(
     ]
 
 
+def test_what_other_nodes_have_is_not_told_if_nodes_need_a_label(
+    ray_cluster: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "_TELL_S", 0.05)
+    with pytest.raises(ReservationTimeoutError):
+        Reservation(Resources(labels={"zone": "b"}), 1).wait(0.3)
+    told = "1 workers with {'CPU': 1.0} each, on nodes with the labels {'zone': 'b'}; giving up after 0.3 s"
+    assert warnings_in(caplog) == [f"waiting for resources: {told}"]
+
+
 def test_ctrl_c_while_resources_are_awaited_is_heard_at_once_and_leaves_nothing_reserved(ray_cluster: None) -> None:
     group = WorkerGroup(GroupSpec(NullConnection(), CountingReplica, Resources(num_cpus=100)), 1)
     press = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
@@ -292,6 +302,20 @@ def test_inside_somebody_elses_group_that_one_is_used_and_left_as_it_was(ray_clu
     assert values == [1.0, 2.0]
     assert after == [*before, "CREATED"]
     assert num_fitting == 3
+
+
+def ask_for_twice_outside() -> int:
+    group = WorkerGroup(GroupSpec(NullConnection(), CountingReplica, within=None), 1)
+    group.start(120)
+    try:
+        [answer] = group.on_replica(ask_for_twice, {0: (3,)}).values
+        return int(answer.value)
+    finally:
+        group.stop(10)
+
+
+def test_a_task_inside_a_worker_that_left_somebody_elses_group_finds_room_beside_its_own(ray_cluster: None) -> None:
+    assert in_a_trial(1, ask_for_twice_outside) == 6
 
 
 def reserve_one() -> tuple[bool, int]:

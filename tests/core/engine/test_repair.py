@@ -438,6 +438,22 @@ def test_a_held_call_whose_group_cannot_be_formed_anew_goes_on_from_the_snapshot
     assert event.cause.startswith("a node is going away; could not form a new group")
 
 
+def test_no_rank_counts_as_lost_if_those_who_keep_their_ranks_cannot_form_a_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = Trainer(nodes=(1, 1, 2), num_spares=1, regroups=False, spec={"runs_on": True}).started()
+    trainer.controller.start_spares()
+    trainer.walk(1)
+
+    def leave(process: Process) -> None:
+        trainer.cluster.nodes[trainer.group.infos[1].node_id].is_leaving = True
+        monkeypatch.setattr(SimReplica, "regroup", lambda *args: 1 / 0)
+
+    assert trainer.walk(60, befalls(leave, 0), max_retries=0) == [61] * 3
+    assert trainer.kinds == ["left"]
+    assert trainer.last_event[3].startswith("a node is going away; could not form a new group")
+
+
 # -------------------------------------------------------------------------------------------- back to the last snapshot
 
 

@@ -476,6 +476,18 @@ def test_a_state_that_was_lost_on_its_way_is_told() -> None:
         newest.result()
 
 
+@pytest.mark.parametrize("num_lost", [3, 4])
+def test_a_state_that_is_lost_on_its_way_is_copied_three_times_more(num_lost: int) -> None:
+    trainer = Trainer(is_large=True, snapshot_every_s=None).started()
+    trainer.note(1)
+    trainer.expect(befalls(OSError("no space"), 0, at="send", nth=range(1, num_lost + 1)))
+    if num_lost == 3:
+        assert trainer.controller.snapshot().shared_state.noted == (1,)
+    else:
+        with pytest.raises(WorkersLostError, match="lost on its way to the driver 4 times"):
+            trainer.controller.snapshot()
+
+
 # ------------------------------------------------------------------------------------------------- switched off
 
 

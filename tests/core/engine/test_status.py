@@ -187,6 +187,8 @@ def test_the_age_and_place_of_the_snapshot_are_told() -> None:
     found = status(snapshots=snapshots).snapshot
     assert found.num_calls_since == 1
     assert "on its way" not in str(found)
+    snapshots.begin_again()
+    assert status(snapshots=snapshots).snapshot is None
 
 
 def test_a_snapshot_that_only_workers_have_yet_is_told() -> None:

@@ -188,3 +188,12 @@ def test_rows_that_are_kept_stay_and_the_table_goes_on_behind_them(
     table.open(RunInFolder(tmp_path), first_step=2)
     table.write({"epoch": 3, "text": "e"}, 3)
     assert path.read_text() == 'epoch,text\n1,"a, b"\n2,c\n3,e\n'
+
+
+def test_the_table_of_a_new_run_has_its_own_columns(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    for row in ({"epoch": 1, "val_loss": 2}, {"epoch": 1, "loss": 3}):
+        table = CsvTable("a.csv")
+        table.open(RunInFolder(tmp_path), first_step=0)
+        table.write(row, 1)
+    assert path.read_text() == "epoch,loss\n1,3\n"

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -403,8 +404,20 @@ class TestSurroundings:
         foreign = pytest.importorskip("ray.air.session")
         pytest.importorskip("ray.tune")
         assert start(lambda: foreign.report({"loss": 1})).next(0) != FunctionEnded()
-        with pytest.raises(SessionMisuseError, match=r"instead of `ray\.air\.session`\. `trial_name` was requested"):
-            start(foreign.get_trial_name).next(0)
+        with pytest.raises(SessionMisuseError, match=r"instead of `ray\.air\.session`\. `trial_dir` was requested"):
+            start(foreign.get_trial_dir).next(0)
+
+    def test_a_run_of_wandb_has_the_names_of_the_trial(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("ray.tune")
+        wandb = pytest.importorskip("raysgd.air.integrations.wandb")  # imports Ray's session, as the module of a user
+        monkeypatch.setenv("WANDB_MODE", "disabled")
+        monkeypatch.setenv("WANDB_START_METHOD", "fork")  # Ray sets it
+        started: list[dict[str, Any]] = []
+        fake = SimpleNamespace(init=lambda **options: started.append(options))
+        assert start(lambda: wandb.setup_wandb({"lr": 1}, _wandb=fake)).next(0) == FunctionEnded()
+        assert [(run["id"], run["name"], run["group"], run["config"]) for run in started] == [
+            ("1", "trial_1", "run", {"lr": 1})
+        ]
 
     def test_any_other_warning_stays_one(self, start: Start) -> None:
         with warnings.catch_warnings(record=True):

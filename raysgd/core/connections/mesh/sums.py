@@ -36,7 +36,7 @@ import numpy as np
 from raysgd.core.connections.mesh.mesh import Bytes, Mesh, Message
 
 MOST = 8
-"""Maximum number of ranks for which each rank communicates directly with every other rank."""
+"""Maximum number of ranks for which no sum uses a tree. Among more ranks, small arrays are summed up a tree."""
 
 MAX_WHOLE_BYTES = 64 * 1024
 """Maximum size in bytes of an array that each rank sends whole to the other ranks, instead of in parts."""

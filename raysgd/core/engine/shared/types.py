@@ -55,9 +55,14 @@ class Rendezvous:
         return self.addresses[0][0]
 
     @property
+    def ports(self) -> tuple[int, ...]:
+        """Port of each rank, by rank. A rank that listens at a Unix socket only reserves its port."""
+        return tuple(number & (1 << PORT_BITS) - 1 for _, number in self.addresses)
+
+    @property
     def port(self) -> int:
-        """Port at which rank 0 listens."""
-        return self.addresses[0][1] & (1 << PORT_BITS) - 1
+        """Port of rank 0."""
+        return self.ports[0]
 
 
 def hosts_of(infos: Sequence[WorkerInfo]) -> list[str]:

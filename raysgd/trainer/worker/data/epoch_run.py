@@ -71,7 +71,9 @@ class Gate:
         self._changed = threading.Condition()
 
     def propose(self, at: int, completed: Callable[[], int]) -> bool:
-        """Propose to stop training after `at` steps. Return False if this rank may already have begun the next step.
+        """Receive the proposal to stop training after `at` steps.
+
+        Return False if this rank may already have begun the next step.
 
         Args:
             at: Number of completed steps of the call at which to stop.
