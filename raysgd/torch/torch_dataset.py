@@ -25,11 +25,12 @@ class TorchMLDataset(ShardedFrames):
         feature_shapes: Shape of each feature in a row. Default: `(1,)`.
         feature_types: `torch.dtype` of each feature. Default: `torch.float`.
         label_column: Name of the label column.
-        label_shape: Shape of the label in a row.
-        label_type: `torch.dtype` of the label.
+        label_shape: Shape of the label in a row. Default: `(1,)`.
+        label_type: `torch.dtype` of the label. Default: `torch.float`.
 
     Raises:
-        AssertionError: A list differs in length from `feature_columns`, or a type is not a `torch.dtype`.
+        AssertionError: `feature_columns` or `label_column` is missing, a list differs in length from `feature_columns`,
+            or a type is not a `torch.dtype`.
     """
 
     def _check(self, name: Any, shape: Any, kind: Any) -> None:

@@ -62,7 +62,8 @@ class TorchRunner(ClassRunner):
     def remade_tensors(self) -> EncodedState:
         """Return the frozen parameters that snapshots and checkpoints omit because `setup` recreates them.
 
-        The result is an encoded list of dicts, one for each module, with parameter names as keys.
+        The result is an encoded list of dicts, one for each model, then one for the criterion if it has parameters.
+        The keys are parameter names. The list is empty without `remakes_frozen`.
         """
         tensors = self._hosted.state.remade_tensors()
         return lend([{name: each.cpu() for name, each in part.items()} for part in tensors])
@@ -72,8 +73,8 @@ class TorchRunner(ClassRunner):
 
         Args:
             copied: True to return picklable copies on the CPU. If models are sharded, all ranks must call this method
-                together. Rank 0 then gets the copies, and other ranks get None instead of each copy. False to return
-                the models themselves.
+                together. Rank 0 then gets the copies, and other ranks get None instead of each sharded model. False to
+                return the models themselves.
         """
         parallel, models = self._hosted.parallel, self._hosted.state.registered.original_models
         if not copied:

@@ -342,7 +342,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         """Return a copy of the training state.
 
         The dict contains the epoch, the state that the operator's `state_dict` returned, and the states of the models,
-        the optimizers, the schedulers and the gradient scaler.
+        the optimizers, the schedulers, the gradient scaler, and a criterion with parameters.
         """
         state = divided_state.whole(self._life.snapshot().shared_state, copy=True)
         del state[RESUME]
@@ -514,6 +514,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
 
         Raises:
             MissingTuneError: Ray Tune is not installed. This error is both an `ImportError` and a `RuntimeError`.
+            TypeError: Positional arguments were passed.
             ValueError: `override_tune_step` does not take two arguments.
         """
         from raysgd.torch.torch_trainable import make_trainable

@@ -256,8 +256,9 @@ class TrainingOperator(RegisteringOperator):
     def accumulate_grad_batches(self, epoch_idx: int) -> int:
         """Return the number of batches to accumulate per optimizer step.
 
-        The library calls this method once in each call to `train`. The default is the trainer's argument with the same
-        name. Override the method to change the number from epoch to epoch. All workers must return the same number.
+        The library calls this method at the start of each call to `train`, and again if the worker group changes during
+        the call. The default is the trainer's argument with the same name. Override the method to change the number
+        from epoch to epoch. All workers must return the same number.
         """
         return self._raysgd.context.settings.step_options.accumulate_grad_batches
 
@@ -290,7 +291,11 @@ class TrainingOperator(RegisteringOperator):
 
     @rung
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch. Return `val_loss`, its weight and, for classifiers, `val_accuracy` and its weight."""
+        """Evaluate one batch and return its metrics, including those of `measure_batch`.
+
+        The other metrics are `val_loss`, its weight and, for classifiers, `val_accuracy` and its weight. `val_accuracy`
+        is NaN if it is unclear how to interpret the output.
+        """
         internals = self._raysgd
         output, target, comparisons, counted = internals.evaluate(batch)
         weight, ignored = counted.get(BATCH_WEIGHT), ignored_by(internals.criterion)

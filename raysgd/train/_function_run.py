@@ -126,14 +126,17 @@ class FunctionRun:
             self._call(FunctionReplica.start)
 
     def next_step(self) -> FunctionStep:
-        """Wait for the next `FunctionStep` of all workers, and return it. If it has a checkpoint, take it over.
+        """Wait for the next `FunctionStep` of all workers and return it.
+
+        If the step has a checkpoint, first let the workers store it, or start its transfer to the driver.
 
         Raises:
             StepMismatchError: The workers' functions did not make the same calls of `report` and `save_checkpoint`.
             WorkerError: A function raised. The error is also an instance of the class that was raised.
             WorkersLostError: Workers were lost, and no retry is left.
             ValueError: A checkpoint lacks the score that ranks it.
-            Preempted: A signal arrived, and the newest checkpoint is stored.
+            OSError: An earlier checkpoint could not be written.
+            Preempted: A signal asked the program to end. The newest checkpoint, if there is one, is stored.
         """
         with self._aborted_on_error():
             if self.may_restart and self._leaving.is_due():
@@ -236,7 +239,7 @@ class FunctionRun:
     # --------------------------------------------------------------------------------------------- ending on a signal
 
     def _leave(self) -> NoReturn:
-        """Wait until the newest checkpoint is stored, then end the program, because a signal asked for it.
+        """Wait until the newest checkpoint, if any, is stored. Then end the program, because a signal asked for it.
 
         Raises:
             Preempted: Always.
@@ -313,7 +316,7 @@ class FunctionRun:
     def _members(self) -> Mapping[Any, int]:
         """The workers that run the function, in rank order, each with a number that says when it joined.
 
-        The number is 0 if the worker started the function with the first group, and otherwise the number of the group
+        The number is 0 if the worker was in the group when the function started, and otherwise the number of the group
         change that added the worker. Changes are counted from the start of the function.
         """
         infos = self._hooks.group.infos if self._is_running else ()

@@ -101,7 +101,8 @@ def _is_new(run_dir: Path | Folder) -> bool:
 def local_run_dir(run_dir: Path | Folder) -> Iterator[Path]:
     """Yield a local folder for the files that callbacks write during a run.
 
-    If the run's folder is in a remote store, upload the files at the end of the run.
+    If the run's folder is in a remote store, upload the files at the end of the run. If the run has failed, an error of
+    the upload is only logged.
 
     Raises:
         StorageError: The upload failed. The message names the local folder that still holds the files.
@@ -133,7 +134,10 @@ def _send(local: Path, run_dir: Folder) -> None:
 
 
 def fetch_checkpoints(run_dir: Path | Folder, local: Path) -> None:
-    """Download a run's checkpoints from a remote store to the local folder in which callbacks look for them."""
+    """Download a run's checkpoints from a remote store to the local folder in which callbacks look for them.
+
+    Do nothing if the run's folder is on disk. If the store cannot be reached, log the error.
+    """
     if isinstance(run_dir, Path):
         return
     try:

@@ -244,9 +244,10 @@ def _check_settings(optimizer: Any, own: Mapping[str, Any], saved: Mapping[str, 
 
 
 def _check_slots(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Check the structure of an optimizer's state, and the sizes of its tensors if there is a fused implementation.
+    """Check the structure of an optimizer's state, and the sizes of its tensors.
 
-    Fused implementations do not check these sizes, and would access memory past the end of a tensor that is too small.
+    The sizes are checked only if the optimizer has a fused implementation. Fused implementations do not check sizes
+    themselves, and would access memory past the end of a tensor that is too small.
     """
     slots = saved.get("state", {})
     require(isinstance(slots, Mapping), "the state of an optimizer's parameters is not a dict")

@@ -66,9 +66,9 @@ def read_tensors(tensors: list[torch.Tensor]) -> list[float]:
 def packed(model: torch.nn.Module) -> torch.nn.Module:
     """Make a model picklable, in place, and return the model. The receiving process must call `unpacked` on it.
 
-    The model must be a copy that is not trained, because `packed` changes the classes of its modules. Two things cannot be pickled. Modules with a parametrization have a class that `torch.nn.utils.parametrize` created,
-    so they get their original class back. Hooks of `transformers` that collect outputs refer to a global variable,
-    which is pickled by its name.
+    Pass a copy of the model, because this function changes the classes of some modules. Two things cannot be pickled.
+    Modules with a parametrization have a class that `torch.nn.utils.parametrize` created, so they get their original
+    class back. Hooks of `transformers` that collect outputs refer to a global variable, which is pickled by its name.
     """
     for part in model.modules():
         if parametrize.is_parametrized(part):

@@ -396,7 +396,7 @@ def parts_of(record: Any) -> Sequence[Any]:
 def _digests_in(record: Any, index: int) -> Digests | None:
     """Return the digests of the parameters that the saved state of a module omits.
 
-    Return None if the saved state has no record of this module. This is the case if the operator that saved the state
+    Return None if the saved state has no record of this module, for example because the operator that saved the state
     did not set `remakes_frozen`.
     """
     parts = () if record is None else parts_of(record)

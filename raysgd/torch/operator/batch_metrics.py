@@ -86,8 +86,8 @@ class BatchMetrics(Internals):
                 the batch is weighted by its number of labels. This requires that the criterion averages over labels.
 
         Raises:
-            ValueError: The batch has no weight, and its number of samples is unknown. Also, its number of labels is
-                unknown, or metrics were logged, which cannot be weighted by labels.
+            ValueError: The batch has no weight, its number of samples is unknown, and it cannot be weighted by labels,
+                because their number is unknown or user code has logged other metrics.
         """
         num_samples, found = self._sizes_of((*features, target))
         if weight is None and found != num_samples:
@@ -104,8 +104,8 @@ class BatchMetrics(Internals):
         rank sends the sums of its epoch's metrics to the other ranks together with the gradients. These sums must
         include the current batch. Pending metrics become final once the optimizer step is complete.
 
-        If the operator overrides `train_epoch` or `train_batch`, or outside a call, return the metrics unchanged. User
-        code may change them before `end_batch` adds them.
+        Outside a call, or if the operator overrides `train_epoch` or `train_batch`, return the metrics unchanged. An
+        override may change the metrics before `end_batch` adds them.
         """
         if not self._reports_ahead or self.leg is None:
             return metrics

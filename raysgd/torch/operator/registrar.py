@@ -378,8 +378,8 @@ def register_data(
         make_batch: Function that converts arrays from Ray Data to a batch.
 
     Raises:
-        InvalidRegistrationError: A loader does not yield batches. Or the trainer's options do not support streams, or
-            with several workers, training on a dataset of Ray Data.
+        InvalidRegistrationError: A loader does not yield batches, or the trainer's options do not support a stream or a
+            dataset of Ray Data.
     """
     for name, loader in (("train_loader", train_loader), ("validation_loader", validation_loader)):
         if ray_batches(loader) is None and not isinstance(loader, Stream):

@@ -24,7 +24,7 @@ from raysgd.trainer.configuration.settings import STREAMS_NEED, ReplicaSettings
 class TorchSettings(ReplicaSettings):
     """Settings of a `TorchTrainer` that all its workers use.
 
-    The docstring of `TorchTrainer` explains the fields that are not listed here.
+    The docstrings of `TorchTrainer` and `ReplicaSettings` explain the fields that are not listed here.
 
     Attributes:
         use_horovod: True if the trainer's `backend` is "horovod".

@@ -177,7 +177,7 @@ class FSDP(Strategy):
             return_large_blocks()  # gathered parameters are allocated and freed in each forward and backward pass
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
-        """Copy rank 0's values into the model, shard the model in place, and return it.
+        """Copy rank 0's values into a model, shard the model in place, and return it.
 
         A model without trainable parameters is not sharded. `device_ids` and `options` are for DDP, and are ignored.
 

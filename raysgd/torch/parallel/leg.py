@@ -118,7 +118,7 @@ class Leg:
 
         Everything that happens before a batch happens here, in this order: the method checks that the previous step has
         ended, copies rank 0's buffers, lets `undo` copy what the step may change, creates the `Batch` and compares its
-        weight with the previous batch, turns the all-reduce of its gradients on or off, and starts the logical shard.
+        weight with the previous batch's, turns the all-reduce of its gradients on or off, and starts the logical shard.
 
         Args:
             weight: Weight of this rank's gradient in the mean over the ranks.

@@ -381,8 +381,8 @@ class Undo:
     def can_put_back(self, has_broken: bool) -> bool:
         """Return True if the state from before the batch is unchanged, or if `put_back` can restore it.
 
-        If batches are not repeated, or if no batch has begun since the last boundary, only the optimizers matter: return
-        True if none has stepped.
+        If batches are not repeated, or if no batch has begun since the last boundary, only the optimizers matter. The
+        method then returns True if none has stepped.
 
         Args:
             has_broken: True if one of the all-reduces that `note_exchange` recorded for the batch has failed.

@@ -1,4 +1,4 @@
-"""`OptimizerHooks`: the hooks around each step of an optimizer, which clip gradients and notify callbacks and others.
+"""`OptimizerHooks`: hooks that clip gradients before each step of an optimizer and notify callbacks and listeners.
 
 PyTorch calls the hooks even if user code calls `optimizer.step()` itself (ADR 23).
 """
@@ -51,7 +51,10 @@ class OptimizerHooks:
         self._about_to_step: set[int] = set()  # IDs of the optimizers whose current step has gradients
 
     def watch(self, optimizers: Sequence[Any]) -> None:
-        """Install hooks on the optimizers' steps, so that gradients are clipped even if user code calls `step`."""
+        """Install hooks on the optimizers' steps, so that gradients are clipped even if user code calls `step`.
+
+        Hooks and listeners from before this call are removed.
+        """
         for undo in self._undo:
             undo()
         self._optimizers = optimizers
@@ -64,12 +67,12 @@ class OptimizerHooks:
     def tell(self, listener: Callable[..., object]) -> None:
         """From now on, call a function before each step of an optimizer.
 
-        Called after `setup`. PyTorch then calls the listener after the user's hooks. If a user's hook raises, the
-        optimizer does not step, and the listener is not called.
+        Call this method after `setup`, so that PyTorch calls the listener after the user's hooks. If a user's hook
+        raises, the optimizer does not step, and the listener is not called.
 
         Args:
-            listener: Function that gets the arguments of PyTorch's step hooks, the first of which is the optimizer, and
-                the number of the optimizer as `number`, from 1.
+            listener: Function that gets the arguments of PyTorch's step hooks, the first of which is the optimizer. It
+                also gets the keyword argument `number`, which numbers the optimizers with hooks from 1.
         """
         for number, each in enumerate(filter(tells_of_steps, self._optimizers), start=1):
             self._undo.append(each.register_step_pre_hook(partial(listener, number=number)).remove)
@@ -79,7 +82,7 @@ class OptimizerHooks:
         return tells_of_steps(optimizer) and any(each is optimizer for each in self._optimizers)
 
     def step(self, optimizer: Any) -> None:
-        """Unscale and clip the gradients of an optimizer, and step the optimizer."""
+        """Step an optimizer. If options or callbacks require it, first unscale, report and clip the gradients."""
         if self.clips or self._callbacks.wants_gradients:
             self._precision.unscale(optimizer)
             self._clip(optimizer)
@@ -105,12 +108,15 @@ class OptimizerHooks:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pass an optimizer's gradients to callbacks and clip them. PyTorch calls this hook before each step.
 
+        If the library itself steps the optimizer, `step` has already done this.
+
         If the step has a closure, return the step's arguments with a new closure, which clips the gradients after each
         call to the old closure. Otherwise, return None, so that the arguments stay unchanged.
 
         Raises:
             ValueError: The step has a closure, although gradients are averaged over ranks or accumulated over batches.
-                A closure computes gradients from a single batch of this rank.
+                A closure computes gradients from a single batch of this rank. Or user code steps the optimizer,
+                although its gradients wait for more batches.
         """
         self._about_to_step.discard(id(optimizer))
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)

@@ -137,7 +137,7 @@ class TorchPredictor(TensorPredictor):
     Args:
         model: Model to predict with. It is moved to the device and switched to evaluation mode.
         preprocessor: A Ray Data preprocessor for the batches, or None.
-        use_gpu: True to move the model to the first GPU.
+        use_gpu: True to move the model to PyTorch's current GPU.
 
     Raises:
         RuntimeError: `use_gpu=True`, but PyTorch does not detect a GPU.
@@ -167,7 +167,7 @@ class TorchPredictor(TensorPredictor):
         Args:
             checkpoint: A checkpoint with the key `model`, such as a `TorchCheckpoint`.
             model: The model to load the state dict into. Not needed if the checkpoint contains a whole model.
-            use_gpu: See the class.
+            use_gpu: True to move the model to PyTorch's current GPU.
 
         Raises:
             RuntimeError: The checkpoint has no model, or a model of another framework.

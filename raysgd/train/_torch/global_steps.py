@@ -188,7 +188,7 @@ class GlobalSteps:
     # ---------------------------------------------------------------------------------------------------------- a batch
 
     def enter(self, takes_steps: bool = True) -> GroupPlace:
-        """Wait until this worker is in a working group, let the models use the group, and return its `GroupPlace`.
+        """Wait until this worker is in a working group, and let the models use the group. Return the `GroupPlace`.
 
         Args:
             takes_steps: True if the function is about to train. A worker that steps in then receives the other workers'
@@ -214,7 +214,8 @@ class GlobalSteps:
         All ranks call this method before the same batch. It returns when all ranks have the state.
 
         Returns:
-            None, or the error with which the group broke.
+            None, or the error with which the group broke. Also an error if a new worker cannot load the state, for
+            example because it has prepared other objects.
         """
         membership, world = self._membership, self._membership.place.world
         try:
@@ -284,11 +285,11 @@ class GlobalSteps:
             place: The group whose ranks share the samples of the global batch, and the rank in it.
             weight: Weight of this rank's gradients: its fraction of the global batch, times the number of ranks.
             has_trained: True if steps were taken on earlier batches of the same loader.
-            at: Number of the batch, which must be equal on all ranks.
+            at: Number of the batch in its pass. It must be equal on all ranks.
 
         Raises:
             ValueError: No optimizer step was taken on the previous batch.
-            DistNetworkError: The function left a pass during a batch that failed.
+            DistNetworkError: The function called `step` on a batch that failed, and then left the pass.
         """
         if self._open is not None:
             if not (self._is_left or self._num_steps):
@@ -330,7 +331,7 @@ class GlobalSteps:
         The outcome is "failed", "done" (a step counted) or "seen" (no step was taken).
 
         Raises:
-            DistNetworkError: The batch failed after one of its steps had counted.
+            DistNetworkError: The batch failed after one of its steps had counted, or its changes cannot be undone.
             ValueError: This rank's part of the batch is a sample of another rank, with weight 0, and the function has
                 not taken a step on it.
         """
@@ -379,7 +380,8 @@ class GlobalSteps:
     def leave_batch(self, mark: BatchStart) -> bool:
         """Record that the function leaves its loop over a loader during this batch, for example with `break`.
 
-        Return True if the function has taken an optimizer step on the batch.
+        Return True if the function has taken an optimizer step on the batch, or has already started a batch of another
+        loader.
         """
         self._is_left = self._is_left or mark is self._open
         return mark is not self._open or self._num_steps > 0

@@ -109,7 +109,9 @@ def of_stream(stream: Stream | StreamPart, world: World, exact: bool, goes_on: b
 
 
 def divided(loader: DataLoader[Any], world: World, seed: int | None, exact: bool = False) -> DataLoader[Any]:
-    """Return a loader over this rank's shard of the data. If the data cannot be sharded, return the loader unchanged.
+    """Return a loader over this rank's shard of the data.
+
+    Return the user's loader if there is only one worker, or if the data cannot be sharded or is sharded already.
 
     Args:
         loader: The user's loader.
@@ -162,7 +164,8 @@ def over_global_batches(loader: DataLoader[Any], world: World, seed: int | None)
 def _seeded(loader: DataLoader[Any], seed: int | None, rank: int) -> DataLoader[Any]:
     """Seed the loader's processes, with different seeds on each rank.
 
-    With equal seeds, all ranks would draw the same random augmentations.
+    With equal seeds, all ranks would draw the same random augmentations. If `seed` is None, use the seed of the
+    loader's generator. Without a generator, the loader does not change.
     """
     if seed is not None:
         loader.worker_init_fn = partial(_seed_process, loader.worker_init_fn)
@@ -224,7 +227,7 @@ def _over(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> DataLoad
 
 
 def _accept_epochs(sampler: Any) -> None:
-    """Give a sampler a `set_epoch` method that does nothing, unless the sampler has its own.
+    """Add a `set_epoch` method that does nothing to a sampler without such a method.
 
     Training functions call `loader.sampler.set_epoch`, but with a single worker, the loader keeps the user's sampler.
     """
@@ -234,7 +237,7 @@ def _accept_epochs(sampler: Any) -> None:
 
 
 def _ignore_epoch(epoch: int) -> None:
-    """The `set_epoch` that `_accept_epochs` gives a sampler. It does nothing."""
+    """Do nothing. `_accept_epochs` installs this function as the `set_epoch` of a sampler."""
 
 
 def _seed_process(then: Callable[[int], None] | None, worker_id: int) -> None:
@@ -312,7 +315,10 @@ class DeviceLoader(DataLoader[Any]):
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors moved to `device`. Its dicts, lists and tuples keep their structure."""
+    """Return a batch with its tensors moved to `device`, including those inside mappings, lists and tuples.
+
+    Lists and tuples keep their types. Mappings become plain dicts.
+    """
     return _map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 

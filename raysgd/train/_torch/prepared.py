@@ -1,7 +1,7 @@
 """Prepares a training function's models and optimizers for several workers, and gathers and loads their state.
 
-The helper functions, such as `prepare_model`, share one `Accelerator` per run. It holds the device, precision, seed,
-and the strategy for gathering state.
+The helper functions, such as `prepare_model`, share one `Accelerator` per run. This object has the device, the
+precision, the seed, and the strategy for gathering state.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def accelerate(amp: bool = False) -> None:
     With `amp=True`, the run uses fp16 with a gradient scaler on GPUs.
 
     Raises:
-        RuntimeError: `accelerate` or another helper was called before.
+        RuntimeError: `accelerate` or another helper was called before in this run. Not raised outside a run.
     """
     session = helper_session()
     if session.accelerator is not None and current_session() is not None:
@@ -153,8 +153,8 @@ def prepare_model(
     Args:
         model: PyTorch model to train.
         move_to_device: True to move the model to this worker's device; or the device to move it to.
-        wrap_ddp: True to wrap the model in `DistributedDataParallel` if there are several workers; or the name of a
-            `parallel_strategy`.
+        wrap_ddp: True to wrap the model in `DistributedDataParallel` if there are several workers, or with
+            `elastic=True`; or the name of a `parallel_strategy`.
         ddp_kwargs: Arguments for `DistributedDataParallel`.
         parallel_strategy: Alternative to `wrap_ddp`: "ddp", "fsdp" (shard the model with `fully_shard`), or None.
         parallel_strategy_kwargs: Arguments for the strategy. "fsdp" has the same arguments as in

@@ -24,13 +24,13 @@ class TorchConfig(BackendConfig):
     """Connects the workers in a `torch.distributed` process group. A single worker also gets a process group.
 
     Attributes:
-        backend: "nccl", "gloo", ...; None for NCCL if each worker has a GPU, else gloo.
-        init_method: "env" to also set `MASTER_ADDR` and `MASTER_PORT` in the workers; "tcp" to leave them unset.
-        timeout_s: How long a collective operation may wait for the other ranks.
-        form_timeout_s: How long the workers may take to form the group. Capped at `timeout_s`.
+        backend: Backend of PyTorch, such as "nccl" or "gloo"; None for NCCL if each worker has a GPU, else gloo.
+        init_method: "env" to set `MASTER_ADDR` and `MASTER_PORT` in the workers; "tcp" to leave them unset.
+        timeout_s: Maximum number of seconds that a collective waits for the other ranks.
+        form_timeout_s: Maximum number of seconds that the workers take to form the group. Capped at `timeout_s`.
 
     Raises:
-        ValueError: `init_method` is neither "env" nor "tcp". Raised when the workers start.
+        ValueError: `init_method` is neither "env" nor "tcp", or a timeout is invalid. Raised when the workers start.
     """
 
     backend: str | None = None
