@@ -62,7 +62,7 @@ class TorchRunner(ClassRunner):
     def remade_tensors(self) -> EncodedState:
         """Return the frozen parameters that snapshots and checkpoints omit because `setup` recreates them.
 
-        The result is an encoded list of dicts, one for each model, then one for the criterion if it has parameters.
+        The result is an encoded list of dicts, one for each model, then one for a criterion with trainable parameters.
         The keys are parameter names. The list is empty without `remakes_frozen`.
         """
         tensors = self._hosted.state.remade_tensors()
@@ -83,7 +83,11 @@ class TorchRunner(ClassRunner):
         return [each if each is None else packed(each) for each in copies]
 
     def update_schedulers(self, metric: Any) -> None:
-        """Call `step(metric)` of every scheduler that the operator registered."""
+        """Call `step(metric)` of every scheduler that the operator registered.
+
+        Raises:
+            NotRegisteredError: The operator registered no scheduler.
+        """
         schedulers = self._hosted.internals.registered.schedulers
         if not schedulers:
             raise NotRegisteredError("`update_scheduler` was called, but `setup` registered no scheduler.")

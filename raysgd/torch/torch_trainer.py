@@ -342,7 +342,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         """Return a copy of the training state.
 
         The dict contains the epoch, the state that the operator's `state_dict` returned, and the states of the models,
-        the optimizers, the schedulers, the gradient scaler, and a criterion with parameters.
+        the optimizers, the schedulers, the gradient scaler, and a criterion with trainable parameters.
         """
         state = divided_state.whole(self._life.snapshot().shared_state, copy=True)
         del state[RESUME]
@@ -457,7 +457,11 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         saving.load_snapshot(self._life.controller, snapshot)
 
     def update_scheduler(self, metric: Any) -> None:
-        """Call `step(metric)` of every registered scheduler, as `ReduceLROnPlateau` requires."""
+        """Call `step(metric)` of every registered scheduler, as `ReduceLROnPlateau` requires.
+
+        Raises:
+            NotRegisteredError: The operator registered no scheduler.
+        """
         self._schedule(TorchRunner.update_schedulers, metric)
 
     def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> bool:

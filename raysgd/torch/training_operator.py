@@ -91,8 +91,8 @@ class TrainingOperator(RegisteringOperator):
     scheduler_metric: str | None = None
     remakes_frozen: bool = False
     # Which state a worker copies before each batch, to undo the batch if a failure interrupts it. True: all state.
-    # False: only the models' buffers. None: all state before the first batch of a call. What happens in that batch
-    # decides what is copied before later batches.
+    # False: only the models' buffers, and frozen parameters that batches change. None: all state before the first batch
+    # of a call. What happens in that batch decides what is copied before later batches.
     _needs_copies: bool | None = False
 
     _freezes_in_batches = False

@@ -75,7 +75,8 @@ class FunctionRun:
         decode: Function that converts data from a worker to the format of the backend.
         data: Object that shards the data; None for a run without data.
         max_workers: Number of workers to grow to. While the group is smaller, look for resources for more workers
-            whenever a restart would lose no progress: at the start and after a checkpoint.
+            whenever a restart would lose no progress: at the start and after a checkpoint. If new workers can join
+            without a restart, look for resources at any time.
         resize_interval_s: Seconds between two searches for resources.
         on_wait: Called about ten times a second while waiting for a step.
         preemption: Function that returns the nodes that will soon be taken away. Its argument is the time at which the
@@ -135,7 +136,7 @@ class FunctionRun:
             WorkerError: A function raised. The error is also an instance of the class that was raised.
             WorkersLostError: Workers were lost, and no retry is left.
             ValueError: A checkpoint lacks the score that ranks it.
-            OSError: An earlier checkpoint could not be written.
+            OSError: A checkpoint could not be written.
             Preempted: A signal asked the program to end. The newest checkpoint, if there is one, is stored.
         """
         with self._aborted_on_error():

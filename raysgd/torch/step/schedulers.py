@@ -123,7 +123,8 @@ def values_after_validation(
     """Return the metrics, by name, for the schedulers that step after the validation.
 
     Args:
-        names: Names of the schedulers' metrics. For metrics of the validation, the prefix `val_` is optional.
+        names: Names of the schedulers' metrics. A metric that the validation reports without the prefix `val_` is found
+            with or without the prefix. A metric that it reports with the prefix must be named with the prefix.
         trained: Metrics of the training call. Schedulers that use one of these metrics have already stepped.
         validated: Metrics of the validation.
 

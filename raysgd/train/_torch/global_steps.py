@@ -108,7 +108,10 @@ class GlobalSteps:
         return wrapped
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Change an optimizer so that its `step` does nothing if the step does not count on all ranks."""
+        """Change an optimizer so that its `step` does nothing if the step does not count on all ranks.
+
+        A step with a closure is always taken. Afterwards, the function can no longer continue in another group.
+        """
         if hasattr(optimizer.step, _JOINT):
             return
         self._shared.append(optimizer)
@@ -144,7 +147,10 @@ class GlobalSteps:
         self._loaders.append(loader)
 
     def _check_prepared(self) -> None:
-        """Check that the function has prepared its models and loaders. Called at the first all-reduce of gradients.
+        """Check that the function has prepared its models and loaders.
+
+        Called before each all-reduce of gradients and before each optimizer step. After a successful check, further
+        calls do nothing.
 
         Raises:
             ValueError: A model or a loader is not prepared.
@@ -487,7 +493,8 @@ class GlobalSteps:
             rates: Sum of this rank's learning rates; NaN if this rank does not step.
 
         Returns:
-            An error if the ranks differ or the all-reduce failed, else None.
+            An error if the ranks differ or the all-reduce failed, else None. A rank that does not step gets an error
+            only if the all-reduce failed.
         """
         membership, is_due = self._membership, self._comparisons.is_due
         own = torch.tensor([rates, self._num_steps, self._at, is_due], dtype=torch.float64)

@@ -212,7 +212,7 @@ def gather_state(part: torch.nn.Module | torch.optim.Optimizer) -> dict[str, Any
     """Return the state of a model or optimizer for `save_checkpoint`. Call this on all workers.
 
     For a model, this is the state of the whole model without its wrapper. If "fsdp" shards the model, the state is
-    gathered on rank 0, and other ranks get the state without its tensors.
+    gathered on rank 0, and other ranks get None in place of each sharded tensor.
     """
     return shared_accelerator().parallel.state_of(unwrapped(part))
 

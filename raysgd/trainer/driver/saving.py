@@ -89,7 +89,7 @@ class FileSaves:
     def await_states(self) -> None:
         """Wait until the driver has received all training states that the background thread has yet to write.
 
-        Call this method before stopping the workers.
+        Wait for at most 60 s. Call this method before stopping the workers.
         """
         newest = self._newest()
         if newest is not None:
@@ -114,7 +114,8 @@ class RunCheckpoints:
         trainer: The attributes and methods of the trainer that the run uses.
         calls: Calls the callbacks of the run.
         reports: Holds the step metrics that sidecars need, and the journal, which lists the checkpoints.
-        sidecar: Returns the current content of a sidecar: `sidecar(with_open_steps)`.
+        sidecar: Returns the current content of a sidecar. Its argument is True to include the metrics of steps that
+            loggers have not received yet.
         note_seconds: Records how long a save took.
         newest: The last checkpoint that was saved or loaded, or None.
         of_epoch: The checkpoints that were saved since the last epoch ended.

@@ -55,9 +55,10 @@ class _Division:
 class DataSharing:
     """Divides datasets over the workers, and adds each worker's shard to the request that the worker receives.
 
-    Workers keep their shards, and their positions in the shards, for later calls. The driver sends new shards only if
-    the group of workers or the data has changed, or after a failed call. A failed call may have left workers at
-    different positions.
+    For some kinds of data, such as Ray Data, workers keep their shards, and their positions in the shards, for later
+    calls. The driver then sends new shards only if the group of workers or the data has changed, or after a failed
+    call. A failed call may have left workers at different positions. Other data is sent in each call. See
+    `CallData.keeps_position`.
 
     Args:
         config: The trainer's config. Its batch size is that of all workers together.
@@ -100,7 +101,7 @@ class DataSharing:
     def with_data_of_call(self, requests: Requests, name: str, dataset: Any, worlds: Sequence[World]) -> Requests:
         """Return the requests with each rank's shard of a dataset that the user passed to one call.
 
-        If the workers already have these shards, no shards are added.
+        If the workers still have their shards from an earlier call and can reuse them, no shards are added.
 
         Args:
             requests: The requests by rank.

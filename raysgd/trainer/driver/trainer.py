@@ -157,14 +157,14 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         """
 
     def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> bool:
-        """After `fit` has validated, step the learning rate schedulers that depend on metrics.
+        """After `fit` has validated, step the learning rate schedulers that depend on metrics of the validation.
 
         Args:
-            trained: Metrics of the epoch's training.
+            trained: Metrics of the epoch's training. Schedulers that depend on one of these have already stepped.
             validated: Metrics of the epoch's validation.
 
         Returns:
-            True if there are such schedulers.
+            True if a scheduler has stepped, which changes the training state.
         """
         return False
 
@@ -599,8 +599,10 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             streaming: Whether to return an iterator that predicts lazily and yields one result per batch, for data or
                 results that do not fit in memory.
             feature_columns: Columns to pass to the model, for a data frame or a Ray Data dataset.
-            has_target: Whether the last element of tuple batches is a target, which is then removed. None assumes a
-                target if batches of a dataset or loader have several elements, and no target in arrays that you pass.
+            has_target: Whether the last element of tuple batches is a target. The default `predict_batch` does not pass
+                the target to the model. None assumes a target if batches of a dataset, loader or iterator have several
+                elements, or if you pass `raysgd.data.Arrays` with a tuple of several arrays. In other arrays, it
+                assumes no target.
             info: Values to add to `batch_info`.
             max_retries: How many times to retry a round of batches after a failure.
 

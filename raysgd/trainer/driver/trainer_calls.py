@@ -124,7 +124,7 @@ class TrainerCalls:
         return result
 
     def _warn_of_nan(self, result: Any) -> None:
-        """Log a warning the first time a loss is NaN."""
+        """Log a warning the first time that a merged metric with "loss" in its name is NaN."""
         values = result.items() if isinstance(result, Mapping) else ()
         names = [name for name, value in values if "loss" in str(name) and isinstance(value, float) and value != value]
         if names and self.life.once.is_first("nan"):

@@ -1,8 +1,7 @@
 """Runs a trainer as one Ray Tune trial. All kinds of trainers share this module.
 
 Only this module depends on Ray Tune's interface: the methods that Tune calls, their order, and what they must return.
-Training that is to run in a trial implements `TuneTrial`, or is run by a subclass of the class that
-`trainer_trainable` returns.
+Code that trains in a trial either implements `TuneTrial`, or subclasses the class that `trainer_trainable` returns.
 `ray.tune` is imported inside functions, because not all users install it.
 
 ADR 72 explains why all trainers use one module.
@@ -204,9 +203,9 @@ def trainer_trainable(purpose: str) -> type[Any]:
             )
 
         def _reset_trainer(self, tune_config: dict[str, Any]) -> bool:
-            """Give the trainer the config of another trial, and new operators.
+            """Reset the trainer to the config of another trial, with new operators, and return True.
 
-            Return False if this is not possible, so that a new trainer is needed.
+            Return False if this is not possible. Another trial then needs a new trainer.
             """
             return False
 
@@ -242,7 +241,8 @@ def trainer_trainable(purpose: str) -> type[Any]:
             If you have state outside the trainer, override this method and `save_checkpoint`.
 
             Args:
-                checkpoint: The folder of the checkpoint, or the trainer's file in that folder.
+                checkpoint: The folder of the checkpoint, or the trainer's file in that folder. With the file, the
+                    configs are not compared, and the optimizers use the values from the checkpoint.
             """
             path = Path(checkpoint)
             self._trainer.load(str(path / self._checkpoint_name if path.is_dir() else path))
@@ -266,7 +266,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 def has_changed(folder: Path, config: Mapping[str, Any]) -> bool:
     """Return True if the checkpoint in a folder was written with another config.
 
-    Return False if no config was stored with the checkpoint.
+    Return False if no config was stored with the checkpoint, or if `folder` is a file.
     """
     try:
         noted = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))

@@ -58,7 +58,8 @@ class BegunEpoch:
     def for_rank(self, rank: int, num_ranks: int) -> BegunEpoch:
         """Return a copy for one rank of a new group of workers.
 
-        The old ranks' metrics are divided among the new ranks. The copy has only those that go to this rank.
+        The old ranks' metrics are divided among the new ranks, and `by_rank` of the copy has only this rank's part. The
+        metrics of lost ranks are in every copy.
         """
         return replace(self, by_rank=self.by_rank[rank::num_ranks])
 
@@ -98,7 +99,10 @@ class BegunEpoch:
 
 
 def summaries_as_data(summaries: Iterable[MetricSummary]) -> list[dict[str, Any]]:
-    """Return metrics as data that can be written as JSON. Floats keep their exact values."""
+    """Return metrics as data that can be written as JSON.
+
+    Floats keep their exact values. Metrics whose value is not a number are left out, but their totals are included.
+    """
     return [_as_data(each) for each in summaries]
 
 

@@ -34,9 +34,9 @@ class EpochOptions:
         compares_ranks: True if a worker must also return checksums of its weights.
         call: Number of the training call. A worker continues an unfinished call only if the request has the same
             number.
-        attempt: Number of the attempt at the call, starting at 1. When the group of workers changes during the call,
-            the new group starts the next attempt.
-        hold_at: Number of batches after which all ranks pause a training call, or None for no pause.
+        attempt: Number of the attempt at a training call, starting at 1. When the group of workers changes during the
+            call, the new group starts the next attempt.
+        hold_at: Number of steps of a training call after which all ranks pause the call, or None for no pause.
         is_inside: True for a validation in the middle of an epoch, which must not affect random numbers and metrics in
             the rest of the epoch.
     """
@@ -81,7 +81,7 @@ class EpochAnswer:
     Attributes:
         metrics: Metrics of the call. None if the operator's `train_epoch` or `validate` did not return a mapping.
         returned: What the operator's method returned, if it is not a mapping.
-        num_steps: Number of batches that the worker has used.
+        num_steps: Number of steps of the call, including steps in which the worker had no batch.
         epoch_idx: Index of the epoch in which a training call began, or of the last epoch before an evaluation.
         heartbeat: The worker's progress and time measurements at the end of a training call.
         place: Position at which a training call stopped in data that the user passed to it. Otherwise, None.
@@ -171,9 +171,9 @@ def accepted(method: Callable[..., Any], iterator: Any, **named: Any) -> tuple[l
 def bind_batch_info(method: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
     """Wrap a user's method, such as `train_batch`, in a function that takes a batch and its `batch_info` dictionary.
 
-    Besides the batch, the user's method can take `batch_info`, `batch_idx`, both or neither. `batch_info` can be a
-    keyword-only argument. `batch_idx` is in the guide of the old library (`ray.util.sgd`). A second argument with any
-    other name receives the `batch_info` dictionary.
+    Besides the batch, the user's method can take `batch_info`, `batch_idx`, both or neither. Methods in the guide of
+    the old library (`ray.util.sgd`) take `batch_idx`. Both can be keyword-only arguments. A second positional argument
+    with any other name receives the `batch_info` dictionary.
     """
     parameters = _parameters(method)
     if parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:

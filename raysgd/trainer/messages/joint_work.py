@@ -39,9 +39,10 @@ class JointWork:
         return sum(self.counts.values())
 
     def can_become(self, other: JointWork) -> bool:
-        """Return True if the other rank's actions begin with this rank's actions, so that this rank can catch up.
+        """Return True if this rank can catch up, because the other rank's actions begin with this rank's actions.
 
-        Also return True if this rank is so far behind that `other` has no hash to compare with.
+        Also return True if this rank is so far behind that `other` has no hash to compare with. Return False if the
+        other rank has taken more actions, but the training call has already ended on this rank.
 
         Args:
             other: Record of a rank that has taken at least as many actions.

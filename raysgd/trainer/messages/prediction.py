@@ -125,7 +125,7 @@ def outputs_of(
         plain: Function that converts a tensor to an array.
 
     Raises:
-        ValueError: The number of rows in an output differs from its batch.
+        ValueError: The number of rows in an output differs from that of its batch, or an output is empty.
     """
     predict_batch, outputs = bind_batch_info(operator.predict_batch), []
     for number, (batch, num_rows) in enumerate(batches):
@@ -141,6 +141,8 @@ def outputs_of(
 
 def as_arrays(returned: Any, plain: Callable[[Any], Any]) -> Any:
     """Convert the tensors that `predict_batch` returned, alone or in tuples, dicts and lists, to arrays.
+
+    Leave out entries of a dict that are None.
 
     Args:
         returned: The value that `predict_batch` returned. A list in it has one entry per row.
@@ -165,7 +167,7 @@ def check_rows(output: Any, num_rows: int, name: str) -> None:
         name: Name of the operator's class, for the error message.
 
     Raises:
-        ValueError: The number of rows differs.
+        ValueError: The number of rows differs, or the output is empty.
     """
     if not any(True for _ in trees.leaves(output)):
         raise ValueError(f"`{name}.predict_batch` returned {output!r}: return an output with one row per input row.")

@@ -125,8 +125,9 @@ class BatchRequest:
     def form(self, own: BatchForm = PLAIN_FORM) -> BatchForm:
         """Return which columns the batches have, and how they are converted.
 
-        Columns that the user passed to `predict` take precedence over those that the data specifies. The label column
-        is kept only if the data has a transform, because the transform may read the label column.
+        If the user passed `feature_columns` to `predict`, these columns are used without any transform. Otherwise, the
+        form that the data specifies applies. Its label column is kept only if it has a transform, because the transform
+        may read the label column.
 
         Args:
             own: The columns and the conversion that the data specifies.

@@ -27,8 +27,7 @@ _TOLERANCES_OF_SHORT = {1: 1.0, 2: 0.3}
 # norm of all weights, the elements may be noise around 0. The differences are then relative to this part of the norm of
 # all weights instead.
 _SMALLEST = 1e-3
-# Fraction of the time of training calls to spend on comparisons, except those at snapshots. All comparisons together
-# take less than 1 % of that time.
+# Fraction of the time of training calls to spend on comparisons. It does not limit the comparisons at snapshots.
 _SHARE = 0.005
 _MOST_NAMES = 3
 _CHUNK = 1 << 16  # number of elements to convert to float64 at a time, in half a megabyte
@@ -145,7 +144,7 @@ def check_equal(by_rank: Mapping[int, WeightSums | None], reasons: str, way_out:
         way_out: Advice for the user, for the error message.
 
     Raises:
-        RanksDifferError: The weights differ by more than the tolerance.
+        RanksDifferError: The weights differ by more than the tolerance, or the shapes of the tensors differ.
     """
     sums = {rank: each for rank, each in by_rank.items() if each is not None}
     difference = _difference(sums) if len(sums) == len(by_rank) > 1 else ""

@@ -62,7 +62,7 @@ def with_logged(metrics: Mapping[str, Any], logged: MutableMapping[str, Any]) ->
 def set_apart(internals: Any) -> None:
     """Move the metrics logged since the last batch to `logged_outside`.
 
-    They were logged outside any batch, and are added to the result of the whole `train` or `validate` call.
+    These metrics were logged outside any batch, and are added to the result of the whole `train` or `validate` call.
     """
     internals.logged_outside.update(internals.logged)
     internals.logged.clear()

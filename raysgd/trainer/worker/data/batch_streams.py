@@ -46,7 +46,7 @@ class CurrentLeg(Protocol):
     With PyTorch, this is a `Leg`. With TensorFlow, it is a `TFStep`, which serves all legs.
 
     Attributes:
-        began_at: Time at which the worker started to draw its batch.
+        began_at: Value of `time.perf_counter()` when the worker started to draw the current batch.
     """
 
     began_at: float
@@ -92,7 +92,7 @@ class BatchStream(ABC, Generic[ItemT, LegT]):
         has_one_pass: True if the source can be iterated through only once, by all ranks together. No second pass is
             then started.
         pass_index: Index of the most recently started pass.
-        num_steps_taken: Number of steps whose first batch was yielded.
+        num_steps_taken: Number of steps that were started, including steps in which this rank has no batch.
     """
 
     def __init__(
@@ -143,12 +143,15 @@ class BatchStream(ABC, Generic[ItemT, LegT]):
 
     @property
     def num_steps_completed(self) -> int:
-        """Number of completed steps. A step is completed when the training loop requests the batch after the step."""
+        """Number of completed steps.
+
+        A step is completed when the training loop requests the batch after the step, or ends.
+        """
         return self.num_steps_taken - self._num_open
 
     @property
     def is_mid_pass(self) -> bool:
-        """True if the next batch belongs to the most recently started pass."""
+        """True if the most recently started pass has batches left, or its last step is not completed yet."""
         return self._items is not None or self._to_resume is not None or self._num_open > 0
 
     def confirm_step(self) -> None:
@@ -300,7 +303,7 @@ class WatchedBatches:
 
 
 def redrawing(batches: Iterator[Any], redraw: Callable[[], None]) -> Iterator[Any]:
-    """Yield the batches, and call `redraw` between batches, about ten times a second, to update a progress display."""
+    """Yield the batches, and call `redraw` between them, at most ten times a second, to update a progress display."""
     due = time.monotonic()
     for batch in batches:
         if time.monotonic() >= due:

@@ -170,12 +170,13 @@ class EpochRun:
         epoch_idx: Index of the pass over the data in which the call started.
         num_steps: Number of steps to take, or None for the rest of the pass.
         meters: Accumulates the metrics of the call. The metrics of a step are included once the step is completed.
-        rows: The metrics that all ranks send to each other in every step.
+        rows: Stores the metrics that the ranks have last sent to each other, and the metrics of lost ranks.
         num_steps_before: Number of steps of the call that were completed with earlier streams of batches.
         answer: This rank's answer to the call. None until the rank has finished the call.
         is_finished: True if the call is complete, possibly because another rank reported this.
         is_exhausted: True if all steps were completed when the last stream of batches was detached.
-        place: Position in the data that the user passed to this call, as of the last `detach`.
+        place: Position in the data that the user passed to this call, as of the last snapshot or change of the group.
+            None if the call uses registered data.
         gate: Agreement with the other ranks to stop the call between two steps.
         samples_before: Record of which samples were used before the call. None if this rank joined during the call.
         call: Number of the training call, by which requests for this call are recognized.
@@ -289,7 +290,7 @@ class EpochRun:
     def keep_lost(self, present: Collection[str] | None, left: Iterable[RunState] = ()) -> None:
         """Keep the metrics of ranks that are missing from the new group of workers in which the call continues.
 
-        They are added to the result when the call ends.
+        These metrics are added to the result when the call ends.
 
         Args:
             present: Names of the ranks in the new group. If None, the names are unknown and no rank counts as lost.
