@@ -8,8 +8,13 @@ from typing import Any
 class Batch:
     """The size and weight of one batch on one rank, and what user code and the library have done with the batch.
 
-    A leg is the part of a training call that one worker group runs. A global batch consists of the batches on which all
-    ranks train at the same time. A rank may split its share of a global batch into parts, each of which is a `Batch`.
+    A leg is the part of a training call that one worker group runs. A global batch is the batch of all ranks together.
+    A rank trains on its share of the global batch as one batch, or splits the share into parts and trains on one part
+    after the other. In the second case, each part is a `Batch` of its own.
+
+    A step accumulates gradients if it may have several batches of this rank, even if these are parts of a single global
+    batch. However, logical shards (`deterministic=True`) do not count as gradient accumulation here.
+
     User code may also run backward passes before the first batch of a leg and after its last batch. For those times,
     there is a `Batch` that stands for no batch of the data.
 
@@ -19,8 +24,8 @@ class Batch:
         total: Number of samples by which the batch is weighted in its step; None without gradient accumulation.
         number: Number of batches that training code has requested in the leg, including this batch; 0 before the first
             batch.
-        index: With gradient accumulation, number of global batches of the step that are complete after this batch;
-            otherwise 0.
+        index: With gradient accumulation, number of global batches of the step that are complete after this batch. Only
+            the last part of a global batch completes it. Always 0 without gradient accumulation.
         is_last_part: True if the global batch ends with this batch.
         is_boundary: True if the optimizer step ends with this batch. Always True without gradient accumulation and
             without logical shards.
@@ -32,7 +37,8 @@ class Batch:
         needs_backward: True if the batch still needs a backward pass and its weight matters.
         had_backward: True if a backward pass was recorded.
         computed: IDs of the optimizers that have gradients of this batch but have not stepped with them yet.
-        weights: Weights that user code passed to the batch's backward passes.
+        weights: Weights of the batch in its backward passes. They come from user code or from the labels. Weights that
+            are tensors are left out, and passes that are weighted by the number of samples add no weight.
         amounts: For each call of the criterion, the number of labels or other amount over which it averaged.
         has_uncounted: True if a loss ignored labels or weighted them unequally, and user code passed no weight. A
             tensor if the value is on a GPU.

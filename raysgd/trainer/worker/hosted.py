@@ -296,7 +296,10 @@ class HostedOperator(ABC):
 
     @abstractmethod
     def follow_config(self) -> None:
-        """Set the hyperparameters of the optimizers back to the values that `setup` chose."""
+        """Set the hyperparameters of the optimizers back to the values that `setup` chose.
+
+        With PyTorch, learning rates that follow `lr` in the config are set to their values after its latest change.
+        """
 
     def install_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
         """Let the operator call these worker callbacks, and no others, from now on."""

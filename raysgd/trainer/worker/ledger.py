@@ -1,11 +1,12 @@
 """`Ledger`: measures how one worker spends its time, to find out how much of it goes into useful training.
 
-The ledger assigns every second since the worker joined a group to one bin: a category such as waiting for data or
-taking a snapshot. The training loop reports each switch to another bin, which costs one reading of the clock.
+The ledger assigns every second since its creation to one bin: a category such as waiting for data or taking a
+snapshot. In a standby worker, the measurement restarts when the worker joins a group. The training loop reports each
+switch to another bin, which costs one reading of the clock.
 
 Two kinds of time move to another bin later. If a step is interrupted, its time was not useful, because the step will be
 repeated. And the time after an interrupted call counts as recovery only if the worker continues in a new group. Until
-this is known, that time is in two internal bins.
+this is known, that time is in one of two internal bins.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class Internals:
 
     @property
     def use_gpu(self) -> bool:
-        """True if this worker uses a GPU."""
+        """True if the trainer requested GPUs for its workers."""
         use_gpu: bool = self.context.settings.use_gpu
         return use_gpu
 
@@ -177,6 +177,8 @@ class Internals:
     def values_and_weight(self, metrics: Mapping[str, Any], method: str) -> tuple[dict[str, Any], Any]:
         """Split the result of a batch into its metrics, including logged ones, and its number of samples.
 
+        If the result has no number of samples, the number is 1.
+
         Args:
             metrics: The value that the operator's method returned.
             method: Name of the method, for the error message.
@@ -221,7 +223,8 @@ class BaseOperator:
 
         Args:
             config: The trainer's `config`. The batch size under `BATCH_SIZE` is already divided by the number of
-                workers.
+                workers. However, with `split_batches`, it is the global batch size, and with `deterministic`, the size
+                of one shard.
         """
         raise NotImplementedError("Override `setup` to create and register models and optimizers.")
 
@@ -245,6 +248,9 @@ class BaseOperator:
         """Leave the current batch out of training.
 
         Call this method on all workers. Do not train on the batch after this call.
+
+        Raises:
+            ValueError: With PyTorch, the step accumulates gradients, and the batch has had no backward pass.
         """
         if self._raysgd.leg is not None:
             self._raysgd.leg.skip()
@@ -277,7 +283,9 @@ class BaseOperator:
         """Load the state that `state_dict` returned, which may be None."""
 
     def world_changed(self) -> None:
-        """Called on every worker after the number of workers has changed. `world_size` is the new number.
+        """Called on every worker after the group of workers has changed. `world_size` is the new number of workers.
+
+        The number may be the same as before, for example if a new worker has replaced a lost one.
 
         Override this method to update values that `setup` computed from the number of workers, such as a learning rate.
         A new worker has just run `setup`. A worker that stayed does not run `setup` again.
@@ -300,7 +308,7 @@ class BaseOperator:
 
     @property
     def config(self) -> dict[str, Any]:
-        """This worker's config. The batch size under `BATCH_SIZE` is divided by the number of workers."""
+        """This worker's config. The batch size under `BATCH_SIZE` is adapted as described in `setup`."""
         config: dict[str, Any] = self._raysgd.config
         return config
 
@@ -318,7 +326,7 @@ class BaseOperator:
 
     @property
     def use_gpu(self) -> bool:
-        """True if the trainer requested GPUs and this worker has one."""
+        """True if the trainer requested GPUs. With PyTorch, False if this worker has none nevertheless."""
         use_gpu: bool = self._raysgd.use_gpu
         return use_gpu
 

@@ -144,7 +144,7 @@ class ClassRunner(ReplicaCalls, ABC):
     def finish_reload(self, revision: int, edited: Any) -> RunnerFacts | None:
         """Switch to the operator that `prepare_reload` created. Return the facts about it that the driver needs.
 
-        Return None if `prepare_reload` has not run in this worker.
+        Return None if this worker has neither the edited class nor an operator that `prepare_reload` created from it.
 
         Args:
             revision: The `revision` of the settings with the edited class.
@@ -168,7 +168,7 @@ class ClassRunner(ReplicaCalls, ABC):
     def follow_config(self) -> None:
         """Set the hyperparameters of the optimizers back to the values that `setup` chose.
 
-        Called after the state of a trainer with another config was loaded.
+        Called after the state of a trainer with another config was loaded. See `HostedOperator.follow_config`.
         """
         self._hosted.follow_config()
 
@@ -181,7 +181,8 @@ class ClassRunner(ReplicaCalls, ABC):
     def capture(self, landed_token: int | None) -> Capture:
         """Copy the training state between two calls, and return this rank's part of the snapshot.
 
-        Rank 0 copies the state that all ranks share. In addition, every rank copies the state that only it has.
+        Rank 0 copies the state that all ranks share. If this state is sharded over the ranks, every rank copies its
+        shard instead. In addition, every rank copies the state that only it has.
 
         Args:
             landed_token: Token of the last copy that has arrived in the driver, or None if no copy has.
@@ -195,12 +196,12 @@ class ClassRunner(ReplicaCalls, ABC):
     def part_of_snapshot(self, number: int) -> Capture | None:
         """Return this rank's part of the snapshot that was taken after `number` steps of the running call.
 
-        Return None if this rank has discarded its part.
+        Return None if this rank has discarded its part, or the copy of the state to which the part refers.
         """
         return self._copies.part_of_snapshot(number)
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
-        """Load the training state of a snapshot or a checkpoint. If it does not match the operator, change nothing.
+        """Load the training state of a snapshot or a checkpoint. See `ReplicaState.restore`.
 
         Args:
             shared_state: The state that all ranks share.
@@ -258,8 +259,9 @@ class ClassRunner(ReplicaCalls, ABC):
     ) -> EpochAnswer | None:
         """Validate the training state of the training workers on this spare worker.
 
-        If the state was trained with older settings than those of this worker, create an operator with the older
-        settings for the validation. Afterward, create an operator with this worker's own settings again.
+        If config changes cannot turn this worker's settings into `settings`, create an operator with `settings` for the
+        validation. This happens, for example, if the state was trained with older settings. Afterward, create an
+        operator with this worker's own settings again.
 
         Args:
             number: Number of this call on the spare worker. `leave_call` ends the call if the spare worker is needed to
@@ -270,7 +272,7 @@ class ClassRunner(ReplicaCalls, ABC):
             share: The validation data for this worker, if the driver provides it. Otherwise, None.
 
         Returns:
-            The answer. None if the call was ended before the validation was complete.
+            The answer. None if `leave_call` has ended the call, because the validation may then be incomplete.
         """
 
         def has_left() -> bool:

@@ -90,8 +90,8 @@ class ReplicaCalls:
 
         Args:
             request: The driver's request to train.
-            share: This worker's shard of a dataset that the driver has divided. None if the driver divides no dataset,
-                or if this worker already has its shard.
+            share: Data that the driver sends to this worker: a whole dataset, or this worker's shard of it. None if the
+                driver sends no data, for example because this worker already has it.
 
         Returns:
             This worker's answer to the driver, or a `HeldAtStep` if the call stopped between two steps.
@@ -187,7 +187,8 @@ class ReplicaCalls:
     def replica_progress(self) -> ReplicaProgress:
         """Return how far this worker has come in the training call that was interrupted or paused.
 
-        If there is no such call, return the progress of the last completed training call.
+        If there is no such call, return the progress of the last completed training call. A completed call counts as
+        one more step, so that ranks that have completed it are ahead of the others. Before any call, the progress is 0.
         """
         self._ledger.leave_group()
         hosted, loop, call = self._hosted, self._hosted.loop, self._training
@@ -231,7 +232,7 @@ class ReplicaCalls:
         return self._last_hold
 
     def _leave_group(self) -> None:
-        """Prepare the running training call to continue in another group of workers."""
+        """Prepare the unfinished training call to continue in another group of workers."""
         self._hosted.loop.break_off()
         self._copies.forget_call()
         call = self._unfinished
@@ -308,9 +309,9 @@ class ReplicaCalls:
 
         Args:
             request: The driver's request to predict.
-            work: This worker's batches in this round.
-            share: This worker's shard of the data, for all rounds. None if the driver divides no data, or if this
-                worker already has its shard.
+            work: This worker's batches in this round, or the row indices of these batches.
+            share: The dataset to which row indices refer, the same in all rounds. None if there is none, or if this
+                worker already has it.
 
         Returns:
             The output for each batch, as arrays.

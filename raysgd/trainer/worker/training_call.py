@@ -39,7 +39,7 @@ class TrainingCall(EpochRun):
             steps in `begun` is ignored. To continue after these steps, call `take_over`.
 
     Attributes:
-        info: The `info` dictionary that is passed to the operator's `train_epoch`. Set while it runs.
+        info: The `info` dictionary that is passed to the operator's `train_epoch`. Set before `train_epoch` starts.
         is_running: True while `train_epoch` runs. A second thread of the worker reads this attribute.
     """
 
@@ -57,7 +57,8 @@ class TrainingCall(EpochRun):
 
         Args:
             request: The request of this call.
-            share: This worker's new shard of a dataset that the driver has divided. None if there is none.
+            share: Data that the driver sends to this worker: a whole dataset, or this worker's new shard of it. None if
+                the driver sends no data.
 
         Returns:
             This rank's answer to the driver, or a `HeldAtStep` if the call stopped between two steps.
@@ -160,7 +161,8 @@ class TrainingCall(EpochRun):
     def _at_boundary(self) -> None:
         """Finish a step that all ranks have completed.
 
-        Add the step's metrics to the metrics of the epoch, and copy the training state if a snapshot is due.
+        Add the step's metrics to the metrics of the epoch. If a snapshot is due and the call could continue from it,
+        copy the training state.
 
         Raises:
             HeldAtBoundary: All ranks have agreed to stop after this step.

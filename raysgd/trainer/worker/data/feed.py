@@ -32,8 +32,8 @@ class DataFeed(ABC):
     Attributes:
         epoch: Number of passes over the training data that have started.
         train_stream: Stream of batches of the registered training data. None until a call has trained on this data.
-        data_of_call: This worker's shard of the data that the user passed to the last call, under "train" or
-            "validation".
+        data_of_call: The data that the user passed to the last call, or this worker's shard of that data, under "train"
+            or "validation".
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class DataFeed(ABC):
 
     @abstractmethod
     def _make(self, name: str) -> Any:
-        """Create the loader or dataset for this worker's shard of the data that the user passed to a call.
+        """Create a loader or dataset from the data that the user passed to a call, as stored in `data_of_call`.
 
         Args:
             name: "train" or "validation".
@@ -127,12 +127,15 @@ class DataFeed(ABC):
         """
 
     def take_share(self, name: str, request: EpochRequest, share: CallData | None) -> None:
-        """Store this worker's shard of data that the driver has divided, in place of an earlier shard.
+        """Store data that the driver has sent to this worker, in place of earlier data.
+
+        The driver sends data that the user passed to the call: all of it, or this worker's shard. Of registered data,
+        the driver only sends shards of Ray Data.
 
         Args:
             name: "train" or "validation".
             request: The driver's request.
-            share: The shard. None to keep the earlier shard.
+            share: The data. None to keep the earlier data.
         """
         if share is None:
             return
@@ -177,8 +180,10 @@ class DataFeed(ABC):
     def validating(self, request: EpochRequest) -> Iterator[Any]:
         """Inside the block, provide the stream of batches for a call to `validate`.
 
-        If a call with `num_steps` on registered data succeeds, the next call continues after its last batch. In all
-        other cases, the next call starts with the first batch, wherever the user's loop has stopped.
+        After a successful call with `num_steps` on registered data, the next call on this data continues after the last
+        batch, unless its request sets `starts_over`. After a failed call, or a call without `num_steps`, the next call
+        starts with the first batch, wherever the user's loop has stopped. A call on data that the user passed always
+        starts with the first batch.
         """
         if request.shard_key is not None:  # the user passed data to this call
             yield self._open_validation(request)
@@ -203,7 +208,7 @@ class DataFeed(ABC):
         return stream
 
     def _go_to_place(self, stream: Any) -> None:
-        """Move a new stream to the position where the previous call on the same data stopped."""
+        """Move a new stream to the position where training on the same data stopped, if this position is known."""
         share = self.data_of_call["train"]
         place = share.place
         if place is None or not has_divided_source(stream):
@@ -213,9 +218,9 @@ class DataFeed(ABC):
         self.data_of_call["train"] = replace(share, place=None)
 
     def made_of_call(self, name: str, request: EpochRequest) -> Any:
-        """Return the loader or dataset for this worker's shard of the data that the user passed to a call.
+        """Return the loader or dataset that `_make` created from the data that the user passed to a call.
 
-        Several calls on the same shard use the same loader.
+        Several calls on the same data use the same loader or dataset.
         """
         key, made = self._made.get(name, (None, None))
         if key != request.shard_key:
@@ -226,12 +231,13 @@ class DataFeed(ABC):
     def is_divided(self, stream: Any) -> bool:
         """Return True if a stream reads the registered data, and the library divides that data over the workers.
 
-        The position in the stream is then valid for any number of workers.
+        The position in the stream is then valid for any number of workers. A subclass may also return True for a stream
+        over data that the user passed to a call.
         """
         return stream is self.train_stream and has_divided_source(stream)
 
     def break_off(self) -> None:
-        """In each stream, discard an interrupted step, so that the batches of this step are yielded again."""
+        """In each training stream, discard an interrupted step, so that the batches of this step are yielded again."""
         for stream in (self.train_stream, self._of_call[1]):
             if stream is not None:
                 stream.break_off()
@@ -239,9 +245,12 @@ class DataFeed(ABC):
     def begin_again(self, request: EpochRequest, share: CallData | None, place: DataPosition | None) -> None:
         """Prepare the data for a training call that continues in a new group of workers.
 
+        If the call trains on registered data, this method has no effect.
+
         Args:
             request: The driver's request to train.
-            share: This worker's new shard of the data, if the driver divides the data. Otherwise, None.
+            share: The data that the user passed to the call, or this worker's new shard of that data. None to keep the
+                earlier data.
             place: The position in the data that the user passed to the call, from which the call continues.
         """
         if request.shard_key is not None:
@@ -275,7 +284,8 @@ class DataFeed(ABC):
     def position(self) -> dict[str, Any] | None:
         """Return the position of the next batch in the training data, for snapshots and checkpoints.
 
-        If the library does not divide the data over the workers, a position inside a pass is unknown.
+        If the library does not divide the data over the workers, the position inside a pass is unknown, and the dict
+        says so under "is_unknown". Return None between two passes over such data, and before the first pass.
         """
         stream = self.train_stream
         if stream is None:

@@ -1,4 +1,4 @@
-"""Copies the training state of a worker, and stores each copy until the driver has fetched it.
+"""Copies the training state of a worker, and stores the copies for the driver to fetch.
 
 Some copies are taken between two calls, and some inside a training call (mid-call snapshots).
 """
@@ -33,9 +33,9 @@ class StateCopy:
 
 
 class StateCopies:
-    """Copies the training state of one worker, and stores each copy until the driver has fetched it.
+    """Copies the training state of one worker, and stores the copies for the driver to fetch.
 
-    Each copy is identified by a number, its token. This object also stores this rank's parts of the two newest
+    Each stored copy is identified by a number, its token. This object also stores this rank's parts of the two newest
     snapshots that were taken inside the running training call. A second thread fetches copies while the training thread
     runs.
 
@@ -60,7 +60,8 @@ class StateCopies:
     def after_call(self, state: Any, rank: int, landed_token: int | None) -> Capture:
         """Copy the training state between two calls, and return this rank's part of the snapshot.
 
-        A large copy is not in the returned part, but is stored here until the driver fetches it.
+        A large copy, or a copy of one shard of the state, is not in the returned part. It is stored here, so that the
+        driver can fetch it.
 
         Args:
             state: The `ReplicaState` of this worker.
@@ -79,7 +80,7 @@ class StateCopies:
     def inside_call(self, state: Any, rank: int, progress: Any) -> Capture:
         """Copy the training state inside a training call, and return this rank's part of the snapshot.
 
-        Older copies that the driver has not requested are discarded.
+        Older copies are discarded, except the one that the driver fetches next or has fetched last.
 
         Args:
             state: The `ReplicaState` of this worker.
@@ -94,8 +95,8 @@ class StateCopies:
     def _with(self, copy: StateCopy | None, part: Capture) -> Capture:
         """Return this rank's part of a snapshot, with a copy of the shared state, or with the token of such a copy.
 
-        A small copy is added directly. For a large copy, only the token is added; the copy itself is stored in this
-        object. If `copy` is None, nothing is added.
+        A small copy is added directly. For a large copy, or a copy of one shard of the state, only the token is added;
+        the copy itself is stored in this object. If `copy` is None, nothing is added.
         """
         if copy is None:
             return part
@@ -137,8 +138,8 @@ class StateCopies:
     def part_of_snapshot(self, number: int) -> Capture | None:
         """Return this rank's part of the snapshot that was taken after `number` steps of the running call.
 
-        Return None if the part was discarded. If the part refers to a stored copy of the state, keep that copy until
-        the driver fetches it.
+        If the part refers to a stored copy of the state, keep that copy until the driver fetches it. Return None if the
+        part or this copy was discarded.
         """
         part = self._parts.get(number)
         if part is not None and part.token is not None:

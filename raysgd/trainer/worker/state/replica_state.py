@@ -15,7 +15,8 @@ from raysgd.trainer.worker.data.feed import DataFeed
 from raysgd.trainer.worker.state.copies import StateCopy
 from raysgd.trainer.worker.state.state_checks import check_progress
 
-# Key in a state dict for the position in the data and the step counter. Only snapshots and checkpoint files have it.
+# Key in a state dict for the position in the data and the step counter. The dicts that the `state_dict` methods of
+# trainers return do not have this key.
 RESUME = "resume"
 
 

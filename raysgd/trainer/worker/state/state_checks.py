@@ -74,7 +74,7 @@ def check_count(name: str, value: Any) -> None:
 def check_parts(state: Mapping[str, Any], counts: Mapping[str, int], *others: str) -> None:
     """Check that a state dict has the state of as many models and optimizers as the operator has registered.
 
-    The driver also calls this function. It has no operator, but only the number of registered objects.
+    The driver, which has no operator, also calls this function.
 
     Args:
         state: The state dict to load.
