@@ -46,7 +46,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def test_a_lazy_module_without_shapes_is_refused_by_one_that_has_them() -> None:
-    with pytest.raises(ValueError, match="shapes: .*any shape"):
+    with pytest.raises(ValueError, match=r"shapes: .*any shape"):
         check_model(torch.nn.Linear(3, 2), torch.nn.LazyLinear(2).state_dict())
 
 

@@ -102,7 +102,7 @@ def test_a_change_is_found_beside_another_parameter_that_was_written_again() -> 
     found = remade(net)
     net.body.bias.detach().add_(0)
     net.body.weight.data.fill_(7.0)
-    with pytest.raises(ValueError, match="`body.weight` of model 0 .* has changed"):
+    with pytest.raises(ValueError, match=r"`body.weight` of model 0 .* has changed"):
         found.record()
 
 
