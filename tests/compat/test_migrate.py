@@ -187,6 +187,8 @@ def test_the_tables_of_arguments_are_those_of_todays_ray() -> None:
         ("'s3://x'", "'s3://x'"),
         ("None", "None"),
         ("os.path.abspath(x)", "os.path.abspath(x)"),
+        ("os.path.expanduser('~/x')", "os.path.expanduser('~/x')"),
+        ("os.path.expanduser('x')", "os.path.abspath(os.path.expanduser('x'))"),
         ("args.x", "args.x and os.path.abspath(os.path.expanduser(args.x))"),
         ("f'{x}/y'", "os.path.abspath(os.path.expanduser(f'{x}/y'))"),
         ("os.path.join(x, 'y')", "os.path.abspath(os.path.expanduser(os.path.join(x, 'y')))"),
