@@ -12,6 +12,7 @@ import inspect
 import os
 import random
 import re
+import subprocess
 import tokenize
 from collections import Counter
 from io import StringIO
@@ -874,6 +875,23 @@ def test_nothing_is_written_without_being_asked(folder: Path) -> None:
     assert "-from ray.util.sgd import TorchTrainer" in found.output
     assert "+from raysgd import TorchTrainer" in found.output
     assert (folder / "a.py").read_bytes() == b"from ray.util.sgd import TorchTrainer\r\n"
+
+
+@RunIf(programs=["git"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"x = 1\nfrom ray.util.sgd import TorchTrainer",
+        b"x = 1\n\x0c\nfrom ray.util.sgd import TorchTrainer\n",
+        b"# coding: latin-1\nx = '\xe4'\nfrom ray.util.sgd import TorchTrainer\n",
+    ],
+)
+def test_git_applies_the_diff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.py").write_bytes(text)
+    diff = run("a.py", "--diff").stdout_bytes
+    subprocess.run(["git", "apply", "-"], input=diff, check=True)
+    assert Path("a.py").read_bytes() == text.replace(b"ray.util.sgd", b"raysgd")
 
 
 @pytest.mark.parametrize(("flags", "is_told"), [([], True), (["--ray-train"], False)])
