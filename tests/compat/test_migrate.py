@@ -941,12 +941,15 @@ def test_pipes_links_and_files_that_may_not_be_written_stay(
     outside = tmp_path_factory.mktemp("outside") / "x.py"
     outside.write_text("from ray.util.sgd import TorchTrainer\n")
     (folder / "link.py").symlink_to(outside)
-    os.mkfifo(folder / "pipe.py")
+    pipe = folder / "pipe.py"
+    os.mkfifo(pipe)
     (folder / "a.py").chmod(0o444)
     found = run(folder, "--write")
     assert found.exit_code == 1
     assert f"link.py:1: look: left alone: it is a link to `{outside}`" in found.output
-    assert "pipe.py:1: look: left alone: it is not a regular file" in found.output
+    words = "pipe.py:1: look: left alone: it is not a regular file"
+    assert words in found.output
+    assert words in run(pipe).output
     assert "is read-only" in found.output
     assert "1 of 5 files rewritten; 1 could not be written" in found.output
     assert "raysgd" not in outside.read_text() + (folder / "a.py").read_text()
