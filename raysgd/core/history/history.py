@@ -76,7 +76,7 @@ class History(Sequence[dict[str, Any]]):
     Attributes:
         records: All calls to `train`, `validate` and `test`, in order.
         events: Worker failures and group resizes.
-        stop_reason: Why a callback stopped the run; None if no callback did.
+        stop_reason: Why the run ended early, for example because of a callback or `max_time`; None if it did not.
         journal: The run's folder, which contains the journal of its steps; None if the run has no journal.
 
     Examples:
