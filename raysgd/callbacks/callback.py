@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from raysgd.callbacks.worker_callback import warn_of_unknown_events
 from raysgd.core.history.history import History
@@ -198,32 +198,27 @@ class Callback:
 class WritesFiles(Callback):
     """Base class of the library's callbacks that write to a file or folder.
 
+    Two callbacks of the same class must not write to the same file or folder.
+
     Attributes:
+        _argument: Name of the argument for the file or folder, for the error message.
         _given: The file or folder that the user passed. None to write to the folder of the run.
     """
 
+    _argument: ClassVar[str] = "path"
     _given: Any
 
     @property
     def _uses_folder_of_run(self) -> bool:
         return self._given is None
 
-    def _refuse_one_place(self, argument: str, run: Run) -> None:
-        """Check that no other callback of the same class writes to the same file or folder.
-
-        Args:
-            argument: Name of the argument for the file or folder, for the error message.
-            run: The run with all its callbacks.
-
-        Raises:
-            ValueError: Another callback of the class writes to the same file or folder.
-        """
+    def _check_run(self, run: Run) -> None:
         others = [each for each in run.callbacks if isinstance(each, type(self)) and each is not self]
         if any(other._given == self._given for other in others):
             kind, place = type(self).__name__, self._given or "the folder of the run"
             raise ValueError(
-                f"`callbacks` has two `{kind}` that write to {place}: pass another `{argument}` to one of them, or "
-                "leave it out."
+                f"`callbacks` has two `{kind}` that write to {place}: pass another `{self._argument}` to one of "
+                "them, or leave it out."
             )
 
 

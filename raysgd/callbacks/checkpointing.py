@@ -78,6 +78,7 @@ class Checkpointing(WritesFiles):
     """
 
     runs_last = True
+    _argument = "folder"
 
     @checks.answer_mistakes('`Checkpointing("checkpoints", keep_last=2)`', shown="Checkpointing")
     def __init__(
@@ -172,7 +173,7 @@ class Checkpointing(WritesFiles):
     # ------------------------------------------------------------------------------------------------ the run
 
     def _check_run(self, run: Run) -> None:
-        self._refuse_one_place("folder", run)
+        super()._check_run(run)
         if self._metric is not None:
             self._metric.check_run(run)
 

@@ -198,6 +198,7 @@ class EarlyStopping(Callback):
 
         If the counts in the checkpoint already meet a stopping criterion, stop the run immediately.
         """
+        self._metric.was_found = False
         if not self._is_loaded:
             self._begin()
         elif self._last is not None:

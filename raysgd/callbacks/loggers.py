@@ -80,9 +80,6 @@ class _FileLogger(WritesFiles, MetricsLogger):
         """Path of the file with the metrics of epochs. If you passed no path, None before the run begins."""
         return self._file.path if self._file.path.is_absolute() else None
 
-    def _check_run(self, run: Run) -> None:
-        self._refuse_one_place("path", run)
-
     def on_run_begin(self, run: Run) -> None:
         super().on_run_begin(run)
         path = self._file.path.with_stem(f"{self._file.path.stem}.steps")
@@ -149,6 +146,8 @@ class TensorBoardLogger(WritesFiles, MetricsLogger):
         ModuleNotFoundError: tensorboardX is not installed.
         TypeError, ValueError: `folder` is not a path, or is a URI.
     """
+
+    _argument = "folder"
 
     def __init__(self, folder: str | Path | None = None) -> None:
         if folder is not None:

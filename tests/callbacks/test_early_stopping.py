@@ -119,7 +119,10 @@ def test_an_unknown_metric_is_an_error_with_a_guess() -> None:
 
 
 def test_a_metric_of_validation_is_missed_once_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    assert not play(EarlyStopping("val_loss"), None, None).is_stopping
+    stopping = EarlyStopping("val_loss")
+    play(stopping, 1.0)
+    assert caplog.text == ""
+    assert not play(stopping, None, None).is_stopping
     assert [record.getMessage()[:43] for record in caplog.records] == ["EarlyStopping: no epoch had `val_loss`, bec"]
 
 

@@ -301,6 +301,11 @@ class TestEpochs:
                 ValueError,
                 r"two `JSONLogger` that write to .*x: pass another `path`",
             ),
+            (
+                {"epochs": 1, "callbacks": [HTMLReport(), HTMLReport()]},
+                ValueError,
+                "two `HTMLReport` that write to the folder of the run: pass another `path`",
+            ),
             ({"epochs": 1, "dataset": "x"}, TypeError, "`dataset=` got `str`"),
             ({"epochs": 1, "validation_dataset": "x"}, TypeError, "`validation_dataset=` got `str`"),
             ({"epochs": 1, "callbacks": [7]}, TypeError, "`callbacks` has 7"),

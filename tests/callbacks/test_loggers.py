@@ -137,6 +137,12 @@ def test_tensorboard_is_shown_numbers_by_epoch(tmp_path: Path) -> None:
 
 
 @RunIf(modules=["tensorboardX"])
+def test_two_tensorboard_loggers_have_two_folders(make_local: Make, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"two `TensorBoardLogger` that write to the folder.*pass another `folder`"):
+        make_local().fit(1, callbacks=[TensorBoardLogger(), TensorBoardLogger()], folder=tmp_path)
+
+
+@RunIf(modules=["tensorboardX"])
 def test_a_training_of_one_epoch_is_a_curve(make_local: Make, tmp_path: Path) -> None:
     [row] = make_local().fit(1, callbacks=[TensorBoardLogger()], folder=tmp_path, log_every_n_steps=1)
     losses = [(step, value) for name, step, value in events(tmp_path / "tensorboard") if name == "steps/train_loss"]

@@ -12,6 +12,7 @@ import inspect
 import os
 import random
 import re
+import subprocess
 import tokenize
 from collections import Counter
 from io import StringIO
@@ -187,6 +188,8 @@ def test_the_tables_of_arguments_are_those_of_todays_ray() -> None:
         ("'s3://x'", "'s3://x'"),
         ("None", "None"),
         ("os.path.abspath(x)", "os.path.abspath(x)"),
+        ("os.path.expanduser('~/x')", "os.path.expanduser('~/x')"),
+        ("os.path.expanduser('x')", "os.path.abspath(os.path.expanduser('x'))"),
         ("args.x", "args.x and os.path.abspath(os.path.expanduser(args.x))"),
         ("f'{x}/y'", "os.path.abspath(os.path.expanduser(f'{x}/y'))"),
         ("os.path.join(x, 'y')", "os.path.abspath(os.path.expanduser(os.path.join(x, 'y')))"),
@@ -874,6 +877,23 @@ def test_nothing_is_written_without_being_asked(folder: Path) -> None:
     assert (folder / "a.py").read_bytes() == b"from ray.util.sgd import TorchTrainer\r\n"
 
 
+@RunIf(programs=["git"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"x = 1\nfrom ray.util.sgd import TorchTrainer",
+        b"x = 1\n\x0c\nfrom ray.util.sgd import TorchTrainer\n",
+        b"# coding: latin-1\nx = '\xe4'\nfrom ray.util.sgd import TorchTrainer\n",
+    ],
+)
+def test_git_applies_the_diff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.py").write_bytes(text)
+    diff = run("a.py", "--diff").stdout_bytes
+    subprocess.run(["git", "apply", "-"], input=diff, check=True)
+    assert Path("a.py").read_bytes() == text.replace(b"ray.util.sgd", b"raysgd")
+
+
 @pytest.mark.parametrize(("flags", "is_told"), [([], True), (["--ray-train"], False)])
 def test_a_program_for_ray_train_is_told_of_the_option(tmp_path: Path, flags: list[str], is_told: bool) -> None:
     program = tmp_path / "old.py"
@@ -921,12 +941,15 @@ def test_pipes_links_and_files_that_may_not_be_written_stay(
     outside = tmp_path_factory.mktemp("outside") / "x.py"
     outside.write_text("from ray.util.sgd import TorchTrainer\n")
     (folder / "link.py").symlink_to(outside)
-    os.mkfifo(folder / "pipe.py")
+    pipe = folder / "pipe.py"
+    os.mkfifo(pipe)
     (folder / "a.py").chmod(0o444)
     found = run(folder, "--write")
     assert found.exit_code == 1
     assert f"link.py:1: look: left alone: it is a link to `{outside}`" in found.output
-    assert "pipe.py:1: look: left alone: it is not a regular file" in found.output
+    words = "pipe.py:1: look: left alone: it is not a regular file"
+    assert words in found.output
+    assert words in run(pipe).output
     assert "is read-only" in found.output
     assert "1 of 5 files rewritten; 1 could not be written" in found.output
     assert "raysgd" not in outside.read_text() + (folder / "a.py").read_text()

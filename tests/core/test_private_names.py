@@ -17,6 +17,7 @@ from weakref import finalize
 
 import numpy as np
 import pytest
+import ray
 import torch
 import torch.distributed as dist
 from packaging.version import Version
@@ -294,7 +295,7 @@ def test_no_model_gets_its_numbers_without(name: str, monkeypatch: pytest.Monkey
     with gone(name, "torch"):
         filling._reset(layer, [])
     with gone(name, "torch"):
-        remade.RemadeParameters([layer], object)
+        remade.RemadeParameters([layer], object, num_models=1)
 
 
 @without("_version")
@@ -581,7 +582,9 @@ def test_what_is_free_is_known_of_one_node_without(
 @without("get_draining_nodes")
 def test_no_node_goes_away_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(importlib.import_module("ray._private.state").GlobalState, name)
+    was_connected = ray.is_initialized()
     assert placement.drain_deadlines() == {}
+    assert was_connected == ray.is_initialized(), "the question started Ray"
 
 
 @RunIf(modules=["ray._private.authentication"])
@@ -608,7 +611,8 @@ def test_what_runs_ends_with_the_program_without(name: str, monkeypatch: pytest.
 def test_reports_of_ray_tune_are_not_those_of_the_run_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("ray.train._internal.session")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    session: Any = SimpleNamespace(world=World(0, size=1))
+    facts = SimpleNamespace(id="1", name="trial", experiment_name="run")
+    session: Any = SimpleNamespace(world=World(0, size=1), facts=facts)
     with fit_session._seen_by_ray(session):
         assert not hasattr(module, name)
     module._session = None  # type: ignore[attr-defined]

@@ -39,7 +39,7 @@ def test_a_digest_is_the_same_on_a_gpu(dtype: torch.dtype) -> None:
 
 def test_what_changes_on_a_gpu_is_found() -> None:
     layer = torch.nn.Linear(1000, 1000, device="cuda").requires_grad_(False)
-    found = RemadeParameters([layer], type(layer))
+    found = RemadeParameters([layer], type(layer), num_models=1)
     found.check_unchanged()
     layer.weight.data.mul_(0.99)
     with pytest.raises(ValueError, match="`weight` of model 0"):

@@ -101,16 +101,13 @@ RETIRED = {
 _ABSOLUTE = {
     "os.getcwd",
     "os.path.abspath",
-    "os.path.expanduser",
     "os.path.realpath",
     "pathlib.Path.cwd",
     "pathlib.Path.home",
     "tempfile.mkdtemp",
 }
-"""Functions whose results are assumed to be absolute paths. The program need not call `os.path.abspath` on them.
-
-`os.path.expanduser` is one of these functions, because its argument usually starts with `~`.
-"""
+"""Functions that return an absolute path, so that a call to `os.path.abspath` around them is not needed."""
+_EXPANDING = "os.path.expanduser"
 _REMOTE = "ray.remote"
 
 _CREATORS = ("model_creator", "optimizer_creator", "data_creator", "loss_creator", "scheduler_creator")
@@ -303,6 +300,9 @@ class Calls:
             function = "os.path.expanduser({})" if text.startswith("~") else function
         elif (isinstance(value, cst.Call) and self._names_of(value.func) & _ABSOLUTE) or _is_none(value):
             return arg
+        elif isinstance(value, cst.Call) and _EXPANDING in self._names_of(value.func):
+            if _starts_at_home(value):
+                return arg
         elif isinstance(value, cst.Name | cst.Attribute | cst.Subscript):  # the value may be None when the program runs
             function = "{} and os.path.abspath(os.path.expanduser({}))"
         else:
@@ -490,6 +490,13 @@ def _renamed(arg: cst.Arg, old: str, new: str) -> cst.Arg:
 
 def _is_none(value: cst.BaseExpression) -> bool:
     return isinstance(value, cst.Name) and value.value == "None"
+
+
+def _starts_at_home(call: cst.Call) -> bool:
+    """Return True for a call such as `expanduser("~/results")`, which returns an absolute path."""
+    path = call.args[0].value if call.args else None
+    value = path.evaluated_value if isinstance(path, cst.SimpleString) else None
+    return isinstance(value, str) and value.startswith(("~", "/"))
 
 
 def _is_without_ending(args: Sequence[cst.Arg]) -> bool:

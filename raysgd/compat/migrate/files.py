@@ -20,7 +20,7 @@ _NOTEBOOK = (
 
 
 def files_of(paths: Sequence[Path]) -> Iterator[Path]:
-    """Yield each path that is a file, and for each path that is a folder, the Python files and notebooks inside it.
+    """Yield each path that is not a folder, and for each folder, the Python files and notebooks inside it.
 
     Hidden subfolders, and subfolders such as `build` and `site-packages`, are skipped.
 
@@ -29,11 +29,11 @@ def files_of(paths: Sequence[Path]) -> Iterator[Path]:
             nor notebooks.
     """
     for path in paths:
-        if path.is_file():
+        if not path.exists():
+            raise FileNotFoundError(f"`{path}` does not exist: pass a file or a folder of Python files.")
+        if not path.is_dir():
             yield path
             continue
-        if not path.is_dir():
-            raise FileNotFoundError(f"`{path}` does not exist: pass a file or a folder of Python files.")
         files = sorted(_inside(path))
         if not files:
             raise FileNotFoundError(f"there is no Python file in the folder `{path}`.")

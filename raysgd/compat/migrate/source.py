@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -58,13 +59,10 @@ class MigratedProgram:
         """True if rewriting has changed the program's source code."""
         return self.before != self.text
 
-    def diff(self) -> str:
-        """Return the changes to the program as a unified diff.
-
-        `git apply` accepts the diff if the program's file is in UTF-8, ends with a line break, and has no form feeds.
-        """
-        texts, name = (_lines(self.before), _lines(self.text)), str(self.path).lstrip("/")
-        return "".join(difflib.unified_diff(*texts, f"a/{name}", f"b/{name}"))
+    def diff(self) -> bytes:
+        """Return the changes to the program as a diff that `git apply` accepts, in the encoding of the program."""
+        texts, name = (_lines(self.before), _lines(self.text)), os.fsencode(self.path).lstrip(b"/")
+        return b"".join(difflib.diff_bytes(difflib.unified_diff, *texts, b"a/" + name, b"b/" + name))
 
     def replace_file(self) -> None:
         """Write the new source code to the program's file, and keep the permissions of the file.
@@ -78,8 +76,11 @@ class MigratedProgram:
             file.write(self.text)
 
 
-def _lines(text: bytes) -> list[str]:
-    return text.decode("utf-8", errors="replace").splitlines(keepends=True)
+def _lines(text: bytes) -> list[bytes]:
+    """Return the lines of a program as `git` counts them. A last line without a line break is marked."""
+    *lines, last = text.split(b"\n")
+    marked = [last + b"\n\\ No newline at end of file\n"] if last else []
+    return [*(line + b"\n" for line in lines), *marked]
 
 
 def migrate(text: bytes, ray_train: bool = False) -> MigratedProgram:

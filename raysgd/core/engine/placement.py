@@ -181,7 +181,10 @@ def is_head_gone() -> bool:
 
 def _head_address() -> str:
     """Return the address of the head node of this process's cluster, or "" if it is unknown."""
-    return str(getattr(_ray().get_runtime_context(), "gcs_address", ""))
+    ray = _ray()
+    if not ray.is_initialized():  # `get_runtime_context` would start Ray
+        return ""
+    return str(getattr(ray.get_runtime_context(), "gcs_address", ""))
 
 
 def _is_gone(address: str) -> bool:

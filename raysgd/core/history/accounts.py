@@ -120,7 +120,8 @@ class Accounts:
     def kept(self) -> Any:
         """Return the contents of all accounts, to pass to `take_over` in another process."""
         with self._lock:
-            return time.time(), self._clock(), dict(self._accounts), dict(self._known), self._waited_s
+            now = time.time(), self._clock()
+            return *now, dict(self._accounts), dict(self._known), self._waited_s, self._has_trained
 
     def take_over(self, kept: Any) -> None:
         """Continue the accounts of another process. Its clock may differ from the clock of this process.
@@ -128,7 +129,7 @@ class Accounts:
         Args:
             kept: The result of `kept` in that process.
         """
-        at, read, self._accounts, self._known, self._waited_s = kept
+        at, read, self._accounts, self._known, self._waited_s, self._has_trained = kept
         later_s = self._clock() - read - (time.time() - at)
         for account in self._accounts.values():
             account.since += later_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import numbers
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -302,16 +303,18 @@ class History(Sequence[dict[str, Any]]):
 
 def plain(value: Any) -> Any:
     """Convert a value to JSON-serializable data: NaN and infinity as None, unsupported values as strings."""
+    if value is None or isinstance(value, str):
+        return value
     number = as_number(value)
-    if isinstance(number, float):
-        return number if math.isfinite(number) else None
-    if number is not None or value is None or isinstance(value, str):
-        return number if value is not None and not isinstance(value, str) else value
+    if isinstance(number, int):
+        return number
+    if isinstance(number, numbers.Real):
+        return float(number) if math.isfinite(number) else None
     if isinstance(value, Mapping):
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(entry) for entry in value]
-    if hasattr(value, "tolist") and _num_elements(value) <= _MOST_ELEMENTS:
+    if number is None and hasattr(value, "tolist") and _num_elements(value) <= _MOST_ELEMENTS:
         return plain(value.tolist())
     return str(value)
 

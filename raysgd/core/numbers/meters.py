@@ -124,7 +124,8 @@ class AverageMeter:
     def update(self, val: Any, n: Any = 1) -> None:
         """Add a value with weight `n`. A weight of 0 changes only `val`."""
         self.val = val
-        self.sum += val * n
+        if n:  # NaN * 0 is NaN
+            self.sum += val * n
         self.count += n
         if self.count:
             self.avg = self.sum / self.count
@@ -203,8 +204,8 @@ class AverageMeterCollection:
             ValueError: A tensor or array does not have exactly one element, a weight is invalid, or the name of a
                 metric is reserved.
         """
-        waiting, self.pending = self.pending, []
         self.add_pending(metrics, n, is_strict=is_strict)
+        waiting, self.pending = self.pending[:-1], self.pending[-1:]
         self.count_pending()
         self.pending = waiting
 

@@ -181,9 +181,11 @@ def as_number(value: Any) -> Any:
     """
     if type(value) in (float, int, bool):  # exact types, because some NumPy numbers are instances of `float`
         return value
-    if isinstance(value, numbers.Number) or (hasattr(value, "item") and getattr(value, "ndim", None) == 0):
-        return value.item() if hasattr(value, "item") else value
-    return None
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if isinstance(value, numbers.Complex):
+        return value
+    return float(value) if isinstance(value, numbers.Number) else None  # a `Decimal` cannot be multiplied by a float
 
 
 ProgressKind = Literal["train", "validation", "test", "predict"]

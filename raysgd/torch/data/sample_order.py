@@ -306,7 +306,7 @@ def _compact(drawn: list[Any]) -> Sequence[Any]:
         return drawn  # strings, tuples and integers beyond 64 bits do not fit into an array
 
 
-def _comparable(drawn: Sequence[Any]) -> Sequence[Any]:
+def _comparable(drawn: Any) -> Any:
     """Return the same indices in containers that `==` compares, with lists instead of tensors."""
     if not isinstance(drawn, list):
         return drawn

@@ -176,7 +176,7 @@ def _takes(own: torch.Tensor, saved: Any) -> bool:
     """
     if not isinstance(saved, torch.Tensor) or saved.is_meta != own.is_meta:
         return False
-    return is_lazy(own) or (own.shape == saved.shape and own.layout == saved.layout)
+    return is_lazy(own) or (not is_lazy(saved) and own.shape == saved.shape and own.layout == saved.layout)
 
 
 def _shown(value: Any) -> str:

@@ -90,13 +90,15 @@ class RemadeParameters:
     Args:
         parts: Modules whose states are saved: the models, then the criterion if it has trainable parameters.
         operator_cls: Class of the operator. Its `setup` creates the parameters.
+        num_models: Number of models among `parts`.
 
     Attributes:
         ids: `id()` of each parameter that saved states currently omit.
     """
 
-    def __init__(self, parts: Sequence[torch.nn.Module], operator_cls: type) -> None:
+    def __init__(self, parts: Sequence[torch.nn.Module], operator_cls: type, num_models: int) -> None:
         require_names(torch.Tensor, "_version")
+        self._num_models = num_models
         self._by, self._module_names = operator_cls.__name__, [type(part).__name__ for part in parts]
         self._by_whole_name = f"{operator_cls.__module__}.{operator_cls.__qualname__}"
         known: dict[int, _Parameter] = {}  # by ID, because a tied parameter has several names
@@ -125,7 +127,7 @@ class RemadeParameters:
         self._samples = _joined(each.sampled for each in self._watched)
 
     def _named(self, index: int, name: str) -> str:
-        is_criterion = index >= len(self._module_names)
+        is_criterion = index >= self._num_models
         return f"`{name}` of {'the criterion' if is_criterion else f'model {index}'} (`{self._module_names[index]}`)"
 
     # -------------------------------------------------------------------------------------------------------- saving
@@ -167,11 +169,10 @@ class RemadeParameters:
         Raises:
             ValueError: A parameter no longer has the values that `setup` gave it.
         """
-        suspects = [each for each in self._watched if each.may_have_changed]
+        are_as_sampled = _are_equal(self._samples, _joined(each.sampled for each in self._watched))
+        suspects = [each for each in self._watched if each.may_have_changed or not are_as_sampled]
         if not suspects:
-            if _are_equal(self._samples, _joined(each.sampled for each in self._watched)):
-                return
-            suspects = self._watched
+            return
         changed = {id(each) for each in suspects if each.has_changed()}
         if not changed:
             self._samples = _joined(each.sampled for each in self._watched)

@@ -219,7 +219,8 @@ class TorchInternals(BatchMetrics):
                 f'`{name}.remakes_frozen = True` cannot work with `strategy="fsdp"`, where each worker has a part of '
                 'what is frozen and reads the parts of checkpoints itself. Remove it, or use "ddp".'
             )
-        self.remade = RemadeParameters(self.registered.trained, type(self._operator))
+        num_models = len(self.registered.original_models)
+        self.remade = RemadeParameters(self.registered.trained, type(self._operator), num_models)
         if self.world.is_distributed:
             self.remade.check_ranks(self.sum_over_workers)
 

@@ -428,7 +428,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             max_time: Time limit of this call: seconds, a `timedelta`, or a string such as "23:30:00" (hours, minutes,
                 seconds) or "1-12:00:00" (1 day and 12 hours). The run stops at a step shortly before the limit and is
                 saved if a callback saves. Time for two saves is reserved.
-            callbacks: Instances of `raysgd.callbacks.Callback` or `WorkerCallback`, called in this order.
+            callbacks: Instances of `raysgd.callbacks.Callback` or `WorkerCallback`, called in this order. Callbacks
+                with `runs_last`, such as `Checkpointing`, are called after the others.
             validation_freq: Validate every `validation_freq` epochs; 0 for never. Without validation data, `fit`
                 validates only if your class overrides `validate` with a method that needs no data.
             validate_every_n_steps: Also validate inside epochs, after every n-th step, counted over all epochs.

@@ -183,12 +183,14 @@ def test_short_trainings_are_not_warned(accounts: Accounts, caplog: pytest.LogCa
 
 def test_another_process_continues_the_accounts_by_its_own_clock(accounts: Accounts, clock: Clock) -> None:
     clock.now = 10
+    accounts.begin_call()
     accounts.note_times({0: says("a", useful=4.0)})
     later = Clock()
     later.now = 500.0
     others = Accounts(later)
     others.take_over(pickle.loads(pickle.dumps(accounts.kept())))
     assert of(others, 0) == of(accounts, 0)
+    assert others.ledger().notes == accounts.ledger().notes == ()
     before = others.in_calls()
     others.begin_call()
     later.now += 20

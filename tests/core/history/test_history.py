@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any, get_args
 
 import numpy as np
@@ -123,6 +125,11 @@ class TestJson:
 def test_what_has_no_place_in_json_becomes_text() -> None:
     assert plain({1: [None, True, 2, "x"], "big": np.zeros(2000)})["1"] == [None, True, 2, "x"]
     assert isinstance(plain(np.zeros(2000)), str)
+
+
+def test_numbers_that_are_not_in_json_become_floats_or_text() -> None:
+    values = [1j, Decimal("0.5"), Fraction(1, 4), np.longdouble(0.5), np.complex64(1j), np.datetime64("2026")]
+    assert json.loads(json.dumps(plain(values))) == ["1j", 0.5, 0.25, 0.5, "1j", "2026-01-01"]
 
 
 def test_rows_become_a_data_frame() -> None:

@@ -87,6 +87,12 @@ class TestAverageMeter:
         meter.update(7, n=0)
         assert (meter.val, meter.avg, meter.sum, meter.count) == (7, 0, 0, 0)
 
+    def test_weight_zero_keeps_nan_out_of_the_mean(self) -> None:
+        meter = AverageMeter()
+        meter.update(5, n=2)
+        meter.update(math.nan, n=0)
+        assert (meter.avg, meter.sum, meter.count) == (5, 10, 2)
+
     def test_reset_forgets(self) -> None:
         meter = AverageMeter()
         meter.update(5)
@@ -521,6 +527,17 @@ def test_what_is_no_metric_is_refused_before_it_waits(value: Any) -> None:
         meters.add_pending({"loss": 3.0, "other": value}, 4)
     meters.count_pending()
     assert meters.tally() == (("loss",), [4.0, 4.0, 4.0, 1.0])
+
+
+def test_a_batch_that_is_refused_leaves_those_that_wait() -> None:
+    meters = AverageMeterCollection()
+    meters.add_pending({"loss": 3.0}, 4)
+    with pytest.raises(TypeError, match="`loss`"):
+        meters.update({"loss": "text"}, 4)
+    meters.update({"loss": 1.0}, 4)
+    assert meters.summary().totals == {"loss": (4.0, 4.0)}
+    meters.count_pending()
+    assert meters.summary().totals == {"loss": (16.0, 8.0)}
 
 
 def test_sums_of_others_leave_the_last_value_as_it_is_seen_here() -> None:

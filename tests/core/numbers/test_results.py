@@ -5,6 +5,7 @@ import math
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 
 from raysgd.core.numbers.meters import MetricSummary
 from raysgd.core.numbers.results import Metrics, as_number, merge, with_lost
+
+NO_NUMBERS = (np.str_("a"), np.bytes_(b"a"), np.datetime64("2026"), np.timedelta64(1, "s"), np.array("a"))
 
 
 def plain(**values: Any) -> MetricSummary:
@@ -156,13 +159,23 @@ def test_names_come_in_the_order_in_which_they_are_first_met() -> None:
         (np.float64(2.5), 2.5),
         (Scalar(1.5), 1.5),
         (Scalar(1.5, ndim=1), None),
+        (np.complex64(1j), 1j),
+        (Decimal("0.5"), 0.5),
         ("1", None),
         (None, None),
+        *((each, None) for each in NO_NUMBERS),
     ],
 )
 def test_numbers_are_what_has_one_value(value: Any, expected: Any) -> None:
     assert as_number(value) == expected
     assert type(as_number(value)) is type(expected)
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS)
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_numpys_values_that_are_no_numbers_are_those_of_the_first_worker(value: Any, num_workers: int) -> None:
+    workers = [plain(num_samples=2, value=each) for each in (value, "other")][:num_workers]
+    assert merge(workers)["value"] is value
 
 
 class TestMetrics:

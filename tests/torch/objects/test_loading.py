@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd.torch.objects.loading import load_model, load_optimizer
+from raysgd.torch.objects.loading import check_model, load_model, load_optimizer
 
 OPTIMIZERS = [
     lambda parameters: torch.optim.Adam(parameters, lr=0.1, amsgrad=True),
@@ -43,6 +43,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         return [value]
     values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return [tensor for item in values for tensor in tensors_in(item)]
+
+
+def test_a_lazy_module_without_shapes_is_refused_by_one_that_has_them() -> None:
+    with pytest.raises(ValueError, match=r"shapes: .*any shape"):
+        check_model(torch.nn.Linear(3, 2), torch.nn.LazyLinear(2).state_dict())
 
 
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS)

@@ -64,7 +64,7 @@ class Some:
 
 
 def remade(net: torch.nn.Module) -> RemadeParameters:
-    return RemadeParameters([net], Some)
+    return RemadeParameters([net], Some, num_models=1)
 
 
 def test_all_names_of_what_is_frozen_are_left_out_and_buffers_stay() -> None:
@@ -95,6 +95,23 @@ def test_what_has_changed_is_refused_by_its_name(change: str) -> None:
         name = "body.bias" if change == "one number" else "body.weight"
         with pytest.raises(ValueError, match=rf"`{name}` of model 0 \(`Net`\) has changed since `setup`"):
             found.record()
+
+
+def test_a_change_is_found_beside_another_parameter_that_was_written_again() -> None:
+    net = Net()
+    found = remade(net)
+    net.body.bias.detach().add_(0)
+    net.body.weight.data.fill_(7.0)
+    with pytest.raises(ValueError, match=r"`body.weight` of model 0 .* has changed"):
+        found.record()
+
+
+def test_a_criterion_is_named_as_such() -> None:
+    criterion = torch.nn.Linear(2, 2).requires_grad_(False)
+    found = RemadeParameters([Net(), criterion], Some, num_models=1)
+    criterion.weight.data.fill_(7.0)
+    with pytest.raises(ValueError, match=r"`weight` of the criterion \(`Linear`\) has changed"):
+        found.record()
 
 
 def test_the_same_numbers_written_again_are_no_change() -> None:
@@ -203,4 +220,4 @@ def test_what_does_not_change_takes_no_memory_for_copies(monkeypatch: pytest.Mon
     net = torch.nn.Linear(100, 100).requires_grad_(False)
     monkeypatch.setattr("raysgd.torch.parallel.tensor_copies._free_bytes", lambda *place: 1000)
     assert lacks_memory([net], 1) is not None
-    assert lacks_memory([net], 1, RemadeParameters([net], Some).ids) is None
+    assert lacks_memory([net], 1, RemadeParameters([net], Some, num_models=1).ids) is None
