@@ -200,8 +200,8 @@ def check_operator_class(operator_cls: Any, base: type[Any], shown: str) -> None
             near = [_MEANT[method]] if method in _MEANT else difflib.get_close_matches(method, rungs, 1, cutoff=0.85)
             loops = {"train_batch": "train_epoch", "validate_batch": "validate"}
             if not near or own & {near[0], loops.get(near[0], "")}:
-                # do not warn: no method of the base class has a similar name, or the operator overrides that method or
-                # the loop that calls it, and the override may call `method`
+                # Either no method of the base class has a similar name, or the operator overrides the similar method or
+                # the loop that calls it. Such an override may call `method`, so do not warn.
                 continue
             advice = f"did you mean `{near[0]}`?"
         logger.warning("the library never calls `%s.%s`: %s", name, method, advice)

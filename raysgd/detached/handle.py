@@ -355,7 +355,7 @@ class DetachedTrainer:
                 f"runs, call `ray.init(address=...)` and `raysgd.attach({self._name!r})`."
             )
 
-    # --------------------------------------------------------------------------------------------- in parallel to calls
+    # ------------------------------------------------------------------------------------------- in parallel with calls
 
     def _beside(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return self._look(name, True, packed_arguments(name, args, kwargs))

@@ -496,7 +496,7 @@ class TrainerProcess:
         if close is not None:
             close()
 
-    # --------------------------------------------------------------------------------------------- in parallel to calls
+    # ------------------------------------------------------------------------------------------- in parallel with calls
 
     async def look(self, name: str, is_method: bool, arguments: bytes) -> bytes:
         """Read an attribute of the trainer, or call one of its methods, while another call may be running.

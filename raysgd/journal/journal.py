@@ -158,10 +158,10 @@ class Journal:
         folder: The folder of the run.
         legs: The legs of the run, in the order of steps. A leg is a part of an epoch that one group of workers ran. If
             steps were repeated, only their last repetition is included.
-        checkpoints: Paths or URIs of checkpoints, by the step after which they were saved. Relative paths start in the
-            folder of the run.
-        steps: Loss, norm and weight for each batch number, as a structured array. The weight is 0 for a batch that does
-            not end a step.
+        checkpoints: Paths or URIs of checkpoints, by the step after which they were saved. Relative paths are
+            relative to the folder of the run.
+        steps: Mean loss, gradient norm, and weight of the mean loss (such as the number of samples) by batch number, as
+            a structured array. The weight is 0 for a batch that does not end a step.
 
     Raises:
         FileNotFoundError: The folder has no journal.

@@ -284,7 +284,7 @@ class AverageMeterCollection:
         return MetricSummary(values, totals, objects)
 
     def tally(self) -> tuple[tuple[Any, ...], list[float]]:
-        """Return the sums of all metrics except metric objects, including the batches stored by `add_pending`.
+        """Return the sums of all numeric metrics, including the batches stored by `add_pending`.
 
         Returns:
             The names of the metrics, and a list of floats: the number of samples, then the sum, weight and last value

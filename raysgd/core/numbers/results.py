@@ -183,9 +183,9 @@ def as_number(value: Any) -> Any:
         return value
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
-    if isinstance(value, numbers.Complex):
-        return value
-    return float(value) if isinstance(value, numbers.Number) else None  # a `Decimal` cannot be multiplied by a float
+    if isinstance(value, numbers.Number) and not isinstance(value, numbers.Complex):
+        return float(str(value))  # a `Decimal`, which cannot be multiplied by a float
+    return value if isinstance(value, numbers.Number) else None
 
 
 ProgressKind = Literal["train", "validation", "test", "predict"]

@@ -28,7 +28,8 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._spare: list[_Memory] = []
-        # Ids of blocks in use; a set, because several threads may return blocks at the same time.
+        # Ids of blocks in use. Several threads may return blocks at the same time. This is safe, because removing an
+        # entry from a set is atomic.
         self._lent: set[int] = set()
 
     def take_buffer(self, num_bytes: int, *, pinned: bool = False) -> Bytes:

@@ -158,8 +158,8 @@ class TorchHostedOperator(HostedOperator):
         """
         rank = self.world.rank
         if self.has_trained:
-            # If this worker's rank has changed, a new worker with the old rank may have copied this worker's states.
-            # Both workers would then draw the same random numbers.
+            # If this worker's rank has changed, a new worker may have its old rank and a copy of its states. Both
+            # workers would then draw the same random numbers.
             if rank != self.operator.world_rank:
                 rng.fork(rng.capture(), ~rank)
         elif self.settings.seed is not None:

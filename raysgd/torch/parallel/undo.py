@@ -368,8 +368,8 @@ class Undo:
             # A batch without an all-reduce does not show what user code does before one. Observe the next batch, too.
             return
         if self._watches and not batch.has_stepped and self._copies.differ(watched.copied):
-            # Copy everything from now on, because parameters changed without an optimizer step, perhaps before an
-            # all-reduce.
+            # Parameters changed outside an optimizer step, so the code that changes them is unknown. It may run at any
+            # time in a batch, also before an all-reduce that fails. Therefore, copy all parameters from now on.
             self.copies_all = True
         watched.is_first, watched.num_usual = False, batch.num_exchanges
         watched.end_first()

@@ -601,9 +601,9 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
                 results that do not fit in memory.
             feature_columns: Columns to pass to the model, for a data frame or a Ray Data dataset.
             has_target: Whether the last element of tuple batches is a target. The default `predict_batch` does not pass
-                the target to the model. None assumes a target if batches of a dataset, loader or iterator have several
-                elements, or if you pass `raysgd.data.Arrays` with a tuple of several arrays. In other arrays, it
-                assumes no target.
+                the target to the model. Default: True if the batches of a dataset, loader or iterator have several
+                elements, or if you pass `raysgd.data.Arrays` with a tuple of several arrays. False for all other
+                arrays.
             info: Values to add to `batch_info`.
             max_retries: How many times to retry a round of batches after a failure.
 
