@@ -1,7 +1,7 @@
 """Keeps replicas of Keras models in sync: averages gradients before the optimizer applies them, and merges metrics.
 
-Each process has its own model and no TensorFlow strategy. `Synchronizer.watch` replaces an optimizer's method that applies
-gradients. The replacement averages the gradients of all ranks first, with one all-reduce of a flat buffer per
+Each process has its own model and no TensorFlow strategy. `Synchronizer.watch` replaces an optimizer's method that
+applies gradients. The replacement averages the gradients of all ranks first, with one all-reduce of a flat buffer per
 step. This works for Keras 3 and tf_keras, for `fit`, `train_on_batch` and loops with a `GradientTape`, in graph and
 eager mode.
 

@@ -605,7 +605,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
                 elements, or if you pass `raysgd.data.Arrays` with a tuple of several arrays. False for all other
                 arrays.
             info: Values to add to `batch_info`.
-            max_retries: How many times to retry a round of batches after a failure.
+            max_retries: How many times to retry a round of batches, one for each worker, after a failure.
 
         Returns:
             The predictions, in the same type of container as `data`; see `docs/predict.md`. Arrays without rows are

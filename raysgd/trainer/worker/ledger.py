@@ -153,7 +153,7 @@ class Ledger:
             self._move(name, target, self._seconds[name] - self._complete[name])
 
     def exchanging(self, group: Any) -> AbstractContextManager[None]:
-        """Return a context manager that assigns the time of its block to communication with the other ranks.
+        """Return a context manager that counts the time of its block as communication with the other ranks.
 
         Args:
             group: Communication group of the ranks. Its attribute `waited_s` counts the seconds that this rank has
