@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,6 +57,18 @@ def test_a_trap_may_spring_every_time_until_it_is_taken_back() -> None:
     trap.is_armed = False
     loop.step(2)
     assert (len(sprung), loop.calls) == (2, [0, 1, 2])
+
+
+def test_a_step_of_several_micro_batches_is_one_step() -> None:
+    handed_out, sprung = list[bool](), list[int]()
+    stream = SimpleNamespace(
+        _hand_out=lambda step, item, is_first_of_step, is_last: handed_out.append(is_first_of_step)
+    )
+    hosted: Any = SimpleNamespace(feed=SimpleNamespace(train_stream=stream), loop=SimpleNamespace(stream=None))
+    Trap(lambda: sprung.append(len(handed_out)), "step", num_before=1).before_each_step(hosted)
+    for is_first in (True, False, False, True, False):
+        stream._hand_out(None, None, is_first, False)
+    assert (sprung, len(handed_out)) == ([3], 5)
 
 
 def test_a_full_file_takes_what_still_fits(tmp_path: Path) -> None:

@@ -58,13 +58,20 @@ class Trap:
         self.is_armed = not self.once
         self.act()
 
-    def before(self, owner: Any, name: str) -> None:
-        """Wrap the method `name` of `owner` so that each call to the method first calls `spring`."""
+    def before(self, owner: Any, name: str, counts: Callable[..., bool] = lambda *_, **__: True) -> None:
+        """Wrap the method `name` of `owner` so that each call to the method first calls `spring`.
+
+        Args:
+            owner: The object with the method.
+            name: Name of the method.
+            counts: Function of the method's arguments that returns False for calls that do not call `spring`.
+        """
         original = getattr(owner, name)
 
         @functools.wraps(original)
         def trapped(*args: Any, **keywords: Any) -> Any:
-            self.spring()
+            if counts(*args, **keywords):
+                self.spring()
             return original(*args, **keywords)
 
         setattr(owner, name, trapped)
@@ -80,7 +87,10 @@ class Trap:
         def watched(stream: Any) -> Any:
             if stream not in streams:
                 streams[:] = [stream]
-                self.before(stream, "_hand_out" if hasattr(stream, "_hand_out") else "before_exchange")
+                if hasattr(stream, "_hand_out"):  # also called for each further micro-batch of a step
+                    self.before(stream, "_hand_out", lambda step, item, is_first_of_step, *_: is_first_of_step)
+                else:
+                    self.before(stream, "before_exchange")
             return stream
 
         if hosted.feed.train_stream is not None:
