@@ -307,6 +307,9 @@ def test_a_failed_run_is_of_one_more_class_if_programs_catch_it_by_that() -> Non
         assert isinstance(error, TrainingFailedError)
         assert isinstance(error, type(cause))
         assert isinstance(error, CaughtByPrograms)
+    again = pickle.loads(pickle.dumps(training_failed_error(KeyError("lost"), "go on", OSError)))
+    assert isinstance(again, OSError)
+    assert isinstance(again, KeyError)
 
 
 @pytest.mark.parametrize(

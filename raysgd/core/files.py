@@ -46,13 +46,9 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
     folder = os.path.dirname(target) or os.curdir
     os.makedirs(folder, exist_ok=True)
     if os.path.isdir(target):
-        raise IsADirectoryError(errno.EISDIR, "the checkpoint's path is a folder: add a file name", target)
+        raise IsADirectoryError(errno.EISDIR, "the path is a folder: add a file name", target)
     if os.path.lexists(target) and not os.path.isfile(target):
-        raise FileExistsError(
-            errno.EEXIST,
-            "the checkpoint's path is not a regular file: pass another path",
-            target,
-        )
+        raise FileExistsError(errno.EEXIST, "the path is not a regular file: pass another path", target)
     remove_leftovers(folder)
     temporary = os.path.join(folder, f"{_PREFIX}{_home_of_processes()}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}")
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)

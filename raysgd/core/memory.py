@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 
 logger = logging.getLogger(__name__)
@@ -33,13 +33,7 @@ def keep_freed_memory() -> None:
     The process's memory grows to the most that any step needs, and then stays at that size. If this process does not
     use glibc, or if the user has set any of the variables in `USERS_SETTINGS`, this function does nothing.
     """
-    chosen = [name for name in USERS_SETTINGS if name in os.environ]
-    mallopt = _of_glibc("mallopt")
-    if chosen or mallopt is None:
-        logger.debug("freed memory is left to the allocator: %s", f"{chosen[0]} is set" if chosen else "no glibc")
-        return
-    for parameter, value in _SETTINGS.items():
-        mallopt(parameter, value)
+    _set(_SETTINGS)
 
 
 @cache
@@ -48,11 +42,20 @@ def return_large_blocks() -> None:
 
     Otherwise, the C library keeps freed blocks for reuse. If long-lived small allocations are placed in such a block,
     the rest of the block is too small for the next large request. The process then uses more and more memory. If
-    `keep_freed_memory` was called before, it still applies to smaller blocks.
+    `keep_freed_memory` was called before, it still applies to smaller blocks. If the user has set any of the variables
+    in `USERS_SETTINGS`, this function does nothing.
     """
+    _set({_M_MMAP_THRESHOLD: _LARGE_BYTES})
+
+
+def _set(settings: Mapping[int, int]) -> None:
+    chosen = [name for name in USERS_SETTINGS if name in os.environ]
     mallopt = _of_glibc("mallopt")
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+    if chosen or mallopt is None:
+        logger.debug("freed memory is left to the allocator: %s", f"{chosen[0]} is set" if chosen else "no glibc")
+        return
+    for parameter, value in settings.items():
+        mallopt(parameter, value)
 
 
 def return_freed_memory() -> None:

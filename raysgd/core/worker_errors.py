@@ -32,11 +32,13 @@ class _DescribedFailure(TrainingFailedError):
     The message consists of the message of the exception that ended the run, and advice.
     """
 
+    also: type[Exception] | None = None
+
     def __str__(self) -> str:
         return f"{self.failure}\n\n{self.advice}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return training_failed_error, (self.failure, self.advice)
+        return training_failed_error, (self.failure, self.advice, self.also)
 
 
 for _described, _public in ((_DescribedError, WorkerError), (_DescribedFailure, TrainingFailedError)):
@@ -114,8 +116,8 @@ def training_failed_error(
     original = failure.faults[0].error if isinstance(failure, WorkerError) and failure.faults else None
     cause = failure if original is None else original
     error = _joined(_DescribedFailure, cause, also)
-    assert isinstance(error, TrainingFailedError)
-    error.failure, error.advice = failure, advice
+    assert isinstance(error, _DescribedFailure)
+    error.failure, error.advice, error.also = failure, advice, also
     error.__cause__ = cause
     return error
 

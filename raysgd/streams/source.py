@@ -12,11 +12,12 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 from raysgd.core.arguments import is_integer
 from raysgd.core.numbers.seeds import seed_of
+from raysgd.exceptions import StreamError
 from raysgd.streams.global_reader import GlobalReader, Shares, StartSum, StreamBatch, alone
 from raysgd.streams.lane_reader import StreamPass, StreamPosition, numbered_rows
 from raysgd.streams.lanes import ENDLESS, NUM_LANES, LanePosition, lanes_of
 from raysgd.streams.loaders import BatchLoader, BatchMaker, Collate, LoaderProcesses, collated
-from raysgd.streams.stream import DROPPED, Pipeline, RowSteps, Shard, Stream, check_shards
+from raysgd.streams.stream import DROPPED, Pipeline, RowSteps, Shard, Stream, check_shards, warn_of_row
 
 Divide: TypeAlias = Callable[[int, int], Shares]
 """Function that takes the global batch size and the number of workers, and returns an object that splits batches."""
@@ -413,13 +414,14 @@ def _only(parts: list[Any]) -> Any:
 class BatchesInOrder:
     """Iterates over the rows of a stream in their order, in batches, for predictions.
 
-    The options `drop_last` and `on_error` of the stream are ignored. Each row therefore gets a prediction, or an error
-    is raised. `take` limits the number of rows.
+    The option `drop_last` of the stream is ignored, so that each row gets a prediction. By default, `on_error` is
+    ignored, too, so that a row without a prediction raises an error. `take` limits the number of rows.
 
     Args:
         stream: The stream.
         size: Function that takes the batch size of the stream, or None, and returns the batch size to use.
         collate: Function that combines a list of rows into a batch. Not used if the stream has a function of its own.
+        skips: Whether to skip rows that cannot be read, or for which a step fails.
 
     Attributes:
         num_batches: Number of batches, or None if it is unknown.
@@ -429,8 +431,14 @@ class BatchesInOrder:
         ValueError: The stream is shuffled, or its list of shards is invalid.
     """
 
-    def __init__(self, stream: Stream, size: Callable[[int | None], int], collate: Callable[[list[Any]], Any]) -> None:
-        self._stream = stream._pipeline()
+    def __init__(
+        self,
+        stream: Stream,
+        size: Callable[[int | None], int],
+        collate: Callable[[list[Any]], Any],
+        skips: bool = False,
+    ) -> None:
+        self._stream, self._skips = stream._pipeline(), skips
         if self._stream.buffer > 1:
             raise ValueError(
                 "`predict` got a shuffled stream, so you could not tell which row a result belongs to. Pass the stream "
@@ -451,7 +459,13 @@ class BatchesInOrder:
     def _rows(self) -> Iterator[Any]:
         steps = RowSteps(self._stream.steps, seed=f"{self._stream.seed or 0}/0")
         for shard in self._shards:
-            for number, row in numbered_rows(self._stream.source.open, shard, 0):
-                made = steps(row, shard.name, number)
+            for number, row in numbered_rows(self._stream.source.open, shard, 0, self._skips):
+                try:
+                    made = DROPPED if row is DROPPED else steps(row, shard.name, number)
+                except StreamError as error:
+                    if not self._skips:
+                        raise
+                    warn_of_row(error)
+                    continue
                 if made is not DROPPED:
                     yield made

@@ -58,13 +58,20 @@ class Trap:
         self.is_armed = not self.once
         self.act()
 
-    def before(self, owner: Any, name: str) -> None:
-        """Wrap the method `name` of `owner` so that each call to the method first calls `spring`."""
+    def before(self, owner: Any, name: str, counts: Callable[..., bool] = lambda *_, **__: True) -> None:
+        """Wrap the method `name` of `owner` so that each call to the method first calls `spring`.
+
+        Args:
+            owner: The object with the method.
+            name: Name of the method.
+            counts: Function of the method's arguments that returns False for calls that do not call `spring`.
+        """
         original = getattr(owner, name)
 
         @functools.wraps(original)
         def trapped(*args: Any, **keywords: Any) -> Any:
-            self.spring()
+            if counts(*args, **keywords):
+                self.spring()
             return original(*args, **keywords)
 
         setattr(owner, name, trapped)
@@ -80,7 +87,10 @@ class Trap:
         def watched(stream: Any) -> Any:
             if stream not in streams:
                 streams[:] = [stream]
-                self.before(stream, "_begin_batch" if hasattr(stream, "_begin_batch") else "before_exchange")
+                if hasattr(stream, "_begin_batch"):  # also called for each further micro-batch of a step
+                    self.before(stream, "_begin_batch", lambda leg, item, *_: stream._ends_of_step(item)[0])
+                else:
+                    self.before(stream, "before_exchange")
             return stream
 
         if hosted.feed.train_stream is not None:

@@ -49,8 +49,8 @@ class TFMLDataset(ShardedFrames):
 
         Args:
             shard_index: Index of the shard.
-            batch_ms: Milliseconds for which frames are collected before they are sent.
-            num_async: Number of concurrent requests.
+            batch_ms: Milliseconds for which frames are collected before they are sent. `MLDataset` ignores it.
+            num_async: Number of concurrent requests. `MLDataset` ignores it.
             shuffle: Whether to shuffle frames and rows.
             shuffle_buffer_size: Size of the shuffle buffer.
             seed: Seed of the shuffle.

@@ -53,3 +53,11 @@ def test_where_the_system_cannot_begin_early_the_file_is_the_same(
     with files.replacing(str(tmp_path / "large")) as file:
         file.write(content)
     assert (tmp_path / "large").read_bytes() == content
+
+
+def test_a_folder_is_not_replaced_and_the_error_says_so_for_any_file(tmp_path: Path) -> None:
+    with (
+        pytest.raises(IsADirectoryError, match="the path is a folder: add a file name"),
+        files.replacing(str(tmp_path)),
+    ):
+        pass

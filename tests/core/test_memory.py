@@ -126,12 +126,17 @@ print(kib)
 """
 
 
-def kib_in_the_end(how: str) -> int:
+def kib_in_the_end(how: str, **variables: str) -> int:
     """Of a process that frees 96 MiB in blocks, with something that stays behind each."""
-    command = [sys.executable, "-c", KEEPS_AND_FREES, how]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    command, variables = [sys.executable, "-c", KEEPS_AND_FREES, how], {**os.environ, **variables}
+    return int(subprocess.run(command, check=True, capture_output=True, text=True, env=variables).stdout)
 
 
 @needs_glibc
 def test_large_blocks_are_returned_although_smaller_ones_behind_them_stay() -> None:
     assert kib_in_the_end("returns") + 80 * 1024 < kib_in_the_end("keeps")
+
+
+@needs_glibc
+def test_large_blocks_stay_if_the_user_configured_it() -> None:
+    assert kib_in_the_end("returns", MALLOC_MMAP_THRESHOLD_=str(32 << 20)) > 80 * 1024

@@ -138,7 +138,8 @@ def as_json(value: Any, indent: int | None = None, *, strict: bool = True) -> st
     dump = partial(json.dumps, cls=SafeFallbackEncoder, indent=indent, allow_nan=not strict)
     try:
         return dump(value)
-    except (TypeError, ValueError):  # raised for keys that are not strings, a dict that contains itself, or NaN
+    # Raised for keys that are not strings, a dict that contains itself, NaN, or very deep nesting.
+    except (TypeError, ValueError, RecursionError):
         return dump(_plain(value, strict, depth=0))
 
 

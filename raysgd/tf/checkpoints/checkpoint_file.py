@@ -196,11 +196,14 @@ def _small_float(name: str) -> np.dtype[Any]:
     """Return the dtype with this name, such as bfloat16, which NumPy itself lacks.
 
     Arrays with such a dtype are stored as integers.
+
+    Raises:
+        ValueError: NumPy itself has this dtype, so an array with another dtype in its member is damaged.
     """
     import ml_dtypes  # noqa: F401 - registers the dtype with NumPy
 
     dtype = np.dtype(name)
-    if dtype.hasobject or dtype.names is not None:
+    if dtype.kind != "V" or dtype.names is not None:
         raise ValueError("an array has a different type than the file says")
     return dtype
 

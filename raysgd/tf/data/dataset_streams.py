@@ -399,9 +399,9 @@ def dataset_of(stream: Stream) -> Any:
 
     in_order = replace(check_batched(stream, "a stream"), buffer=1)
     collate = array_collate()
-    first = next(iter(BatchesInOrder(in_order, lambda own: 1, collate)), None)
+    first = next(iter(BatchesInOrder(in_order, lambda own: 1, collate, in_order.skips)), None)
     if first is None:
         raise ValueError("the stream has no rows.")
     signature = tf.nest.map_structure(spec_of, first)
-    batches = BatchesInOrder(in_order, lambda own: own or 1, collate)
+    batches = BatchesInOrder(in_order, lambda own: own or 1, collate, in_order.skips)
     return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)

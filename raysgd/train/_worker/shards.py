@@ -138,8 +138,8 @@ class StreamPart:
         is_known: True if an epoch's rows are counted before they are read.
 
     Raises:
-        ValueError: The stream is not batched, or it has fewer lanes than workers. Lanes are the fixed number of
-            sequences into which a stream's rows are divided.
+        ValueError: The stream is not batched, or it has fewer lanes than workers. A lane is a fixed part of the
+            stream's rows. Each worker watches at least one lane.
     """
 
     def __init__(self, stream: Stream, world_size: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,15 @@ def test_an_archive_whose_members_begin_ahead_of_it_is_refused(tmp_path: Path) -
     struct.pack_into("<I", content, place, struct.unpack_from("<I", content, place)[0] + 1)
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(CheckpointCorruptedError, match="begin ahead of it"):
+        checkpoint_file.read(tmp_path / "file")
+
+
+def test_an_array_whose_dtype_is_not_the_recorded_one_is_refused(tmp_path: Path) -> None:
+    checkpoint_file.write(tmp_path / "written", state(models=[[np.arange(3, dtype=np.int32)]]))
+    with zipfile.ZipFile(tmp_path / "written") as old, zipfile.ZipFile(tmp_path / "file", "w") as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name).replace(b'"int32"', b'"float32"'))
+    with pytest.raises(CheckpointCorruptedError, match="a different type than the file says"):
         checkpoint_file.read(tmp_path / "file")
 
 

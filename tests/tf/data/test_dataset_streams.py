@@ -14,6 +14,7 @@ import pytest
 
 from raysgd.core.engine.shared.types import SamplesUsed, World
 from raysgd.data import IterableStream
+from raysgd.exceptions import StreamError
 from raysgd.tf.data.dataset_streams import (
     OwnSource,
     Passes,
@@ -22,6 +23,7 @@ from raysgd.tf.data.dataset_streams import (
     TFDividedSource,
     TFRanks,
     data_of,
+    dataset_of,
     in_lockstep,
     lockstep_dataset,
     source_of,
@@ -181,3 +183,11 @@ def test_batches_drawn_ahead_must_be_alike(num_ahead: int) -> None:
         step.use()
     step.forget()
     assert step.use() is None, "what is done by hand afterwards belongs to no batch"
+
+
+def test_the_dataset_of_a_stream_leaves_out_rows_that_the_stream_skips() -> None:
+    stream = IterableStream([1, 0, 1, 2, 3, 4]).map(lambda row: 6 / (row - 1))
+    found = dataset_of(stream.batch(4, on_error="skip"))
+    assert [batch.numpy().tolist() for batch in found] == [[-6.0, 6.0, 3.0, 2.0]]
+    with pytest.raises(StreamError, match="ZeroDivisionError"):
+        dataset_of(stream.batch(4))

@@ -1,6 +1,6 @@
 """How much a rank's share of a batch counts: its samples, the scale of its losses, and losses that are refused.
 
-`tests/tf/data/test_batch_streams.py` tests how a step comes to know its batch.
+`tests/tf/data/test_dataset_streams.py` tests how a step comes to know its batch.
 """
 
 from __future__ import annotations

@@ -77,6 +77,12 @@ class TestResults:
         value["self"] = value
         assert '"..."' in as_json(value)
 
+    def test_lists_that_are_nested_too_deep(self) -> None:
+        value: list[Any] = []
+        for _ in range(100_000):
+            value = [value]
+        assert as_json(value) == f'{"[" * 51}"..."{"]" * 51}'
+
 
 class TestTable:
     def test_nested_metrics_have_columns(self, tmp_path: Path, table: SafeSink) -> None:
