@@ -13,6 +13,7 @@ import math
 import numbers
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, Literal
 
 from raysgd.core.numbers.meters import MetricSummary
@@ -183,7 +184,7 @@ def as_number(value: Any) -> Any:
         value = value.item()
     if isinstance(value, numbers.Complex):
         return value
-    return float(value) if isinstance(value, numbers.Number) else None  # a `Decimal` cannot be multiplied by a float
+    return float(value) if isinstance(value, Decimal) else None  # a `Decimal` cannot be multiplied by a float
 
 
 ProgressKind = Literal["train", "validation", "test", "predict"]
