@@ -13,6 +13,7 @@ import math
 import numbers
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, Literal
 
 from raysgd.core.numbers.meters import MetricSummary
@@ -183,9 +184,9 @@ def as_number(value: Any) -> Any:
         return value
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
-    if isinstance(value, numbers.Number) and not isinstance(value, numbers.Complex):
-        return float(str(value))  # a `Decimal`, which cannot be multiplied by a float
-    return value if isinstance(value, numbers.Number) else None
+    if isinstance(value, numbers.Complex):
+        return value
+    return float(value) if isinstance(value, Decimal) else None  # a `Decimal` cannot be multiplied by a float
 
 
 ProgressKind = Literal["train", "validation", "test", "predict"]
