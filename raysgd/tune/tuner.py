@@ -52,8 +52,8 @@ class Tuner:
         run_config: The `RunConfig` for all trials. Default: the trainer's own run config.
 
     Raises:
-        ValueError: `param_space` has a `run_config`. `fit` reports other invalid values in `param_space` before the
-            first trial.
+        ValueError: `param_space` has a `run_config`, or `num_to_keep` is 0 and `trainable` is not a trainer. `fit`
+            reports other invalid values in `param_space` before the first trial.
         TypeError: An argument has the wrong type.
         MissingTuneError: Ray Tune is not installed.
 
@@ -80,6 +80,11 @@ class Tuner:
         if tune_config is not None and not isinstance(tune_config, tune.TuneConfig):
             raise TypeError(f"`tune_config={tune_config!r}`: need a `raysgd.tune.TuneConfig`, or None.")
         run_config, space = chosen(trainable, run_config), _as_space(trainable, param_space or {})
+        if run_config.checkpoint_config.num_to_keep == 0 and not isinstance(trainable, BaseTrainer):
+            raise ValueError(
+                "`CheckpointConfig(num_to_keep=0)`: Ray Tune keeps at least one of the checkpoints that a function or "
+                "class reports. Pass 1, or report no checkpoints."
+            )
         if isinstance(trainable, BaseTrainer):
             run_config = replace(run_config, name=run_config.name or new_name(type(trainable).__name__))
         self._trainable = trainable
