@@ -374,7 +374,7 @@ class CallsInTrials:
         """Copy the callbacks for a trial that starts, and call their `on_run_begin`. Do nothing if a trial restarts."""
         if trial.trial_id not in self._of_trial:
             calls = self._make(str(trial), trial.config, trial.local_path)
-            calls.load_states(self._saved.get(trial.trial_id, ()))
+            calls.load_states(self._saved.pop(trial.trial_id, ()))
             self._of_trial[trial.trial_id] = calls
         self._of_trial[trial.trial_id].begin_run()
 
@@ -395,8 +395,11 @@ class CallsInTrials:
         self._end(trial, trial.get_error() or RuntimeError(f"the trial {trial} failed"))
 
     def get_state(self) -> dict[str, Any]:
-        """Return the states of the running trials' callbacks, by trial ID. Ray Tune saves them to restore the sweep."""
-        return {trial: calls.states() for trial, calls in self._of_trial.items()}
+        """Return the states of the running trials' callbacks, by trial ID. Ray Tune saves them to restore the sweep.
+
+        In a restored sweep, this includes the restored states of trials that have not started yet.
+        """
+        return {**self._saved, **{trial: calls.states() for trial, calls in self._of_trial.items()}}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Set the states that `get_state` returned in an interrupted sweep.
