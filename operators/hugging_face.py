@@ -92,8 +92,9 @@ class HuggingFaceOperator(SupervisedOperator):
     * `lr`: Learning rate. Default: 0.00005.
     * `optimizer`: "adamw" (the default), "adam", "rmsprop", "sgd", or a class that takes `lr` and `weight_decay`.
     * `weight_decay`: Weight decay. Default: 0. One-dimensional parameters and biases do not decay.
-    * `scheduler`: Name of a schedule for `transformers.get_scheduler`, such as "linear". Also set `num_training_steps`
-      and, for a warm-up, `num_warmup_steps`. Needs `TorchTrainer(scheduler_step_freq="batch")`.
+    * `scheduler`: Name of a schedule for `transformers.get_scheduler`, such as "linear". Also set `num_training_steps`,
+      unless the schedule is constant, and, for a warm-up, `num_warmup_steps`. Needs
+      `TorchTrainer(scheduler_step_freq="batch")`.
     * `batch_size`: Samples per step and worker. With `split_batches=True`, samples per step over all workers.
       Default: 32. To set the global batch size in either case, use the key `raysgd.utils.BATCH_SIZE` instead.
     * `seed`: Seed for PyTorch's generators, which determine the initial weights, the data order and all later random
@@ -161,13 +162,16 @@ class HuggingFaceOperator(SupervisedOperator):
             )
         from transformers import get_scheduler
 
-        num_steps = options.count(config, "num_training_steps", default=0)
+        num_steps = config.get("num_training_steps")
+        if num_steps is not None:
+            num_steps = options.count(config, "num_training_steps", default=None)
         num_warmup_steps = options.number(config, "num_warmup_steps", default=0, positive=False)
         if 0 < num_warmup_steps < 1:
-            share, steps = f"{num_warmup_steps:g}", math.ceil(num_warmup_steps * num_steps)
+            share = f"{num_warmup_steps:g}"
+            here = f", here {math.ceil(num_warmup_steps * num_steps)}" if num_steps else ""
             raise ValueError(
                 f"`config['num_warmup_steps']={share}`: need a number of steps, not a fraction of all steps. Write "
-                f"`math.ceil({share} * num_training_steps)`, here {steps}."
+                f"`math.ceil({share} * num_training_steps)`{here}."
             )
         return get_scheduler(config["scheduler"], optimizer, int(num_warmup_steps), num_steps)
 

@@ -41,7 +41,7 @@ def number(config: Mapping[str, Any], key: str, default: float, *, positive: boo
     return float(value)
 
 
-def count(config: Mapping[str, Any], key: str, default: int) -> int:
+def count(config: Mapping[str, Any], key: str, default: int | None) -> int:
     """Return the value of an option, after checking that it is a positive integer.
 
     Raises:

@@ -397,6 +397,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         if self._life.facts.is_sharded and format == "torch" and not (whole or files.is_uri(checkpoint)):
             self._life.writer.wait()  # an earlier call with `blocking=False` may still be writing to the same path
             saving.save_folder(self._life.controller, checkpoint, weights_only)
+            self._life.saves.note_file(files.shown(checkpoint))
             return checkpoint
         content = partial(saving.content_of, weights_only=weights_only, file_format=format)
         if frozen:

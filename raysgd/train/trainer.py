@@ -164,7 +164,7 @@ class Trainer:
             **pace,
         )
         self._bundles = [{"CPU": 1.0}, *[placement.resources(num_cpus, num_gpus).bundle()] * most]
-        self._strategy = placement_strategy or "PACK"
+        self._strategy = "PACK" if self._executor._spec.packs else "SPREAD"
         self.logdir: Path | Folder = self.create_logdir(logdir)
         self.latest_run_dir: Path | Folder | None = None
         self._num_runs = 0

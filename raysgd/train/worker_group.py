@@ -297,7 +297,7 @@ class WorkerGroup:
         Raises:
             ValueError: The worker does not exist.
         """
-        if worker_index >= len(self.workers):
+        if not -len(self.workers) <= worker_index < len(self.workers):
             raise ValueError(f"`worker_index={worker_index}`: there are {len(self.workers)} workers, from 0.")
         return self._submit(self.workers[worker_index], func, *args, **kwargs)
 

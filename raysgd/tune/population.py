@@ -326,8 +326,8 @@ class Exploration:
         resample_probability: Probability that an entry is drawn again from the search space instead of being changed
             slightly.
         factors: A numeric entry is changed by multiplying it by one of these factors, chosen at random. An entry with a
-            list of choices is changed to the previous or next choice instead, if there is one. Other entries, such as
-            a string that a function drew, change only when they are drawn again.
+            list of choices, or with `tune.choice`, is changed to the previous or next choice instead, if there is one.
+            Other entries, such as a string that a function drew, change only when they are drawn again.
 
     Raises:
         ValueError: A value is out of range.
@@ -362,11 +362,12 @@ class Exploration:
         return changed
 
     def _near(self, value: Any, source: Any, random: Random) -> Any:
-        if isinstance(source, list | tuple):
-            return _neighbor(value, source, random)
+        choices = source if isinstance(source, list | tuple) else getattr(source, "categories", None)
+        if choices is not None:
+            return _neighbor(value, choices, random)
         if not is_drawn(source) or not checks.is_number(value):
             return value if is_drawn(source) else source
-        return _within(source, type(value)(value * random.choice(self.factors)))
+        return _within(source, type(value)(value * random.choice(self.factors)), value)
 
 
 def check_space(space: Any) -> None:
@@ -418,8 +419,15 @@ def _neighbor(value: Any, choices: list[Any] | tuple[Any, ...], random: Random) 
     return choices[min(max(index, 0), len(choices) - 1)]
 
 
-def _within(source: Any, value: Any) -> Any:
-    """Clip a changed number to the bounds of the search space entry that it was drawn from, if there are bounds."""
+def _within(source: Any, changed: Any, value: Any) -> Any:
+    """Clip a changed number to the bounds of the search space entry that it was drawn from, if there are bounds.
+
+    Without bounds, keep the former value if the change would make it 0, as `int(1 * 0.8)`.
+    """
     lower, upper = getattr(source, "lower", None), getattr(source, "upper", None)
-    value = value if lower is None else max(lower, value)
-    return value if upper is None else min(upper, value)
+    if lower is None and upper is None:
+        return changed or value
+    if upper is not None and isinstance(value, int) and _takes_seed(source) and not hasattr(source.get_sampler(), "q"):
+        upper -= 1  # Ray Tune never draws the upper bound of integers
+    changed = changed if lower is None else max(lower, changed)
+    return changed if upper is None else min(upper, changed)

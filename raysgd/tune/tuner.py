@@ -52,9 +52,9 @@ class Tuner:
         run_config: The `RunConfig` for all trials. Default: the trainer's own run config.
 
     Raises:
-        ValueError: `param_space` has a `run_config`, the trainer selects nodes by labels, its workers cannot write to
-            the storage, or two callbacks write to the same file. `fit` reports other invalid values in `param_space`
-            before it starts the trial that uses them.
+        ValueError: `param_space` has a `run_config`, `num_to_keep` is 0 and `trainable` is not a trainer, the trainer
+            selects nodes by labels, its workers cannot write to the storage, or two callbacks write to the same file.
+            `fit` reports other invalid values in `param_space` before it starts the trial that uses them.
         TypeError: An argument has the wrong type.
         MissingTuneError: Ray Tune is not installed.
 
@@ -81,6 +81,11 @@ class Tuner:
         if tune_config is not None and not isinstance(tune_config, tune.TuneConfig):
             raise TypeError(f"`tune_config={tune_config!r}`: need a `raysgd.tune.TuneConfig`, or None.")
         run_config, space = chosen(trainable, run_config), _as_space(trainable, param_space or {})
+        if run_config.checkpoint_config.num_to_keep == 0 and not isinstance(trainable, BaseTrainer):
+            raise ValueError(
+                "`CheckpointConfig(num_to_keep=0)`: Ray Tune keeps at least one of the checkpoints that a function or "
+                "class reports. Pass 1, or report no checkpoints."
+            )
         if isinstance(trainable, BaseTrainer):
             run_config = replace(run_config, name=run_config.name or new_name(type(trainable).__name__))
         self._trainable = trainable
@@ -377,7 +382,7 @@ class CallsInTrials:
         """Copy the callbacks for a trial that starts, and call their `on_run_begin`. Do nothing if a trial restarts."""
         if trial.trial_id not in self._of_trial:
             calls = self._make(str(trial), trial.config, trial.local_path)
-            calls.load_states(self._saved.get(trial.trial_id, ()))
+            calls.load_states(self._saved.pop(trial.trial_id, ()))
             self._of_trial[trial.trial_id] = calls
         self._of_trial[trial.trial_id].begin_run()
 
@@ -399,8 +404,11 @@ class CallsInTrials:
         self._end(trial, trial.get_error() or RuntimeError(f"the trial {trial} failed"))
 
     def get_state(self) -> dict[str, Any]:
-        """Return the states of the running trials' callbacks, by trial ID. Ray Tune saves them to restore the sweep."""
-        return {trial: calls.states() for trial, calls in self._of_trial.items()}
+        """Return the states of the running trials' callbacks, by trial ID. Ray Tune saves them to restore the sweep.
+
+        In a restored sweep, this includes the restored states of trials that have not started yet.
+        """
+        return {**self._saved, **{trial: calls.states() for trial, calls in self._of_trial.items()}}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Set the states that `get_state` returned in an interrupted sweep.

@@ -102,6 +102,22 @@ class ItemShard:
         """
         return ItemShard(self.source, (*self.stages, (stage, size)))
 
+    def in_one_order(self) -> ItemShard:
+        """Return a copy of the shard that several readers can divide: each reads the same elements in the same order.
+
+        Shuffles without a seed get a random seed.
+
+        Raises:
+            ValueError: The elements can be read only once.
+        """
+        for items in self.source.args[:1] if isinstance(self.source, partial) else ():
+            if _is_read_once(items):
+                raise ValueError(
+                    f"Each new shard reads the `{type(items).__name__}`, which can be iterated over once: pass a list, "
+                    "or a function that returns a new iterator each time, to `from_iterators`."
+                )
+        return ItemShard(self.source, tuple((_seeded(stage), size) for stage, size in self.stages))
+
     def every(self, step: int, start: int) -> ItemShard:
         """Return a copy of the shard that yields only every `step`-th of its elements, starting at index `start`.
 
@@ -125,7 +141,7 @@ def _items_of(items: Any, repeat: bool) -> Iterator[Any]:
     """
     yield from items() if callable(items) else items
     while repeat:
-        if not callable(items) and iter(items) is items:
+        if _is_read_once(items):
             raise ValueError(
                 f"A `{type(items).__name__}` can be iterated over once, and a second pass begins: pass a list, an "
                 "object whose `__iter__` starts again, or a function that returns a new iterator each time."
@@ -136,6 +152,10 @@ def _items_of(items: Any, repeat: bool) -> Iterator[Any]:
             yield item
         if is_empty:
             return
+
+
+def _is_read_once(items: Any) -> bool:
+    return not callable(items) and hasattr(items, "__next__") and iter(items) is items
 
 
 def _interleaved(shards: Sequence[ItemShard]) -> Iterator[Any]:
@@ -180,6 +200,12 @@ def shuffled(buffer_size: int, seed: int | None, elements: Iterator[Any]) -> Ite
         buffer[place] = element
     draw.shuffle(buffer)
     yield from buffer
+
+
+def _seeded(stage: Stage) -> Stage:
+    if isinstance(stage, partial) and stage.func is shuffled and stage.args[1] is None:
+        return partial(shuffled, stage.args[0], random.getrandbits(64))
+    return stage
 
 
 def _every_nth_group(step: int, start: int, size: int, elements: Iterator[Any]) -> Iterator[Any]:
@@ -289,20 +315,24 @@ class ParallelIterator(_Stages):
         Each new shard reads all the former shards, and drops the elements that belong to other new shards. It drops
         them before any `for_each` or `batch` stage at the end of a former shard, so these stages run once per element
         in total. Earlier stages, up to the last `filter`, `transform` or other stage with a varying number of outputs,
-        run again in every new shard. They must therefore produce the same elements each time. For example, pass a seed
-        to an earlier `local_shuffle`. Otherwise, the new shards would omit some elements and repeat others.
+        run again in every new shard. They must therefore produce the same elements each time. An earlier shuffle
+        without a seed gets a seed, so that all new shards read the same order.
 
         Args:
             num_partitions: Number of new shards.
             batch_ms: Accepted for compatibility with `ray.util.iter` and ignored. No data is sent between processes.
+
+        Raises:
+            ValueError: A shard's elements can be read only once, as those of a generator, for several new shards.
         """
         number = _check_shards(num_partitions)
+        shards = [shard.in_one_order() for shard in self._shards] if number > 1 else self._shards
         parts = [
-            ItemShard(partial(_interleaved, [shard.every(number, index) for shard in self._shards]))
+            ItemShard(partial(_interleaved, [shard.every(number, index) for shard in shards]))
             for index in range(number)
         ]
-        if len(self._shards) == 1:
-            parts = [self._shards[0].every(number, index) for index in range(number)]
+        if len(shards) == 1:
+            parts = [shards[0].every(number, index) for index in range(number)]
         return self._with(parts, f"{self.name}.repartition[num_partitions={number}]")
 
     def union(self, other: ParallelIterator) -> ParallelIterator:

@@ -233,6 +233,26 @@ class TestTheirState:
         assert trainer.fit(1, callbacks=[Mean()])["count"] == [5]
 
 
+def test_an_epoch_that_returns_no_metrics_ends_too(make_local: Make) -> None:
+    class Silent(LinearOperator):
+        def train_epoch(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+            super().train_epoch(*args, **kwargs)
+
+    class Counts(WorkerCallback):
+        num_epochs = 0
+
+        def on_epoch_end(self, operator: Any, metrics: dict[str, Any]) -> None:
+            self.num_epochs += 1
+
+        def state_dict(self) -> Any:
+            return self.num_epochs
+
+    trainer = make_local(Silent)
+    trainer._changes.use_worker_callbacks([Counts()])
+    assert trainer.train(reduce_results=False) == [None]
+    assert [*trainer.state_dict()["callbacks"].values()] == [1]
+
+
 class TestFaults:
     @pytest.mark.parametrize("method", ["on_begin", "on_gradients", "on_step_end", "on_epoch_end"])
     def test_name_the_callback_and_the_method(self, method: str, make_local: Make) -> None:

@@ -137,6 +137,12 @@ def local(operator_cls: Any, **options: Any) -> TorchTrainer:
     return TorchTrainer(training_operator_cls=operator_cls, config=config, use_local=True, **options)
 
 
+def test_a_constant_schedule_needs_no_length(lab: Any) -> None:
+    config = {"task": "classify texts", "lr": 0.1, "scheduler": "constant"}
+    with local(lab.Task, config=config, scheduler_step_freq="batch") as trainer:
+        assert trainer.apply_all_operators(lambda operator: operator.scheduler.get_last_lr()[0]) == [0.1]
+
+
 class TestRefused:
     def test_a_model_without_a_loss(self, lab: Any) -> None:
         class Headless(lab.Task):
@@ -196,8 +202,10 @@ class TestRefused:
             local(lab.Task, config={"scheduler": "linear", "num_training_steps": 3}, scheduler_step_freq="epoch")
 
     def test_a_schedule_without_a_length(self, lab: Any) -> None:
-        with pytest.raises(ValueError, match=r"config\['num_training_steps'\]"):
+        with pytest.raises(ValueError, match="requires `num_training_steps`"):
             local(lab.Task, config={"scheduler": "linear"}, scheduler_step_freq="batch")
+        with pytest.raises(ValueError, match=r"config\['num_training_steps'\]=0`.* The default is None"):
+            local(lab.Task, config={"scheduler": "linear", "num_training_steps": 0}, scheduler_step_freq="batch")
 
     def test_a_warm_up_that_is_a_share_of_the_steps(self, lab: Any) -> None:
         config = {"scheduler": "linear", "num_training_steps": 25, "num_warmup_steps": 0.1}

@@ -384,14 +384,16 @@ class Old(Line):
         self.seen.append(("on_train_batch_start", dataloader_idx))
 
     def training_step_end(self, output: Any) -> Any:
-        return {"loss": output, "twice": 2 * output.detach()}
+        return {"loss": output, "twice": 2 * output.detach(), "parts": [output, (output,)]}
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_idx: int) -> None:  # type: ignore[override]
         self.seen.append(("optimizer_zero_grad", optimizer_idx))
         optimizer.zero_grad()
 
     def training_epoch_end(self, outputs: list[Any]) -> Any:
-        assert not any(output["loss"].requires_grad for output in outputs)
+        for output in outputs:
+            first, (second,) = output["parts"]
+            assert not any(value.requires_grad for value in (output["loss"], first, second))
         self.seen.append(("training_epoch_end", len(outputs)))
         return None
 

@@ -221,8 +221,10 @@ def test_a_group_of_workers_grows_shrinks_and_starts_again() -> None:
         assert len({*pids, os.getpid()}) == 3
         assert group.execute_single(1, os.getpid) == pids[1]
         assert ray.get(group.execute_async(pow, 2, 3)) == [8, 8]
-        with pytest.raises(ValueError, match="there are 2 workers"):
-            group.execute_single(2, os.getpid)
+        assert group.execute_single(-1, os.getpid) == pids[1]
+        for index in (2, -3):
+            with pytest.raises(ValueError, match="there are 2 workers"):
+                group.execute_single(index, os.getpid)
         with pytest.raises(ZeroDivisionError):
             group.execute(divmod, 1, 0)
         metadata = group.workers[0].metadata

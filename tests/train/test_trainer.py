@@ -35,6 +35,12 @@ def test_workers_go_and_run_where_the_trainer_says(tmp_path: Path, monkeypatch: 
     assert trainer(tmp_path, use_gpu=True)._executor._spec.resources.bundle() == {"CPU": 1, "GPU": 1}
 
 
+def test_trials_reserve_as_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAIN_ENABLE_WORKER_SPREAD", "1")
+    assert trainer(tmp_path)._strategy == "SPREAD"
+    assert trainer(tmp_path, placement_strategy="PACK")._strategy == "PACK"
+
+
 def test_nothing_is_there_before_the_first_run(tmp_path: Path) -> None:
     made = trainer(tmp_path / "deep" / "logs")
     assert made.logdir == tmp_path / "deep" / "logs"

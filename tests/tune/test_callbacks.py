@@ -100,6 +100,16 @@ def test_a_sweep_that_is_restored_gives_each_trial_its_states_back(seen: list[tu
     assert seen[-1] == ("begin", 1, 1)
 
 
+def test_the_states_of_trials_yet_to_start_survive_a_second_interruption(seen: list[tuple[Any, ...]]) -> None:
+    calls, trial = CallsInTrials([Notes()]), Trial("a", {"lr": 1})
+    calls.set_state(saved := {"a": [{"name": "Notes", "state": 7}]})
+    assert calls.get_state() == saved
+    calls.on_trial_start(trial)
+    assert seen == [("begin", 1, 7)]
+    calls.on_trial_complete(trial)
+    assert calls.get_state() == {}, "an ended trial has no state"
+
+
 def test_a_callback_cannot_end_a_trial(tmp_path: Path) -> None:
     class Impatient(Callback):
         def on_result(self, run: Run, result: dict[str, Any]) -> None:

@@ -216,6 +216,28 @@ def test_choices_move_to_a_neighbor_and_not_past_the_ends() -> None:
     assert [set(each) for each in found] == [{1, 2}, {1, 4}, {2, 4}]
 
 
+def test_a_domain_of_ray_tune_is_not_left() -> None:
+    tune = pytest.importorskip("ray.tune")
+    space = {
+        "choice": tune.choice([32, 64]),
+        "number": tune.randint(1, 10),
+        "logarithmic": tune.lograndint(1, 10),
+        "rounded": tune.qrandint(0, 10, 5),
+        "from_zero": tune.randint(0, 10),
+        "function": tune.sample_from(lambda: 3),
+    }
+    before = {"choice": 32, "number": 9, "logarithmic": 9, "rounded": 10, "from_zero": 1, "function": 1}
+    found = [NEVER_AGAIN.changed(before, space, Random(seed)) for seed in range(20)]
+    values = {name: {each[name] for each in found} for name in space}
+    integers = {"number": {7, 9}, "logarithmic": {7, 9}, "rounded": {8, 10}, "from_zero": {0, 1}, "function": {1}}
+    assert values == {"choice": {32, 64}, **integers}
+
+
+def test_a_small_integer_does_not_become_zero() -> None:
+    found = {NEVER_AGAIN.changed({"layers": 1}, {"layers": lambda: 3}, Random(seed))["layers"] for seed in range(20)}
+    assert found == {1}
+
+
 def test_what_the_space_does_not_name_or_holds_fixed_stays() -> None:
     before = {"other": 1, "fixed": 3, "deep": {"lr": 1.0, "other": 2}}
     space = {"fixed": 3, "deep": {"lr": lambda: 1.0}}

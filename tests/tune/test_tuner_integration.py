@@ -183,6 +183,11 @@ def test_a_wrong_argument_is_named(options: dict[str, Any], name: str, tmp_path:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_function_of_ray_keeps_at_least_one_checkpoint() -> None:
+    with pytest.raises(ValueError, match=r"`CheckpointConfig\(num_to_keep=0\)`: Ray Tune keeps at least one"):
+        tune.Tuner(count, run_config=RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=0)))
+
+
 def test_what_a_trial_asks_for_follows_its_config(tmp_path: Path) -> None:
     trainable_cls = make_trainer(tmp_path).as_trainable()
     assert trainable_cls.__name__ == "DataParallelTrainer"

@@ -127,6 +127,17 @@ class TestShards:
         even = from_range(8, 1).filter(lambda number: number % 2 == 0).for_each(str).repartition(2)
         assert shards_of(even) == [["0", "4"], ["2", "6"]]
 
+    def test_new_shards_divide_one_order_of_a_shuffle_without_a_seed(self) -> None:
+        shuffled = from_range(20, 1).local_shuffle(10).for_each(str).repartition(2)
+        assert sorted(int(each) for shard in shards_of(shuffled) for each in shard) == list(range(20))
+
+    def test_what_can_be_read_once_is_not_divided(self) -> None:
+        numbers = from_iterators([iter([1, 2, 3])])
+        with pytest.raises(ValueError, match="`list_iterator`, which can be iterated over once: pass a list"):
+            numbers.repartition(2)
+        assert shards_of(numbers.repartition(1)) == [[1, 2, 3]]
+        assert shards_of(from_iterators([from_range(3, 1).get_shard(0)]).repartition(2)) == [[0, 2], [1]]
+
     def test_unions_and_selections(self) -> None:
         both = from_range(4, 2).union(from_items("ab", 1))
         assert shards_of(both) == [[0, 1], [2, 3], ["a", "b"]]

@@ -114,7 +114,7 @@ def merged(
 
     Raises:
         KeyError: The file lacks a part.
-        ValueError: The file has a different number of models.
+        ValueError: The file has a different number of models, or a model in the file is not a dict.
     """
     state: dict[str, Any] = as_in_file(divided_state.whole(snapshot.shared_state, copy=True))
     parts = parts or _WEIGHTS
@@ -174,8 +174,11 @@ def _take_models(
     missing, unexpected, num_loaded = list[str](), list[str](), 0
     mismatched: dict[str, tuple[Shape, Shape]] = {}
     for index, (mine, theirs) in enumerate(zip(own, saved, strict=True)):
-        theirs = with_plain_names(theirs)
-        full = weights_file.with_tied(theirs, mine) if isinstance(theirs, Mapping) else theirs
+        if not isinstance(theirs, Mapping):
+            raise ValueError(
+                f"Model {index} in the file is a `{type(theirs).__name__}`, not a dict. Nothing was loaded."
+            )
+        full = weights_file.with_tied(with_plain_names(theirs), mine)
         if strict:
             own[index] = full
             num_loaded += len(full)

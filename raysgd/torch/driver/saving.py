@@ -298,11 +298,10 @@ def load(
     name = files.shown(checkpoint)
     with ExitStack() as held:
         path = held.enter_context(files.local_copy(checkpoint))
+        report = None
         if parts is None and divided_folder.is_folder(path):
             _load_folder(controller, path, weights_only)
-            return None
-        report = None
-        if parts or weights_file.is_weights_file(path):
+        elif parts or weights_file.is_weights_file(path):
             saved = partial_loading.read(path, name, weights_only, held)
             state, report = partial_loading.merged(take_snapshot(), saved, parts, strict)
             load_state(controller, state, held)

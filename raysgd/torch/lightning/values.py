@@ -165,6 +165,9 @@ def detached(output: Any) -> Any:
     """
     if isinstance(output, Mapping):
         return {name: detached(value) for name, value in output.items()}
+    if isinstance(output, list | tuple):
+        values = [detached(value) for value in output]
+        return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
     return output.detach() if isinstance(output, torch.Tensor) else output
 
 

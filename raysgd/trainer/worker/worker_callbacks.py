@@ -164,16 +164,15 @@ class InstalledCallbacks:
 
         Args:
             operator: The training operator.
-            returned: What the operator's `train_epoch` returned.
+            returned: What the operator's `train_epoch` returned. If this is not a mapping, it is returned unchanged.
         """
         self._epoch = None
         watching = self._with("on_epoch_end")
-        if not watching or not isinstance(returned, Mapping):
-            return returned
-        metrics = returned if isinstance(returned, dict) else dict(returned)
+        is_metrics = isinstance(returned, Mapping)
+        metrics = returned if isinstance(returned, dict) else dict(returned if is_metrics else {})
         for each in watching:
             call_event(each, "on_epoch_end", operator, metrics)
-        return metrics
+        return metrics if watching and is_metrics else returned
 
     def _with(self, method: str) -> list[WorkerCallback]:
         return [each for each in self._callbacks if getattr(type(each), method) is not getattr(WorkerCallback, method)]

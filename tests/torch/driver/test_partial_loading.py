@@ -125,6 +125,14 @@ class TestParts:
             trainer.load(trained[0], **options)
         assert equal(trainer.state_dict(), before)
 
+    @pytest.mark.parametrize("options", [{"parts": ("models",)}, {"strict": False}])
+    def test_a_model_that_is_no_dict_is_refused(
+        self, make_local: Make, trained: Any, tmp_path: Path, options: Any
+    ) -> None:
+        torch.save({**torch.load(trained[0]), "models": [3]}, tmp_path / "strange.pt")
+        with pytest.raises(ValueError, match=r"Model 0 in the file is a `int`, not a dict\. Nothing was loaded"):
+            make_local(Body).load(tmp_path / "strange.pt", **options)
+
 
 class TestWhatFits:
     def test_is_loaded_and_the_rest_is_reported(self, make_local: Make, trained: Any) -> None:

@@ -197,6 +197,8 @@ def test_files_travel_to_other_ways_of_training_and_back(
     assert equal(alone.state_dict(), state)
     found = alone.train()
     assert found["train_loss"] == found["train_loss"]
+    for trainer in (divided, alone):
+        assert "divided" in trainer._life.controller.snapshots.last_file_in_words
     back = alone.save(tmp_path / "alone")
     divided.load(back)
     assert equal(divided.state_dict(), alone.state_dict())
