@@ -124,6 +124,12 @@ def require_compiled(model: Any, where: str) -> None:
         )
 
 
+def is_compiled_with(model: Any, optimizer: Any) -> bool:
+    """Return True if `optimizer` is the one from a model's `compile`, whichever of them is wrapped for loss scaling."""
+    compiled = getattr(model, "optimizer", None)
+    return getattr(compiled, "inner_optimizer", compiled) is getattr(optimizer, "inner_optimizer", optimizer)
+
+
 def with_loss_scale(optimizer: Any, models: Sequence[Any]) -> Any:
     """Return an optimizer, wrapped in a `LossScaleOptimizer` if a model computes in float16. Do not wrap it twice."""
     policies = {_policy_of(model) for model in models}
