@@ -280,7 +280,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
         if optimizer is not None and len(slots) == len(state["models"]):
             registration.build_optimizer(optimizer, model.trainable_variables)
             variables = registration.variables_of_optimizer(optimizer)
-            # Keras 3 may rebuild the model without its wrapper for loss scaling, whose variables come first.
+            # Keras may rebuild the model without its wrapper for loss scaling, whose variables come first.
             for variable, value in zip(variables, slots[index][-len(variables) :], strict=True):
                 variable.assign(value)
 

@@ -64,7 +64,8 @@ class Compiled(TrainingOperator):
             model.compile(optimizer=adam, loss="mse")
         finally:
             keras.mixed_precision.set_global_policy("float32")
-        registered = adam if config["registers_own"] else keras.optimizers.SGD()
+        own = model.optimizer if config["keras"] == "tf_keras" else adam  # tf_keras does not wrap an optimizer twice
+        registered = own if config["registers_own"] else keras.optimizers.SGD()
         loss = keras.losses.MeanSquaredError()
         self.model, self.optimizer, self.loss = self.register(models=model, optimizers=registered, loss=loss)
         self.register_data(train_dataset=tf.data.Dataset.from_tensor_slices(samples(8)).batch(4))
@@ -79,6 +80,7 @@ class Compiled(TrainingOperator):
         ("keras", ("float32", "mixed_float16"), True),  # only the registered one scales the loss
         ("tf_keras", ("float32", "float32"), True),
         ("tf_keras", ("float32", "float32"), False),
+        ("tf_keras", ("mixed_float16", "mixed_float16"), True),
     ],
 )
 def test_a_model_comes_with_the_state_of_its_optimizer_if_that_is_registered(

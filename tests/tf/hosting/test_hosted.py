@@ -16,6 +16,7 @@ from raysgd.tf.tf_runner import TFRunner
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.worker.state.replica_state import RESUME
+from tests.tf.lab import largest_difference
 from tests.tf.models import Line, make_data, make_model
 
 REQUEST = EpochRequest(2, {}, False, seed=0)
@@ -173,6 +174,27 @@ def test_a_state_is_taken_over_as_it_was(runner: TFRunner) -> None:
     assert after["operator"] == before["operator"] == list(range(REQUEST.num_steps or 0))
     for one, other in zip(before["models"][0], after["models"][0], strict=True):
         assert np.array_equal(one, other)
+
+
+def test_the_scale_of_losses_is_part_of_the_state(keras_here: Any, keras: str) -> None:
+    def made() -> tuple[TFRunner, Any]:
+        settings = TFSettings(make_operator(make_model, make_data), {"policy": "mixed_float16"}, seed=0)
+        runner = TFRunner(settings, World(0, 1))
+        runner.setup()
+        optimizer: Any = runner.operator._optimizers[0]
+        return runner, optimizer._loss_scale.current_loss_scale if keras == "keras2" else optimizer.dynamic_scale
+
+    (runner, scale), (other, scale_of_other) = made(), made()
+    scale.assign(64.0)
+    runner.train_epoch(REQUEST)
+    state = runner.state()
+    other.restore(state, None)
+    assert float(scale_of_other.numpy()) == 64
+    assert largest_difference(other.state(), state, "optimizers") == 0
+    if keras == "keras2":  # a file from before the state had the scale and its counter
+        scale_of_other.assign(32.0)
+        other.restore({**state, "optimizers": [state["optimizers"][0][2:]]}, None)
+        assert float(scale_of_other.numpy()) == 32
 
 
 def test_random_states_of_other_layers_are_left_alone(runner: TFRunner) -> None:
