@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 
 from raysgd.core.engine.shared.types import World
+from raysgd.exceptions import InvalidRegistrationError
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.fit import check_state
 from raysgd.tf.hosting.hosted import FitLoop, OperatorLoop
@@ -17,7 +19,7 @@ from raysgd.tf.training_operator import TrainingOperator
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.worker.state.replica_state import RESUME
 from tests.tf.lab import largest_difference
-from tests.tf.models import Line, make_data, make_model
+from tests.tf.models import Line, TrainsMore, make_data, make_model
 
 REQUEST = EpochRequest(2, {}, False, seed=0)
 
@@ -77,6 +79,16 @@ def test_results_have_the_names_of_a_new_process_after_another_setup(keras_here:
     runner.renew(TFSettings(Unnamed, {}, seed=0, num_workers=2))
     assert first is not None
     assert (runner.validate(REQUEST).metrics or {}).keys() == first.keys()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_worker_that_is_alone_for_now_refuses_what_one_that_joins_would_not_get(
+    keras_here: Any, num_workers: int
+) -> None:
+    runner = TFRunner(TFSettings(TrainsMore, {}, seed=0, num_workers=num_workers), World(0, 1))
+    runner.setup()
+    with nullcontext() if num_workers == 1 else pytest.raises(InvalidRegistrationError, match="no registered model"):
+        runner.train_epoch(REQUEST)
 
 
 class Raises(Line):
