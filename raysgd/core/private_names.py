@@ -251,6 +251,12 @@ TABLE = (
         f"{_RAISES} when a model is trained",
     ),
     PrivateNames(
+        "tf_keras.src.mixed_precision.loss_scale_optimizer:LossScaleOptimizerV3",
+        ("_loss_scale",),
+        "tf.objects.registration",
+        f"with `mixed_float16`, {_RAISES} when the state is copied",
+    ),
+    PrivateNames(
         "keras.src.optimizers.base_optimizer:BaseOptimizer",
         ("_trainable_variables",),
         "tf.parallel.keras_sync",

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 from raysgd.core.engine.shared.types import World
 from raysgd.tf.checkpoints import former_optimizer, serializing
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.hosting.tf_hosted import TFHostedOperator
+from raysgd.tf.objects import registration
 from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
@@ -65,9 +67,13 @@ class TFRunner(ClassRunner):
         optimizers = self.operator._optimizers
         return former_optimizer.arranged(optimizers[0], weights) if len(optimizers) == 1 else None
 
-    def architecture(self) -> list[str]:
-        """Return the registered models as JSON, without weights."""
-        return [serializing.model_to_json(model) for model in self.operator._models]
+    def architecture(self) -> list[tuple[str, bool]]:
+        """Return each registered model as JSON, without weights, and whether it is compiled with its own optimizer.
+
+        That is the registered optimizer with the model's index. Another one has other variables.
+        """
+        pairs = zip_longest(self.operator._models, self.operator._optimizers[: len(self.operator._models)])
+        return [(serializing.model_to_json(model), registration.is_compiled_with(model, own)) for model, own in pairs]
 
     def input_spec(self) -> Any:
         """Return the element spec of the training dataset: the shapes and dtypes of its batches."""

@@ -253,7 +253,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
 
         With creators, this calls `model_creator`. With an operator, the models are rebuilt from their Keras
         configurations, and are compiled if the operator's models are compiled. The trained weights are then loaded into
-        the models. The optimizer state is loaded, too, if the models are compiled and have one optimizer each.
+        the models. A compiled model has the trained optimizer state if its optimizer is a registered one.
 
         Args:
             custom_objects: Your classes and functions, by name, that Keras needs to rebuild a model.
@@ -264,10 +264,10 @@ class TFTrainer(ClassTrainer[OperatorT]):
             self._load_into(model, state, 0)
             return model
         call = Call(TFRunner.architecture, rank=0)
-        configs = self._life.controller.run(call)[0]
-        models = [serializing.model_from_json(config, custom_objects) for config in configs]
-        for index, model in enumerate(models):
-            self._load_into(model, state, index)
+        models = []
+        for index, (config, is_own) in enumerate(self._life.controller.run(call)[0]):
+            models.append(serializing.model_from_json(config, custom_objects))
+            self._load_into(models[-1], state if is_own else {**state, "optimizers": []}, index)
         return models[0] if len(models) == 1 else models
 
     def _load_into(self, model: Any, state: Mapping[str, Any], index: int) -> None:
@@ -279,7 +279,9 @@ class TFTrainer(ClassTrainer[OperatorT]):
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None and len(slots) == len(state["models"]):
             registration.build_optimizer(optimizer, model.trainable_variables)
-            for variable, value in zip(registration.variables_of_optimizer(optimizer), slots[index], strict=True):
+            variables = registration.variables_of_optimizer(optimizer)
+            # Keras may rebuild the model without its wrapper for loss scaling, whose variables come first.
+            for variable, value in zip(variables, slots[index][-len(variables) :], strict=True):
                 variable.assign(value)
 
     def state_dict(self) -> dict[str, Any]:

@@ -533,6 +533,16 @@ def test_slots_of_a_former_optimizer_are_made_in_its_first_step_without(
     assert not registration.variables_of_optimizer(optimizer)
 
 
+@without("_loss_scale")
+def test_no_state_of_a_scaled_optimizer_is_read_without(name: str) -> None:
+    tf_keras = pytest.importorskip("tf_keras")
+    optimizer = tf_keras.mixed_precision.LossScaleOptimizer(tf_keras.optimizers.SGD())
+    assert [variable.numpy() for variable in registration.variables_of_optimizer(optimizer)[:2]] == [2**15, 0]
+    delattr(optimizer, name)
+    with gone(name, "tf_keras"):
+        registration.variables_of_optimizer(optimizer)
+
+
 SLOTS = {name: kind for kind, names in former_optimizer._SLOTS.items() for name in names if name.startswith("_")}
 
 

@@ -38,7 +38,7 @@ def arranged(optimizer: Any, weights: Sequence[Any]) -> list[Any] | None:
     """
     variables, inner = registration.variables_of_optimizer(optimizer), getattr(optimizer, "inner_optimizer", optimizer)
     if hasattr(inner, "_create_all_weights"):  # a pre-Keras-2.11 optimizer, which uses the same order as the file
-        homes = variables
+        homes = registration.variables_of_optimizer(inner)
     else:
         slots = [getattr(inner, attribute, None) or () for attribute in _SLOTS.get(type(inner).__name__, ())]
         homes = [inner.iterations, *(variable for one in slots for variable in one)]

@@ -100,7 +100,7 @@ class KerasState(ReplicaState):
             for index, (model, values) in enumerate(zip(operator._models, state["models"], strict=True))
         ]
         targets += [
-            (registration.variables_of_optimizer(optimizer), values, f"optimizer {index}")
+            (registration.variables_to_load(optimizer, values), values, f"optimizer {index}")
             for index, (optimizer, values) in enumerate(zip(operator._optimizers, state["optimizers"], strict=True))
         ]
         return targets

@@ -127,6 +127,12 @@ def require_compiled(model: Any, where: str) -> None:
         )
 
 
+def is_compiled_with(model: Any, optimizer: Any) -> bool:
+    """Return True if `optimizer` is the one from a model's `compile`, whichever of them is wrapped for loss scaling."""
+    compiled = getattr(model, "optimizer", None)
+    return getattr(compiled, "inner_optimizer", compiled) is getattr(optimizer, "inner_optimizer", optimizer)
+
+
 def with_loss_scale(optimizer: Any, models: Sequence[Any]) -> Any:
     """Return an optimizer, wrapped in a `LossScaleOptimizer` if a model computes in float16. Do not wrap it twice."""
     policies = {_policy_of(model) for model in models}
@@ -167,11 +173,26 @@ def variables_outside(models: Sequence[Any], variables: Iterable[Any]) -> list[s
 def variables_of_optimizer(optimizer: Any) -> list[Any]:
     """Return an optimizer's variables: the step counter, and per-variable state such as momentums.
 
-    With Keras 3, the learning rate is also a variable, unless it follows a schedule. If a Keras 3 optimizer is wrapped
-    for loss scaling, the wrapper's variables are returned, too. With tf_keras, they are not.
+    With Keras 3, the learning rate is also a variable, unless it follows a schedule. If the optimizer is wrapped for
+    loss scaling, the variables of both optimizers are returned, the wrapper's first.
     """
     variables = optimizer.variables
-    return list(variables() if callable(variables) else variables)
+    return [*_variables_of_scale(optimizer), *(variables() if callable(variables) else variables)]
+
+
+def _variables_of_scale(optimizer: Any) -> list[Any]:
+    """Return the loss scale of a tf_keras wrapper and its step counter, which the wrapper's `variables` lack."""
+    if not hasattr(type(optimizer), "dynamic_counter"):
+        return []
+    require_names(optimizer, "_loss_scale")
+    return [optimizer._loss_scale.current_loss_scale, optimizer.dynamic_counter] if optimizer.dynamic else []
+
+
+def variables_to_load(optimizer: Any, values: Any) -> list[Any]:
+    """Return the variables of an optimizer for which a state has values. Older states lack tf_keras's loss scale."""
+    variables, of_scale = variables_of_optimizer(optimizer), _variables_of_scale(optimizer)
+    is_older = isinstance(values, Sequence) and len(values) == len(variables) - len(of_scale)
+    return variables[len(of_scale) :] if is_older else variables
 
 
 def build_model(model: Any, element_spec: Any) -> None:

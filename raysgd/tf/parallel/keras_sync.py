@@ -124,9 +124,10 @@ class Synchronizer:
     def _refuse_strangers(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Reject an optimizer step that trains variables outside the registered models.
 
-        Such variables would not be saved or sent to new workers.
+        Such variables would not be saved or sent to new workers. A rank that is alone for now checks this too, because
+        it does not trace its step again when others join.
         """
-        if self.exchanges.group.size == 1 or self._registered is None:
+        if self.losses is None or self._registered is None:
             return
         strangers = registration.variables_outside(self._registered(), variables)
         if strangers:

@@ -288,7 +288,7 @@ def load(
         parts: Names of the parts of the state to load; None for all parts.
         strict: True to raise if some weights do not fit the models. False to load only the weights that fit.
         controller: Controller of the workers.
-        saves: Remembers which file was saved or loaded last. A folder that is loaded completely is not recorded.
+        saves: Remembers which file or folder was saved or loaded last.
         take_snapshot: Function that returns the trainer's current state. Parts that are not loaded are taken from this
             state.
 

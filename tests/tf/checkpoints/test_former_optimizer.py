@@ -69,6 +69,16 @@ def test_an_optimizer_goes_on_where_the_old_one_stopped(name: str, options: dict
             assert np.allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+def test_the_scale_of_losses_stays_with_weights_of_the_old_optimizer() -> None:
+    tf_keras = importlib.import_module("tf_keras")
+    scaled = equal_layers(tf_keras, tf_keras.mixed_precision.LossScaleOptimizer(old_optimizer("Adam"))).optimizer
+    weights = fit(equal_layers(tf_keras, old_optimizer("Adam"))).optimizer.get_weights()
+    values = former_optimizer.arranged(scaled, weights)
+    assert values is not None
+    assert values[:2] == [2**15, 0]
+    assert all(np.array_equal(a, b) for a, b in zip(values[2:], weights, strict=True))
+
+
 @pytest.mark.parametrize("name", ["SGD", "Nadam"])
 def test_what_belongs_nowhere_is_left_alone(name: str) -> None:
     tf_keras, keras = importlib.import_module("tf_keras"), importlib.import_module("keras")

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.checkpoints.serializing import model_from_json, model_to_json
 from raysgd.tf.objects import registration
+from tests.tf.models import samples
 
 
 @pytest.fixture(params=["keras", "tf_keras"])
@@ -46,3 +48,51 @@ def test_a_layer_that_was_adapted_normalizes_with_the_weights_that_it_gets(keras
     copy.set_weights(model.get_weights())
     registration.take_weights_in(copy)
     assert np.array_equal(copy.predict(x, verbose=0), expected)
+
+
+class Compiled(TrainingOperator):
+    """Registers a compiled model with the optimizer that it is compiled with, or with another one."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        import tensorflow as tf
+
+        keras = importlib.import_module(config["keras"])
+        keras.mixed_precision.set_global_policy(config["policy"])
+        try:
+            layers = [keras.layers.Input([4]), keras.layers.Dense(1, dtype=config["policy_of_layer"])]
+            model, adam = keras.Sequential(layers), keras.optimizers.Adam()
+            model.compile(optimizer=adam, loss="mse")
+        finally:
+            keras.mixed_precision.set_global_policy("float32")
+        own = model.optimizer if config["keras"] == "tf_keras" else adam  # tf_keras does not wrap an optimizer twice
+        registered = own if config["registers_own"] else keras.optimizers.SGD()
+        loss = keras.losses.MeanSquaredError()
+        self.model, self.optimizer, self.loss = self.register(models=model, optimizers=registered, loss=loss)
+        self.register_data(train_dataset=tf.data.Dataset.from_tensor_slices(samples(8)).batch(4))
+
+
+@pytest.mark.parametrize(
+    ("name", "policies", "registers_own"),
+    [
+        ("keras", ("float32", "float32"), True),
+        ("keras", ("float32", "float32"), False),
+        ("keras", ("mixed_float16", "mixed_float16"), True),
+        ("keras", ("float32", "mixed_float16"), True),  # only the registered one scales the loss
+        ("tf_keras", ("float32", "float32"), True),
+        ("tf_keras", ("float32", "float32"), False),
+        ("tf_keras", ("mixed_float16", "mixed_float16"), True),
+    ],
+)
+def test_a_model_comes_with_the_state_of_its_optimizer_if_that_is_registered(
+    name: str, policies: tuple[str, str], registers_own: bool
+) -> None:
+    policy, policy_of_layer = policies
+    config = {"keras": name, "policy": policy, "policy_of_layer": policy_of_layer, "registers_own": registers_own}
+    with TFTrainer(training_operator_cls=Compiled, use_local=True, config=config, seed=1) as trainer:
+        for _ in range(3):  # the first steps in float16 may be left out
+            trainer.train()
+        model, state = trainer.get_model(), trainer.state_dict()
+    assert all(np.array_equal(a, b) for a, b in zip(model.get_weights(), state["models"][0], strict=True))
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    assert type(optimizer).__name__ == "Adam"
+    assert (int(optimizer.iterations.numpy()) > 0) == registers_own

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 
 from raysgd.core.engine.shared.types import World
+from raysgd.exceptions import InvalidRegistrationError
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.fit import check_state
 from raysgd.tf.hosting.tf_hosted import FitLoop, OperatorLoop
@@ -16,7 +18,8 @@ from raysgd.tf.tf_runner import TFRunner
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.worker.state.replica_state import RESUME
-from tests.tf.models import Line, make_data, make_model
+from tests.tf.lab import largest_difference
+from tests.tf.models import Line, TrainsMore, make_data, make_model
 
 REQUEST = EpochRequest(2, {}, False, seed=0)
 
@@ -76,6 +79,16 @@ def test_results_have_the_names_of_a_new_process_after_another_setup(keras_here:
     runner.renew(TFSettings(Unnamed, {}, seed=0, num_workers=2))
     assert first is not None
     assert (runner.validate(REQUEST).metrics or {}).keys() == first.keys()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_worker_that_is_alone_for_now_refuses_what_one_that_joins_would_not_get(
+    keras_here: Any, num_workers: int
+) -> None:
+    runner = TFRunner(TFSettings(TrainsMore, {}, seed=0, num_workers=num_workers), World(0, 1))
+    runner.setup()
+    with nullcontext() if num_workers == 1 else pytest.raises(InvalidRegistrationError, match="no registered model"):
+        runner.train_epoch(REQUEST)
 
 
 class Raises(Line):
@@ -173,6 +186,27 @@ def test_a_state_is_taken_over_as_it_was(runner: TFRunner) -> None:
     assert after["operator"] == before["operator"] == list(range(REQUEST.num_steps or 0))
     for one, other in zip(before["models"][0], after["models"][0], strict=True):
         assert np.array_equal(one, other)
+
+
+def test_the_scale_of_losses_is_part_of_the_state(keras_here: Any, keras: str) -> None:
+    def made() -> tuple[TFRunner, Any]:
+        settings = TFSettings(make_operator(make_model, make_data), {"policy": "mixed_float16"}, seed=0)
+        runner = TFRunner(settings, World(0, 1))
+        runner.setup()
+        optimizer: Any = runner.operator._optimizers[0]
+        return runner, optimizer._loss_scale.current_loss_scale if keras == "keras2" else optimizer.dynamic_scale
+
+    (runner, scale), (other, scale_of_other) = made(), made()
+    scale.assign(64.0)
+    runner.train_epoch(REQUEST)
+    state = runner.state()
+    other.restore(state, None)
+    assert float(scale_of_other.numpy()) == 64
+    assert largest_difference(other.state(), state, "optimizers") == 0
+    if keras == "keras2":  # a file from before the state had the scale and its counter
+        scale_of_other.assign(32.0)
+        other.restore({**state, "optimizers": [state["optimizers"][0][2:]]}, None)
+        assert float(scale_of_other.numpy()) == 32
 
 
 def test_random_states_of_other_layers_are_left_alone(runner: TFRunner) -> None:
