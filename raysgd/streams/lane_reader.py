@@ -11,6 +11,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -54,10 +55,12 @@ def numbered_rows(
             for row in rows:
                 number, num_tries = number + 1, 0
                 if number == said:
-                    number += sum(1 for _ in rows)  # if the shard has changed, count its surplus rows
+                    number += _count_left(rows, skips)  # if the shard has changed, it has surplus rows
                     if number > said:
                         break
                 yield number - 1, row
+                if number == said:
+                    break
             break
         except Exception as error:  # a user's stream may raise any exception
             what = f"cannot be read from row {number} on"
@@ -77,6 +80,15 @@ def numbered_rows(
             f"shard {shard.name!r} has {number} rows instead of the {said} that it had before. The position in a "
             "stream counts rows, so its shards must not change."
         )
+
+
+def _count_left(rows: Iterator[Any], skips: bool) -> int:
+    """Count the rows that an iterator still yields. With `skips`, an error ends the count instead of being raised."""
+    number = 0
+    with suppress(Exception) if skips else nullcontext():
+        for number, _ in enumerate(rows, start=1):  # noqa: B007
+            pass
+    return number
 
 
 class OpenShards:

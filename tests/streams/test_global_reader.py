@@ -297,6 +297,23 @@ def test_what_cannot_be_read_is_left_out_and_counted_by_all(num_shards: int, is_
     assert counted == {len(bad) if is_known else 8} == {alone[-1][0][-1].after.left_out}
 
 
+class RaisesAtItsEnd(MadeStream):
+    """Raises an error after the last row of each shard."""
+
+    def open(self, shard: str, start: int) -> Any:
+        yield from super().open(shard, start)
+        raise OSError("disk on fire")
+
+
+def test_an_error_after_the_last_row_takes_no_row_with_it() -> None:
+    stream = RaisesAtItsEnd([20] * 5).batch(24, on_error="skip")
+    [last] = read_together(pass_of(stream), 1)[-1]
+    assert len(rows_of(read_together(pass_of(stream), 1))) == 100
+    assert last[-1].after.left_out == 0
+    with pytest.raises(StreamError, match="disk on fire"):
+        read_together(pass_of(RaisesAtItsEnd([20] * 5).batch(24)), 1)
+
+
 def test_left_out_rows_are_named_but_not_all_of_them(caplog: pytest.LogCaptureFixture) -> None:
     stream = MadeStream([40] * 3).filter(lambda row: 1 // (row[1] % 2)).batch(8, on_error="skip")
     assert len(rows_of(read_together(pass_of(stream), 1))) == 60
