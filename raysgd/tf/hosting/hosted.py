@@ -206,7 +206,7 @@ class TFHostedOperator(hosted.HostedOperator):
 
     @contextmanager
     def predicting(self) -> Iterator[None]:
-        """After the block, restore all random states, because a prediction must not affect later training."""
+        """After the block, restore the random states, because a prediction must not affect later training."""
         with self.synchronizer.exchanges.surfacing_errors(), self.giving_back_random_numbers():
             yield
 
@@ -224,6 +224,10 @@ class TFHostedOperator(hosted.HostedOperator):
 
     @contextmanager
     def giving_back_random_numbers(self) -> Iterator[None]:
+        """Restore the generators of NumPy, of Python, and of Keras 3 layers, which can be read.
+
+        The generators of TensorFlow and of tf_keras layers are left as they are.
+        """
         own, drawn = self.state.own(), random_states()
         try:
             yield

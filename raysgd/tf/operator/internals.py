@@ -65,8 +65,8 @@ class RegisteredData:
     """The datasets that the operator has passed to `register_data`.
 
     Attributes:
-        train_dataset: The training dataset, unsharded.
-        validation_dataset: The validation dataset, unsharded.
+        train_dataset: The training dataset, unsharded. Of a Ray Data dataset, it has this worker's batches.
+        validation_dataset: The validation dataset, unsharded, as for `train_dataset`.
         sharding: "worker" if a batch is for one worker, "global" if it is a global batch.
         ray_loaders: Loaders for datasets of Ray Data, under the keys "train" and "validation".
         streams: Registered streams, under the keys "train" and "validation".

@@ -174,7 +174,8 @@ class MLflowLoggerCallback(_SinkCallback):
             MLFLOW_TRACKING_URI, else the folder `mlruns` in the run's folder.
         registry_uri: Store of the models. Default: MLFLOW_REGISTRY_URI, else the store of the runs.
         experiment_id: ID of an existing experiment. Default: the environment variable MLFLOW_EXPERIMENT_ID.
-        experiment_name: Name of the experiment if no ID is set; created if needed. Default: MLFLOW_EXPERIMENT_NAME.
+        experiment_name: Name of the experiment if no ID is set or no experiment has the ID. It is created if needed.
+            Default: MLFLOW_EXPERIMENT_NAME. Without an ID and a name, the start of a run raises a `ValueError`.
         tags: Tags of the run.
         save_artifact: True to upload the checkpoints at the end.
         logdir: Folder that contains `mlruns`, if the runs are stored there. Default: the run's folder.
