@@ -349,12 +349,12 @@ class TrainingOperator(BaseOperator):
 
     @property
     def train_dataset(self) -> Any:
-        """The registered training dataset, unsharded."""
+        """The registered training dataset, unsharded. Of a Ray Data dataset, it has this worker's batches."""
         return self._raysgd.data.train_dataset
 
     @property
     def validation_dataset(self) -> Any:
-        """The registered validation dataset, unsharded."""
+        """The registered validation dataset, unsharded. Of a Ray Data dataset, it has this worker's batches."""
         return self._raysgd.data.validation_dataset
 
     def warm_up(self) -> None:

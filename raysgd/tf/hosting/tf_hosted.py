@@ -231,6 +231,10 @@ class TFHostedOperator(hosted.HostedOperator):
 
     @contextmanager
     def giving_back_random_numbers(self) -> Iterator[None]:
+        """Restore the generators of NumPy, of Python, and of Keras 3 layers, which can be read.
+
+        The generators of TensorFlow and of tf_keras layers are left as they are.
+        """
         own, drawn = self.state.own(), random_states()
         try:
             yield

@@ -65,8 +65,8 @@ class RegisteredData:
     """The datasets that the operator has passed to `register_data`.
 
     Attributes:
-        train_dataset: The training dataset, before raysgd shards it.
-        validation_dataset: The validation dataset, before raysgd shards it.
+        train_dataset: The training dataset, before raysgd shards it. Of a Ray Data dataset, it has this worker's batches.
+        validation_dataset: The validation dataset, as for `train_dataset`.
         sharding: "worker" if a batch is for one worker, "global" if it is a global batch.
         ray_loaders: Loaders for datasets of Ray Data, under the keys "train" and "validation".
         streams: Registered streams, under the keys "train" and "validation".

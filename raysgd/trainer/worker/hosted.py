@@ -82,7 +82,7 @@ class HostedOperator(ABC):
 
     @abstractmethod
     def warm_up(self) -> None:
-        """Train on one batch before this worker joins a group, so that its first step in the group is fast.
+        """Train on a batch or two before this worker joins a group, so that its first step in the group is fast.
 
         The changed training state does not matter, because the worker receives another rank's state when it joins.
         """
@@ -200,7 +200,8 @@ class HostedOperator(ABC):
     def giving_back_random_numbers(self) -> AbstractContextManager[None]:
         """Return a context manager that restores the states of random number generators when its block ends.
 
-        After the block, the generators continue as if no random numbers had been drawn in it.
+        After the block, these generators continue as if no random numbers had been drawn in it. Subclasses document
+        which generators they leave out.
         """
 
     def inside_epoch(self) -> AbstractContextManager[None]:

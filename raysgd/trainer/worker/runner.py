@@ -87,7 +87,7 @@ class ClassRunner(ReplicaCalls, ABC):
         self._hosted.follow(settings)
 
     def warm_up(self) -> None:
-        """Run one training step before this worker joins a group, so that its first step in the group is fast."""
+        """Train on a batch or two before this worker joins a group, so that its first step in the group is fast."""
         self._ledger.stand_by()
         try:
             self._hosted.warm_up()
