@@ -65,7 +65,7 @@ class RegisteredData:
     """The datasets that the operator has passed to `register_data`.
 
     Attributes:
-        train_dataset: The training dataset, before raysgd shards it. Of a Ray Data dataset, it has this worker's batches.
+        train_dataset: The training dataset, before raysgd shards it. For Ray Data, it has only this worker's batches.
         validation_dataset: The validation dataset, as for `train_dataset`.
         sharding: "worker" if a batch is for one worker, "global" if it is a global batch.
         ray_loaders: Loaders for datasets of Ray Data, under the keys "train" and "validation".
