@@ -24,7 +24,7 @@ SHOULD_CHECKPOINT = "should_checkpoint"
 
 
 class CheckpointUploadMode(Enum):
-    """How `report` stores a checkpoint.
+    """Mode in which `report` stores a checkpoint.
 
     With `SYNC`, `report` returns once a checkpoint folder is stored. With `ASYNC`, it returns immediately, unless the
     previous folder is still being stored. In both modes, a dict checkpoint is copied, and the copy is sent while the

@@ -195,7 +195,7 @@ class StepRecorder(WorkerCallback):
 
 
 class News(NamedTuple):
-    """What the recorder of one worker has for the driver.
+    """The new entries that the recorder of one worker has for the driver.
 
     Attributes:
         name: The name of the recorder; "" if the worker has no recorder.

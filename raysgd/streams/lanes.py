@@ -177,7 +177,7 @@ ENDLESS = 2**62
 
 
 class DealtRows(NamedTuple):
-    """How many rows a global batch takes from each lane.
+    """The number of rows that a global batch takes from each lane.
 
     Attributes:
         counts: Number of rows from each lane.

@@ -69,7 +69,7 @@ class StreamData:
 
     @cached_property
     def origin(self) -> dict[str, Any]:
-        """What determines the rows of the stream and their order, as plain data.
+        """The settings that determine the rows of the stream and their order, as plain data.
 
         A saved position is only valid for a stream with the same origin.
         """

@@ -73,7 +73,7 @@ class StateInFolder:
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """What a rank reports to the driver after it wrote its file into a checkpoint folder.
+    """The report of a rank to the driver after it wrote its file into a checkpoint folder.
 
     Attributes:
         rest: The state without tensors; None except from rank 0.

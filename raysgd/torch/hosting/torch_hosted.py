@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFacts(RunnerFacts):
-    """What a worker reports to the driver about its `TrainingOperator` after `setup`.
+    """The report of a worker to the driver about its `TrainingOperator`, after `setup`.
 
     Attributes:
         num_schedulers: Number of registered schedulers; None if no scheduler is registered.

@@ -26,7 +26,7 @@ IGNORED = -100
 """The label that PyTorch's losses ignore by default."""
 
 Reading = Literal["classes", "logits", "probabilities", "values"]
-"""How a criterion interprets a model's outputs."""
+"""Interpretation of a model's outputs by a criterion."""
 
 
 class LossCall(NamedTuple):

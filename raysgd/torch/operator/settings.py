@@ -82,7 +82,7 @@ def _check_tqdm() -> None:
 
 @dataclass(frozen=True)
 class OperatorContext:
-    """What one worker's operator is created with: settings, rank, device, precision and strategy.
+    """The arguments with which one worker creates its operator: settings, rank, device, precision and strategy.
 
     Attributes:
         settings: The trainer's settings.

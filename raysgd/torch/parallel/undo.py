@@ -32,7 +32,7 @@ _OPEN = (torch.optim.Optimizer, LRScheduler, Precision, torch.amp.GradScaler)
 
 
 class _Watched:
-    """What was observed about the batches of a call, or about the batches since the worker group last changed.
+    """Observations about the batches of a call, or about the batches since the worker group last changed.
 
     Args:
         models: Modules that are trained.

@@ -11,7 +11,7 @@ from raysgd.core.engine.shared.group_spec import EverySeconds
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """How to handle worker failures, timeouts, and the snapshots to restart from.
+    """Options for worker failures, for timeouts, and for the snapshots to restart from.
 
     Pass it as `recovery` to `TorchTrainer` or `TFTrainer`.
 

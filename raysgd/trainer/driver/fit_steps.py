@@ -1,4 +1,4 @@
-"""What the workers report about their steps during a call to `fit`: metrics for callbacks, and entries of the journal.
+"""Handles the reports of workers about their steps in `fit`: metrics for callbacks, and entries of the journal.
 
 The journal is the record of a run's steps, which the driver writes into the run's folder.
 """

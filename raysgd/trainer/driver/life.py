@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Framework:
-    """What PyTorch's and Keras's trainers do differently when they start, change and end workers.
+    """The parts of starting, changing and ending workers that differ between PyTorch's and Keras's trainers.
 
     Attributes:
         runner_cls: Class of the replicas, the objects that run the trainer's calls in the workers. A subclass of
@@ -177,7 +177,7 @@ class TrainerLife:
 
     @property
     def facts(self) -> Any:
-        """What rank 0 reported after `setup`, such as the number of models.
+        """The report of rank 0 after `setup`, with the number of models, for example.
 
         The reports of other ranks may have another seed and describe other data, but are equal otherwise.
         """

@@ -17,7 +17,7 @@ from raysgd.trainer.driver.calls import EpochCalls
 from raysgd.trainer.messages.begun import BegunEpoch
 
 FitProgress = tuple[Sidecar, Any, int | None]
-"""What another process needs to continue a call to `fit`.
+"""The data that another process needs to continue a call to `fit`.
 
 A tuple of three values: the sidecar (the run's progress, as it is also saved next to each checkpoint); the folder in
 which callbacks write, or None if unknown; and the number of steps over all epochs, or None if the run does not pause

@@ -1,4 +1,4 @@
-"""What a trainer sends to a worker for one `train` or `validate` call, and what the worker answers.
+"""The messages between a trainer and a worker for one `train` or `validate` call: the request and the answer.
 
 This module only defines these messages and does no I/O.
 """
@@ -58,7 +58,7 @@ class EpochOptions:
 
 @dataclass(frozen=True)
 class EpochRequest(EpochOptions):
-    """What the driver asks one worker to do in one `train` or `validate` call.
+    """The request of the driver to one worker for one `train` or `validate` call.
 
     Attributes:
         seed: Seed of the random order in which samples are used.

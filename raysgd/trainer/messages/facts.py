@@ -11,7 +11,7 @@ from raysgd.core.arrays.ray_batches import RayBatches
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerFacts:
-    """What a worker reports to the driver after it has created its training operator and run the user's `setup`.
+    """The report of a worker to the driver after it has created its training operator and run the user's `setup`.
 
     Attributes:
         num_models: Number of registered models.

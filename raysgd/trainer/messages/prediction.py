@@ -22,7 +22,7 @@ HAS_TARGET = "has_target"
 
 @dataclass(frozen=True)
 class PredictRequest:
-    """What the driver asks one worker to do in one round of a `predict` call.
+    """The request of the driver to one worker for one round of a `predict` call.
 
     Attributes:
         key: ID of the `predict` call. Workers store the data of the call under this ID.

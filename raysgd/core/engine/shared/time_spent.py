@@ -55,7 +55,7 @@ _AVOIDABLE = {
 
 @dataclass(frozen=True)
 class TimeSpent:
-    """How one replica spent its time, as measured in its worker.
+    """The time that one replica spent on each kind of work, as measured in its worker.
 
     Attributes:
         of: Identifies the replica. If a replica is replaced, its successor with the same rank has a different value.
@@ -80,7 +80,7 @@ class TimeSpent:
 
 @dataclass(frozen=True)
 class TimeLedger:
-    """How a trainer's ranks spent their time: on steps, waiting for data, recovery and so on.
+    """The time that a trainer's ranks spent on each kind of work: steps, waiting for data, recovery and so on.
 
     Attributes:
         ranks: For each rank that has reported, its seconds by bin (category of time). A rank's seconds add up to the

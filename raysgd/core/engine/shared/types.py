@@ -219,7 +219,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ReplicaProgress:
-    """How far a replica is in its current or last call, and whether it can continue in a new group.
+    """The progress of a replica in its current or last call, and whether it can continue in a new group.
 
     Attributes:
         progress: Number of completed steps of the call. All ranks count steps in the same way. A finished training call
