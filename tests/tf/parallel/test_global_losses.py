@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError
-from raysgd.tf.hosting import hosted
+from raysgd.tf.hosting import tf_hosted
 from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from raysgd.tf.parallel import global_losses, keras_sync
 from raysgd.tf.parallel.averaging import ExchangeRecord
@@ -273,7 +273,7 @@ def test_losses_of_operators_too(
     operator = operator_cls({}, OperatorContext(TFSettings(operator_cls, {}, seed=1), world, synchronizer))
 
     def train() -> None:
-        hosted.check_loss(operator, synchronizer)
+        tf_hosted.check_loss(operator, synchronizer)
         with synchronizer.exchanges.surfacing_errors():
             operator.train_batch(next(iter(operator.train_dataset)), {})
 
