@@ -34,7 +34,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 # A key of `batch_info`, the dict that `train_batch` receives as its second argument. The value is True if this worker
-# has no samples of its own in the current step. The batch then repeats other samples, which count with weight 0.
+# has no samples in the current step. The batch then repeats other samples, which count with weight 0.
 IS_PADDING = "is_padding"
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])

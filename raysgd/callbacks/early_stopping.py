@@ -194,7 +194,7 @@ class EarlyStopping(Callback):
         self._metric.check_run(run)
 
     def on_run_begin(self, run: Run) -> None:
-        """Start counting results anew, unless the run resumes from a checkpoint.
+        """Start counting results from zero, unless the run resumes from a checkpoint.
 
         If the counts in the checkpoint already meet a stopping criterion, stop the run immediately.
         """

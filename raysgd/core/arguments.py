@@ -271,7 +271,7 @@ _NO_FUNCTIONS = ("torch.Module", "keras.Layer", "tf_keras.Layer")
 
 
 def check_creator(name: str, creator: Any, *parameters: str) -> None:
-    """Raise an error unless the user passed a function that each worker can call to create an object of its own.
+    """Raise an error unless the user passed a function that each worker can call to create its own object.
 
     Args:
         name: Name of the argument.

@@ -95,7 +95,7 @@ def _joined(own: type[Exception], original: BaseException, also: type[Exception]
 def _class_of_both(
     own: type[Exception], user_class: type[BaseException], also: type[Exception] | None = None
 ) -> type[BaseException]:
-    if issubclass(user_class, own):  # the worker has raised such an error itself, because it has workers of its own
+    if issubclass(user_class, own):  # the worker has raised such an error itself, because it has its own workers
         return user_class
     if not issubclass(user_class, Exception):  # `SystemExit` and similar exceptions must not end the driver
         user_class = RuntimeError

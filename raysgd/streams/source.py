@@ -420,7 +420,7 @@ class BatchesInOrder:
     Args:
         stream: The stream.
         size: Function that takes the batch size of the stream, or None, and returns the batch size to use.
-        collate: Function that combines a list of rows into a batch. Not used if the stream has a function of its own.
+        collate: Function that combines a list of rows into a batch. Not used if the stream has its own function.
         skips: Whether to skip rows that cannot be read, or for which a step fails.
 
     Attributes:

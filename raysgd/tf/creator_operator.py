@@ -332,7 +332,7 @@ class CreatorOperator(TrainingOperator):
         """Return this rank's part of an evaluation dataset.
 
         Args:
-            dataset: The dataset. If raysgd does not divide it, each rank has a dataset of its own.
+            dataset: The dataset. If raysgd does not divide it, each rank has its own dataset.
             steps: Number of batches to evaluate, or None. For a divided dataset, it counts the batches of the whole
                 dataset. Otherwise, it counts the batches of each rank.
         """

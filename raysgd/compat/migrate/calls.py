@@ -227,7 +227,7 @@ class Calls:
 
     Attributes:
         needs: Names of the modules that the rewritten program must import. The rewritten calls use full names such as
-            `raysgd.utils.BATCH_SIZE`, because the program may define a `BATCH_SIZE` of its own.
+            `raysgd.utils.BATCH_SIZE`, because the program may define its own `BATCH_SIZE`.
     """
 
     def __init__(
@@ -472,7 +472,7 @@ def _with_parameters(source: str) -> set[str]:
 def _keys_of_results(source: str) -> dict[str, str]:
     """Return the keys in results of `train` and `validate` that were renamed, each with its new name.
 
-    Keys that the program also uses for values of its own are left out.
+    Keys that the program also uses for its own values are left out.
     """
     return {name: now for name, now in _KEYS.items() if not re.search(rf"\b{name}(=|[\"']\s*:)", source)}
 

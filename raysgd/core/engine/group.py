@@ -742,7 +742,7 @@ class WorkerGroup:
         """Close every replica, then kill the processes and release the resources.
 
         Args:
-            timeout_s: How long to wait until the resources are released, in seconds. Closing has a timeout of its own.
+            timeout_s: How long to wait until the resources are released, in seconds. Closing has a separate timeout.
         """
         try:
             remote = [worker.submit("close") for worker in self.workers if isinstance(worker, RemoteWorker)]

@@ -147,7 +147,7 @@ class GlobalLosses:
         return value if divisor is None else value * tf.cast(self.factor(divisor), value.dtype)
 
     def _refuse_over_batch(self, keras: Any, loss: Any, target: Any, output: Any) -> None:
-        """Reject a loss that combines samples of a batch, so that a sample has no value of its own.
+        """Reject a loss that combines samples of a batch, so that a sample has no separate value.
 
         The number of values that a user's own loss returns must be a multiple of the number of samples. If one of these
         numbers is unknown while the step is traced, the check runs in each step instead.

@@ -286,7 +286,7 @@ def opened(path: str, weights_only: bool, *, for_rank: bool = False) -> DividedF
         path: Path of the folder.
         weights_only: True to reject files whose loading could run arbitrary code.
         for_rank: True to skip `ranks.pt`, which contains the states of every rank's random number generators. A rank
-            gets the states of its own generators from the driver.
+            gets the states of its generators from the driver.
 
     Raises:
         CheckpointCorruptedError: The folder is damaged or has another format.

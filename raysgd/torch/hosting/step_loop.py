@@ -95,7 +95,7 @@ class StepLoop(Loop):
     def is_whole(self) -> bool:
         """True if the current state is the result of completed steps only, or can be restored to such a state."""
         if self._has_own_gradients or (self._has_taken_steps and not self._has_exchanged):
-            # The ranks' states differ: either each rank has accumulated gradients of its own, or user code steps
+            # The ranks' states differ: either each rank has accumulated its own gradients, or user code steps
             # without an all-reduce, so that the weights diverge. New ranks must not copy such a state. The call is
             # repeated from the snapshot. If the driver then finds that the weights differ, it raises.
             return False

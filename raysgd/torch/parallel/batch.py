@@ -10,7 +10,7 @@ class Batch:
 
     A leg is the part of a training call that one worker group runs. A global batch is the batch of all ranks together.
     A rank trains on its share of the global batch as one batch, or splits the share into parts and trains on one part
-    after the other. In the second case, each part is a `Batch` of its own.
+    after the other. In the second case, each part is a separate `Batch`.
 
     A step accumulates gradients if it may have several batches of this rank, even if these are parts of a single global
     batch. However, logical shards (`deterministic=True`) do not count as gradient accumulation here.

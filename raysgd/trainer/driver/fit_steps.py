@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class StepReports:
     """Installs a run's worker callbacks in the workers, and passes on what the workers report about their steps.
 
-    The library adds up to two worker callbacks of its own to the user's worker callbacks. One averages step metrics, if
+    The library adds up to two internal worker callbacks to the user's worker callbacks. One averages step metrics, if
     a callback in the driver needs these metrics. The other records the steps, if the run has a journal.
 
     Args:

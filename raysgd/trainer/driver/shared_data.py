@@ -25,7 +25,7 @@ Requests = list[tuple[Any, ...]]
 def store_share(use_local: bool, rank: int, share: Any) -> Any:
     """Put a rank's shard of the data into Ray's object store, and return the reference to send to the rank.
 
-    The reference must be passed to a Ray call as an argument of its own. Inside another object, Ray could not track
+    The reference must be passed to a Ray call as a separate argument. Inside another object, Ray could not track
     which processes use the shard.
 
     Args:
