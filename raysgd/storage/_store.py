@@ -122,6 +122,8 @@ class StoreFolder(Folder):
 
     def upload(self, source: Path, without: Collection[str] = ()) -> None:
         files, empty = _tree_of(source, f"copy `{source}` to `{self}`")
+        if not files and not empty:
+            self.make()
         _transfers.on_threads(lambda name: (self / name).make(), empty)
         sent = [name for name in files if name not in without]
         self._list(_transfers.on_threads(lambda name: self._upload_file(source / name, name), sent))

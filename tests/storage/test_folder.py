@@ -204,6 +204,12 @@ class TestFolders:
 
 
 class TestCommits:
+    def test_an_empty_folder_can_be_committed(self, folder: Folder, tmp_path: Path) -> None:
+        (tmp_path / "empty").mkdir()
+        folder.staged("whole").upload(tmp_path / "empty")
+        assert folder.commit("whole").names() == []
+        assert folder.committed() == ["whole"]
+
     def test_make_whole_what_several_have_put_there(self, folder: Folder, tmp_path: Path) -> None:
         def put(rank: int) -> None:
             source = tmp_path / f"rank-{rank}"

@@ -141,15 +141,16 @@ def test_a_trial_that_is_reset_is_as_a_new_one(make_trial: Make) -> None:
     assert used.trainer.num_cpus_per_worker == 2
 
 
+@pytest.mark.parametrize("given", ["", "trainer.checkpoint"])
 def test_a_checkpoint_of_another_config_brings_the_state_but_not_the_numbers_of_its_optimizer(
-    make_trial: Make, tmp_path: Path
+    make_trial: Make, tmp_path: Path, given: str
 ) -> None:
     config = {"scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)}
     options = {"training_operator_cls": ScheduledOperator, "config": config, "scheduler_step_freq": "epoch"}
     better, worse = (make_trial({"lr": lr}, **options) for lr in (0.1, 0.4))
     better.step()
     better.save_checkpoint(str(tmp_path))
-    worse.load_checkpoint(str(tmp_path))
+    worse.load_checkpoint(str(tmp_path / given))
     assert equal(better.trainer.state_dict()["models"], worse.trainer.state_dict()["models"])
     assert rate_of(worse.trainer.get_local_operator()) == pytest.approx(0.2), "one epoch along its schedule"
     better.load_checkpoint(str(tmp_path))

@@ -241,12 +241,12 @@ def trainer_trainable(purpose: str) -> type[Any]:
             If you have state outside the trainer, override this method and `save_checkpoint`.
 
             Args:
-                checkpoint: The folder of the checkpoint, or the trainer's file in that folder. With the file, the
-                    configs are not compared, and the optimizers use the values from the checkpoint.
+                checkpoint: The folder of the checkpoint, or the trainer's file in that folder.
             """
             path = Path(checkpoint)
-            self._trainer.load(str(path / self._checkpoint_name if path.is_dir() else path))
-            if has_changed(path, self.config):
+            file = path / self._checkpoint_name if path.is_dir() else path
+            self._trainer.load(str(file))
+            if has_changed(file.parent, self.config):
                 self._trainer._changes.follow_config()
 
         def cleanup(self) -> None:
