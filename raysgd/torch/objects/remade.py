@@ -169,13 +169,14 @@ class RemadeParameters:
         Raises:
             ValueError: A parameter no longer has the values that `setup` gave it.
         """
-        are_as_sampled = _are_equal(self._samples, _joined(each.sampled for each in self._watched))
+        samples = _joined(each.sampled for each in self._watched)
+        are_as_sampled = _are_equal(self._samples, samples)
         suspects = [each for each in self._watched if each.may_have_changed or not are_as_sampled]
         if not suspects:
             return
         changed = {id(each) for each in suspects if each.has_changed()}
         if not changed:
-            self._samples = _joined(each.sampled for each in self._watched)
+            self._samples = samples
         for index, (made, names) in enumerate(zip(self._made, self._left_out, strict=True)):
             for name in made:
                 if name in names and id(made[name]) in changed:
