@@ -160,7 +160,7 @@ class _ServiceLogger(MetricsLogger):
     """Base class of loggers for tracking services.
 
     A training run continues the earlier run of the service if it resumes from a checkpoint, or if the trainer's
-    previous `fit` used the same logger. If no epoch was completed yet, the service gets a new run instead.
+    previous `fit` used the same logger. A training run that begins with its first step gets a new run of the service.
     """
 
     def __init__(self, service: ServiceRun) -> None:

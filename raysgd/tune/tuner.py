@@ -26,6 +26,7 @@ from raysgd.core.text.secrets import masked
 from raysgd.storage import open_folder
 from raysgd.train._tune import refuse_run_config
 from raysgd.train.base_trainer import BaseTrainer, own_values
+from raysgd.train.fit.checkpoints import place_of
 from raysgd.train.fit.restore import SWEEP_FILE, at_place, restore, save_trainer
 from raysgd.trainer.driver import tune_trial
 
@@ -392,8 +393,7 @@ class CallsInTrials:
 
     def on_checkpoint(self, trial: Any, checkpoint: Any, **info: Any) -> None:
         """Call `on_checkpoint` of the trial's callbacks with the path or URI of the trial's new checkpoint."""
-        _, place = as_checkpoint(checkpoint).get_internal_representation()
-        self._of_trial[trial.trial_id].tell("on_checkpoint", place)
+        self._of_trial[trial.trial_id].tell("on_checkpoint", place_of(as_checkpoint(checkpoint)))
 
     def on_trial_complete(self, trial: Any, **info: Any) -> None:
         """Call `on_run_end` of the trial's callbacks after the trial ended without an error."""
