@@ -9,6 +9,7 @@ worker is a process like any other, with a process group, environment and seeds 
 
 from __future__ import annotations
 
+import compileall
 import importlib
 import json
 import os
@@ -112,6 +113,7 @@ class LentForks(NoForks):
             yield
 
 
+_LIBRARY = Path(__file__).parents[2] / "raysgd"
 _running: list[Forks] = []
 
 
@@ -129,6 +131,8 @@ def forks(preloaded: Sequence[str] = FOR_TORCH) -> Iterator[Forks | NoForks]:
     if LENT in os.environ:
         yield LentForks(os.environ[LENT])
         return
+    # Where PYTHONDONTWRITEBYTECODE is set, each worker would compile all modules again, which takes it a second.
+    compileall.compile_dir(_LIBRARY, quiet=2)
     with tempfile.TemporaryDirectory(prefix="f-") as folder:
         address, interpreter = f"{folder}/server", Path(folder, "python")
         interpreter.write_text(_INTERPRETER.format(python=sys.executable, address=address), encoding="utf-8")

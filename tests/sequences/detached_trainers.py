@@ -11,7 +11,8 @@ import ray
 from raysgd.torch import TorchTrainer
 from tests.sequences import deaths
 from tests.sequences.grammar import Grammar
-from tests.sequences.torch_trainers import CALLS, MOMENTS, MOST, TorchSubject
+from tests.sequences.subjects import CALLS, MOMENTS, MOST
+from tests.sequences.torch_trainers import TorchSubject
 
 _numbers = itertools.count()
 

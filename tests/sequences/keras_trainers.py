@@ -11,8 +11,7 @@ from raysgd.tf import TFTrainer, TrainingOperator
 from tests.sequences import deaths
 from tests.sequences.books import BATCH_SIZE, NUM_OTHERS, NUM_SAMPLES, NUM_VALIDATED
 from tests.sequences.grammar import NUM_WORKERS, Grammar
-from tests.sequences.subjects import ClassTrainer
-from tests.sequences.torch_trainers import CALLS, MOMENTS, MOST
+from tests.sequences.subjects import CALLS, MOMENTS, MOST, ClassTrainer
 
 NUM_ALL = NUM_SAMPLES + NUM_OTHERS
 

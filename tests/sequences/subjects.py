@@ -16,6 +16,24 @@ from tests.sequences.books import Books, Wrong
 from tests.sequences.grammar import NUM_WORKERS, Grammar, Word
 
 LATE_S = 60.0
+CALLS = {
+    "train": 8,
+    "background": 2,
+    "validate": 4,
+    "predict": 3,
+    "update": 2,
+    "save": 1,
+    "load": 2,
+    "model": 3,
+    "fit": 1,
+    "data": 2,
+    "new": 1,
+}
+"""The calls that are drawn, each in proportion to its number."""
+MOST = {"train": 14, "background": 14, "data": 8, "new": 8}
+"""For calls that take a number of steps or epochs, the largest."""
+MOMENTS = {"kill": 5, "lose": 3, "soon": 3, "call": 5, "hook": 2}
+"""The moments of deaths, as the calls."""
 _PLACE = re.compile(r'([^/"]+", line \d+, in \w+)')
 
 

@@ -13,7 +13,7 @@ from raysgd.torch import TorchTrainer, TrainingOperator
 from tests.sequences import deaths
 from tests.sequences.books import BATCH_SIZE, NUM_OTHERS, NUM_SAMPLES, NUM_VALIDATED
 from tests.sequences.grammar import NUM_WORKERS, Grammar
-from tests.sequences.subjects import ClassTrainer
+from tests.sequences.subjects import CALLS, MOMENTS, MOST, ClassTrainer
 
 NUM_ALL = NUM_SAMPLES + NUM_OTHERS
 
@@ -151,23 +151,6 @@ class TwoOptimizers(Stock):
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         return {"val_loss": -self.model(batch[0]).mean().item(), "num_samples": len(batch[0])}
-
-
-CALLS = {
-    "train": 8,
-    "background": 2,
-    "validate": 4,
-    "predict": 3,
-    "update": 2,
-    "save": 1,
-    "load": 2,
-    "model": 3,
-    "fit": 1,
-    "data": 2,
-    "new": 1,
-}
-MOST = {"train": 14, "background": 14, "data": 8, "new": 8}
-MOMENTS = {"kill": 5, "lose": 3, "soon": 3, "call": 5, "hook": 2}
 
 
 class TorchSubject(ClassTrainer):

@@ -67,6 +67,7 @@ class Invariants:
 
     Attributes:
         has_hung: Whether the ranks that are lost are so because one hung, though no one died; None between losses.
+        may_only_copy: Whether a group may form that is too small to train, to copy its state.
     """
 
     def __init__(self, simulation: Simulation) -> None:
@@ -76,6 +77,7 @@ class Invariants:
         self._progress: dict[str, tuple[int, bool]] = {}
         self._reasons_before: tuple[int, ...] | None = None
         self.has_hung: bool | None = None
+        self.may_only_copy = False
 
     def require(self, holds: bool, otherwise: str) -> None:
         if not holds:
@@ -93,6 +95,7 @@ class Invariants:
         states = {each.state for each in given.values()}
         if len(states) != 1:
             self.fail(f"ranks step from different states: {'; '.join(map(str, states))}")
+        self.require(len(given) >= self._simulation.schedule.min_workers, f"{len(given)} ranks take a step")
 
     def check_state(self, state: State) -> None:
         """A pass has used its samples in order, each once."""
@@ -124,7 +127,7 @@ class Invariants:
 
     def check_size(self, num_workers: int) -> None:
         schedule = self._simulation.schedule
-        is_enough = num_workers >= schedule.min_workers or self._simulation.controller.is_fetching
+        is_enough = num_workers >= schedule.min_workers or self._simulation.controller.is_fetching or self.may_only_copy
         self.require(is_enough, f"a group of {num_workers} workers is too small")
         self.require(num_workers <= schedule.num_workers, f"a group of {num_workers} workers is too large")
 

@@ -346,6 +346,25 @@ _LEFT = Schedule(
     ops=(Op("train"), Op("train")),
     faults=(Fault("drain", "step", 1),),
 )
+_PLANNED, _SHARED, _LOST_STATE, _TOO_SMALL = (
+    Schedule(
+        1,
+        num_workers=num_workers,
+        min_workers=least,
+        nodes=nodes,
+        num_samples=40,
+        batch_size=6,
+        is_large=num_workers == 2,
+        ops=(Op("leave", argument), Op("train", None, 6)),
+        faults=(fault,),
+    )
+    for num_workers, least, nodes, argument, fault in (
+        (3, 1, (4,), 1, Fault("die", "stepped", 4, 1)),
+        (3, 1, (6,), 3, Fault("die", "step", 13, 1)),
+        (2, 1, (6,), 1, Fault("die", "send", 2)),
+        (3, 3, (2, 1), 4, Fault("lose node", "step", 4)),
+    )
+)
 _LOOKED_AT = tuple(
     Schedule(
         1,
@@ -378,6 +397,31 @@ def _agrees_with_all(real: Any) -> Any:
         real(self, _Agreeing(group), reason)
 
     return agree
+
+
+def _asks_no_more_once_left(real: Any) -> Any:
+    def ask(self: Monitor) -> None:
+        if self._leaves is None or not self._leaves():
+            real(self)
+
+    return ask
+
+
+def _keeps_no_shares(real: Any) -> Any:
+    def go_on_from(self: SimReplica, *args: Any) -> Run:
+        run: Run = real(self, *args)
+        run.rows.note(run.steps - 1, {})
+        return run
+
+    return go_on_from
+
+
+def _passes_the_plan(real: Any) -> Any:
+    def walk_on(self: SimReplica, call: int, num_steps: int | None, hold_at: int | None = None) -> Any:
+        is_there = self.run is not None and self.run.steps == hold_at
+        return real(self, call, num_steps, None if is_there else hold_at)
+
+    return walk_on
 
 
 def _expects_old_answers(real: Any) -> Any:
@@ -610,5 +654,13 @@ MUTATIONS = (
     Mutation("a call that goes on begins again", SimReplica, "walk_on", _begins_again, (13,)),
     Mutation("all calls have one number", Program, "_next_number", always(1), (1513,)),
     Mutation("workers are ended that have the only state", Lifecycle, "holds_only_state", always_is(False)),
+    Mutation("a call is not left", Monitor, "hold_to_leave", nothing, (1149,)),
+    Mutation("ranks that froze are not noticed once a call is left", Monitor, "_ask", _asks_no_more_once_left, (789,)),
+    Mutation("a call that was left goes on", ElasticController, "_is_left", always(False), (29,)),
+    Mutation("a state is not waited for when a call is left", Monitor, "await_snapshot", nothing, (14,)),
+    Mutation("a state that was lost counts as there", Snapshots, "shares_current", always_is(True), (), (_LOST_STATE,)),
+    Mutation("too small a group trains", ElasticController, "_end_if_too_small", nothing, (), (_TOO_SMALL,)),
+    Mutation("a loss hides a planned stop", SimReplica, "walk_on", _passes_the_plan, (), (_PLANNED,)),
+    Mutation("what a rank goes on from is lost with it", SimReplica, "_go_on_from", _keeps_no_shares, (), (_SHARED,)),
     Mutation("the driver leaves its node", Lifecycle, "leaving_nodes_in_use", _leaves_the_driver, (), (_LEFT,)),
 )

@@ -7,21 +7,36 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError
 from raysgd.trainer.driver.calls import EpochCalls
 from raysgd.trainer.driver.saving import load_into_all
 from tests.simulator.invariants import WatchedBudget
 from tests.simulator.kernel import Stopped
-from tests.simulator.replica import State, Walked, load, look, note, validate, walk, walk_on
+from tests.simulator.replica import (
+    Left,
+    Progress,
+    State,
+    Walked,
+    load,
+    look,
+    note,
+    validate,
+    walk,
+    walk_left,
+    walk_on,
+    walk_on_left,
+)
 from tests.simulator.schedule import LOSSES, Fault, Op
 
 if TYPE_CHECKING:
     from tests.simulator.running import Simulation
 
 
-CHANGING = ("train", "steps", "note", "apply")
+CHANGING = ("train", "leave", "steps", "note", "apply")
 SHUTDOWN_S = 15.0
+LEAVING_S = 2.5  # longer than a poll, some steps and a copy
 VALIDATING_S = 2000.0  # longer than it takes to find out that there is no room for workers, several times
 LISTENING_S = 60.0  # longer than any grace: a thread that listens to workers that were ended notices by then
 
@@ -213,6 +228,75 @@ class Program:
         self._check_measured(walked, state, before if is_known else None)
         self._commit(state)
         return state
+
+    def _leave(self, op: Op, budget: WatchedBudget) -> State:
+        """A pass that is left after a while, as for a file, and gone on with in another call."""
+        assert op.argument is not None
+        if not self._is_alone:  # others may train a pass that was left
+            return self._train(op, budget)
+        kernel, before, is_exact = self._simulation.kernel, self.committed, self._is_exact
+        # Half of them are left where it was planned, the others at some time.
+        left_at, hold_at = kernel.now + op.argument % 20 / 10, op.argument % 6 + 1 if op.argument % 2 else None
+        asked = self._next_number(), None, hold_at
+        call = Call(
+            walk,
+            lambda worlds: [asked] * len(worlds),
+            changes_state=True,
+            keeps_alike=True,
+            resume=walk_on,
+            leaves=lambda: hold_at is None and kernel.now >= left_at,
+        )
+        befallen, self._invariants.may_only_copy = dict(self._simulation.befalling.kinds), True
+        try:
+            walked = self._controller.run(call, budget=budget)
+        finally:
+            self._invariants.may_only_copy = False
+        if hold_at is not None:
+            self._check_planned(walked, hold_at)
+        elif befallen == dict(self._simulation.befalling.kinds):
+            late_s = kernel.now - left_at - 6 * self._simulation.late_s  # each question may be late
+            self._invariants.require(late_s < LEAVING_S, f"a call ended {late_s:.1f} s after it was to be left")
+        if isinstance(walked[0], Capture):
+            if op.argument % 3 == 0:  # another program goes on
+                self._controller.kill_group()
+            walked = self._go_on_left([each.progress for each in walked], budget)
+        state = self._one([each.state for each in walked])
+        self._invariants.require(state.consumed == 0, f"a pass that was left ended in its middle: {state}")
+        is_known = self._is_alone and is_exact and self._is_global_batch_constant
+        self._invariants.require(not is_known or state.epoch == before.epoch + 1, f"from {before} to {state}")
+        self._check_measured(walked, state, before if is_known else None)
+        self._commit(state)
+        return state
+
+    def _check_planned(self, answers: Sequence[Any], hold_at: int) -> None:
+        """A call ends after the steps that were planned, or earlier, with its pass."""
+        is_left = isinstance(answers[0], Capture)
+        steps = {each.progress.steps if is_left else each.num_steps for each in answers}
+        is_right = steps == {hold_at} if is_left else max(steps) < hold_at
+        self._invariants.require(is_right, f"a call that was to be left after {hold_at} steps took {steps}")
+
+    def _go_on_left(self, ranks: Sequence[Progress], budget: WatchedBudget) -> list[Walked]:
+        """Goes on where a call was left, once what it has left is known."""
+        self._invariants.require(len({each.steps for each in ranks}) == 1, f"ranks left at different steps: {ranks}")
+        snapshot = self._controller.landed_snapshot()
+        self._invariants.require(snapshot is not None, "a call was left, and no snapshot of it is there")
+        assert snapshot is not None
+        is_known = self._is_exact and self._is_alone and self._is_global_batch_constant
+        num_steps = snapshot.shared_state.steps - self.committed.steps
+        is_own = not is_known or num_steps == ranks[0].steps
+        self._invariants.require(is_own, f"left after {ranks[0].steps} steps, with the state after {num_steps}")
+        self._commit(snapshot.shared_state)
+        self._simulation.tell(f"LEFT  {snapshot.shared_state}")
+        number, left = self._next_number(), Left.of(ranks)
+        call = Call(
+            walk_left,
+            lambda worlds: [(left, number)] * len(worlds),
+            changes_state=True,
+            keeps_alike=True,
+            resume=walk_on_left,
+        )
+        walked: list[Walked] = self._controller.run(call, budget=budget)
+        return walked
 
     def _next_number(self) -> int:
         self._num_calls += 1

@@ -90,6 +90,28 @@ class Progress(NamedTuple):
     lost: Mapping[str, tuple[int, ...]]
     is_finished: bool = False
 
+    def for_others(self) -> Progress:
+        return self
+
+
+@dataclass(frozen=True)
+class Left:
+    """How far a pass was when its call was left, as the program keeps it.
+
+    Attributes:
+        steps: Steps of the pass so far.
+        measured: The samples that each rank has measured.
+        lost: Those of ranks that were lost before.
+    """
+
+    steps: int
+    measured: tuple[tuple[int, ...], ...]
+    lost: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, ranks: Sequence[Progress]) -> Left:
+        return cls(ranks[0].steps, tuple(each.measured for each in ranks), tuple(ranks[0].lost.values()))
+
 
 @dataclass
 class Run:
@@ -98,6 +120,7 @@ class Run:
     Attributes:
         call: Which call of the user's program it is.
         requested: How many steps it is to take; None for the rest of the pass.
+        hold_at: After how many steps all ranks stop, as was planned.
         rows: What all ranks have told of what they measured.
     """
 
@@ -107,6 +130,7 @@ class Run:
     steps: int = 0
     measured: tuple[int, ...] = ()
     is_finished: bool = False
+    hold_at: int | None = None
     answer: Walked | None = None
     proposed: int | None = None
     agreed: Future | None = None
@@ -191,6 +215,7 @@ class SimReplica:
 
     def __init__(self, world: World, around: Surroundings, connection: SimConnection, name: str) -> None:
         self.world, self.around, self.connection, self.name = world, around, connection, name
+        self.row_name = name
         self.state = State()
         self.torn = TornBatch(around.undo) if around.has_halves else None
         self.is_poisoned = False
@@ -249,13 +274,23 @@ class SimReplica:
         """True if the real tensors are those of the state."""
         return self.torn is None or self.torn.num_steps == (self.state.steps, self.state.steps)
 
-    def restore_inside(self, shared_state: State, own_state: Any, first: Progress, parts: Iterable[Progress]) -> None:
+    def restore_inside(self, shared_state: State, own_state: Any, first: Progress, parts: Sequence[Progress]) -> None:
         self.restore(shared_state, own_state)
-        self.run = self._run_like(first)
-        self.run.count(together(*(part.measured for part in parts)))
+        self._go_on_from(first, [part.measured for part in parts])
+
+    def _go_on_from(self, first: Progress, measured: Sequence[tuple[int, ...]]) -> Run:
+        """As `ReplicaCalls` does it: each rank takes its share, and knows those of the others."""
+        rank, size = self.world.rank, self.world.size
+        names = [f"{first.call} {each}" for each in range(size)]
+        self.row_name = names[rank]
+        lost = {f"left {number}": each for number, each in enumerate(first.lost.values())}
+        self.run = self._run_like(first._replace(others={}, lost=lost))
+        self.run.count(together(*measured[rank::size]))
+        self.run.rows.note(first.steps - 1, {name: together(*measured[each::size]) for each, name in enumerate(names)})
+        return self.run
 
     def _run_like(self, progress: Progress) -> Run:
-        run = Run(progress.call, progress.requested, RankRows(self.name), progress.steps)
+        run = Run(progress.call, progress.requested, RankRows(self.row_name), progress.steps)
         run.is_finished = progress.is_finished
         run.rows.lost.update(progress.lost)
         run.rows.keep_lost(run.steps, progress.others, progress.others)
@@ -291,7 +326,7 @@ class SimReplica:
             yield from self.around.point("taking", self)
             self._take_over(*(yield from self.connection.receive("handover")))
             yield from self.around.point("taken", self)
-        names = yield from self.connection.exchange("names", self.name, lambda given: {*given.values()})
+        names = yield from self.connection.exchange("names", self.row_name, lambda given: {*given.values()})
         if self.run is not None:
             self.run.rows.keep_lost(self.run.steps, self.run.rows.as_of(self.run.steps), names)
             self.run.rows.lost.update((part.name, part.measured) for part in handover.orphans)
@@ -306,7 +341,7 @@ class SimReplica:
         before, self.run = epoch_run.run_of(self.run, told.call), self._run_like(told)
         if before is not None:
             is_behind = before.steps < told.steps
-            self.run.measured = told.others.get(self.name, before.measured) if is_behind else before.measured
+            self.run.measured = told.others.get(self.row_name, before.measured) if is_behind else before.measured
 
     # ------------------------------------------------------------------------------------ beside its work
 
@@ -351,7 +386,7 @@ class SimReplica:
 
     # ------------------------------------------------------------------------------------ calls
 
-    def walk(self, call: int, num_steps: int | None) -> Task:
+    def walk(self, call: int, num_steps: int | None, hold_at: int | None = None) -> Task:
         """Trains for so many steps; None for the rest of the pass."""
         self.copies.forget_call()
         self.run = None
@@ -359,17 +394,31 @@ class SimReplica:
             yield from self.around.point("begin", self)
             yield from self.connection.exchange("begin", self.name, lambda given: None)
             self._has_joined = True
-        self.run = Run(call, num_steps, RankRows(self.name))
+        self.run = Run(call, num_steps, RankRows(self.row_name), hold_at=hold_at)
         return (yield from self._go_through(self.run))
 
-    def walk_on(self, call: int, num_steps: int | None) -> Task:
+    def walk_left(self, left: Left, call: int) -> Task:
+        """Goes on with a pass whose call was left, to its end."""
+        self.copies.forget_call()
+        if self.run is not None and not self.run.is_finished and self.run.steps == left.steps:
+            self.run = replace(self.run, call=call, hold_at=None)
+            return (yield from self._go_through(self.run))
+        first = Progress(
+            left.steps, call, None, (), "", {}, {str(number): each for number, each in enumerate(left.lost)}
+        )
+        return (yield from self._go_through(self._go_on_from(first, left.measured)))
+
+    def walk_on(self, call: int, num_steps: int | None, hold_at: int | None = None) -> Task:
         run = epoch_run.run_of(self.run, call)
         if run is None:
-            return (yield from self.walk(call, num_steps))
+            return (yield from self.walk(call, num_steps, hold_at))
         if run.answer is not None:
             return self._with_lost(run)
         if run.is_finished:
             return self._finish(run)
+        run.hold_at = hold_at
+        if hold_at is not None and run.steps >= hold_at:
+            return HeldAtStep(run.steps, self._capture_inside(run), is_planned=True)
         return (yield from self._go_through(run))
 
     def _go_through(self, run: Run) -> Task:
@@ -382,7 +431,7 @@ class SimReplica:
                 if self.copies.is_due(run.steps):
                     self.copies.keep(run.steps, self._capture_inside(run))
                 if (yield from self._stops(run)):
-                    return HeldAtStep(run.steps, self._capture_inside(run))
+                    return HeldAtStep(run.steps, self._capture_inside(run), run.steps == run.hold_at)
         finally:
             self.is_walking = False
         yield from self.around.point("last", self)
@@ -404,6 +453,8 @@ class SimReplica:
         return replace(run.answer, measured=together(run.answer.measured, *run.rows.lost.values()))
 
     def _stops(self, run: Run) -> Task:
+        if run.steps == run.hold_at:
+            return True
         if run.proposed is None or run.steps < run.proposed:
             return False
         agreed = run.agreed
@@ -421,11 +472,11 @@ class SimReplica:
         if self.torn is not None:
             self.torn.begin()
         name = (state.weights, state.noted, run.steps)
-        given: Mapping[int, Given] = yield from self._tell(run, name, Given(state, own, self.name, measured))
+        given: Mapping[int, Given] = yield from self._tell(run, name, Given(state, own, self.row_name, measured))
         if self.torn is not None:
             self.torn.step(0)
             yield from self.around.point("half", self)
-            yield from self._reduce((*name, "second half"), Given(state, own, self.name, measured))
+            yield from self._reduce((*name, "second half"), Given(state, own, self.row_name, measured))
             self.torn.step(1)
             self.torn.end()
         samples = [each.samples for each in given.values()]
@@ -469,12 +520,21 @@ def stepped(state: State, consumed: int, num_samples: int, samples: Sequence[int
     return State(state.epoch + 1, 0, steps, weights, (*used, 0), state.noted)
 
 
-def walk(replica: SimReplica, call: int, num_steps: int | None) -> Task:
-    return replica.walk(call, num_steps)
+def walk(replica: SimReplica, *args: Any) -> Task:
+    return replica.walk(*args)
 
 
-def walk_on(replica: SimReplica, call: int, num_steps: int | None) -> Task:
-    return replica.walk_on(call, num_steps)
+def walk_on(replica: SimReplica, *args: Any) -> Task:
+    return replica.walk_on(*args)
+
+
+def walk_left(replica: SimReplica, left: Left, call: int) -> Task:
+    return replica.walk_left(left, call)
+
+
+def walk_on_left(replica: SimReplica, left: Left, call: int) -> Task:
+    has_begun = epoch_run.run_of(replica.run, call) is not None
+    return replica.walk_on(call, None) if has_begun else replica.walk_left(left, call)
 
 
 def note(replica: SimReplica, number: int) -> Task:

@@ -187,6 +187,7 @@ def drawn(seed: int) -> Schedule:
     schedule = replace(schedule, ops=_ops(rng), faults=_faults(rng))
     schedule = _with_late_joins(schedule) if seed % 4 == 1 else schedule
     schedule = _with_other_processes(schedule) if seed % 4 == 3 else schedule
+    schedule = _with_leaving(schedule) if seed % 5 == 4 else schedule
     return _with_validations(schedule) if schedule.num_spares and seed % 3 == 2 else schedule
 
 
@@ -238,6 +239,18 @@ def _with_other_processes(schedule: Schedule) -> Schedule:
     """The same with workers that go on with another process of the driver, before some calls."""
     rng = random.Random(schedule.seed)
     ops = [each for op in schedule.ops for each in ([Op("take_over"), op] if rng.random() < 0.4 else [op])]
+    return replace(schedule, ops=tuple(ops))
+
+
+def _with_leaving(schedule: Schedule) -> Schedule:
+    """The same with passes that are left, and gone on with later."""
+    rng = random.Random(schedule.seed)
+    ops = [
+        replace(op, kind="leave", argument=rng.randint(1, 99))
+        if op.kind in ("train", "steps") and rng.random() < 0.7
+        else op
+        for op in schedule.ops
+    ]
     return replace(schedule, ops=tuple(ops))
 
 

@@ -73,6 +73,25 @@ def test_the_faults_of_a_schedule_come_about() -> None:
     assert any("resumed with" in line for line in verdict.log)
 
 
+LEFT: dict[str, tuple[dict[str, Any], int, tuple[Fault, ...]]] = {
+    "a rank freezes": ({"num_workers": 1}, 2, (Fault("freeze", "stepped", 1),)),
+    "the copy of the state is lost on its way": ({"num_workers": 2}, 1, (Fault("die", "send", 2),)),
+    "the survivors die, too": ({"num_workers": 2}, 2, (Fault("die", "step", 4, 1), Fault("die", "join", 3))),
+    "too few survive": ({"min_workers": 3, "nodes": (2, 1)}, 4, (Fault("lose node", "step", 4),)),
+    "a rank dies where it was planned": ({"is_large": False}, 1, (Fault("die", "stepped", 4, 1),)),
+    "a rank dies before it has gone on": ({"nodes": (6,)}, 3, (Fault("die", "step", 13, 1),)),
+}
+
+
+@pytest.mark.parametrize("story", LEFT)
+def test_a_call_that_is_left_is_left_and_gone_on_with_whatever_befalls_it(story: str) -> None:
+    more, argument, faults = LEFT[story]
+    options = {"num_workers": 3, "nodes": (4,), "num_samples": 40, "batch_size": 6, "is_large": True, **more}
+    with quiet():
+        verdict = run(Schedule(1, ops=(Op("leave", argument), Op("train", None, 6)), faults=faults, **options))
+    assert (verdict.broken, verdict.num_happened) == (None, len(faults))
+
+
 def test_workers_that_break_whatever_group_they_join_are_replaced() -> None:
     faults = (Fault("poison", "step", 2), Fault("die", "step", 4))
     verdict = run(Schedule(1, num_workers=3, nodes=(4,), ops=(Op("train", None, 2),), faults=faults))

@@ -123,6 +123,34 @@ def test_a_run_ends_at_a_step_and_goes_on_with_more_of_them_and_other_workers(
     assert history["train_loss"] == pytest.approx(whole[0]["train_loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_worker_that_dies_before_the_first_step_of_a_resumed_epoch_had_taken_over_counts(
+    rank: int, whole: tuple[History, list[float]], tmp_path: Path
+) -> None:
+    with make(3) as trainer:
+        trainer.fit(max_steps=6, callbacks=[Checkpointing(tmp_path)])
+    with make(2) as trainer:
+        testing.kill_worker(trainer, rank, at="step:0")
+        history = trainer.fit(NUM_EPOCHS, resume_from="auto", callbacks=[Checkpointing(tmp_path)])
+        assert uses(trainer) == {NUM_EPOCHS}
+        assert any(event.is_failure for event in trainer.history.events)
+    assert history["num_samples"] == whole[0]["num_samples"]
+    assert history["train_loss"] == pytest.approx(whole[0]["train_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_ends_at_its_last_step_though_a_worker_dies_as_it_stops_there(
+    rank: int, ray_cluster: None, tmp_path: Path
+) -> None:
+    with make(2) as trainer:
+        testing.kill_worker(trainer, rank, at="snapshot")
+        saving = Checkpointing(tmp_path)
+        trainer.fit(max_steps=6, callbacks=[saving])
+        assert any(event.is_failure for event in trainer.history.events)
+        assert Path(str(saving.newest)).name == "epoch_0000_step_000006.ckpt"
+        assert uses(trainer) == {0, 1}
+
+
 def test_files_are_written_behind_the_training_also_where_a_worker_dies(
     whole: tuple[History, list[float]], tmp_path: Path
 ) -> None:

@@ -947,6 +947,19 @@ def part_of_snapshot(runner: TorchRunner, num_steps: int) -> Any:
     return runner.part_of_snapshot(num_steps)
 
 
+@pytest.mark.parametrize("num_steps", [2, 5])
+def test_a_planned_stop_stays_where_it_is_if_a_rank_was_lost_there(process_group: None, num_steps: int) -> None:
+    runner = survivor()
+    request = EpochRequest(None, {}, False, seed=0, hold_at=num_steps)
+    assert isinstance(runner.train_epoch(request), HeldAtStep)
+    runner.replica_progress()
+    runner.regroup(World(0, 2), StateHandover())
+    again = runner.resume_epoch(request)
+    assert isinstance(again, HeldAtStep)
+    assert (again.step, again.is_planned, again.part.progress.num_steps) == (num_steps, True, num_steps)
+    assert values(resume(runner))["batch_count"] == 5
+
+
 @pytest.mark.parametrize("num_steps", [2, 4, 5])
 @pytest.mark.parametrize("stop", [lambda runner, num: held_after(runner, num).part, part_of_snapshot])
 def test_another_process_goes_on_from_the_part_of_a_held_call_or_of_a_snapshot_inside_it(

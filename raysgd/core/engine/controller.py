@@ -676,13 +676,17 @@ class ElasticController(Lifecycle):
                 report, values = self._attempt(group, call, function, args, number)
                 if values is not None:
                     return values
+                held: list[Capture] | None = None
                 if self._is_left(report):
-                    return self._left(group, report)
+                    if captures := self._left(group, report):
+                        return captures
+                    report = self.recovery.ask_progress()
+                    held = [] if report.ok else None  # if no rank was lost, all ranks go on, and soon stop again
                 # After this error, there is nothing to kill: the group is in sync, or was already killed.
                 kept = WorkerError
-                held = None
                 if not report.ok and call.leaves is not None and call.leaves():
-                    held = self.recovery.leave_with_survivors(report)
+                    held = self.recovery.leave_with_survivors(call, report, budget)
+                    self._end_if_too_small()
                     if held:
                         return held
                 is_inside = True if held is not None else self._mended(call, report, budget)
@@ -714,6 +718,15 @@ class ElasticController(Lifecycle):
         """
         return self.recovery.change_held(report) if report.ok else self.recovery.recover(call, report, budget)
 
+    def _end_if_too_small(self) -> None:
+        """End a group that was formed only to copy its training state, if it has too few workers to train.
+
+        The next attempt or call starts a new group, unless the program is ending.
+        """
+        num_workers, least = self.num_workers, self.scaling.min_workers
+        if num_workers < least and not self.is_ending:
+            self.end_call(f"{num_workers} of at least {least} workers are left")
+
     def _is_left(self, report: GroupReport) -> bool:
         """Return True if all ranks stopped after the same step in order to end the call early."""
         values = [each.value for each in report.values] if report.ok else []
@@ -727,7 +740,8 @@ class ElasticController(Lifecycle):
         Wait until the snapshot has arrived in the driver.
 
         Returns:
-            Each rank's part of the snapshot, by rank.
+            Each rank's part of the snapshot, by rank. An empty list if the snapshot was lost in transit. The call has
+            then not ended.
 
         Raises:
             WorkersLostError: Ray was stopped before the snapshot arrived.
@@ -735,9 +749,11 @@ class ElasticController(Lifecycle):
         captures: list[Capture] = [answer.value.part for answer in report.values]
         self.snapshots.take_from(group, captures)
         self._monitor.await_snapshot()
-        if self._is_cut_off() and not self.snapshots.shares_current:
-            self.gives_state_up = True
-            raise WorkersLostError("Ray was stopped before the state of the last step was in the driver.")
+        if not self.snapshots.shares_current:
+            if self._is_cut_off():
+                self.gives_state_up = True
+                raise WorkersLostError("Ray was stopped before the state of the last step was in the driver.")
+            return []
         self.snapshots.leave_call()
         return captures
 

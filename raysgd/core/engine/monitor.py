@@ -105,7 +105,8 @@ class Monitor:
         """Read the workers' answers. Kill workers that are silent for too long, and collect mid-call snapshots.
 
         Once per round, also request heartbeats and, if the group must change, make the ranks stop between two steps.
-        Once the call should end early, start no more rounds, and make the ranks stop at an upcoming step.
+        Once the call should end early, make the ranks stop at an upcoming step. From then on, a round only requests
+        heartbeats.
 
         Call this method regularly while the driver waits for the workers.
 
@@ -120,24 +121,26 @@ class Monitor:
         # A proposal waits for answers. If Ray was stopped, propose only once a worker has responded since then.
         if is_left and (self._cut_off_at is None or self._heard_at > self._cut_off_at):
             self.hold_to_leave()
-        if is_left or is_cut_off:
-            self._liveness.rest()
-            return  # start no round: Ray may be shutting down, and a request to Ray could then take a minute
         now = self._lifecycle.now()
-        if now >= self._next_round:
+        if now >= self._next_round and not is_cut_off:
             self._next_round = now + self._next_round_s()
             self._ask()
-            if self._lifecycle.group is not None:
-                self._lifecycle.group.standby.look_after()
-            if self._can_hold:
-                self._hold_where_due()
-            if self._is_of_call:
-                self._lifecycle.start_owed_spares()
-                self._lifecycle.let_step_in()
-            if not self._is_of_restore:
-                self._snapshots.poll()  # Ray transfers a snapshot to this node only once it is requested
-                self.observe()
+            if not is_left:  # otherwise, Ray may be shutting down, and a request to Ray could then take a minute
+                self._begin_round()
         self._liveness.rest()
+
+    def _begin_round(self) -> None:
+        """Once per round, look after the standby workers, the size of the group, and the snapshots."""
+        if self._lifecycle.group is not None:
+            self._lifecycle.group.standby.look_after()
+        if self._can_hold:
+            self._hold_where_due()
+        if self._is_of_call:
+            self._lifecycle.start_owed_spares()
+            self._lifecycle.let_step_in()
+        if not self._is_of_restore:
+            self._snapshots.poll()  # Ray transfers a snapshot to this node only once it is requested
+            self.observe()
 
     def observe(self) -> None:
         """Call the observer unless it is None or the trainer was stopped."""

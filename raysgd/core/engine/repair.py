@@ -202,6 +202,19 @@ class GroupRepair:
             if failed is None:
                 return True
             _, cause = failed
+        return self._restart_after(call, diagnosis, report, cause, budget)
+
+    def _restart_after(
+        self, call: Call, diagnosis: Diagnosis, report: GroupReport, cause: str, budget: RetryBudget
+    ) -> bool:
+        """Restart the workers after a failed call, because the survivors cannot continue.
+
+        Returns:
+            True if the call can resume from inside. False if it must start over.
+
+        Raises:
+            WorkersLostError: See `recover`.
+        """
         if diagnosis.kind == "disconnected" and not self._spec.keeps_survivors:
             self._monitor.tell_stuck()
         if budget.is_spent:
@@ -327,7 +340,7 @@ class GroupRepair:
         """Return True if all ranks failed at the same line of user code and still have the same training state."""
         if not failed_alike(report):
             return False
-        progress = self._ask_progress()
+        progress = self.ask_progress()
         return progress.ok and are_alike([answer.value for answer in progress.values])
 
     # ------------------------------------------------------------------------------ before workers are killed
@@ -361,21 +374,29 @@ class GroupRepair:
         finally:
             lifecycle.is_fetching = False
 
-    def leave_with_survivors(self, report: GroupReport) -> list[Capture] | None:
+    def leave_with_survivors(self, call: Call, report: GroupReport, budget: RetryBudget) -> list[Capture] | None:
         """After a failure in a call that should end early, copy the survivors' training state to the driver.
 
         Args:
+            call: The failed call.
             report: The outcomes of the failed call.
+            budget: The retries of the call. One is used if the workers must be restarted.
 
         Returns:
-            Each survivor's part of a snapshot that was taken inside the call. An empty list if the survivors formed a
-            group, but their state is not from inside the call: the group must then run the call. None if the survivors
-            could not form a group, if their replicas cannot regroup, or if user code raised an exception.
+            Each survivor's part of a snapshot that was taken inside the call. An empty list if there is a group, but
+            its state is not from inside the call: the group must then run the call. None if `recover` must handle the
+            failure: the survivors could not form a group, their replicas cannot regroup, or user code raised an
+            exception.
+
+        Raises:
+            WorkersLostError: See `recover`.
         """
-        if not self._spec.regroups or classify(report).kind == "user":
+        diagnosis = classify(report)
+        if not self._spec.regroups or diagnosis.kind == "user":
             return None
         self._monitor.go_on()
-        group, captures = self._lifecycle.running, list[Capture]()
+        group, captures, cause = self._lifecycle.running, list[Capture](), self._in_words(diagnosis)
+        infos = group.infos
         living: Collection[int] = group.settle(report)
         try:
             while not captures:
@@ -383,7 +404,11 @@ class GroupRepair:
                 living = range(len(group))
         except CannotForm as failed:
             logger.warning("no worker has the state of a completed step: %s", failed.reason or "all are lost")
-            return None
+            if group.infos is infos:
+                return None
+            # The survivors had formed a group, which then failed. The report is of the ranks of the group before.
+            self._restart_after(call, diagnosis, GroupReport(()), cause, budget)
+            return []
         if any(each.progress is None for each in captures):
             return []
         self._snapshots.leave_call()
@@ -400,7 +425,7 @@ class GroupRepair:
         Forming a group brings the ranks in sync.
 
         Returns:
-            Each rank's part of the snapshot. An empty list if a rank was lost while its state was copied.
+            Each rank's part of the snapshot. An empty list if the snapshot was lost, because a rank was lost meanwhile.
 
         Raises:
             CannotForm: No rank is left that has the state.
@@ -419,7 +444,7 @@ class GroupRepair:
         captures: list[Capture] = [answer.value for answer in report.values]
         self._snapshots.take_from(group, captures)
         self._monitor.await_snapshot()
-        return captures
+        return captures if self._snapshots.shares_current else []
 
     # --------------------------------------------------------------------------------------- changes in place
 
@@ -555,12 +580,13 @@ class GroupRepair:
         """
         if not self._spec.regroups:
             return False
-        report = self._ask_progress()
+        report = self.ask_progress()
         if not report.ok:
             return False if classify(report).kind == "user" else None
         return not any(answer.value.obstacle for answer in report.values)
 
-    def _ask_progress(self) -> GroupReport:
+    def ask_progress(self) -> GroupReport:
+        """Ask each rank for its progress, which also shows which ranks are lost."""
         group = self._lifecycle.running
         everyone = dict.fromkeys(range(len(group)), ())
         return group.on_replica(replica.replica_progress, everyone, on_wait=self._monitor.poll)

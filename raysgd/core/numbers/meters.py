@@ -60,6 +60,11 @@ class MetricSummary(dict[str, Any]):
         self._objects = dict(objects or {})
         self._reported = {name: self.get(name, _ABSENT) for name in (*self._totals, *self._objects)}
 
+    def without_objects(self) -> MetricSummary:
+        """Return a copy without the metric objects, such as torchmetrics metrics, and without their values."""
+        values = {name: value for name, value in self.items() if name not in self._objects}
+        return MetricSummary(values, self.totals)
+
     @property
     def totals(self) -> dict[str, tuple[float, float]]:
         """Sum and weight of each mean that the user did not edit, by name."""
@@ -319,6 +324,11 @@ class AverageMeterCollection:
             values[name], values[f"last_{name}"] = total / count if count else float("nan"), last
             totals[name] = total, count
         return MetricSummary(values, totals)
+
+    def add_all(self, summaries: Iterable[MetricSummary]) -> None:
+        """Add the metrics and samples of several other collections. See `go_on_from`."""
+        for each in summaries:
+            self.go_on_from(each)
 
     def go_on_from(self, summary: MetricSummary) -> None:
         """Add the metrics and samples of another collection, for example of a process that has ended.

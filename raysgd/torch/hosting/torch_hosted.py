@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from raysgd.core.arrays.ray_batches import BatchForm
+from raysgd.core.connections.torch import mesh_group
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import OnFailure
 from raysgd.streams.source import StreamData
@@ -257,6 +258,10 @@ class TorchHostedOperator(HostedOperator):
 
     def receive(self, source: int, takers: Sequence[int]) -> Any:
         return handover.receive(source, takers, self.operator.device)
+
+    @property
+    def exchanges_rows(self) -> bool:
+        return self.parallel.tells_rows and mesh_group() is not None
 
     def names_of_all(self) -> Collection[str] | None:
         return names_of_all(self.name) if self.world.is_distributed else {self.name}

@@ -226,9 +226,10 @@ class Strategy:
         gather = gather_rows(size)
         if gather is None:
             return None
-        if self._row_exchange is None or self._row_exchange[0] != gather:
-            self._row_exchange = gather, RowExchange(run.rows.name, gather)
-        return StepRows(self._row_exchange[1], run)
+        name, latest = run.rows.name, self._row_exchange
+        if latest is None or latest[0] != gather or latest[1].name != name:
+            self._row_exchange = latest = gather, RowExchange(name, gather)
+        return StepRows(latest[1], run)
 
     @property
     def num_ranks(self) -> int:

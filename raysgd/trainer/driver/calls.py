@@ -354,7 +354,7 @@ class EpochCalls:
                 request, *shard = arguments[0]
                 arguments[0] = (replace(request, redraw=partial(self._between_steps, call)), *shard)
             if begun is not None:
-                arguments = [(begun.for_rank(rank, len(worlds)), *each) for rank, each in enumerate(arguments)]
+                arguments = [(begun, *each) for each in arguments]
             return arguments
 
         def check_all(answers: Sequence[EpochAnswer]) -> None:

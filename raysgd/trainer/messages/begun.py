@@ -6,7 +6,7 @@ A later run continues the epoch from this progress. This module reads and writes
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from raysgd.core.numbers.meters import MetricSummary
@@ -50,18 +50,10 @@ class BegunEpoch:
             **more: Values of other attributes.
         """
         first = states[0]
-        by_rank = tuple(_without_objects(each.metrics) for each in states)
+        by_rank = tuple((each.metrics or MetricSummary()).without_objects() for each in states)
         lost = tuple(first.lost.values())
         more["objects"] = () if first.metrics is None else tuple(first.metrics.objects)
         return BegunEpoch(first.num_steps, first.epoch_idx, by_rank, lost, is_exhausted=first.is_exhausted, **more)
-
-    def for_rank(self, rank: int, num_ranks: int) -> BegunEpoch:
-        """Return a copy for one rank of a new group of workers.
-
-        The old ranks' metrics are divided among the new ranks, and `by_rank` of the copy has only this rank's part. The
-        metrics of lost ranks are in every copy.
-        """
-        return replace(self, by_rank=self.by_rank[rank::num_ranks])
 
     def as_data(self) -> dict[str, Any]:
         """Return this epoch's progress as data that can be written as JSON. Floats keep their exact values."""
@@ -113,18 +105,6 @@ def summaries_from_data(data: Iterable[Mapping[str, Any]]) -> tuple[MetricSummar
         KeyError, TypeError, ValueError: The data is damaged.
     """
     return tuple(map(_from_data, data))
-
-
-def _without_objects(metrics: MetricSummary | None) -> MetricSummary:
-    """Return a copy of a rank's metrics without metric objects, such as torchmetrics metrics.
-
-    Metric objects cannot be stored as JSON.
-    """
-    if metrics is None:
-        return MetricSummary()
-    return MetricSummary(
-        {name: value for name, value in metrics.items() if name not in metrics.objects}, metrics.totals
-    )
 
 
 def _as_data(metrics: MetricSummary) -> dict[str, Any]:

@@ -117,6 +117,11 @@ class HostedOperator(ABC):
     def finish_regroup(self) -> None:
         """Called in a new group of workers when all ranks have the same training state."""
 
+    @property
+    def exchanges_rows(self) -> bool:
+        """True if the ranks send each other their metrics in each step."""
+        return False
+
     def names_of_all(self) -> Collection[str] | None:
         """Return the names of all ranks in the group. Return None if this framework does not gather the names."""
         return None

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.time_spent import DRIVER
 from raysgd.core.engine.shared.types import StateHandover, World
+from raysgd.core.numbers.meters import MetricSummary
 from raysgd.exceptions import NotRegisteredError
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.trainer.messages.facts import RunnerFacts
@@ -210,17 +211,17 @@ class ClassRunner(ReplicaCalls, ABC):
         self._hosted.restore(shared_state, own_state)
         self._forget_call()
 
-    def restore_inside(self, shared_state: Any, own_state: Any, first: RunState, parts: Iterable[RunState]) -> None:
+    def restore_inside(self, shared_state: Any, own_state: Any, first: RunState, parts: Sequence[RunState]) -> None:
         """Load a snapshot that was taken inside a training call, so that the call can continue from there.
 
         Args:
             shared_state: The state that all ranks share.
             own_state: The state that only this rank has. None to leave that state unchanged.
             first: Progress of the call on rank 0 when the snapshot was taken.
-            parts: Progress of those old ranks whose metrics this rank adds to its own.
+            parts: Progress of each old rank. See `RegroupingReplica`.
         """
         self.restore(shared_state, own_state)
-        self._go_on_from(first, parts)
+        self._go_on_from(first, [part.metrics or MetricSummary() for part in parts])
 
     def shutdown(self) -> None:
         """Drop the iterators over data, which ends the worker processes of data loaders. The operator stays usable."""

@@ -6,7 +6,7 @@ After workers are lost, a `train` call continues in the surviving workers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -14,6 +14,7 @@ from typing import Any
 
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress
+from raysgd.core.numbers.meters import MetricSummary
 from raysgd.core.numbers.metric_meters import is_weight
 from raysgd.core.numbers.results import CallProgress, ProgressKind, as_number
 from raysgd.trainer.messages.begun import BegunEpoch
@@ -136,8 +137,7 @@ class ReplicaCalls:
         This worker already has the training state of the step at which the earlier run stopped.
 
         Args:
-            begun: The step at which the earlier run left the epoch, and the part of that run's metrics that this rank
-                adds to its own metrics.
+            begun: The step at which the earlier run left the epoch, and the metrics of that run's ranks.
             request: The driver's request to train.
             share: See `train_epoch`.
 
@@ -157,12 +157,11 @@ class ReplicaCalls:
             return call.resume(request, share)
         for name in begun.objects:
             logger.warning("the metric object `%s` will cover only what follows in this epoch", name)
-        lost = {f"left {number}": metrics for number, metrics in enumerate(begun.lost)}
+        lost = {str(number): metrics for number, metrics in enumerate(begun.lost)}
         first = RunState(
             begun.num_steps, begun.epoch_idx, request.num_steps, begun.is_exhausted, lost=lost, call=request.call
         )
-        call = self._go_on_from(first, [replace(first, metrics=metrics) for metrics in begun.by_rank])
-        return call.resume(request, share)
+        return self._go_on_from(first, begun.by_rank).resume(request, share)
 
     def go_on_left(self, begun: BegunEpoch, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
         """Continue a `resume_left` call that was interrupted or paused.
@@ -254,20 +253,37 @@ class ReplicaCalls:
         own.take_over(run)
         self._training = own
 
-    def _go_on_from(self, first: RunState, parts: Iterable[RunState]) -> TrainingCall:
-        """Prepare to continue a training call, and return this call.
+    def _go_on_from(self, first: RunState, parts: Sequence[MetricSummary]) -> TrainingCall:
+        """Prepare to continue a training call from a record of it, and return this call.
+
+        The ranks divide the metrics in the record among themselves. Each rank adds its share to its own metrics, and
+        keeps the other shares, in case another rank is lost before its next step. All ranks call this method together.
 
         Args:
             first: Progress from which the call continues.
-            parts: Metrics that other ranks measured earlier in the call. This rank adds them to its own metrics.
+            parts: Metrics that each rank of the earlier group measured in the call.
         """
-        call = TrainingCall(self._hosted, self._copies, first)
-        for part in parts:
-            if part.metrics is not None:
-                call.meters.go_on_from(part.metrics)
-        call.take_over(first)
+        hosted = self._hosted
+        rank, size = hosted.world.rank, hosted.world.size
+        # New names, so that this rank knows the names of all ranks. They are as long as the names that they replace.
+        names = [f"{first.call:016x}{each:016x}" for each in range(size)]
+        hosted.name = names[rank]
+        # An earlier, lost rank may have had one of these names.
+        lost = {f"left {number}": metrics for number, metrics in enumerate(first.lost.values())}
+        call = TrainingCall(hosted, self._copies, first)
+        call.meters.add_all(parts[rank::size])
+        call.take_over(replace(first, others={}, lost=lost))
+        if hosted.exchanges_rows:
+            shares = [parts[each::size] for each in range(size)]
+            call.rows.note(first.num_steps - 1, dict(zip(names, map(self._merged, shares), strict=True)))
         self._training = call
         return call
+
+    def _merged(self, parts: Sequence[MetricSummary]) -> MetricSummary:
+        """Merge the metrics of several ranks, without metric objects."""
+        meters = self._hosted.operator._raysgd.new_meters()
+        meters.add_all([each.without_objects() for each in parts])
+        return meters.summary()
 
     # ------------------------------------------------------------------------------------ validation and prediction
 

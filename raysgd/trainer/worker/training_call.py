@@ -68,6 +68,9 @@ class TrainingCall(EpochRun):
             return self.with_lost(self.answer, self._hosted.world.rank)
         if self.is_finished:  # another rank finished the call: only report this rank's metrics
             return self._end(loop.results(self), request)
+        if request.hold_at is not None and self.num_completed >= request.hold_at:
+            # All ranks had stopped here, as planned, but one of them was lost before the driver had all answers.
+            return HeldAtStep(self.num_completed, self.snapshot(), is_planned=True)
         self._hosted.feed.begin_again(request, share, self.place)
         return self.train_on(loop.stream(request, is_begun=True), request)
 

@@ -35,13 +35,6 @@ def test_it_is_read_back_to_the_last_bit_also_what_is_no_number() -> None:
         assert read.totals == written.totals
 
 
-@pytest.mark.parametrize(("num_ranks", "shares"), [(1, [3]), (2, [2, 1]), (3, [1, 1, 1]), (5, [1, 1, 1, 0, 0])])
-def test_a_group_of_any_size_counts_each_rank_once(num_ranks: int, shares: list[int]) -> None:
-    parts = [BEGUN.for_rank(rank, num_ranks).by_rank for rank in range(num_ranks)]
-    assert [len(part) for part in parts] == shares
-    assert sum(each.totals["train_loss"][0] for part in parts for each in part) == pytest.approx(0.6)
-
-
 def test_metric_objects_are_left_out_and_their_names_are_kept() -> None:
     metrics = MetricSummary({"f1": 0.5, "num_samples": 3}, {}, {"f1": object()})
     begun = BegunEpoch.of([state(0, metrics)], global_step=1)

@@ -139,7 +139,8 @@ class RegroupingReplica(Replica, Protocol):
             shared_state: State that all ranks share, such as the model.
             own_state: This rank's own state. None if the snapshot has none for this rank.
             first: Progress of rank 0 in the call.
-            parts: Progress of the old ranks whose metrics this rank takes over.
+            parts: Progress of each old rank. In a group of n ranks, a rank takes over the metrics of every n-th old
+                rank, starting with the old rank of its own number.
         """
 
     def capture_here(self) -> Capture:

@@ -159,6 +159,10 @@ class RunState:
     def __str__(self) -> str:
         return f"after {self.num_steps} steps"
 
+    def for_others(self) -> RunState:
+        """Return a copy for ranks that do not continue this rank's metrics: without its metric objects."""
+        return self if self.metrics is None else replace(self, metrics=self.metrics.without_objects())
+
 
 @dataclass
 class EpochRun:

@@ -68,7 +68,7 @@ class RowExchange:
     """
 
     def __init__(self, name: str, gather: Gather) -> None:
-        self._name, self._gather = name, gather
+        self.name, self._gather = name, gather
         self._capacity = _FIRST_CAPACITY
         self._told: Any = None
         self._layouts: dict[int, Any] = {}
@@ -92,7 +92,7 @@ class RowExchange:
         return dict(map(self._decoded, itertools.count(), received, heads))
 
     def _encoded(self, parts: Mapping[str, Part]) -> bytes:
-        layout = self._name, tuple((name, layout, len(numbers)) for name, (layout, numbers) in parts.items())
+        layout = self.name, tuple((name, layout, len(numbers)) for name, (layout, numbers) in parts.items())
         told = b"" if layout == self._told else pickle.dumps(layout)
         self._told = layout
         numbers = [number for _, each in parts.values() for number in each]
