@@ -58,6 +58,14 @@ class Accumulates(Slow):
         return 3
 
 
+class Large(Slow):
+    """Has a state of 20 MB, which comes to the driver through the store of Ray."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.model.register_buffer("ballast", torch.zeros(2_500_000, dtype=torch.double))
+
+
 class SlowStream(StreamOperator):
     """Trains on a stream, which is shuffled."""
 
@@ -94,8 +102,14 @@ class SlowGAN(GANOperator):
         time.sleep(self.config["step_s"] / 2)  # also between the two steps of a batch
 
 
-OPERATORS: dict[str, Any] = {"plain": Slow, "accumulate": Accumulates, "stream": SlowStream, "gan": SlowGAN}
-STEPS = {"plain": 20, "accumulate": 20, "stream": 24, "gan": 20}
+OPERATORS: dict[str, Any] = {
+    "plain": Slow,
+    "accumulate": Accumulates,
+    "large": Large,
+    "stream": SlowStream,
+    "gan": SlowGAN,
+}
+STEPS = {"plain": 20, "accumulate": 20, "large": 20, "stream": 24, "gan": 20}
 """Batches of an epoch."""
 
 
@@ -148,7 +162,7 @@ def main() -> None:
         split_batches=True,
         seed=3,
         deterministic=asked.deterministic,
-        scheduler_step_freq="batch" if asked.kind in ("plain", "accumulate") else "epoch",
+        scheduler_step_freq="batch" if asked.kind in ("plain", "accumulate", "large") else "epoch",
         config={"step_s": asked.step_s, "kind": "shuffled"},
         num_cpus_per_worker=0.5,
         recovery=Recovery(snapshot_every_n_steps=asked.snapshot_every_n_steps),

@@ -109,6 +109,34 @@ def test_a_run_that_has_just_been_resumed_is_saved_where_the_signal_stops_ray_at
 
 
 @pytest.mark.integration
+@pytest.mark.program
+@pytest.mark.parametrize("step", [20, 23, 41])
+def test_a_large_state_that_is_on_its_way_when_the_signal_stops_ray_costs_no_more_than_its_steps(
+    step: int, tmp_path: Path
+) -> None:
+    """A state of 20 MB comes through Ray's store; who reads from it when it is gone is ended by Ray, without a word."""
+    program = Program(tmp_path, ["--kind", "large", "--epochs", "20", "--step-s", "0.02"])
+    family: list[psutil.Process] = []
+    try:
+        assert program.await_begin()
+        while max(program.told("step"), default=0) < step:
+            assert program.process.poll() is None, (tmp_path / "log").read_text()[-2000:]
+            time.sleep(0.002)
+        family = psutil.Process(program.process.pid).children(recursive=True)
+        os.killpg(program.process.pid, signal.SIGUSR1)
+        assert program.process.wait(150.0) == 128 + signal.SIGUSR1, (tmp_path / "log").read_text()[-2000:]
+    finally:
+        program.close(family)
+    assert program.told("end") == ["Preempted"]
+    saved = max(program.told("saved"))
+    assert saved >= step // 20 * 20
+    program = Program(tmp_path, ["--kind", "large", "--epochs", "3", "--step-s", "0"])
+    assert program.process.wait(150.0) == 0, (tmp_path / "log").read_text()[-2000:]
+    program.close()
+    assert program.told("begin") == [saved]
+
+
+@pytest.mark.integration
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(

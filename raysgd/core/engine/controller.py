@@ -677,7 +677,7 @@ class ElasticController(Lifecycle):
                 if values is not None:
                     return values
                 held: list[Capture] | None = None
-                if self._is_left(report):
+                if self._is_left(call, report):
                     if captures := self._left(group, report):
                         return captures
                     report = self.recovery.ask_progress()
@@ -727,12 +727,16 @@ class ElasticController(Lifecycle):
         if num_workers < least and not self.is_ending:
             self.end_call(f"{num_workers} of at least {least} workers are left")
 
-    def _is_left(self, report: GroupReport) -> bool:
-        """Return True if all ranks stopped after the same step in order to end the call early."""
+    def _is_left(self, call: Call, report: GroupReport) -> bool:
+        """Return True if all ranks stopped after the same step and the call must end early.
+
+        They may have stopped for another reason, for example to let workers join, before the call had to end.
+        """
         values = [each.value for each in report.values] if report.ok else []
         if not values or not all(isinstance(each, HeldAtStep) for each in values):
             return False
-        return self._monitor.is_leaving or all(each.is_planned for each in values)
+        is_planned = self._monitor.is_leaving or all(each.is_planned for each in values)
+        return is_planned or (call.leaves is not None and call.leaves())
 
     def _left(self, group: WorkerGroup, report: GroupReport) -> list[Capture]:
         """End a call early, after all ranks stopped at the same step. Take a snapshot of the state after that step.

@@ -400,7 +400,8 @@ class GroupRepair:
         living: Collection[int] = group.settle(report)
         try:
             while not captures:
-                captures = self._fetch_from({*living, *group.stuck} - group.gone)
+                # A stuck rank may be in a step that takes forever, so only ask it if no other rank has the state.
+                captures = self._fetch_from((set(living) or group.stuck) - group.gone, only_inside=True)
                 living = range(len(group))
         except CannotForm as failed:
             logger.warning("no worker has the state of a completed step: %s", failed.reason or "all are lost")
@@ -419,10 +420,15 @@ class GroupRepair:
         if self._lifecycle.holds_only_state and self._snapshots.is_coming:
             self._monitor.await_snapshot()
 
-    def _fetch_from(self, living: Collection[int]) -> list[Capture]:
+    def _fetch_from(self, living: Collection[int], *, only_inside: bool = False) -> list[Capture]:
         """Form a group of the ranks in `living` and copy their training state to the driver.
 
         Forming a group brings the ranks in sync.
+
+        Args:
+            living: The ranks.
+            only_inside: True to copy nothing unless the state is from inside a call. A copy from after a call that the
+                driver does not count as completed would make a restart repeat that call.
 
         Returns:
             Each rank's part of the snapshot. An empty list if the snapshot was lost, because a rank was lost meanwhile.
@@ -442,6 +448,8 @@ class GroupRepair:
             group.settle(report)
             return []
         captures: list[Capture] = [answer.value for answer in report.values]
+        if only_inside and any(each.progress is None for each in captures):
+            return captures
         self._snapshots.take_from(group, captures)
         self._monitor.await_snapshot()
         return captures if self._snapshots.shares_current else []
