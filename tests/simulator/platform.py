@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from raysgd.core.engine.placement import Reservation, Slot
 from raysgd.core.engine.shared.connection import Connection
@@ -220,6 +221,8 @@ class SimPlatform:
 
     def __init__(self, cluster: Cluster, invariants: Invariants) -> None:
         self._cluster, self._kernel, self._invariants = cluster, cluster.kernel, invariants
+        self.stored: list[Any] = []
+        _platforms[id(self)] = self
         self.make_reservation: Callable[..., Reservation] = partial(
             SimReservation, cluster, invariants.check_given_back
         )
@@ -310,7 +313,25 @@ class SimPlatform:
         return Transfer(partial(_sent, self._kernel, call))
 
     def store(self, value: Any) -> SharedValue:
-        return SharedValue(value, value)
+        self.stored.append(value)
+        return SharedValue(value, _Reference(self, len(self.stored) - 1))
+
+
+class _Reference:
+    """What is sent in place of a stored value: it is small, and where it arrives, it is the value."""
+
+    def __init__(self, platform: SimPlatform, number: int) -> None:
+        self._place = id(platform), number
+
+    def __reduce__(self) -> Any:
+        return _value_at, self._place
+
+
+_platforms: WeakValueDictionary[int, SimPlatform] = WeakValueDictionary()
+
+
+def _value_at(platform: int, number: int) -> Any:
+    return _platforms[platform].stored[number]
 
 
 def _sent(kernel: Kernel, call: Call, timeout_s: float | None) -> Any:

@@ -274,9 +274,17 @@ class SimReplica:
         """True if the real tensors are those of the state."""
         return self.torn is None or self.torn.num_steps == (self.state.steps, self.state.steps)
 
-    def restore_inside(self, shared_state: State, own_state: Any, first: Progress, parts: Sequence[Progress]) -> None:
+    def restore_inside(
+        self,
+        shared_state: State,
+        own_state: Any,
+        first: Progress,
+        parts: Sequence[Progress],
+        everyones: Sequence[Progress],
+    ) -> None:
         self.restore(shared_state, own_state)
-        self._go_on_from(first, [part.measured for part in parts])
+        assert list(parts) == list(everyones[self.world.rank :: self.world.size])
+        self._go_on_from(first, [part.measured for part in everyones])
 
     def _go_on_from(self, first: Progress, measured: Sequence[tuple[int, ...]]) -> Run:
         """As `ReplicaCalls` does it: each rank takes its share, and knows those of the others."""

@@ -969,7 +969,7 @@ def test_another_process_goes_on_from_the_part_of_a_held_call_or_of_a_snapshot_i
     whole, first, second = (survivor(every=num_steps) for _ in range(3))
     expected = train(whole)
     part = stop(first, num_steps)
-    second.restore_inside(part.shared_state, part.rank_state, part.progress, [part.progress])
+    second.restore_inside(part.shared_state, part.rank_state, part.progress, [part.progress], [part.progress])
     assert second.replica_progress().progress == num_steps
     answer = resume(second)
     assert samples(second) == samples(whole)[2 * num_steps :]
@@ -986,7 +986,8 @@ def test_one_worker_goes_on_for_two_with_what_both_had_measured(process_group: N
     assert part is not None
     other = replace(part, shared_state=None)
     alone = make_runner(BreaksOff)
-    alone.restore_inside(part.shared_state, part.rank_state, part.progress, [part.progress, other.progress])
+    both = [part.progress, other.progress]
+    alone.restore_inside(part.shared_state, part.rank_state, part.progress, both, both)
     answer = resume(alone)
     assert sorted(samples(alone)) == [16, 17, 18, 19]
     assert (values(answer)["num_samples"], values(answer)["batch_count"]) == (2 * 8 + 4, 5)

@@ -1007,6 +1007,9 @@ class GroupRepair:
             function: Callable[..., Any] = replica.restore if snapshot.progress is None else replica.restore_inside
             rests, shared = snapshot.for_ranks(len(group)), group.share(snapshot.shared_state)
             args: dict[int, Sequence[Any]] = {rank: (shared[rank], *rest) for rank, rest in enumerate(rests)}
+            if snapshot.progress is not None:  # all ranks read it from one stored copy, because it grows with the group
+                everyones = group.share([each.for_others() for each in snapshot.progress])
+                args = {rank: (*given, everyones[rank]) for rank, given in args.items()}
             report = group.on_replica(function, args, on_wait=on_wait)
             if self._has_lost_workers(report):
                 return report

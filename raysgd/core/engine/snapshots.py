@@ -58,18 +58,12 @@ class Snapshot:
         """Return the values that each rank of a new group restores in addition to the shared state.
 
         A rank restores its own state. From a snapshot taken inside a call, it also restores the progress of rank 0, and
-        the progress of all old ranks, whose metrics the ranks divide among themselves. The new group may have a
-        different size.
+        the progress of the old ranks whose metrics it takes over. The new group may have a different size.
         """
         own, progress = own_states(self.rank_states, num_ranks), self.progress
         if progress is None:
             return [(state,) for state in own]
-        others = [each.for_others() for each in progress]
-
-        def parts(rank: int) -> tuple[Any, ...]:
-            return tuple(progress[old] if old % num_ranks == rank else others[old] for old in range(len(progress)))
-
-        return [(state, progress[0], parts(rank)) for rank, state in enumerate(own)]
+        return [(state, progress[0], progress[rank::num_ranks]) for rank, state in enumerate(own)]
 
 
 def own_states(rank_states: Sequence[Any], num_ranks: int) -> list[Any]:

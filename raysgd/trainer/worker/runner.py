@@ -211,17 +211,25 @@ class ClassRunner(ReplicaCalls, ABC):
         self._hosted.restore(shared_state, own_state)
         self._forget_call()
 
-    def restore_inside(self, shared_state: Any, own_state: Any, first: RunState, parts: Sequence[RunState]) -> None:
+    def restore_inside(
+        self,
+        shared_state: Any,
+        own_state: Any,
+        first: RunState,
+        parts: Sequence[RunState],
+        everyones: Sequence[RunState],
+    ) -> None:
         """Load a snapshot that was taken inside a training call, so that the call can continue from there.
 
         Args:
             shared_state: The state that all ranks share.
             own_state: The state that only this rank has. None to leave that state unchanged.
             first: Progress of the call on rank 0 when the snapshot was taken.
-            parts: Progress of each old rank. See `RegroupingReplica`.
+            parts: Progress of those old ranks whose metrics this rank adds to its own.
+            everyones: Progress of every old rank, without metric objects.
         """
         self.restore(shared_state, own_state)
-        self._go_on_from(first, [part.metrics or MetricSummary() for part in parts])
+        self._go_on_from(first, *([each.metrics or MetricSummary() for each in some] for some in (parts, everyones)))
 
     def shutdown(self) -> None:
         """Drop the iterators over data, which ends the worker processes of data loaders. The operator stays usable."""

@@ -161,7 +161,8 @@ class ReplicaCalls:
         first = RunState(
             begun.num_steps, begun.epoch_idx, request.num_steps, begun.is_exhausted, lost=lost, call=request.call
         )
-        return self._go_on_from(first, begun.by_rank).resume(request, share)
+        world = self._hosted.world
+        return self._go_on_from(first, begun.by_rank[world.rank :: world.size], begun.by_rank).resume(request, share)
 
     def go_on_left(self, begun: BegunEpoch, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
         """Continue a `resume_left` call that was interrupted or paused.
@@ -253,7 +254,9 @@ class ReplicaCalls:
         own.take_over(run)
         self._training = own
 
-    def _go_on_from(self, first: RunState, parts: Sequence[MetricSummary]) -> TrainingCall:
+    def _go_on_from(
+        self, first: RunState, own: Sequence[MetricSummary], everyones: Sequence[MetricSummary]
+    ) -> TrainingCall:
         """Prepare to continue a training call from a record of it, and return this call.
 
         The ranks divide the metrics in the record among themselves. Each rank adds its share to its own metrics, and
@@ -261,7 +264,9 @@ class ReplicaCalls:
 
         Args:
             first: Progress from which the call continues.
-            parts: Metrics that each rank of the earlier group measured in the call.
+            own: This rank's share of the metrics that the ranks of the earlier group measured in the call: those of
+                every n-th rank, where n is the size of this group.
+            everyones: The metrics of every rank of the earlier group, without metric objects.
         """
         hosted = self._hosted
         rank, size = hosted.world.rank, hosted.world.size
@@ -271,18 +276,17 @@ class ReplicaCalls:
         # An earlier, lost rank may have had one of these names.
         lost = {f"left {number}": metrics for number, metrics in enumerate(first.lost.values())}
         call = TrainingCall(hosted, self._copies, first)
-        call.meters.add_all(parts[rank::size])
+        call.meters.add_all(own)
         call.take_over(replace(first, others={}, lost=lost))
         if hosted.exchanges_rows:
-            shares = [parts[each::size] for each in range(size)]
+            shares = [everyones[each::size] for each in range(size)]
             call.rows.note(first.num_steps - 1, dict(zip(names, map(self._merged, shares), strict=True)))
         self._training = call
         return call
 
     def _merged(self, parts: Sequence[MetricSummary]) -> MetricSummary:
-        """Merge the metrics of several ranks, without metric objects."""
         meters = self._hosted.operator._raysgd.new_meters()
-        meters.add_all([each.without_objects() for each in parts])
+        meters.add_all(parts)
         return meters.summary()
 
     # ------------------------------------------------------------------------------------ validation and prediction

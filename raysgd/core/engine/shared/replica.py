@@ -132,15 +132,18 @@ class RegroupingReplica(Replica, Protocol):
     def last_hold(self) -> tuple[int, bool]:
         """Return the number of the last proposal to stop, and True if `resolve_hold` confirmed that proposal."""
 
-    def restore_inside(self, shared_state: Any, own_state: Any, first: Any, parts: Sequence[Any]) -> None:
+    def restore_inside(
+        self, shared_state: Any, own_state: Any, first: Any, parts: Sequence[Any], everyones: Sequence[Any]
+    ) -> None:
         """Restore a snapshot that was taken inside a call, so that the call can resume there.
 
         Args:
             shared_state: State that all ranks share, such as the model.
             own_state: This rank's own state. None if the snapshot has none for this rank.
             first: Progress of rank 0 in the call.
-            parts: Progress of each old rank. In a group of n ranks, a rank takes over the metrics of every n-th old
-                rank, starting with the old rank of its own number.
+            parts: Progress of the old ranks whose metrics this rank takes over. In a group of n ranks, these are every
+                n-th old rank, starting with the old rank of its own number.
+            everyones: Progress of every old rank, as `for_others` returns it.
         """
 
     def capture_here(self) -> Capture:
@@ -170,9 +173,11 @@ def restore(replica: Replica, shared_state: Any, own_state: Any) -> None:
     replica.restore(shared_state, own_state)
 
 
-def restore_inside(replica: Any, shared_state: Any, own_state: Any, first: Any, parts: Sequence[Any]) -> None:
+def restore_inside(
+    replica: Any, shared_state: Any, own_state: Any, first: Any, parts: Sequence[Any], everyones: Sequence[Any]
+) -> None:
     """Restore a snapshot that was taken inside a call. See `RegroupingReplica.restore_inside`."""
-    replica.restore_inside(shared_state, own_state, first, parts)
+    replica.restore_inside(shared_state, own_state, first, parts, everyones)
 
 
 def replica_progress(replica: RegroupingReplica) -> ReplicaProgress:
