@@ -92,6 +92,22 @@ def test_a_call_that_is_left_is_left_and_gone_on_with_whatever_befalls_it(story:
     assert (verdict.broken, verdict.num_happened) == (None, len(faults))
 
 
+def test_a_call_that_a_survivor_had_finished_when_it_was_to_be_left_is_not_repeated_by_a_restart() -> None:
+    ops = Op("look"), Op("look"), Op("leave", 66), Op("kill"), Op("leave", 72, 6)
+    schedule = Schedule(5468, nodes=(5,), num_samples=8, batch_size=2, is_large=True, ops=ops)
+    with quiet():
+        verdict = run(replace(schedule, faults=(Fault("die", "last", 1, 3),)))
+    assert (verdict.broken, verdict.num_happened) == (None, 1)
+
+
+def test_a_rank_that_is_stuck_in_a_step_is_not_waited_for_when_a_call_is_left() -> None:
+    schedule = Schedule(1841, nodes=(4,), num_samples=8, batch_size=2, continues=False, heartbeat_s=10.0)
+    faults = (Fault("slow", "step", 4),)
+    with quiet():
+        verdict = run(replace(schedule, ops=(Op("leave", 32, 6),), faults=faults))
+    assert (verdict.broken, verdict.num_happened) == (None, 1)
+
+
 def test_workers_that_break_whatever_group_they_join_are_replaced() -> None:
     faults = (Fault("poison", "step", 2), Fault("die", "step", 4))
     verdict = run(Schedule(1, num_workers=3, nodes=(4,), ops=(Op("train", None, 2),), faults=faults))
