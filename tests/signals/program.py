@@ -162,7 +162,7 @@ def main() -> None:
         split_batches=True,
         seed=3,
         deterministic=asked.deterministic,
-        scheduler_step_freq="batch" if asked.kind in ("plain", "accumulate", "large") else "epoch",
+        scheduler_step_freq="batch" if issubclass(OPERATORS[asked.kind], Slow) else "epoch",
         config={"step_s": asked.step_s, "kind": "shuffled"},
         num_cpus_per_worker=0.5,
         recovery=Recovery(snapshot_every_n_steps=asked.snapshot_every_n_steps),

@@ -30,6 +30,13 @@ from tests.signals.__main__ import (
 ARGUMENTS = ["--epochs", "4", "--workers", "2"]
 
 
+def await_step(program: Program, step: int) -> None:
+    """Wait until a program has told of a step."""
+    while max(program.told("step"), default=0) < step:
+        assert program.process.poll() is None, (program.folder / "log").read_text()[-2000:]
+        time.sleep(0.002)
+
+
 @pytest.mark.integration
 @pytest.mark.program
 @pytest.mark.skipif(shutil.which("timeout") is None, reason="needs the program `timeout`")
@@ -65,9 +72,7 @@ def test_what_the_driver_holds_is_saved_where_ray_is_gone(
     family: list[psutil.Process] = []
     try:
         assert program.await_begin()
-        while max(program.told("step"), default=0) < 12:
-            assert program.process.poll() is None, (tmp_path / "log").read_text()[-2000:]
-            time.sleep(0.05)
+        await_step(program, 12)
         family = psutil.Process(program.process.pid).children(recursive=True)
         for each in family:
             if "RaySGDWorker" in " ".join(each.cmdline()):
@@ -94,9 +99,7 @@ def test_a_run_that_has_just_been_resumed_is_saved_where_the_signal_stops_ray_at
         try:
             assert program.await_begin()
             begin = max(program.told("begin"))
-            while max(program.told("step"), default=0) < begin + 2:
-                assert program.process.poll() is None, (tmp_path / "log").read_text()[-2000:]
-                time.sleep(0.02)
+            await_step(program, begin + 2)
             family = psutil.Process(program.process.pid).children(recursive=True)
             program.process.send_signal(first)
             if to_group:
@@ -119,9 +122,7 @@ def test_a_large_state_that_is_on_its_way_when_the_signal_stops_ray_costs_no_mor
     family: list[psutil.Process] = []
     try:
         assert program.await_begin()
-        while max(program.told("step"), default=0) < step:
-            assert program.process.poll() is None, (tmp_path / "log").read_text()[-2000:]
-            time.sleep(0.002)
+        await_step(program, step)
         family = psutil.Process(program.process.pid).children(recursive=True)
         os.killpg(program.process.pid, signal.SIGUSR1)
         assert program.process.wait(150.0) == 128 + signal.SIGUSR1, (tmp_path / "log").read_text()[-2000:]

@@ -365,6 +365,7 @@ _PLANNED, _SHARED, _LOST_STATE, _TOO_SMALL = (
         (3, 3, (2, 1), 4, Fault("lose node", "step", 4)),
     )
 )
+_LONG = Schedule(1, num_samples=100, batch_size=2, ops=(Op("leave", 2),))
 _LOOKED_AT = tuple(
     Schedule(
         1,
@@ -654,7 +655,7 @@ MUTATIONS = (
     Mutation("a call that goes on begins again", SimReplica, "walk_on", _begins_again, (13,)),
     Mutation("all calls have one number", Program, "_next_number", always(1), (1513,)),
     Mutation("workers are ended that have the only state", Lifecycle, "holds_only_state", always_is(False)),
-    Mutation("a call is not left", Monitor, "hold_to_leave", nothing, (1149,)),
+    Mutation("a call is not left", Monitor, "hold_to_leave", nothing, (), (_LONG,)),
     Mutation("ranks that froze are not noticed once a call is left", Monitor, "_ask", _asks_no_more_once_left, (789,)),
     Mutation("a call that was left goes on", ElasticController, "_is_left", always(False), (29,)),
     Mutation("a state is not waited for when a call is left", Monitor, "await_snapshot", nothing, (14,)),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from raysgd.core.engine.shared.call import Call
@@ -196,10 +197,14 @@ class Program:
     def _train(self, op: Op, budget: WatchedBudget) -> State:
         base, is_exact = self.committed, self._is_exact
         state = self._walked(None, budget)
+        self._check_pass(state, base, is_exact)
+        return state
+
+    def _check_pass(self, state: State, base: State, is_exact: bool) -> None:
+        """A pass led from one state to the end of the next."""
         self._invariants.require(state.consumed == 0, f"a pass ended in its middle: {state}")
         if is_exact and self._is_alone and self._is_global_batch_constant:
             self._invariants.require(state.epoch == base.epoch + 1, f"a pass led from {base} to {state}")
-        return state
 
     def _steps(self, op: Op, budget: WatchedBudget) -> State:
         base, is_exact = self.committed, self._is_exact
@@ -212,18 +217,15 @@ class Program:
         return state
 
     def _walked(self, num_steps: int | None, budget: WatchedBudget) -> State:
-        number = self._next_number()
-        call = Call(
-            walk,
-            lambda worlds: [(number, num_steps)] * len(worlds),
-            changes_state=True,
-            keeps_alike=True,
-            resume=walk_on,
-        )
+        call = _training(walk, walk_on, self._next_number(), num_steps)
         before, is_exact = self.committed, self._is_exact
         walked: list[Walked] = self._controller.run(call, budget=budget)
         is_own = num_steps is None or {each.num_steps for each in walked} == {num_steps}
         self._invariants.require(is_own, f"{num_steps} steps were asked for: {walked}")
+        return self._taken(walked, before, is_exact)
+
+    def _taken(self, walked: Sequence[Walked], before: State, is_exact: bool) -> State:
+        """The state to which a training call led, once it is known to be right."""
         state = self._one([each.state for each in walked])
         is_known = self._is_alone and is_exact and self._is_global_batch_constant
         self._check_measured(walked, state, before if is_known else None)
@@ -238,15 +240,8 @@ class Program:
         kernel, before, is_exact = self._simulation.kernel, self.committed, self._is_exact
         # Half of them are left where it was planned, the others at some time.
         left_at, hold_at = kernel.now + op.argument % 20 / 10, op.argument % 6 + 1 if op.argument % 2 else None
-        asked = self._next_number(), None, hold_at
-        call = Call(
-            walk,
-            lambda worlds: [asked] * len(worlds),
-            changes_state=True,
-            keeps_alike=True,
-            resume=walk_on,
-            leaves=lambda: hold_at is None and kernel.now >= left_at,
-        )
+        call = _training(walk, walk_on, self._next_number(), None, hold_at)
+        call = replace(call, leaves=lambda: hold_at is None and kernel.now >= left_at)
         befallen, self._invariants.may_only_copy = dict(self._simulation.befalling.kinds), True
         try:
             walked = self._controller.run(call, budget=budget)
@@ -261,12 +256,8 @@ class Program:
             if op.argument % 3 == 0:  # another program goes on
                 self._controller.kill_group()
             walked = self._go_on_left([each.progress for each in walked], budget)
-        state = self._one([each.state for each in walked])
-        self._invariants.require(state.consumed == 0, f"a pass that was left ended in its middle: {state}")
-        is_known = self._is_alone and is_exact and self._is_global_batch_constant
-        self._invariants.require(not is_known or state.epoch == before.epoch + 1, f"from {before} to {state}")
-        self._check_measured(walked, state, before if is_known else None)
-        self._commit(state)
+        state = self._taken(walked, before, is_exact)
+        self._check_pass(state, before, is_exact)
         return state
 
     def _check_planned(self, answers: Sequence[Any], hold_at: int) -> None:
@@ -288,14 +279,7 @@ class Program:
         self._invariants.require(is_own, f"left after {ranks[0].steps} steps, with the state after {num_steps}")
         self._commit(snapshot.shared_state)
         self._simulation.tell(f"LEFT  {snapshot.shared_state}")
-        number, left = self._next_number(), Left.of(ranks)
-        call = Call(
-            walk_left,
-            lambda worlds: [(left, number)] * len(worlds),
-            changes_state=True,
-            keeps_alike=True,
-            resume=walk_on_left,
-        )
+        call = _training(walk_left, walk_on_left, Left.of(ranks), self._next_number())
         walked: list[Walked] = self._controller.run(call, budget=budget)
         return walked
 
@@ -502,6 +486,11 @@ class Program:
         else:
             told = "".join(traceback.format_exception(error))
             require(False, f"{why}\n{told}")
+
+
+def _training(function: Callable[..., Any], resume: Callable[..., Any], *args: Any) -> Call:
+    """A call that trains, with the same arguments on all ranks."""
+    return Call(function, lambda worlds: [args] * len(worlds), changes_state=True, keeps_alike=True, resume=resume)
 
 
 def _noting(state: State, noted: Sequence[int]) -> State:

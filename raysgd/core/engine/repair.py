@@ -41,7 +41,7 @@ from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.group_events import EventKind
 from raysgd.core.engine.shared.replica import Capture
-from raysgd.core.engine.shared.types import GroupReport, ReplicaProgress, StateHandover
+from raysgd.core.engine.shared.types import GroupReport, ReplicaProgress, StateHandover, WorkerInfo
 from raysgd.core.engine.startup import StandbyWorker
 from raysgd.core.engine.transfers import DividedValue, LostPartError
 from raysgd.core.text.log_lines import named
@@ -263,15 +263,18 @@ class GroupRepair:
         """True if the snapshot that was just restored was taken inside the running call. The call can then resume."""
         return self._snapshots.is_inside and not self._snapshots.calls_since
 
-    def _in_words(self, diagnosis: Diagnosis, gone: Collection[int] = ()) -> str:
-        """Return a description of why the current group failed.
+    def _in_words(
+        self, diagnosis: Diagnosis, gone: Collection[int] = (), infos: Sequence[WorkerInfo] | None = None
+    ) -> str:
+        """Return a description of why a group failed.
 
         Args:
             diagnosis: The cause of the failed call.
             gone: Ranks that are known to be lost in addition to the ranks in `diagnosis`.
+            infos: Node and process of each rank's worker in the failed group. Default: those of the current group.
         """
         group, lost = self._lifecycle.running, {*gone, *(diagnosis.ranks if diagnosis.kind == "died" else ())}
-        return words(diagnosis, gone, group.nodes_of(lost, group.infos))
+        return words(diagnosis, gone, group.nodes_of(lost, group.infos if infos is None else infos))
 
     def _give_up(self, diagnosis: Diagnosis, report: GroupReport, budget: RetryBudget, cause: str) -> NoReturn:
         """Kill the worker group and raise `WorkersLostError`, because no retry is left.
@@ -395,7 +398,7 @@ class GroupRepair:
         if not self._spec.regroups or diagnosis.kind == "user":
             return None
         self._monitor.go_on()
-        group, captures, cause = self._lifecycle.running, list[Capture](), self._in_words(diagnosis)
+        group, captures = self._lifecycle.running, list[Capture]()
         infos = group.infos
         living: Collection[int] = group.settle(report)
         try:
@@ -408,7 +411,7 @@ class GroupRepair:
             if group.infos is infos:
                 return None
             # The survivors had formed a group, which then failed. The report is of the ranks of the group before.
-            self._restart_after(call, diagnosis, GroupReport(()), cause, budget)
+            self._restart_after(call, diagnosis, GroupReport(()), self._in_words(diagnosis, infos=infos), budget)
             return []
         if any(each.progress is None for each in captures):
             return []

@@ -63,7 +63,7 @@ class Snapshot:
         own, progress = own_states(self.rank_states, num_ranks), self.progress
         if progress is None:
             return [(state,) for state in own]
-        return [(state, progress[0], progress[rank::num_ranks]) for rank, state in enumerate(own)]
+        return [(state, progress[0], replica.taken_over(progress, rank, num_ranks)) for rank, state in enumerate(own)]
 
 
 def own_states(rank_states: Sequence[Any], num_ranks: int) -> list[Any]:

@@ -62,8 +62,8 @@ class MetricSummary(dict[str, Any]):
 
     def without_objects(self) -> MetricSummary:
         """Return a copy without the metric objects, such as torchmetrics metrics, and without their values."""
-        values = {name: value for name, value in self.items() if name not in self._objects}
-        return MetricSummary(values, self.totals)
+        objects = self.objects
+        return MetricSummary({name: value for name, value in self.items() if name not in objects}, self.totals)
 
     @property
     def totals(self) -> dict[str, tuple[float, float]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.replica import Capture, taken_over
 from raysgd.core.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress
 from raysgd.core.numbers.meters import MetricSummary
 from raysgd.core.numbers.metric_meters import is_weight
@@ -162,7 +162,8 @@ class ReplicaCalls:
             begun.num_steps, begun.epoch_idx, request.num_steps, begun.is_exhausted, lost=lost, call=request.call
         )
         world = self._hosted.world
-        return self._go_on_from(first, begun.by_rank[world.rank :: world.size], begun.by_rank).resume(request, share)
+        own = taken_over(begun.by_rank, world.rank, world.size)
+        return self._go_on_from(first, own, begun.by_rank).resume(request, share)
 
     def go_on_left(self, begun: BegunEpoch, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
         """Continue a `resume_left` call that was interrupted or paused.
@@ -264,8 +265,7 @@ class ReplicaCalls:
 
         Args:
             first: Progress from which the call continues.
-            own: This rank's share of the metrics that the ranks of the earlier group measured in the call: those of
-                every n-th rank, where n is the size of this group.
+            own: The metrics that this rank takes over. See `taken_over`.
             everyones: The metrics of every rank of the earlier group, without metric objects.
         """
         hosted = self._hosted
@@ -279,7 +279,7 @@ class ReplicaCalls:
         call.meters.add_all(own)
         call.take_over(replace(first, others={}, lost=lost))
         if hosted.exchanges_rows:
-            shares = [everyones[each::size] for each in range(size)]
+            shares = [taken_over(everyones, each, size) for each in range(size)]
             call.rows.note(first.num_steps - 1, dict(zip(names, map(self._merged, shares), strict=True)))
         self._training = call
         return call

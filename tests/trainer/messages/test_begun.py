@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from raysgd.core.engine.shared.replica import taken_over
 from raysgd.core.numbers.meters import MetricSummary
 from raysgd.trainer.messages.begun import BegunEpoch
 
@@ -33,6 +34,13 @@ def test_it_is_read_back_to_the_last_bit_also_what_is_no_number() -> None:
     for read, written in zip((*found.by_rank, *found.lost), (*BEGUN.by_rank, *BEGUN.lost), strict=True):
         assert repr(dict(read)) == repr(dict(written))
         assert read.totals == written.totals
+
+
+@pytest.mark.parametrize(("num_ranks", "shares"), [(1, [3]), (2, [2, 1]), (3, [1, 1, 1]), (5, [1, 1, 1, 0, 0])])
+def test_a_group_of_any_size_counts_each_rank_once(num_ranks: int, shares: list[int]) -> None:
+    parts = [taken_over(BEGUN.by_rank, rank, num_ranks) for rank in range(num_ranks)]
+    assert [len(part) for part in parts] == shares
+    assert sum(each.totals["train_loss"][0] for part in parts for each in part) == pytest.approx(0.6)
 
 
 def test_metric_objects_are_left_out_and_their_names_are_kept() -> None:

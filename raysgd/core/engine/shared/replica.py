@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from raysgd.core.engine.shared.types import Heartbeat, ReplicaProgress, StateHandover, World
 from raysgd.core.text import log_lines
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -141,8 +143,7 @@ class RegroupingReplica(Replica, Protocol):
             shared_state: State that all ranks share, such as the model.
             own_state: This rank's own state. None if the snapshot has none for this rank.
             first: Progress of rank 0 in the call.
-            parts: Progress of the old ranks whose metrics this rank takes over. In a group of n ranks, these are every
-                n-th old rank, starting with the old rank of its own number.
+            parts: Progress of the old ranks whose metrics this rank takes over. See `taken_over`.
             everyones: Progress of every old rank, as `for_others` returns it.
         """
 
@@ -178,6 +179,14 @@ def restore_inside(
 ) -> None:
     """Restore a snapshot that was taken inside a call. See `RegroupingReplica.restore_inside`."""
     replica.restore_inside(shared_state, own_state, first, parts, everyones)
+
+
+def taken_over(parts: Sequence[T], rank: int, num_ranks: int) -> Sequence[T]:
+    """Return the parts of the old ranks, such as their metrics, that one rank of a new group takes over.
+
+    In a group of n ranks, these are the parts of every n-th old rank, starting with the old rank of its own number.
+    """
+    return parts[rank::num_ranks]
 
 
 def replica_progress(replica: RegroupingReplica) -> ReplicaProgress:
