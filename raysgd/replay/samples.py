@@ -150,13 +150,8 @@ def _of_loader(leg: Leg, batches: range, order: SampleOrder) -> StepSamples:
     plan, by_rank = plan_of(leg, indices), list[tuple[Any, ...]]()
     for rank in range(leg.entry["num_workers"]):
         shares = [share for number in batches for share in plan.shares_of_step(number, rank) if share.num_samples]
-        found = [indices[share.start : share.stop] for share in shares]
-        by_rank.append(tuple(each for part in found for each in _plain(part)))
+        by_rank.append(tuple(each for share in shares for each in indices[share.start : share.stop]))
     return StepSamples(tuple(by_rank))
-
-
-def _plain(indices: Any) -> list[Any]:
-    return indices.tolist() if hasattr(indices, "tolist") else list(indices)
 
 
 class _NamedRows(BatchMaker):

@@ -189,12 +189,12 @@ class TrainingOperator(RegisteringOperator):
     def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
         """Split a batch into model inputs and target, and move both to the device."""
         features, target = batches.split_batch(batch)
-        device = self._raysgd.context.device
-        if device.type == "cuda":
-            moved = to_device(target, device)
-            self._raysgd.loss_calls.note_copy(target, moved)
-            return tuple(to_device(feature, device) for feature in features), moved
-        return features, target
+        gpu = self._raysgd.gpu
+        if gpu is None:
+            return features, target
+        moved = to_device(target, gpu)
+        self._raysgd.loss_calls.note_copy(target, moved)
+        return tuple(to_device(feature, gpu) for feature in features), moved
 
     def forward(self, features: Any, target: Any) -> Any:
         """Return the model's output and the mean loss over the samples. Runs in training and validation.

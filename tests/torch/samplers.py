@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import numpy
 import torch
 from torch.utils.data import Sampler
-
-
-def as_list(indices: Any) -> list[Any]:
-    return indices.tolist() if isinstance(indices, torch.Tensor) else list(indices)
 
 
 class EveryGlobalSource(Sampler[int]):

@@ -30,7 +30,6 @@ from tests.torch.operators_for_tests import (
     equal,
     samples_seen,
 )
-from tests.torch.samplers import as_list
 
 MakeTrainer = Callable[..., TorchTrainer]
 
@@ -377,7 +376,7 @@ def test_a_run_of_large_data_resumes_inside_a_pass(tmp_path: Path, make_local: M
     [seen] = fresh.apply_all_operators(samples_seen)
     batch_size = len(seen[0])
     indices = ShuffledOrder(2**20).indices(seed, 0)[3 * batch_size : 8 * batch_size]
-    assert [number for batch in seen for number in batch] == as_list(indices)
+    assert [number for batch in seen for number in batch] == list(indices)
 
 
 def test_random_numbers_drawn_by_functions_and_validation_are_noticed(tmp_path: Path, make_local: MakeTrainer) -> None:

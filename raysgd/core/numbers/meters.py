@@ -224,7 +224,8 @@ class AverageMeterCollection:
         if not 0 <= num_samples < math.inf:
             raise ValueError(f"`{NUM_SAMPLES}={n!r}`: need the number of samples of a batch, 0 or more.")
         weight = as_weight(BATCH_WEIGHT, metrics[BATCH_WEIGHT]) if BATCH_WEIGHT in metrics else num_samples
-        meters, entries = self._meters, list[PendingMetric]()
+        meters = self._meters
+        entries: list[PendingMetric] = []  # `list[PendingMetric]()` would take ten times as long
         for name, value in metrics.items():
             meter = meters.get(name)
             if meter is None and is_weight(name):

@@ -24,9 +24,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
-import torch
 from torch.utils.data import Sampler
 
 from raysgd.core.arrays.division import BatchShare, Division, ShardedGlobalBatch
@@ -83,7 +83,7 @@ class PassPlan:
         >>> plan = PassPlan(20, consumed=0, division=Division(18, world_size=7), drop_last=False, pad=False)
         >>> [len(list(plan.shares(rank))) for rank in range(7)], plan.consumed_after(1)
         ([2, 2, 2, 2, 2, 2, 2], 18)
-        >>> [(share.start, share.stop) for share in plan.shares(rank=5)]
+        >>> [(start + share.start, start + share.stop) for start, share in plan.shares(rank=5)]
         [(14, 16), (18, 18)]
     """
 
@@ -153,20 +153,27 @@ class PassPlan:
         sizes.update(stop - start for start, stop in map(self._span, range(first, self.num_steps)))
         return sizes
 
-    def shares(self, rank: int) -> Iterator[Share]:
+    def shares(self, rank: int) -> Iterator[tuple[int, Share]]:
         """Yield the batches of `rank` in order, including batches without samples.
+
+        Each batch is a `Share` of its global batch, with positions relative to the first sample of the global batch.
+        Global batches of the same size have the same `Share` objects, so a step does not create any.
+
+        Yields:
+            The position of the global batch's first sample in the order of the pass, and the `Share`.
 
         Raises:
             ValueError: `rank` is out of range.
         """
         check_range("rank", rank, minimum=0, maximum=self.division.world_size - 1)
-        size, shares = -1, list[Share]()
-        for start, stop in map(self._span, range(self.num_steps)):
+        size, shares = -1, []
+        ends = [self._span(self.num_steps - 1)[1]] if self._starts else []
+        for start, stop in pairwise(chain(self._starts, ends)):
             if stop - start != size:
                 size = stop - start
                 shares = self._shares_of_batch(rank, size)
             for share in shares:
-                yield Share(start + share.start, start + share.stop, *share[2:])
+                yield start, share
 
     def shares_of_step(self, step: int, rank: int) -> list[Share]:
         """Return the batches of `rank` in the global step `step`, where 0 is the first of the remaining steps.
@@ -428,13 +435,12 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
 
 def _seeded(indices: Indices, plan: PassPlan, rank: int, drawn_for: tuple[int, int]) -> Iterator[list[int]]:
-    starts = (share.start for share in plan.shares(rank) if share.start < share.stop)
+    starts = (start + share.start for start, share in plan.shares(rank) if share.start < share.stop)
     for start, batch in zip(starts, _batches(indices, plan, rank), strict=True):
         yield SeededIndices(batch, seed_of(*drawn_for, start, _WHEN_LOADED))
 
 
 def _batches(indices: Indices, plan: PassPlan, rank: int) -> Iterator[list[int]]:
-    for share in plan.shares(rank):
-        batch = indices[share.start : share.stop]
-        if len(batch):
-            yield batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
+    for start, share in plan.shares(rank):
+        if share.start < share.stop:
+            yield list(indices[start + share.start : start + share.stop])

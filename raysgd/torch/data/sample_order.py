@@ -121,11 +121,8 @@ def _hashed(numbers: Numbers, key: np.uint64) -> Numbers:
     return mixed
 
 
-Indices: TypeAlias = Sequence[Any] | torch.Tensor
-"""Sample indices of a pass, in order: any object with a length and slices.
-
-A tensor takes a quarter of the memory of a list.
-"""
+Indices: TypeAlias = Sequence[Any]
+"""Sample indices of a pass, in order. An `array` takes a quarter of the memory of a list."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +188,8 @@ class ShuffledOrder:
             return Permutation(self.num_samples, seed=f"{seed}/{pass_index}")
         generator = torch.Generator("cpu").manual_seed(seed_of(seed, pass_index))
         # Use the CPU even if user code called `torch.set_default_device`, because the dataset is indexed on the CPU.
-        return torch.randperm(self.num_samples, generator=generator, device="cpu")
+        drawn = torch.randperm(self.num_samples, generator=generator, device="cpu")
+        return array("q", drawn.numpy().tobytes())  # slices of a tensor are slow
 
 
 @dataclass(frozen=True)

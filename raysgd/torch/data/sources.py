@@ -221,10 +221,11 @@ class DividedLoaderSource:
         self._generator.manual_seed(seed_of(self.seed, pass_index, consumed, rank))
         batches, num_shards, steps_left = iter(self._sharded.loader), sampler.num_shards, plan.num_steps
         seeds: tuple[int, int] | None = None
-        for share in plan.shares(rank):
+        for start, share in plan.shares(rank):
             batch = next(batches) if share.num_samples or plan.pad else NO_BATCH
             if num_shards:
-                own, of_step = (seed_of(self.seed, pass_index, at, _WHEN_TRAINED) for at in (share.start, consumed))
+                places = start + share.start, consumed
+                own, of_step = (seed_of(self.seed, pass_index, at, _WHEN_TRAINED) for at in places)
                 seeds = own, of_step
             steps_left -= share.is_last
             is_end = steps_left == 0

@@ -286,6 +286,7 @@ class TorchHostedOperator(HostedOperator):
         # Before each pass over the data, check that user code has called `rewrap` if it froze or unfroze parameters, or
         # added parameter groups.
         stream.prepare = partial(internals.trained.check, self.operator._freezes_in_batches)
+        internals.loss_calls.makes_all = is_stock(self.operator, "train_epoch", "train_batch", "forward")
         noting = internals.loss_calls.on(
             internals.criterion, lambda call: leg.weights.note_labels(leg.batch, call), only_labels=True
         )
@@ -333,6 +334,7 @@ class TorchHostedOperator(HostedOperator):
     def evaluating(self) -> Iterator[None]:
         """Put the models into evaluation mode for the `with` block and until the next training call."""
         internals, registered = self.internals, self.internals.registered
+        internals.loss_calls.makes_all = is_stock(self.operator, "validate", "validate_batch", "forward")
         noting = internals.loss_calls.on(internals.criterion, internals.note_amount)
         modes = self._modes = self._modes or ModuleModes()
         modes.evaluate([*registered.models, getattr(self.operator, "model", None)])

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 IGNORED = -100
 """The label that PyTorch's losses ignore by default."""
 
+_MOST_IN_LIST = 64  # up to this number of labels, a list of them is counted faster than a tensor
+
 Reading = Literal["classes", "logits", "probabilities", "values"]
 """Interpretation of a model's outputs by a criterion."""
 
@@ -119,12 +121,19 @@ class _Copied(NamedTuple):
 
 
 class LossCalls:
-    """Notifies listeners when a PyTorch loss is called: the criterion itself, or a module inside the criterion."""
+    """Notifies listeners when a PyTorch loss is called: the criterion itself, or a module inside the criterion.
+
+    Attributes:
+        makes_all: True if only the method `call` calls the criterion. A criterion that is itself a PyTorch loss then
+            needs no forward hook, which would take longer than counting the labels. Do not set it while anyone listens.
+    """
 
     def __init__(self) -> None:
+        self.makes_all = False
         self._listeners: list[tuple[Callable[[LossCall], None], bool]] = []  # pairs of a listener and `only_labels`
         self._hooked: Any = None
         self._copied: _Copied | None = None
+        self._called: tuple[Any, Any, _Loss | None] = (None, None, None)  # latest criterion, the same uncompiled, entry
 
     def note_copy(self, original: Any, copy: Any) -> None:
         """Record that a batch's target was copied to a GPU. Its labels are then counted without using the GPU.
@@ -148,7 +157,8 @@ class LossCalls:
             listener: Function that gets a `LossCall` for each call to a loss.
             only_labels: True to report only calls to losses that average over labels, such as `CrossEntropyLoss`.
         """
-        before, takes_hooks, handles = self._hooked, _takes_hooks(criterion), []
+        before, handles = self._hooked, []
+        takes_hooks = _takes_hooks(criterion) and not (self.makes_all and _known(criterion))
         for part in criterion.modules() if takes_hooks else ():
             loss = _known(part)
             if loss is not None and (loss.counts_labels or not only_labels):
@@ -172,8 +182,10 @@ class LossCalls:
         """
         result = criterion(output, target)
         if criterion is not self._hooked and self._listeners:
-            whole = getattr(criterion, "_orig_mod", criterion)
-            loss = _known(whole)
+            if criterion is not self._called[0]:
+                whole = getattr(criterion, "_orig_mod", criterion)
+                self._called = criterion, whole, _known(whole)
+            _, whole, loss = self._called
             for listener, only_labels in self._listeners:
                 if loss is not None and (loss.counts_labels or not only_labels):
                     self._tell(listener, loss, whole, (output, target), {}, result)
@@ -215,11 +227,18 @@ class LossCalls:
             listener(LossCall(loss.reading, output, target, result, ignored, amount))
             return
         labels = target if self._copied is None else self._copied.in_host_memory(target)
-        # Most batches contain no ignored label. If all labels are 0 or larger, none equals a negative `ignored`.
-        # Computing the minimum takes a fifth as long as counting.
-        are_all_classes = ignored < 0 and num_labels > 0 and labels.is_cpu and labels.min().item() >= 0
-        amount = num_labels if are_all_classes else in_host((labels != ignored).sum())
-        listener(LossCall(loss.reading, output, target, result, ignored, amount, num_labels))
+        listener(LossCall(loss.reading, output, target, result, ignored, _number_unlike(ignored, labels), num_labels))
+
+
+def _number_unlike(ignored: int, labels: torch.Tensor) -> Any:
+    """Return how many labels differ from `ignored`: a number, or a tensor if the labels are on a GPU."""
+    num_labels = labels.numel()
+    if labels.is_cpu and labels.ndim == 1 and num_labels <= _MOST_IN_LIST:
+        return num_labels - labels.tolist().count(ignored)
+    # Most batches contain no ignored label. If all labels are 0 or larger, none equals a negative `ignored`. Computing
+    # the minimum takes a fifth as long as counting.
+    are_all_classes = ignored < 0 and num_labels > 0 and labels.is_cpu and labels.min().item() >= 0
+    return num_labels if are_all_classes else in_host((labels != ignored).sum())
 
 
 def counts_labels(criterion: Any) -> bool:

@@ -146,9 +146,11 @@ class BatchMetrics(Internals):
     def completed(self, metrics: Any, batch: Any) -> Any:
         if self.leg is not None and metrics == {} and not (self.logged or self.leg.batch.is_by_samples):
             return {NUM_SAMPLES: self._sizes_of(batch)[0]}  # `train_batch` skipped the batch and returned no metrics
-        if self.logged or not isinstance(metrics, Mapping) or NUM_SAMPLES not in metrics:  # entries are missing
+        if type(metrics) is not dict and not isinstance(metrics, Mapping):  # the second check takes longer
+            return metrics
+        if self.logged or NUM_SAMPLES not in metrics:  # entries are missing
             metrics = super().completed(metrics, batch)
-        if self.leg is None or not isinstance(metrics, Mapping):
+        if self.leg is None:
             return metrics
         amounts = self.leg.batch.amounts
         if self.leg.batch.is_by_samples:

@@ -131,6 +131,7 @@ class TorchInternals(BatchMetrics):
         hooks: Clips gradients before optimizers step, even if user code calls an optimizer's `step`.
         gradients: Computes gradients and steps optimizers.
         chosen: Hyperparameters of the optimizers, such as learning rates, that `setup` chose.
+        gpu: The worker's GPU, to which batches are moved; None on a CPU.
         follows_rate: True if the optimizers' learning rates were adjusted when the config's `lr` last changed.
     """
 
@@ -141,6 +142,7 @@ class TorchInternals(BatchMetrics):
         self._keep(RegisteredObjects())
         self.scheduler_step_freq = context.settings.scheduler_step_freq
         self.precision = context.precision
+        self.gpu = context.device if context.use_gpu else None
         options = context.settings.step_options
         self.hooks = OptimizerHooks(context.precision, options, operator, context.parallel, self.callbacks)
         self.chosen: list[Hyperparameters] = []
@@ -273,7 +275,8 @@ class TorchInternals(BatchMetrics):
             - Records of the calls to PyTorch's losses that the criterion made.
             - A dict with `val_loss`, the number of samples, and the batch's weight if `forward` returned one.
         """
-        operator, comparisons = self._operator, list[LossCall]()
+        operator = self._operator
+        comparisons: list[LossCall] = []
         features, target = operator.prepare_batch(batch)
         noting = self.loss_calls.on(self.criterion, comparisons.append)
         with operator.timers.record("eval_fwd"), self.precision.forward(), noting:

@@ -32,7 +32,8 @@ def of_a_step(plan: PassPlan, step: int) -> list[list[Share]]:
 def steps_of(plan: PassPlan, rank: int) -> list[list[Share]]:
     """The batches of a rank in each step."""
     steps: list[list[Share]] = []
-    for share in plan.shares(rank):
+    for start, share in plan.shares(rank):
+        share = share._replace(start=start + share.start, stop=start + share.stop)
         steps += [[]] * share.is_first
         steps[-1] = [*steps[-1], share]
     return steps
@@ -99,7 +100,7 @@ def test_without_padding_a_rank_without_samples_has_no_batch() -> None:
 
 def test_padding_is_never_larger_than_a_batch() -> None:
     plan = make_plan(3, batch_size=1, world_size=4)
-    assert list(plan.shares(rank=3)) == [Share(0, 1, 0, 0.0, 3)]
+    assert list(plan.shares(rank=3)) == [(0, Share(0, 1, 0, 0.0, 3))]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_positions_outside_the_plan_and_batches_of_unknown_ranks_are_refused() -
 
 def test_a_step_says_where_it_begins_and_ends() -> None:
     plan = PassPlan(20, 0, Division(12, 2, cap=2), drop_last=False, pad=True)
-    assert [(share.is_first, share.is_last) for share in plan.shares(0)] == [
+    assert [(share.is_first, share.is_last) for _, share in plan.shares(0)] == [
         (True, False), (False, False), (False, True), (True, False), (False, True),
     ]  # fmt: skip
 
@@ -179,7 +180,7 @@ def test_padding_repeats_samples_of_its_own_step() -> None:
 def test_the_batches_of_a_rank_are_its_shares_that_are_not_empty() -> None:
     for plan in random_plans(400, seed=6):
         for rank in range(plan.division.world_size):
-            assert plan.num_batches(rank) == sum(share.start < share.stop for share in plan.shares(rank))
+            assert plan.num_batches(rank) == sum(share.start < share.stop for _, share in plan.shares(rank))
 
 
 def test_the_position_after_each_step_is_the_prefix_used_so_far() -> None:

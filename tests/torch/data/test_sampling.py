@@ -25,7 +25,7 @@ from torch.utils.data import (
 from raysgd.torch.data.batch_sampler import GlobalBatchRule
 from raysgd.torch.data.sample_order import SampleOrder, SamplerOrder, SequentialOrder, ShuffledOrder
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, shard_loader
-from tests.torch.samplers import Epochs, as_list
+from tests.torch.samplers import Epochs
 
 
 class Squares(Dataset[tuple[int, int]]):
@@ -249,7 +249,7 @@ def test_loader_processes_that_read_ahead_do_not_disturb_the_position() -> None:
         Squares(30), batch_size=2, shuffle=True, num_workers=2, prefetch_factor=3, persistent_workers=True
     )
     sharded = shard(loader, rank=0, world_size=2)
-    order = as_list(ShuffledOrder(30).indices(seed=1, pass_index=0))
+    order = list(ShuffledOrder(30).indices(seed=1, pass_index=0))
 
     plan = sharded.sampler.begin_pass(0, seed=1)
     assert len(sharded.loader) == 8
@@ -265,7 +265,7 @@ def test_loader_processes_that_read_ahead_do_not_disturb_the_position() -> None:
 
     # And the same loader processes go on with the next pass.
     sharded.sampler.begin_pass(1, seed=1)
-    next_order = as_list(ShuffledOrder(30).indices(seed=1, pass_index=1))
+    next_order = list(ShuffledOrder(30).indices(seed=1, pass_index=1))
     assert [index for indices, _ in sharded.loader for index in indices.tolist()] == next_order
 
 

@@ -93,13 +93,33 @@ def test_a_compiled_criterion_is_left_alone() -> None:
     assert len(heard(criterion)) == 1, "the library calls it by itself"
 
 
+@pytest.mark.parametrize("makes_all", [False, True])
 @pytest.mark.parametrize("criterion", [torch.nn.CrossEntropyLoss(), functional.cross_entropy, Likelihood()])
-def test_a_call_is_told_once_with_the_labels_that_count(criterion: Any) -> None:
+def test_a_call_is_told_once_with_the_labels_that_count(criterion: Any, makes_all: bool) -> None:
     calls, found = LossCalls(), list[LossCall]()
+    calls.makes_all = makes_all
     with calls.on(criterion, found.append, only_labels=True):
-        calls.call(criterion, SCORES, WITH_IGNORED)
-    counted = (int((TARGET != 3).sum()), TARGET.numel(), True)
-    assert [(each.amount, each.num_labels, each.is_uneven) for each in found] == [counted]
+        for target in (WITH_IGNORED, TARGET):
+            calls.call(criterion, SCORES, target)
+    counted = [(int((TARGET != 3).sum()), TARGET.numel(), True), (TARGET.numel(), TARGET.numel(), False)]
+    assert [(each.amount, each.num_labels, each.is_uneven) for each in found] == counted
+
+
+@pytest.mark.parametrize("makes_all", [False, True])
+def test_a_loss_has_a_hook_only_where_others_may_call_it(makes_all: bool) -> None:
+    calls, criterion = LossCalls(), torch.nn.CrossEntropyLoss()
+    calls.makes_all = makes_all
+    with calls.on(criterion, print):
+        assert bool(criterion._forward_hooks) is not makes_all
+
+
+@pytest.mark.parametrize("num_labels", [0, 1, 64, 65, 300])
+@pytest.mark.parametrize("ignored", [-100, 2])
+def test_ignored_labels_are_left_out_in_batches_of_any_size(num_labels: int, ignored: int) -> None:
+    target = torch.arange(num_labels) % 4
+    target[1::7] = ignored
+    [found] = heard(torch.nn.CrossEntropyLoss(ignore_index=ignored), torch.zeros(num_labels, 4), target)
+    assert (found.amount, found.num_labels) == (int((target != ignored).sum()), num_labels)
 
 
 def test_listening_leaves_nothing_behind_in_the_criterion() -> None:
