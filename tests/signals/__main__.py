@@ -26,10 +26,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch
 
+from tests.helpers.forked import SWITCH, Forks, forks, to_lend
 from tests.signals.program import OPERATORS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,7 +128,7 @@ class Program:
     Args:
         folder: Where it writes.
         arguments: More of its arguments.
-        cluster: The process of the Ray that its workers belong to; None for one that the program starts.
+        cluster: The process whose children its workers are; None if the program starts their Ray.
     """
 
     def __init__(self, folder: Path, arguments: Sequence[str], cluster: psutil.Process | None = None) -> None:
@@ -389,6 +391,7 @@ def main() -> int:
     parser.add_argument("--how", action="append", help=f"an end, one of: {'; '.join(KINDS)}")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--standing", action="store_true", help="all programs use one Ray, which signals do not reach")
+    parser.add_argument("--forked", action="store_true", help="workers are forked: an end takes half as long")
     parser.add_argument("--sums", type=Path)
     parser.add_argument("--keep", type=Path, help="where the folders of runs with faults go")
     asked = parser.parse_args()
@@ -400,7 +403,7 @@ def main() -> int:
         with (
             ended_well_by_sigterm(),
             tempfile.TemporaryDirectory(prefix="signals-") as place,
-            standing_cluster() if asked.standing else nullcontext() as cluster,
+            forked_workers() if asked.forked else standing_cluster() if asked.standing else nullcontext() as cluster,
         ):
             disturb_runs(asked, Path(place), rng, sums, cluster)
     finally:
@@ -436,6 +439,14 @@ def standing_cluster() -> Iterator[psutil.Process]:
         finally:
             del os.environ["RAY_ADDRESS"]
             cluster.stdin.close()  # it ends its Ray
+
+
+@contextmanager
+def forked_workers() -> Iterator[psutil.Process]:
+    """Let programs have forked workers, and yield the process whose children these are."""
+    with forks() as found, mock.patch.dict(os.environ, to_lend()):
+        assert isinstance(found, Forks), f"{SWITCH} rules it out"
+        yield psutil.Process(found.server.pid)
 
 
 def disturb_runs(
