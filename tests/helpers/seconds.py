@@ -1,11 +1,13 @@
 """Seconds that the files of tests take, so that the long ones begin first: `tests/seconds.json`.
 
-`make test-times` writes the table again. A file that is not in it takes about as long as a unit test.
+`make test-times` writes the table again. A file that is not in it begins first: it is short, or newer than the table. A
+new file that takes minutes must not begin last, when the other processes have nothing left to do.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,7 +26,7 @@ def seconds_of_files() -> Mapping[str, float]:
 
 def longest_first(items: list[pytest.Item], seconds: Mapping[str, float]) -> None:
     """Sort tests by the seconds of their files; those of a file stay in order."""
-    items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), 0.0))
+    items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), math.inf))
 
 
 def write(reports: Iterable[pytest.TestReport]) -> None:
