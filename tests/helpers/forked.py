@@ -153,6 +153,12 @@ def forks(preloaded: Sequence[str] = FOR_TORCH) -> Iterator[Forks | NoForks]:
                 server.kill()  # a process that a test has forked may still hold the other end of its input
 
 
+@contextmanager
+def lent_forks() -> Iterator[NoForks]:
+    """Until the end of the block workers can be forked, if the process that started this one lends what it takes."""
+    yield LentForks(os.environ[LENT]) if LENT in os.environ else NoForks()
+
+
 def serve(address: str) -> None:
     """Forks for whoever connects, and imports what the input names, until that ends."""
     with socket.socket(socket.AF_UNIX) as server:

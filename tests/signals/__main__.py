@@ -403,9 +403,10 @@ def main() -> int:
         with (
             ended_well_by_sigterm(),
             tempfile.TemporaryDirectory(prefix="signals-") as place,
-            forked_workers() if asked.forked else standing_cluster() if asked.standing else nullcontext() as cluster,
+            forked_workers() if asked.forked else nullcontext() as server,
+            standing_cluster() if asked.standing else nullcontext() as standing,
         ):
-            disturb_runs(asked, Path(place), rng, sums, cluster)
+            disturb_runs(asked, Path(place), rng, sums, server or standing)
     finally:
         print(sums, flush=True)
         if asked.sums is not None:
@@ -415,7 +416,9 @@ def main() -> int:
 
 _RAY = """
 import ray, sys
-ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+from tests.helpers.forked import lent_forks
+with lent_forks() as found, found.starting():
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 """
@@ -432,7 +435,7 @@ def standing_cluster() -> Iterator[psutil.Process]:
         "stderr": subprocess.DEVNULL,
         "text": True,
     }
-    with subprocess.Popen([sys.executable, "-c", _RAY], start_new_session=True, **options) as cluster:
+    with subprocess.Popen([sys.executable, "-c", _RAY], cwd=ROOT, start_new_session=True, **options) as cluster:
         os.environ["RAY_ADDRESS"] = cluster.stdout.readline().strip()
         try:
             yield psutil.Process(cluster.pid)

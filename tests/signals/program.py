@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from raysgd import Recovery, TorchTrainer, TrainingOperator
 from raysgd.callbacks import Callback, Checkpointing, CSVLogger, Run
 from raysgd.core.numbers.results import CallProgress
 from raysgd.operators import GANOperator
-from tests.helpers.forked import LENT, NoForks, forks
+from tests.helpers.forked import lent_forks
 from tests.torch.streamed import StreamOperator
 
 NUM_SAMPLES, BATCH_SIZE, NUM_FEATURES = 240, 12, 4
@@ -156,7 +155,7 @@ def main() -> None:
     asked = parser.parse_args()
     folder = asked.folder
     own = {} if "RAY_ADDRESS" in os.environ else {"address": "local", "num_cpus": 4, "include_dashboard": False}
-    with forks() if LENT in os.environ else nullcontext(NoForks()) as found, found.starting():
+    with lent_forks() as found, found.starting():
         ray.init(log_to_driver=False, **own)  # type: ignore[arg-type]
     with TorchTrainer(
         training_operator_cls=OPERATORS[asked.kind],
