@@ -149,8 +149,12 @@ def _of_loader(leg: Leg, batches: range, order: SampleOrder) -> StepSamples:
     indices = order.indices(leg.entry["data"]["seed"], leg.entry["pass"])
     plan, by_rank = plan_of(leg, indices), list[tuple[Any, ...]]()
     for rank in range(leg.entry["num_workers"]):
-        shares = [share for number in batches for share in plan.shares_of_step(number, rank) if share.num_samples]
-        by_rank.append(tuple(each for share in shares for each in indices[share.start : share.stop]))
+        of_rank: list[Any] = []
+        for number in batches:
+            start, shares = plan.shares_of_step(number, rank)
+            for share in shares:
+                of_rank.extend(indices[start + share.start : start + share.stop] if share.num_samples else ())
+        by_rank.append(tuple(of_rank))
     return StepSamples(tuple(by_rank))
 
 

@@ -132,7 +132,8 @@ def forks(preloaded: Sequence[str] = FOR_TORCH) -> Iterator[Forks | NoForks]:
         yield LentForks(os.environ[LENT])
         return
     # Where PYTHONDONTWRITEBYTECODE is set, each worker would compile all modules again, which takes it a second.
-    compileall.compile_dir(_LIBRARY, quiet=2)
+    for folder in (_LIBRARY, _LIBRARY / "operators"):  # `operators` is a link, which `compileall` does not follow
+        compileall.compile_dir(folder, quiet=2)
     with tempfile.TemporaryDirectory(prefix="f-") as folder:
         address, interpreter = f"{folder}/server", Path(folder, "python")
         interpreter.write_text(_INTERPRETER.format(python=sys.executable, address=address), encoding="utf-8")

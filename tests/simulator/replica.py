@@ -205,8 +205,8 @@ def next_part(
     """A rank's next step, as the library divides it: its samples as bits, and how far the pass is then."""
     division = Division(batch_size * world_size, world_size, cap=batch_size)
     plan = PassPlan(num_samples, consumed, division, drop_last=False, pad=True)
-    [share] = plan.shares_of_step(0, rank)
-    own = sum(bits_in_order(num_samples, epoch)[share.start : share.stop]) if share.num_samples else 0
+    start, [share] = plan.shares_of_step(0, rank)
+    own = sum(bits_in_order(num_samples, epoch)[start + share.start : start + share.stop]) if share.num_samples else 0
     return own, plan.consumed_after(1)
 
 

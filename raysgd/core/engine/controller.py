@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from raysgd.core.engine.group import GroupHooks, WorkerGroup
 from raysgd.core.engine.keeper import CallNumber, keeper
-from raysgd.core.engine.lifecycle import RELEASE_S, START_ATTEMPTS, Clock, ElasticRules, Lifecycle
+from raysgd.core.engine.lifecycle import NUM_COPIES, RELEASE_S, START_ATTEMPTS, Clock, ElasticRules, Lifecycle
 from raysgd.core.engine.liveness import quiet_s
 from raysgd.core.engine.monitor import LEAVING, ROOM, Monitor, ask_heartbeats
 from raysgd.core.engine.placement import cluster_view
@@ -39,9 +39,8 @@ logger = logging.getLogger(__name__)
 _DEFAULT_RETRIES = 3
 _NODES_S = 2.0
 _SPARE_POLL_S = 0.1
-_NUM_COPIES = 4
 _LOST_ON_ITS_WAY = (
-    f"The state was lost on its way to the driver {_NUM_COPIES} times. The log above names the cause; "
+    f"The state was lost on its way to the driver {NUM_COPIES} times. The log above names the cause; "
     "too little memory in Ray's object store is a frequent one."
 )
 
@@ -469,7 +468,7 @@ class ElasticController(Lifecycle):
         Raises:
             WorkersLostError: The copy was lost in transit several times.
         """
-        for _ in range(_NUM_COPIES):
+        for _ in range(NUM_COPIES):
             if not self.snapshots.is_coming:
                 self._run(copy_call(), budget)
             if not call.can_continue:
@@ -568,7 +567,7 @@ class ElasticController(Lifecycle):
             WorkersLostError: The snapshot was lost in transit several times.
         """
         with self._turn_to_copy():
-            for num_copies in range(_NUM_COPIES + 1):
+            for num_copies in range(NUM_COPIES + 1):
                 if num_copies:
                     self.run(copy_call())
                 self._monitor.await_snapshot()
@@ -665,7 +664,7 @@ class ElasticController(Lifecycle):
         kept_by = keeper()
         number = kept_by.number(call) if kept_by is not None else None
         self.num_calls = number.call if number is not None else self.num_calls + 1
-        is_inside = number is not None and number.is_resumed
+        is_inside, num_lost = number is not None and number.is_resumed, 0
         while True:
             function = call.resume if is_inside and call.resume is not None else call.function
             group = self.ensure_group()
@@ -680,14 +679,18 @@ class ElasticController(Lifecycle):
                 if self._is_left(call, report):
                     if captures := self._left(group, report):
                         return captures
+                    num_lost += 1
+                    if num_lost == NUM_COPIES:
+                        kept = WorkersLostError  # the ranks only wait between two steps
+                        raise WorkersLostError(_LOST_ON_ITS_WAY)
                     report = self.recovery.ask_progress()
                     held = [] if report.ok else None  # if no rank was lost, all ranks go on, and soon stop again
                 # After this error, there is nothing to kill: the group is in sync, or was already killed.
                 kept = WorkerError
                 if not report.ok and call.leaves is not None and call.leaves():
                     held = self.recovery.leave_with_survivors(call, report, budget)
-                    self._end_if_too_small()
                     if held:
+                        self._end_if_too_small()
                         return held
                 is_inside = True if held is not None else self._mended(call, report, budget)
             except BaseException as error:  # Ctrl-C or an error in the driver: ranks may still be in the call
@@ -719,7 +722,7 @@ class ElasticController(Lifecycle):
         return self.recovery.change_held(report) if report.ok else self.recovery.recover(call, report, budget)
 
     def _end_if_too_small(self) -> None:
-        """End a group that was formed only to copy its training state, if it has too few workers to train.
+        """End a group whose training state was copied to the driver, if it has too few workers to train.
 
         The next attempt or call starts a new group, unless the program is ending.
         """
@@ -754,9 +757,7 @@ class ElasticController(Lifecycle):
         self.snapshots.take_from(group, captures)
         self._monitor.await_snapshot()
         if not self.snapshots.shares_current:
-            if self._is_cut_off():
-                self.gives_state_up = True
-                raise WorkersLostError("Ray was stopped before the state of the last step was in the driver.")
+            self.refuse_if_cut_off()
             return []
         self.snapshots.leave_call()
         return captures

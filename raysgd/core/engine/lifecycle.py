@@ -49,6 +49,7 @@ _IN_THE_WAY_S = 5.0  # reservation timeout if this program's other trainers hold
 _GROWTH_RESERVATION_S = 1.0
 _SUSPICION_S = 60.0
 _HEAD_S = 0.5
+NUM_COPIES = 4  # how often a state that is lost in transit is copied to the driver
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,16 @@ class Lifecycle(ABC):
     def _is_cut_off(self) -> bool:
         """Return True if the program is about to end, and Ray was stopped."""
         return self._is_ending and self.group is not None and self.group.is_cut_off
+
+    def refuse_if_cut_off(self) -> None:
+        """Check that a state that was lost in transit can be copied to the driver again.
+
+        Raises:
+            WorkersLostError: Ray was stopped, and the program is about to end.
+        """
+        if self._is_cut_off():
+            self.gives_state_up = True
+            raise WorkersLostError("Ray was stopped before the state of the last step was in the driver.")
 
     @property
     def holds_only_state(self) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from raysgd.core.engine import ranks as rank_rules
-from raysgd.core.engine.lifecycle import SETTLE_S, Lifecycle, pay_for_start
+from raysgd.core.engine.lifecycle import NUM_COPIES, SETTLE_S, Lifecycle, pay_for_start
 from raysgd.core.engine.monitor import Monitor
 from raysgd.core.engine.placement import explain, impossibility
 from raysgd.core.engine.policies import (
@@ -383,13 +383,13 @@ class GroupRepair:
         Args:
             call: The failed call.
             report: The outcomes of the failed call.
-            budget: The retries of the call. One is used if the workers must be restarted.
+            budget: The retries of the call. One is used if workers must be replaced or restarted.
 
         Returns:
-            Each survivor's part of a snapshot that was taken inside the call. An empty list if there is a group, but
-            its state is not from inside the call: the group must then run the call. None if `recover` must handle the
-            failure: the survivors could not form a group, their replicas cannot regroup, or user code raised an
-            exception.
+            Each survivor's part of a snapshot that was taken inside the call. An empty list if the driver has no such
+            snapshot, but there is a group that can run the call: it resumes the call, or starts it over. None if
+            `recover` must handle the failure: the survivors could not form a group, their replicas cannot regroup, or
+            user code raised an exception.
 
         Raises:
             WorkersLostError: See `recover`.
@@ -398,13 +398,16 @@ class GroupRepair:
         if not self._spec.regroups or diagnosis.kind == "user":
             return None
         self._monitor.go_on()
-        group, captures = self._lifecycle.running, list[Capture]()
-        infos = group.infos
+        group = self._lifecycle.running
+        infos, captures = group.infos, list[Capture]()
         living: Collection[int] = group.settle(report)
         try:
-            while not captures:
+            for _ in range(NUM_COPIES):
                 # A stuck rank may be in a step that takes forever, so only ask it if no other rank has the state.
                 captures = self._fetch_from((set(living) or group.stuck) - group.gone, only_inside=True)
+                if captures:
+                    break
+                self._lifecycle.refuse_if_cut_off()
                 living = range(len(group))
         except CannotForm as failed:
             logger.warning("no worker has the state of a completed step: %s", failed.reason or "all are lost")
@@ -413,10 +416,34 @@ class GroupRepair:
             # The survivors had formed a group, which then failed. The report is of the ranks of the group before.
             self._restart_after(call, diagnosis, GroupReport(()), self._in_words(diagnosis, infos=infos), budget)
             return []
-        if any(each.progress is None for each in captures):
+        if not captures or any(each.progress is None for each in captures):
+            self._enlarge(call, diagnosis, self._in_words(diagnosis, infos=infos), budget)
             return []
         self._snapshots.leave_call()
         return captures
+
+    def _enlarge(self, call: Call, diagnosis: Diagnosis, cause: str, budget: RetryBudget) -> None:
+        """Add workers to a group that was formed only to copy its state, if it has too few workers to train.
+
+        If workers cannot join, restart all workers. If the program is about to end, start no workers.
+
+        Args:
+            call: The failed call, which the group will run.
+            diagnosis: The cause of the failure.
+            cause: Description of the failure, for the history.
+            budget: The retries of the call.
+
+        Raises:
+            WorkersLostError: See `recover`.
+        """
+        lifecycle, num_workers = self._lifecycle, len(self._lifecycle.running)
+        if num_workers >= self._scaling.min_workers or lifecycle.is_ending:
+            return
+        staying, num_awaited = list(range(num_workers)), lifecycle.resizing.num_awaited
+        change = GroupChange("continued", lambda gone: cause, staying, lifecycle.now(), num_awaited, budget)
+        failed = self._make(change)
+        if failed is not None:
+            self._restart_after(call, diagnosis, GroupReport(()), failed[1], budget)
 
     def await_only_state(self) -> None:
         """If the training state exists only in the workers, but a snapshot is in transit, wait for the snapshot."""
@@ -430,8 +457,8 @@ class GroupRepair:
 
         Args:
             living: The ranks.
-            only_inside: True to copy nothing unless the state is from inside a call. A copy from after a call that the
-                driver does not count as completed would make a restart repeat that call.
+            only_inside: True to send nothing to the driver unless the state is from inside a call. A copy from after a
+                call that the driver does not count as completed would make a restart repeat that call.
 
         Returns:
             Each rank's part of the snapshot. An empty list if the snapshot was lost, because a rank was lost meanwhile.

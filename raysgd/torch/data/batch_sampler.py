@@ -38,8 +38,8 @@ class Share(NamedTuple):
     """A batch that one rank processes in a step. A rank may have several batches in a step.
 
     Attributes:
-        start: Position of the batch's first sample in the order of the pass.
-        stop: Position after the batch's last sample.
+        start: Position of the batch's first sample, counted from the first sample of its global batch.
+        stop: Position after the batch's last sample, counted in the same way.
         num_samples: Number of samples that count: `stop - start`, or 0 for padding, whose samples do not count.
         weight: Factor by which the batch's gradient is multiplied before the unweighted mean over the ranks is taken.
             The weights of batches that the ranks process at the same time average to 1, and are exactly 1.0 if these
@@ -156,7 +156,6 @@ class PassPlan:
     def shares(self, rank: int) -> Iterator[tuple[int, Share]]:
         """Yield the batches of `rank` in order, including batches without samples.
 
-        Each batch is a `Share` of its global batch, with positions relative to the first sample of the global batch.
         Global batches of the same size have the same `Share` objects, so a step does not create any.
 
         Yields:
@@ -175,16 +174,18 @@ class PassPlan:
             for share in shares:
                 yield start, share
 
-    def shares_of_step(self, step: int, rank: int) -> list[Share]:
+    def shares_of_step(self, step: int, rank: int) -> tuple[int, list[Share]]:
         """Return the batches of `rank` in the global step `step`, where 0 is the first of the remaining steps.
+
+        Returns:
+            The position of the global batch's first sample in the order of the pass, and the batches.
 
         Raises:
             ValueError: `step` is out of range.
         """
         check_range("step", step, minimum=0, maximum=self.num_steps - 1)
         start, stop = self._span(step)
-        shares = self._shares_of_batch(rank, stop - start)
-        return [Share(start + share.start, start + share.stop, *share[2:]) for share in shares]
+        return start, self._shares_of_batch(rank, stop - start)
 
     def num_batches(self, rank: int) -> int:
         """Return the number of batches that `rank` loads in the rest of the pass, including padding."""
@@ -435,9 +436,11 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
 
 def _seeded(indices: Indices, plan: PassPlan, rank: int, drawn_for: tuple[int, int]) -> Iterator[list[int]]:
-    starts = (start + share.start for start, share in plan.shares(rank) if share.start < share.stop)
-    for start, batch in zip(starts, _batches(indices, plan, rank), strict=True):
-        yield SeededIndices(batch, seed_of(*drawn_for, start, _WHEN_LOADED))
+    for start, share in plan.shares(rank):
+        if share.start < share.stop:
+            first = start + share.start
+            seed = seed_of(*drawn_for, first, _WHEN_LOADED)
+            yield SeededIndices(indices[first : start + share.stop], seed)
 
 
 def _batches(indices: Indices, plan: PassPlan, rank: int) -> Iterator[list[int]]:

@@ -50,6 +50,9 @@ from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
 
+# Methods in which user code may call the criterion itself while it trains.
+_TRAINING_RUNGS = ("train_epoch", "train_batch", "prepare_batch", "forward", "backward", "optimizer_step")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFacts(RunnerFacts):
@@ -286,7 +289,7 @@ class TorchHostedOperator(HostedOperator):
         # Before each pass over the data, check that user code has called `rewrap` if it froze or unfroze parameters, or
         # added parameter groups.
         stream.prepare = partial(internals.trained.check, self.operator._freezes_in_batches)
-        internals.loss_calls.makes_all = is_stock(self.operator, "train_epoch", "train_batch", "forward")
+        internals.loss_calls.makes_all = is_stock(self.operator, *_TRAINING_RUNGS)
         noting = internals.loss_calls.on(
             internals.criterion, lambda call: leg.weights.note_labels(leg.batch, call), only_labels=True
         )

@@ -125,7 +125,8 @@ class LossCalls:
 
     Attributes:
         makes_all: True if only the method `call` calls the criterion. A criterion that is itself a PyTorch loss then
-            needs no forward hook, which would take longer than counting the labels. Do not set it while anyone listens.
+            needs no forward hook, which costs more than counting the labels of a small batch. Do not set it while
+            anyone listens.
     """
 
     def __init__(self) -> None:
@@ -150,7 +151,8 @@ class LossCalls:
     def on(self, criterion: Any, listener: Callable[[LossCall], None], only_labels: bool = False) -> Iterator[None]:
         """Notify a listener of all calls to the criterion's losses during the `with` block.
 
-        If the criterion does not support forward hooks, only calls through the method `call` are noticed.
+        Only calls through the method `call` are noticed if the criterion does not support forward hooks, or if it is
+        itself a PyTorch loss and `makes_all` is True.
 
         Args:
             criterion: Criterion that is or contains a loss.

@@ -354,7 +354,9 @@ class EpochCalls:
                 request, *shard = arguments[0]
                 arguments[0] = (replace(request, redraw=partial(self._between_steps, call)), *shard)
             if begun is not None:
-                arguments = [(begun, *each) for each in arguments]
+                # Ranks with the same arguments keep sharing one object, so that it is pickled only once.
+                with_begun = {id(each): (begun, *each) for each in arguments}
+                arguments = [with_begun[id(each)] for each in arguments]
             return arguments
 
         def check_all(answers: Sequence[EpochAnswer]) -> None:

@@ -29,7 +29,7 @@ from raysgd.exceptions import (
 )
 from tests.core.engine.trainer import RESTARTS, Befall, Trainer, befalls, die, dies, disconnect, in_note, press_ctrl_c
 from tests.simulator.processes import Process
-from tests.simulator.replica import SimReplica, look
+from tests.simulator.replica import SimReplica, State, look
 
 HOURS = 3600.0
 
@@ -686,6 +686,29 @@ class TestACallThatIsLeft:
         captures = trainer.controller.run(replace(trainer.walking(60), leaves=leaves))
         assert captures[0].progress.steps == asked_at[0]
 
+    def test_is_ended_with_an_error_where_its_state_never_arrives(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fetch(replica: SimReplica, token: int) -> State:
+            raise OSError("the store is full")
+
+        trainer = Trainer(is_large=True).started()
+        before = [each.pid for each in trainer.group.infos]
+        with monkeypatch.context() as patched:
+            patched.setattr(SimReplica, "fetch", fetch)
+            with pytest.raises(WorkersLostError, match="on its way to the driver 4 times"):
+                self.leave(trainer)
+        assert trainer.seen["step", 0] < 30, "a stop for each copy, and no more"
+        assert [each.pid for each in trainer.group.infos] == before, "the workers were waiting between two steps"
+        assert len({*trainer.walk(5)}) == 1
+
+    def test_goes_on_with_those_who_have_finished_it_and_new_workers_where_they_are_too_few(self) -> None:
+        trainer = Trainer(nodes=(6,), min_workers=2, snapshot_every_s=None).started()
+        call = replace(trainer.walking(20), leaves=lambda: trainer.seen["last", 1] > 0)
+        trainer.expect(dies(1, 2, at="last", nth=[1]))
+        trainer.invariants.may_only_copy = True
+        states = trainer.controller.run(call)
+        assert {each.state.steps for each in states} == {20}
+        assert trainer.kinds == ["continued"]
+
     @pytest.mark.parametrize("is_validation", [False, True])
     def test_is_given_up_soon_where_ray_is_gone_and_no_worker_answers(self, is_validation: bool) -> None:
         trainer = Trainer(heartbeat_s=30.0).started()
@@ -706,6 +729,16 @@ class TestACallThatIsLeft:
         num_ranks, step = self.leave(trainer)
         assert num_ranks == 3
         assert 12 <= step < 20
+
+    def test_copies_its_state_no_more_where_ray_is_gone_and_a_worker_has_died(self) -> None:
+        trainer = Trainer(heartbeat_s=30.0, is_large=True).started()
+        trainer.walk(10)
+        trainer.controller.is_ending = trainer.cluster.is_head_gone = True
+        began = trainer.kernel.now
+        with pytest.raises(WorkersLostError, match="Ray was stopped before the state of the last step"):
+            self.leave(trainer, dies(1, nth=[12]))
+        assert trainer.kernel.now - began < 5.0
+        assert trainer.seen["leave", 0] == 1, "the survivors form one group"
 
     def test_waits_for_a_slow_worker_as_ever_where_ray_is_there(self) -> None:
         trainer = Trainer(heartbeat_s=30.0).started()

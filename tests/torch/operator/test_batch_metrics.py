@@ -1,4 +1,4 @@
-"""What a validation counts by where the criterion leaves labels out."""
+"""What batches count by where the criterion leaves labels out."""
 
 from __future__ import annotations
 
@@ -96,3 +96,26 @@ def test_the_weight_of_user_code_holds(make_local: Make) -> None:
 def test_any_loss_counts_by_samples_where_all_labels_do(make_local: Make) -> None:
     result = make_local(Reports, config={"loss": penalized, "ignored": -100}).validate()
     assert result["val_loss"] == pytest.approx(expected(penalized, ignored=-100), rel=1e-6)
+
+
+class Attacked(Labelled):
+    """Calls the criterion for other inputs, in the backward pass: instead of the loss of the batch, or beside it."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.register_data(train_loader=DataLoader(data(), batch_size=2))
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        other = self.criterion(self.model(torch.ones(2, 4)), torch.tensor([1, self.criterion.ignore_index]))
+        super().backward(loss + other if self.config["is_added"] else other, **options)
+
+
+def test_a_criterion_that_is_called_in_backward_counts_by_its_labels(make_local: Make) -> None:
+    trainer = make_local(Attacked, config={"is_added": False}, accumulate_grad_batches=2)
+    assert trainer.train()["num_samples"] == 9
+
+
+def test_a_sum_with_a_criterion_that_is_called_in_backward_needs_a_weight(make_local: Make) -> None:
+    trainer = make_local(Attacked, config={"is_added": True, "ignored": -100}, accumulate_grad_batches=2)
+    with pytest.raises(ValueError, match=r"some labels are ignored by the loss.*`self.backward\(loss, weight="):
+        trainer.train()
