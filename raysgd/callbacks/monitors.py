@@ -199,8 +199,12 @@ class StepMetrics(WorkerCallback):
             for each in by_rank[rank_of(operator) :: operator._raysgd.world.size]:
                 self._open.go_on_from(each)
 
+    def _on_leg(self, operator: Any, leg: Mapping[str, Any]) -> None:
+        if self._last < 0:
+            self._last = operator.global_step
+
     def on_step_end(self, operator: Any, step: int, metrics: Any) -> None:
-        last = step - 1 if self._last < 0 else self._last
+        last = self._last  # with gradient accumulation, several batches before `step`
         # A step that is repeated after a failure counts only once.
         if step <= last or not isinstance(metrics, Mapping):
             return

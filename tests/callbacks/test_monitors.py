@@ -233,12 +233,24 @@ class TestSteps:
 
     def test_that_are_repeated_count_once(self) -> None:
         measured = StepMetrics(2)
-        operator = SimpleNamespace(_raysgd=SimpleNamespace(new_meters=AverageMeterCollection))
+        operator = SimpleNamespace(_raysgd=SimpleNamespace(new_meters=AverageMeterCollection), global_step=6)
         measured.on_begin(operator)
+        measured._on_leg(operator, {})
         for step, value in ((7, 1.0), (8, 2.0), (9, 3.0), (8, 90.0), (9, 90.0), (10, 5.0), (12, 6.0), (13, 7.0)):
             measured.on_step_end(operator, step, {"a": value, "num_samples": 2, "text": "x", "b": 1.0})
         assert {step: row["a"] for step, row in measured.summaries(0).items()} == {8: 1.5, 10: 4.0, 12: 6.0}
         assert [*measured.summaries(10)] == [12]
+
+    def test_of_a_run_that_resumes_end_at_the_same_steps_with_several_batches_in_a_step(self) -> None:
+        """A run with three batches in a step, whose open means are not in its file, because all workers had died."""
+        measured = StepMetrics(7)
+        operator = SimpleNamespace(_raysgd=SimpleNamespace(new_meters=AverageMeterCollection), global_step=20)
+        measured.on_begin(operator)
+        for step in (23, 26, 29):
+            measured._on_leg(operator, {})  # the group has changed
+            measured.on_step_end(operator, step, {"a": 1.0, "num_samples": 2})
+            operator.global_step = step
+        assert [*measured.summaries(0)] == [23, 29]
 
     def test_are_means_over_the_ranks_that_counted_samples_and_none_is_told_twice_or_too_early(self) -> None:
         ranks, told = Ranks({}, {}), list[tuple[int, dict[str, float]]]()

@@ -148,7 +148,9 @@ class Invariants:
         def watched(*args: Any, **options: Any) -> None:
             befallen, is_only = dict(self._simulation.befalling.kinds), controller.holds_only_state
             group = controller.group
-            living = [] if group is None else [each for each in group.processes if not each.is_dead]
+            workers = () if group is None else zip(group.workers, group.processes, strict=True)
+            # A newcomer may not have received the state yet.
+            living = [each for worker, each in workers if not each.is_dead and worker not in controller.newcomers]
             fetch(recovery, *args, **options)
             self.check_fetched(is_only and controller.gives_state_up, living, befallen)
 

@@ -164,6 +164,15 @@ def test_a_worker_that_freezes_while_replicas_are_made_for_a_restore_is_not_wait
     assert (verdict.broken, verdict.num_happened) == (None, 4)
 
 
+@pytest.mark.parametrize("seed", [201475, 203851])
+def test_a_detached_trainer_loses_the_only_worker_with_its_state_while_another_joins(seed: int) -> None:
+    """In the first, Ctrl-C comes while the state is looked for. The state is lost, and the call says so."""
+    with quiet():
+        verdict = run(drawn(seed))
+    assert verdict.broken is None
+    assert any("WorkersLostError" in line and "the state was lost" in line for line in verdict.log)
+
+
 def test_ctrl_c_again_and_again_leaves_no_thread_that_looks_after_workers_of_a_group_that_has_ended() -> None:
     """The third time, the driver does not wait any more until the thread has told which rank froze."""
     interrupts = [Fault("interrupt", "wait", nth) for nth in (117, 123, 232)]

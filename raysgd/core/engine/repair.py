@@ -882,6 +882,7 @@ class GroupRepair:
 
         def end(error: BaseException) -> None:
             """If Ctrl-C or an error left the group half restored, kill the group, so that it is never used."""
+            self.fetch_only_state()  # Ctrl-C may have interrupted the first attempt
             lifecycle.kill_group()
             if kind != "started":
                 is_failure = isinstance(error, WorkersLostError)
