@@ -122,6 +122,11 @@ def to_lend() -> dict[str, str]:
     return {LENT: str(_running[-1].interpreter)} if _running else {}
 
 
+def lent_forks() -> NoForks:
+    """What forks the workers, if the process that started this one lends it."""
+    return LentForks(os.environ[LENT]) if LENT in os.environ else NoForks()
+
+
 @contextmanager
 def forks(preloaded: Sequence[str] = FOR_TORCH) -> Iterator[Forks | NoForks]:
     """Until the end of the block workers can be forked."""
@@ -129,7 +134,7 @@ def forks(preloaded: Sequence[str] = FOR_TORCH) -> Iterator[Forks | NoForks]:
         yield NoForks()
         return
     if LENT in os.environ:
-        yield LentForks(os.environ[LENT])
+        yield lent_forks()
         return
     # Where PYTHONDONTWRITEBYTECODE is set, each worker would compile all modules again, which takes it a second.
     for folder in (_LIBRARY, _LIBRARY / "operators"):  # `operators` is a link, which `compileall` does not follow
@@ -152,12 +157,6 @@ def forks(preloaded: Sequence[str] = FOR_TORCH) -> Iterator[Forks | NoForks]:
             finally:
                 _running.remove(found)
                 server.kill()  # a process that a test has forked may still hold the other end of its input
-
-
-@contextmanager
-def lent_forks() -> Iterator[NoForks]:
-    """Until the end of the block workers can be forked, if the process that started this one lends what it takes."""
-    yield LentForks(os.environ[LENT]) if LENT in os.environ else NoForks()
 
 
 def serve(address: str) -> None:

@@ -155,7 +155,7 @@ def main() -> None:
     asked = parser.parse_args()
     folder = asked.folder
     own = {} if "RAY_ADDRESS" in os.environ else {"address": "local", "num_cpus": 4, "include_dashboard": False}
-    with lent_forks() as found, found.starting():
+    with lent_forks().starting():
         ray.init(log_to_driver=False, **own)  # type: ignore[arg-type]
     with TorchTrainer(
         training_operator_cls=OPERATORS[asked.kind],
