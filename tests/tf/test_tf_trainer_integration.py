@@ -25,6 +25,7 @@ from raysgd.tf.checkpoints import checkpoint_file
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner
+from raysgd.trainer.configuration.recovery import Recovery
 from tests.helpers.sent import sent_by_load
 from tests.tf import models
 from tests.tf.lab import Experiment, forget_pytorch, largest_difference, rank, run_alone, run_together
@@ -312,7 +313,8 @@ def add_rank(operator: Any) -> None:
 @pytest.mark.keras_in_turns("keras3")
 def test_an_operator_is_trained_saved_and_handed_out(ray_cluster: None, keras_here: Any, tmp_path: Path) -> None:
     config = {"batch_size": 2, "optimizer": "adam"}
-    with TFTrainer(training_operator_cls=Line, config=config, num_workers=2, seed=1) as trainer:
+    recovery = Recovery(snapshot_every_s=0)  # weights are compared at each snapshot, otherwise only now and then
+    with TFTrainer(training_operator_cls=Line, config=config, num_workers=2, seed=1, recovery=recovery) as trainer:
         first = trainer.train(num_steps=3, info={"note": 1})
         assert list(first)[:3] == ["num_samples", "epoch", "batch_count"]
         assert first["num_samples"] == 12
