@@ -365,10 +365,14 @@ class GroupRepair:
             self._monitor.watch()
             group = lifecycle.running
             survivors = group.settle_any() if after is None else group.settle(after)
+            formed, num_lost = list[Any](), 0  # the group of the last copy, and how many of its copies were lost
             while lifecycle.holds_only_state:
+                if num_lost == NUM_COPIES:
+                    raise CannotForm(f"it was lost in transit {NUM_COPIES} times", formed)
                 # Include stuck ranks, which may still finish a long step.
                 self._fetch_from({*survivors, *group.stuck} - group.gone)
                 survivors = list(range(len(group)))
+                formed, num_lost = group.infos, num_lost + 1 if group.infos == formed else 1
             logger.info("fetched the state that only workers had: %s", self._snapshots.restored_from())
         except CannotForm as failed:
             reason = failed.reason or "no worker is left"

@@ -488,6 +488,30 @@ def test_a_state_that_is_lost_on_its_way_is_copied_three_times_more(num_lost: in
             trainer.controller.snapshot()
 
 
+@pytest.mark.parametrize("num_lost", [4, 5])
+def test_workers_whose_state_never_arrives_are_ended_after_four_copies(
+    num_lost: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, sent = Trainer(is_large=True, **RESTARTS), list[str]()
+
+    def is_lost(label: str, process: Process) -> Exception | None:
+        sent.extend([label] if label == "send" else [])
+        return OSError("no space") if label == "send" and len(sent) <= num_lost else None
+
+    trainer.started()
+    trainer.controller.snapshot()
+    trainer.controller.snapshots.landed = None  # as of a trainer that another process has taken over
+    trainer.controller.snapshots.completed(None)
+    trainer.rule, death = is_lost, dies(1, at="look", nth=[1])
+    if num_lost == 4:
+        assert trainer.look(death) == [()] * 3
+    else:
+        with pytest.raises(WorkersLostError, match="the state was lost with the workers"):
+            trainer.look(death)
+        assert "cannot be fetched: it was lost in transit 4 times" in caplog.text
+    assert len(sent) == 5, "one before the call, and four before workers are ended"
+
+
 # ------------------------------------------------------------------------------------------------- switched off
 
 
