@@ -265,11 +265,24 @@ class TestSteps:
         ranks.answers = [{4: means(3.0, 2), 6: means(1.0, 2)}, {2: means(5.0, 2), 4: means(math.nan, 0)}]
         read(True)
         assert told[1:] == [(4, {"a": 3.0}), (6, {"a": 1.0})]
-        ranks.answers = [{8: means(1.0, 1)}, WorkersLostError("gone")]
+        ranks.answers = [{8: means(1.0, 1)}, TimeoutError("late")]
         read(True)
         ranks.answers = [{6: means(9.0, 1), 8: means(1.0, 1)}]
         read(True)
         assert (told[3:], ranks.asked_after) == ([(8, {"a": 1.0})], [0, 0, 2, 6, 6])
+
+    def test_are_those_of_the_other_ranks_where_one_is_lost_before_a_file_is_saved(self) -> None:
+        ranks, told = Ranks({2: means(1.0, 6)}, WorkersLostError("gone")), list[int]()
+        read = StepMetricsReader(cast("Any", ranks), lambda step, metrics: told.append(step))
+        read(False)
+        assert told == []  # they are asked again
+        read.tell_rest()
+        assert told == [2]
+        ranks.answers = [(3, means(1.0, 2)), WorkersLostError("gone")]
+        assert read.open() == ((3, means(1.0, 2)),)
+        ranks.answers = [WorkersLostError("gone")] * 2
+        read.tell_rest()
+        assert (told, read.open()) == ([2], ())
 
 
 def means(value: float, num_samples: int) -> MetricSummary:
@@ -290,8 +303,8 @@ class Ranks:
     def __len__(self) -> int:
         return len(self.answers)
 
-    def fetch(self, rank: int, function: Any, after: int) -> Any:
-        self.asked_after += [] if rank else [after]
+    def fetch(self, rank: int, function: Any, *after: int) -> Any:
+        self.asked_after += [] if rank else after
 
         def result(timeout_s: float) -> Any:
             if isinstance(self.answers[rank], Exception):

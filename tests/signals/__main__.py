@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -303,7 +303,7 @@ def difference(
     wanted: dict[str, Any],
     tolerance: float,
     counts_batches: bool = True,
-    may_miss: Callable[[str, str], bool] = lambda where, name: False,
+    may_miss: Callable[[str, str | None], bool] = lambda where, name: False,
 ) -> str | None:
     """Return how two runs differ, in words.
 
@@ -312,7 +312,8 @@ def difference(
         wanted: The other.
         tolerance: How much weights may differ. Metrics may always differ in the last digits.
         counts_batches: False where fewer workers took several batches for one, so that metrics come at other batches.
-        may_miss: Returns True for a table and a name whose values may miss samples of lost workers.
+        may_miss: Returns True for a table and a name whose values may miss samples of lost workers, and for a table and
+            None if it may lack rows.
     """
     for number, model in enumerate(wanted["state"]["models"]):
         for name, tensor in model.items():
@@ -323,6 +324,9 @@ def difference(
     if counts_batches:
         rows |= {name: (table, found["tables"].get(name, [])) for name, table in wanted["tables"].items()}
     for where, (expected, given) in rows.items():
+        if may_miss(where, None):
+            steps = {row["step"] for row in given}
+            expected = [row for row in expected if row["step"] in steps]
         if len(expected) != len(given):
             return f"{where} has {len(given)} rows instead of {len(expected)}"
         for row, other in zip(expected, given, strict=True):
@@ -334,20 +338,23 @@ def difference(
     return None
 
 
-def missed_with_workers(kind: str, has_lost: bool) -> Callable[[str, str], bool]:
+def missed_with_workers(kind: str, ends: Collection[str]) -> Callable[[str, str | None], bool]:
     """Return what may miss samples of lost workers, as docs/recovery.md says.
 
-    These are the metrics that workers had not sent when they died, which loggers get during an epoch. They are also the
-    last batch of each lost worker of a GAN.
+    These are the metrics that workers had not sent when they died, which loggers get during an epoch. If all workers
+    died, no worker is left that has the other samples of a row. They are also the last batch of each lost worker of a
+    GAN.
 
     Args:
         kind: What is trained.
-        has_lost: True if workers were killed. Otherwise, nothing may be missing.
+        ends: How the program was ended. Where no workers were killed, nothing may be missing.
     """
     misses_batch = kind == "gan"
 
-    def may_miss(where: str, name: str) -> bool:
-        if not has_lost:
+    def may_miss(where: str, name: str | None) -> bool:
+        if name is None:
+            return where.endswith(".steps.csv") and any("all workers" in each for each in ends)
+        if not any("worker" in each for each in ends):
             return False
         if where.endswith(".steps.csv"):
             return name not in ("epoch", "step")
@@ -473,9 +480,9 @@ def disturb_runs(
         before = sums.ends.copy()
         found = disturbed(folder, [*arguments, *more], workers, rng, sums, kinds, most, cluster=cluster)
         if found is not None:
-            has_lost = any("worker" in each for each in sums.ends - before)
-            counts_batches, may_miss = not (asked.deterministic and has_lost), missed_with_workers(kind, has_lost)
-            wrong = difference(found, whole[kind], tolerance, counts_batches, may_miss)
+            came = sums.ends - before
+            counts_batches = not (asked.deterministic and any("worker" in each for each in came))
+            wrong = difference(found, whole[kind], tolerance, counts_batches, missed_with_workers(kind, came))
             sums.num_runs[f"{kind} on {asked.workers}{', deterministic' if asked.deterministic else ''}"] += 1
             sums.faults.extend([] if wrong is None else [f"{folder} {more}: {wrong}"])
         if len(sums.faults) > num_faults and asked.keep is not None:

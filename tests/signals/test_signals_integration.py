@@ -167,5 +167,5 @@ def test_no_step_is_lost_whatever_ends_the_program(
     assert not sums.faults, str(sums)
     assert found is not None
     has_lost = any("worker" in each for each in sums.ends)
-    tolerance, may_miss = tolerance_of(workers, is_deterministic), missed_with_workers(kind, has_lost)
+    tolerance, may_miss = tolerance_of(workers, is_deterministic), missed_with_workers(kind, sums.ends)
     assert difference(found, wanted, tolerance, not (is_deterministic and has_lost), may_miss) is None

@@ -440,6 +440,10 @@ class SimReplica:
                     self.copies.keep(run.steps, self._capture_inside(run))
                 if (yield from self._stops(run)):
                     return HeldAtStep(run.steps, self._capture_inside(run), run.steps == run.hold_at)
+        except Exception:
+            if self.torn is not None and self.connection.is_alone:
+                self.torn.break_off(self.state.steps)
+            raise
         finally:
             self.is_walking = False
         yield from self.around.point("last", self)

@@ -87,6 +87,13 @@ class TornBatch:
         if self._loop.is_whole:
             self._loop.return_to_boundary()
 
+    def break_off(self, num_steps: int) -> None:
+        """The user's code raised on the only rank: a batch is undone, or stays as it is if it cannot be."""
+        if self._loop.can_return:
+            self._loop.return_to_boundary()
+        else:
+            self.restore(num_steps)
+
     @property
     def num_steps(self) -> tuple[float, float]:
         """How many steps each optimizer has taken."""

@@ -203,35 +203,38 @@ class StepMetricsReader:
     def open(self) -> tuple[tuple[int, MetricSummary], ...]:
         """Return the metrics that each rank has measured since they were last averaged over all ranks and reported.
 
-        There is one pair per rank: the rank's current step, and its metrics. Return an empty tuple if a rank does not
-        respond.
+        There is one pair per rank that responds: the rank's current step, and its metrics.
         """
-        group = self._controller.ensure_group()
-        transfers = [group.fetch(rank, open_steps) for rank in range(len(group))]
-        metrics, failure = receive_reports(transfers, are_last=True)
-        if failure is None:
-            return tuple(metrics)
-        logger.warning(
-            "the checkpoint lacks the metrics of the steps since the last log line, so the next one after a resume "
-            "covers fewer steps: %s",
-            failure,
-        )
-        return ()
+        metrics, failure = self._asked(open_steps, are_last=True)
+        if failure is not None:
+            logger.warning(
+                "the checkpoint lacks metrics of the steps since the last log line, so the next one after a resume "
+                "covers fewer steps or samples: %s",
+                failure,
+            )
+        return tuple(metrics)
 
     def _ask(self, is_done: bool) -> None:
-        group = self._controller.ensure_group()
-        transfers = [group.fetch(rank, summaries_of_steps, self._last_step) for rank in range(len(group))]
         by_rank: list[Mapping[int, MetricSummary]]
-        by_rank, failure = receive_reports(transfers, are_last=is_done)
-        if failure is not None:  # only log the error, because a later request brings these metrics, too
+        by_rank, failure = self._asked(summaries_of_steps, self._last_step, are_last=is_done)
+        if failure is not None:
             logger.debug("no news of the steps: %s", failure)
-            by_rank = [{}]
+            # A later request brings the metrics of all ranks, too. But there may be none after a rank was lost when the
+            # workers had stopped, because a file of their last step may be saved now.
+            if not by_rank or not is_done or isinstance(failure, TimeoutError):
+                by_rank = [{}]
         self._asked_at = time.monotonic()
         until = (max if is_done else min)(max(steps, default=0) for steps in by_rank)
         for step in sorted({step for steps in by_rank for step in steps if self._last_step < step <= until}):
             self._last_step = step
             rows = [row for steps in by_rank if (row := steps.get(step)) and row[NUM_SAMPLES]]  # not of idle ranks
             self._tell(step, readable.chosen(merge(rows), None))
+
+    def _asked(self, function: Callable[..., Any], *args: Any, are_last: bool) -> tuple[list[Any], Exception | None]:
+        """Return what a function returns on all ranks that respond in time, and the first error."""
+        group = self._controller.ensure_group()
+        transfers = [group.fetch(rank, function, *args) for rank in range(len(group))]
+        return receive_reports(transfers, are_last=are_last)
 
 
 class EpochCalls:

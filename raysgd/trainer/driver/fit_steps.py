@@ -139,8 +139,8 @@ class StepReports:
         """Return the step metrics that have not been passed to callbacks yet, as plain data for the sidecar.
 
         The sidecar is the file with the run's progress beside a checkpoint. The list holds the current step,
-        followed by the metrics of each rank. Return None if no step metrics are measured, or if a rank does not
-        respond.
+        followed by the metrics of each rank that responds. Return None if no step metrics are measured, or if no rank
+        responds.
         """
         by_rank = () if self._steps is None else self._steps.open()
         return [by_rank[0][0], *summaries_as_data(metrics for _, metrics in by_rank)] if by_rank else None
