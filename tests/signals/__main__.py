@@ -338,7 +338,7 @@ def difference(
     return None
 
 
-def missed_with_workers(kind: str, ends: Collection[str]) -> Callable[[str, str | None], bool]:
+def missed_with_workers(kind: str, ends: Collection[str], *, pauses: bool = False) -> Callable[[str, str | None], bool]:
     """Return what may miss samples of lost workers, as docs/recovery.md says.
 
     These are the metrics that workers had not sent when they died, which loggers get during an epoch. If all workers
@@ -348,12 +348,13 @@ def missed_with_workers(kind: str, ends: Collection[str]) -> Callable[[str, str 
     Args:
         kind: What is trained.
         ends: How the program was ended. Where no workers were killed, nothing may be missing.
+        pauses: True if the run pauses inside epochs, to save. The driver gets all rows there.
     """
     misses_batch = kind == "gan"
 
     def may_miss(where: str, name: str | None) -> bool:
         if name is None:
-            return where.endswith(".steps.csv") and any("all workers" in each for each in ends)
+            return where.endswith(".steps.csv") and not pauses and any("all workers" in each for each in ends)
         if not any("worker" in each for each in ends):
             return False
         if where.endswith(".steps.csv"):
@@ -482,7 +483,8 @@ def disturb_runs(
         if found is not None:
             came = sums.ends - before
             counts_batches = not (asked.deterministic and any("worker" in each for each in came))
-            wrong = difference(found, whole[kind], tolerance, counts_batches, missed_with_workers(kind, came))
+            may_miss = missed_with_workers(kind, came, pauses=bool(more))
+            wrong = difference(found, whole[kind], tolerance, counts_batches, may_miss)
             sums.num_runs[f"{kind} on {asked.workers}{', deterministic' if asked.deterministic else ''}"] += 1
             sums.faults.extend([] if wrong is None else [f"{folder} {more}: {wrong}"])
         if len(sums.faults) > num_faults and asked.keep is not None:

@@ -123,7 +123,7 @@ def train_counting(config: dict[str, Any]) -> dict[str, Any]:
                 continue
             at("forward", number)
             time.sleep(config.get("step_s", 0.0))
-            while number == config.get("awaits_at") and train.world_size() < 3:
+            while number == config.get("awaits_at") and train.world_size() < config.get("awaited", 3):
                 time.sleep(0.02)
             if config.get("decays"):
                 decay(model)

@@ -170,6 +170,7 @@ def test_a_worker_that_does_not_fit_the_others_is_named_and_the_function_starts_
     tmp_path: Path, flaw: str, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = config_of(tmp_path, dying(1, "backward", 9), admits=True, saves=True, step_s=0.1, flaw=flaw)
+    config |= {"awaits_at": 12, "awaited": 2}  # the other one waits there for the one that steps in
     returned, reports, kinds = run(tmp_path, config, (1, 2), spare_workers=1)
     assert kinds[-1] == "restored"
     assert words in caplog.text
