@@ -87,7 +87,8 @@ class _FileLogger(WritesFiles, MetricsLogger):
         file.last_step = run._global_step
         self._steps = SafeSink(file, type(self).__name__)
         with self._steps.warns():  # open an existing file now, to remove rows that an earlier run has written there
-            (self._steps.open if path.exists() else self._steps.begin)(run, self._sink.first_step)
+            # Keep the steps of an epoch whose own row is still missing, because its validation was not complete.
+            (self._steps.open if path.exists() else self._steps.begin)(run, run.epoch)
 
     def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of steps to the file for steps."""

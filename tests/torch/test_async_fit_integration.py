@@ -5,6 +5,7 @@ Covers `raysgd.trainer.driver.fit_results`.
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 import threading
@@ -120,6 +121,12 @@ def make(ray_cluster: None) -> Iterator[Make]:
         trainer.shutdown()
 
 
+def places_in(table: Path) -> list[tuple[str | None, str | None]]:
+    """The epoch and step of each row."""
+    with open(table, newline="") as file:
+        return [(row.get("epoch"), row.get("step")) for row in csv.DictReader(file)]
+
+
 def rate(operator: Any) -> float:
     found: float = operator.optimizer.param_groups[0]["lr"]
     return found
@@ -156,21 +163,23 @@ def test_what_goes_by_a_validation_acts_an_epoch_later(make: Make) -> None:
 
 
 def test_a_resumed_run_makes_up_for_the_validation_that_was_running(make: Make, tmp_path: Path) -> None:
-    trainer = make(spare_workers=1)
+    trainer, table, every = make(spare_workers=1), CSVLogger(tmp_path / "log.csv"), {"log_every_n_steps": 2}
     with pytest.raises(CallbackError, match="the power is gone"):
-        trainer.fit(4, callbacks=[Told(fails_after=2), Checkpointing(tmp_path)], validate="async")
+        trainer.fit(4, callbacks=[Told(fails_after=2), Checkpointing(tmp_path), table], validate="async", **every)
     beside = json.loads((tmp_path / "epoch_0002.ckpt.run.json").read_text())
     assert (beside["epoch"], beside["pending"]) == (2, 2)
     assert "val_loss" not in beside["history"]["rows"][-1]
     trainer.shutdown()
 
-    expected = make().fit(4)["val_loss"]
+    expected = make().fit(4, callbacks=[CSVLogger(tmp_path / "whole.csv")], **every)["val_loss"]
     for way in ("async", "inline"):
         resumed, told = make(spare_workers=1), Told()
-        options = {"callbacks": [told, Checkpointing(tmp_path / "more" if way == "async" else tmp_path)]}
+        options = {"callbacks": [told, Checkpointing(tmp_path / "more" if way == "async" else tmp_path), table], **every}
         history = resumed.fit(4, resume_from=tmp_path / "epoch_0002.ckpt", validate=way, **options)  # type: ignore[arg-type]
         assert history["val_loss"] == pytest.approx(expected, rel=1e-7)
         assert [epoch for _, epoch, _ in told.results] == [2, 3, 4]
+        for kind in ("csv", "steps.csv"):
+            assert places_in(tmp_path / f"log.{kind}") == places_in(tmp_path / f"whole.{kind}")
         resumed.shutdown()
 
 

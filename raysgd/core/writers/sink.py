@@ -107,7 +107,7 @@ class SafeSink:
         self._sink, self._hidden = sink, hidden
         self._owner, self._warned = owner, Once()
         self._run: Any = None
-        self.first_step: int | None = None
+        self._first_step: int | None = None
         self._is_open = False
 
     def warns(self) -> AbstractContextManager[None]:
@@ -125,7 +125,7 @@ class SafeSink:
 
     def begin(self, run: Any, first_step: int | None = None) -> None:
         """Set the run without opening the wrapped sink. The first `write` opens the sink."""
-        self._run, self.first_step, self._is_open = run, first_step, False
+        self._run, self._first_step, self._is_open = run, first_step, False
 
     def write(self, row: Any, step: int) -> None:
         """Write one row to the wrapped sink. If that fails, log a warning."""
@@ -151,7 +151,7 @@ class SafeSink:
                 self._sink.close(has_failed=True)
 
         with OnFailure(end):
-            self._sink.open(self._run, self.first_step)
+            self._sink.open(self._run, self._first_step)
         self._is_open = True
 
 
