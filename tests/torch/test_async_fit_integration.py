@@ -174,7 +174,8 @@ def test_a_resumed_run_makes_up_for_the_validation_that_was_running(make: Make, 
     expected = make().fit(4, callbacks=[CSVLogger(tmp_path / "whole.csv")], **every)["val_loss"]
     for way in ("async", "inline"):
         resumed, told = make(spare_workers=1), Told()
-        options = {"callbacks": [told, Checkpointing(tmp_path / "more" if way == "async" else tmp_path), table], **every}
+        saving = Checkpointing(tmp_path / "more" if way == "async" else tmp_path)
+        options = {"callbacks": [told, saving, table], **every}
         history = resumed.fit(4, resume_from=tmp_path / "epoch_0002.ckpt", validate=way, **options)  # type: ignore[arg-type]
         assert history["val_loss"] == pytest.approx(expected, rel=1e-7)
         assert [epoch for _, epoch, _ in told.results] == [2, 3, 4]
