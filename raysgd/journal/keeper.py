@@ -14,7 +14,7 @@ import numpy as np
 
 from raysgd._version import __version__
 from raysgd.core.engine.controller import ElasticController
-from raysgd.core.engine.transfers import receive_reports
+from raysgd.core.engine.transfers import ask_all
 from raysgd.core.text.secrets import masked
 from raysgd.journal.journal import NO_LOSS, NO_NORM, STEPS, JournalWriter, Line, Steps
 from raysgd.journal.recorder import (
@@ -196,8 +196,7 @@ class JournalKeeper:
         group, received = self._controller.group, dict(self._received)
         if self._is_off or group is None:
             return
-        asked = [group.fetch(rank, reports_after, received) for rank in range(len(group))]
-        found, failure = receive_reports(asked, are_last=are_last)
+        found, failure = ask_all(group, reports_after, received, are_last=are_last)
         if failure is not None:  # only log the error: if the worker is alive, the next request brings these reports
             logger.debug("no news of the steps: %s", failure)
         self._fetched_at = time.monotonic()

@@ -368,7 +368,7 @@ class GroupRepair:
             formed, num_lost = list[Any](), 0  # the group of the last copy, and how many of its copies were lost
             while lifecycle.holds_only_state:
                 if num_lost == NUM_COPIES:
-                    raise CannotForm(f"it was lost in transit {NUM_COPIES} times", formed)
+                    raise CannotForm(f"it was lost in transit {NUM_COPIES} times", survivors)
                 # Include stuck ranks, which may still finish a long step.
                 self._fetch_from({*survivors, *group.stuck} - group.gone)
                 survivors = list(range(len(group)))

@@ -102,6 +102,18 @@ def receive_reports(transfers: Sequence[Transfer], *, are_last: bool) -> tuple[l
     return reports, failure
 
 
+def ask_all(group: Any, function: Any, *args: Any, are_last: bool) -> tuple[list[Any], Exception | None]:
+    """Call a function on the replicas of all ranks, beside their work. Return what `receive_reports` returns.
+
+    Args:
+        group: The worker group.
+        function: See `WorkerGroup.fetch`.
+        args: Arguments of the function, after the replica.
+        are_last: See `receive_reports`.
+    """
+    return receive_reports([group.fetch(rank, function, *args) for rank in range(len(group))], are_last=are_last)
+
+
 def in_thread(store_value: Callable[[], SharedValue]) -> Transfer:
     """Start storing a value in a separate thread. Return a `Transfer` whose result is the `SharedValue`."""
     future = Future[SharedValue]()

@@ -25,7 +25,7 @@ from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.types import Heartbeat, World
 from raysgd.core.engine.snapshots import NewestSnapshot
 from raysgd.core.engine.status import TrainerStatus
-from raysgd.core.engine.transfers import receive_reports
+from raysgd.core.engine.transfers import ask_all
 from raysgd.core.history import readable
 from raysgd.core.history.accounts import Accounts
 from raysgd.core.history.gauges import Gauges
@@ -205,7 +205,7 @@ class StepMetricsReader:
 
         There is one pair per rank that responds: the rank's current step, and its metrics.
         """
-        metrics, failure = self._asked(open_steps, are_last=True)
+        metrics, failure = ask_all(self._controller.ensure_group(), open_steps, are_last=True)
         if failure is not None:
             logger.warning(
                 "the checkpoint lacks metrics of the steps since the last log line, so the next one after a resume "
@@ -216,7 +216,8 @@ class StepMetricsReader:
 
     def _ask(self, is_done: bool) -> None:
         by_rank: list[Mapping[int, MetricSummary]]
-        by_rank, failure = self._asked(summaries_of_steps, self._last_step, are_last=is_done)
+        group = self._controller.ensure_group()
+        by_rank, failure = ask_all(group, summaries_of_steps, self._last_step, are_last=is_done)
         if failure is not None:
             logger.debug("no news of the steps: %s", failure)
             # A later request brings the metrics of all ranks, too. But there may be none after a rank was lost when the
@@ -229,12 +230,6 @@ class StepMetricsReader:
             self._last_step = step
             rows = [row for steps in by_rank if (row := steps.get(step)) and row[NUM_SAMPLES]]  # not of idle ranks
             self._tell(step, readable.chosen(merge(rows), None))
-
-    def _asked(self, function: Callable[..., Any], *args: Any, are_last: bool) -> tuple[list[Any], Exception | None]:
-        """Return what a function returns on all ranks that respond in time, and the first error."""
-        group = self._controller.ensure_group()
-        transfers = [group.fetch(rank, function, *args) for rank in range(len(group))]
-        return receive_reports(transfers, are_last=are_last)
 
 
 class EpochCalls:
