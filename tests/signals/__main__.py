@@ -168,7 +168,7 @@ class Program:
         near = family if self._cluster is None else self._cluster.children(recursive=True)
         began = time.time()
         try:
-            self._send(kind, [each for each in near if "RaySGDWorker" in " ".join(_words(each))], rng)
+            self._send(kind, workers_among(near), rng)
             self.process.wait(_ENDS_S)
         finally:
             self.close(family)
@@ -204,6 +204,11 @@ class Program:
             with suppress(psutil.NoSuchProcess):
                 each.kill()
         self._log.close()
+
+
+def workers_among(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Return those that are workers, by their titles. One that is just changing its title may have none."""
+    return [each for each in processes if "RaySGDWorker" in " ".join(_words(each))]
 
 
 def _words(process: psutil.Process) -> list[str]:
@@ -338,7 +343,7 @@ def difference(
     return None
 
 
-def missed_with_workers(kind: str, ends: Collection[str], *, pauses: bool = False) -> Callable[[str, str | None], bool]:
+def missed_with_workers(kind: str, ends: Collection[str], *, pauses: bool) -> Callable[[str, str | None], bool]:
     """Return what may miss samples of lost workers, as docs/recovery.md says.
 
     These are the metrics that workers had not sent when they died, which loggers get during an epoch. If all workers
@@ -376,6 +381,32 @@ def _are_alike(wanted: Any, found: Any, tolerance: float) -> bool:
 def tolerance_of(workers: Sequence[int], is_deterministic: bool) -> float:
     """Return how much two runs may differ: not at all, unless sums are made of other parts."""
     return 0.0 if is_deterministic and len(set(workers)) == 1 else 1e-7
+
+
+def difference_after(
+    ends: Collection[str],
+    found: dict[str, Any],
+    wanted: dict[str, Any],
+    kind: str,
+    workers: Sequence[int],
+    is_deterministic: bool,
+    *,
+    pauses: bool = False,
+) -> str | None:
+    """Return how a run that was ended like this differs from one in peace, in words, where it must not.
+
+    Args:
+        ends: How the program was ended.
+        found: What the run found.
+        wanted: What the run in peace found.
+        kind: What is trained.
+        workers: How many workers the starts had.
+        is_deterministic: Whether the sums are the same for any number of workers.
+        pauses: True if the run pauses inside epochs, to save.
+    """
+    counts_batches = not (is_deterministic and any("worker" in each for each in ends))
+    may_miss = missed_with_workers(kind, ends, pauses=pauses)
+    return difference(found, wanted, tolerance_of(workers, is_deterministic), counts_batches, may_miss)
 
 
 @contextmanager
@@ -465,7 +496,7 @@ def disturb_runs(
 ) -> None:
     """Disturb one run after the other, and compare each with one in peace."""
     workers = [int(each) for each in asked.workers.split(",")]
-    tolerance, whole = tolerance_of(workers, asked.deterministic), dict[str, dict[str, Any]]()
+    whole = dict[str, dict[str, Any]]()
     while sums.ends.total() < asked.ends:
         kind = rng.choice(asked.kind.split(","))
         arguments = ["--kind", kind, "--epochs", str(asked.epochs)]
@@ -482,9 +513,7 @@ def disturb_runs(
         found = disturbed(folder, [*arguments, *more], workers, rng, sums, kinds, most, cluster=cluster)
         if found is not None:
             came = sums.ends - before
-            counts_batches = not (asked.deterministic and any("worker" in each for each in came))
-            may_miss = missed_with_workers(kind, came, pauses=bool(more))
-            wrong = difference(found, whole[kind], tolerance, counts_batches, may_miss)
+            wrong = difference_after(came, found, whole[kind], kind, workers, asked.deterministic, pauses=bool(more))
             sums.num_runs[f"{kind} on {asked.workers}{', deterministic' if asked.deterministic else ''}"] += 1
             sums.faults.extend([] if wrong is None else [f"{folder} {more}: {wrong}"])
         if len(sums.faults) > num_faults and asked.keep is not None:

@@ -20,11 +20,11 @@ from tests.signals.__main__ import (
     Program,
     Sums,
     difference,
+    difference_after,
     disturbed,
     in_peace,
-    missed_with_workers,
     result_in,
-    tolerance_of,
+    workers_among,
 )
 
 ARGUMENTS = ["--epochs", "4", "--workers", "2"]
@@ -74,11 +74,9 @@ def test_what_the_driver_holds_is_saved_where_ray_is_gone(
     try:
         assert program.await_begin()
         await_step(program, 12)
-        workers: list[psutil.Process] = []
-        while is_frozen and len(workers) < 2:  # one that is just changing its title may have none
-            family = psutil.Process(program.process.pid).children(recursive=True)
-            workers = [each for each in family if "RaySGDWorker" in " ".join(each.cmdline())]
-        family = family or psutil.Process(program.process.pid).children(recursive=True)
+        family, workers = psutil.Process(program.process.pid).children(recursive=True), []
+        while is_frozen and len(workers) < 2:
+            workers = workers_among(family)
         for each in workers:
             each.suspend()
         for each in family:
@@ -169,6 +167,4 @@ def test_no_step_is_lost_whatever_ends_the_program(
     found = disturbed(tmp_path / "left", arguments, workers, rng, sums, signals.KINDS, 40)
     assert not sums.faults, str(sums)
     assert found is not None
-    has_lost = any("worker" in each for each in sums.ends)
-    tolerance, may_miss = tolerance_of(workers, is_deterministic), missed_with_workers(kind, sums.ends)
-    assert difference(found, wanted, tolerance, not (is_deterministic and has_lost), may_miss) is None
+    assert difference_after(sums.ends, found, wanted, kind, workers, is_deterministic) is None
