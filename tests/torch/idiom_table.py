@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import hashlib
 import json
 import math
 import random
@@ -55,6 +56,7 @@ class Outcome:
     Attributes:
         death: The death of a worker, if one died.
         apart: How far its weights and buffers are from those of one process.
+        exact: Its weights and buffers, to the last bit.
         error: What was raised.
         recovery: What followed the death of a worker.
         num_left: How many workers were there in the end.
@@ -63,6 +65,7 @@ class Outcome:
 
     death: Death | None
     apart: float
+    exact: str
     error: str
     recovery: tuple[str, ...]
     num_left: int
@@ -119,7 +122,7 @@ class Laboratory:
         note = self._folder / "death"
         note.unlink(missing_ok=True)
         trainer, events = self._trainer, controller_of(self._trainer).history.events
-        error, apart, counts, num_before = "", math.nan, Counter[str](), len(events)
+        error, apart, exact, counts, num_before = "", math.nan, "", Counter[str](), len(events)
         num_left = self.num_workers
         try:
             expected = self._of_one_process(name, dtype)
@@ -131,7 +134,8 @@ class Laboratory:
                 note.write_text(json.dumps([death.batch, death.place, death.number, death.rank]))
             trainer.train()
             num_left = trainer.num_workers
-            apart = _distance(_state(trainer), expected)
+            state = _state(trainer)
+            apart, exact = _distance(state, expected), _digest(state)
             if death is None:
                 counts = trainer.apply_all_operators(lambda operator: operator.step_counts)[0]
             assert not note.exists(), f"no one died: {death}"
@@ -140,7 +144,7 @@ class Laboratory:
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
         happened = tuple(event.kind for event in [*events][num_before:] if event.is_failure)
-        return Outcome(death, apart, error, happened, num_left, counts)
+        return Outcome(death, apart, exact, error, happened, num_left, counts)
 
     def _of_one_process(self, name: str, dtype: str) -> list[torch.Tensor]:
         if (name, dtype) not in self._expected:
@@ -158,6 +162,10 @@ def grow_back(trainer: TorchTrainer, num_workers: int) -> None:
 
 def _state(trainer: TorchTrainer) -> list[torch.Tensor]:
     return [copy.deepcopy(each) for model in trainer.state_dict()["models"] for each in model.values()]
+
+
+def _digest(state: Iterable[torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(each.contiguous().numpy().tobytes() for each in state)).hexdigest()[:16]
 
 
 def _distance(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> float:
