@@ -16,6 +16,9 @@ discusses alternatives.
 from __future__ import annotations
 
 import copy
+import math
+import pickle
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
@@ -26,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from raysgd.core.connections.torch import new_group_beside
+from raysgd.core.connections.torch import board_of_group, new_group_beside
 from raysgd.core.memory import return_large_blocks
 from raysgd.torch.objects.blocks import blocks_of, without_checkpointing
 from raysgd.torch.objects.filling import fill, is_empty
@@ -288,9 +291,17 @@ class FSDP(Strategy):
         return numbers.tolist()
 
     def _arguments_of(self, own: Any, source: int) -> Any:
-        holder = [to_device(own, torch.device("cpu")) if source == dist.get_rank() else None]
-        dist.broadcast_object_list(holder, source, group=self.group_beside)
-        return to_device(holder[0], self._device)
+        """Send the arguments of a forward pass from the rank `source` to all ranks.
+
+        They are pickled, and anyone can connect to gloo. Therefore, gloo sends only the key under which the arguments
+        are on the board, whose connections are authenticated.
+        """
+        key, board = torch.tensor([secrets.randbits(62)]), board_of_group()
+        if source == dist.get_rank():
+            board.put(_topic(key), pickle.dumps(to_device(own, torch.device("cpu"))))
+        dist.broadcast(key, source, group=self.group_beside)
+        # A rank that is gone ends the wait, so the wait needs no limit.
+        return to_device(pickle.loads(board.take(_topic(key), math.inf)), self._device)
 
     def state_of(self, part: Any) -> dict[str, Any]:
         """Return the full state dict of a model or optimizer on rank 0.
@@ -368,6 +379,10 @@ class _WeightedReduceScatter:
         self._parallel.note_exchange("gradients were exchanged")
         self._parallel.multiply_by_weight(input_tensor)
         return _reduce_scatter(output=output_tensor, input=input_tensor, op=op, group=group, async_op=async_op)
+
+
+def _topic(key: torch.Tensor) -> str:
+    return f"raysgd/arguments/{int(key)}"
 
 
 def _check_dtypes(unit: torch.nn.Module) -> None:

@@ -75,7 +75,7 @@ def _send_staged(skeleton: bytes, parts: Sequence[Array], takers: Sequence[int],
 def _receive_staged(source: int, takers: Sequence[int], device: torch.device) -> tuple[bytes, list[Array]]:
     chain, key = _staged_chain(source, takers, device), bytearray(_KEY_LENGTH)
     chain.pass_on(memoryview(key))
-    skeleton, sizes = pickle.loads(board_of_group().get(_topic(bytes(key)), _ARRIVAL_S))
+    skeleton, sizes = pickle.loads(board_of_group().take(_topic(bytes(key)), _ARRIVAL_S))
     parts = [np.empty(size, np.uint8) for size in sizes]
     chain.pass_on(*(part.data for part in parts))
     return skeleton, parts

@@ -10,6 +10,7 @@ ADR 23 explains why the backward pass waits.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -137,11 +138,17 @@ class HorovodParallel(HorovodByHand):
         return gradient
 
     def _take_state_of_rank_0(self, wrapped: Any) -> None:
-        # Do not use `hvd.broadcast_optimizer_state`, because it steps an optimizer that has no state yet.
-        name = f"raysgd.state.{len(self._pairs)}"
-        state = self._hvd.broadcast_object(wrapped.state_dict() if self._hvd.rank() == 0 else None, 0, name=name)
+        # Horovod's functions for states and objects unpickle what arrives, and anyone can connect to Horovod. They also
+        # step an optimizer that has no state yet.
+        name, content = f"raysgd.state.{len(self._pairs)}", io.BytesIO()
+        torch.save(wrapped.state_dict(), content)
+        own = torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
+        size = int(self._hvd.broadcast(torch.tensor([len(own)]), 0, name=f"{name}.size"))
+        sent = own if self._hvd.rank() == 0 else torch.empty(size, dtype=torch.uint8)
+        received = self._hvd.broadcast(sent, 0, name=name)
         if self._hvd.rank():
-            wrapped.load_state_dict(state)
+            file = io.BytesIO(received.numpy().tobytes())
+            wrapped.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 
     def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:
         if self.synchronizes and any(not self._averaged.issuperset(_trained_by(each)) for _, each in self._pairs):

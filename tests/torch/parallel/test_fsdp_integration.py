@@ -9,11 +9,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 from raysgd.exceptions import CheckpointCorruptedError
@@ -168,6 +170,38 @@ def test_workers_without_batches_help_the_others_to_validate(divided: TorchTrain
     assert found[2]["val_loss"] != found[0]["val_loss"]
     for index in (0, 2):
         assert (found[index]["num_samples"], found[index]["whole"]) == (13, 0), "between two forward passes"
+
+
+def refuse_objects(operator: Any) -> None:
+    """Let PyTorch's collectives of objects, which all end in one function, raise in this process."""
+
+    @wraps(vars(distributed_c10d)["_tensor_to_object"])
+    def refuse(*args: Any) -> None:
+        raise AssertionError("an object arrived over gloo")
+
+    vars(distributed_c10d)["_tensor_to_object"] = refuse
+
+
+def accept_objects(operator: Any) -> None:
+    vars(distributed_c10d)["_tensor_to_object"] = vars(distributed_c10d)["_tensor_to_object"].__wrapped__
+
+
+def test_no_object_is_unpickled_that_arrives_over_gloo(divided: TorchTrainer, tmp_path: Path) -> None:
+    experiment = Experiment(
+        CallsDifferentlyOften,
+        calls=[("train", None), ("validate", None)],
+        options={"strategy": "fsdp", "fsdp_options": FSDPOptions(min_block_parameters=1)},
+    )
+    divided.apply_all_operators(refuse_objects)
+    try:
+        assert run_together(divided, experiment).results[1]["num_samples"] == 13
+        divided.train()
+        divided.save(tmp_path / "whole.pt", whole=True)
+        divided.save(tmp_path / "parts")
+        divided.load(tmp_path / "parts")
+        divided.get_model()
+    finally:
+        divided.apply_all_operators(accept_objects)
 
 
 def test_a_worker_without_a_batch_helps_the_others_to_predict(divided: TorchTrainer) -> None:

@@ -203,6 +203,12 @@ class Board:
         self.wait([key], timeout_s)
         return self._values[key]
 
+    def take(self, key: str, timeout_s: float) -> bytes:
+        """Like `get`, but also remove the value from this rank's copy of the board. Other ranks keep their copies."""
+        self.wait([key], timeout_s)
+        with self._has_changed:
+            return self._values.pop(key)
+
     def has(self, keys: Iterable[str]) -> bool:
         """Return True if all keys have values in this rank's copy of the board."""
         return all(key in self._values for key in keys)

@@ -52,6 +52,15 @@ def test_all_values_that_stand_on_a_board_can_be_read_at_once(boards: list[Board
     assert sorted(boards[0].values) == [b"second", b"third"]
 
 
+def test_a_value_that_was_taken_takes_no_more_memory_on_its_rank(boards: list[Board]) -> None:
+    boards[1].put("word", b"first")
+    assert boards[0].take("word", 20) == b"first"
+    assert not boards[0].has(["word"])
+    assert boards[2].get("word", 20) == b"first"
+    with pytest.raises(BoardTimeout):
+        boards[0].take("word", 0.0)
+
+
 def test_who_reads_what_is_not_there_yet_waits_for_it(boards: list[Board]) -> None:
     assert not boards[1].has(["late"])
     threading.Timer(0.1, boards[2].put, ("late", b"!")).start()
