@@ -15,6 +15,7 @@ from raysgd.callbacks import sidecar
 from raysgd.callbacks.callback import Run, SaveBehind, WritesFiles
 from raysgd.callbacks.early_stopping import Mode, WatchedMetric
 from raysgd.core import arguments as checks
+from raysgd.core.files import inside
 from raysgd.core.numbers.ranking import MAX, BestCheckpoints, SavedCheckpoint
 from raysgd.core.text.secrets import masked
 from raysgd.exceptions import RaySGDError, StorageError
@@ -409,7 +410,7 @@ class Checkpointing(WritesFiles):
     # ------------------------------------------------------------------------------------------------ the folder
 
     def _folder_of(self, run: Run) -> Folder:
-        return self._given if self._given is not None else open_folder(run.folder / "checkpoints")
+        return self._given if self._given is not None else open_folder(inside(run.folder, "checkpoints"))
 
     def _location(self, name: str) -> str:
         assert self._folder is not None

@@ -38,24 +38,25 @@ _INSTEAD = "Mount the storage, or copy the files to and from it yourself."
 def replacing(target: str) -> Iterator[IO[bytes]]:
     """Open a temporary file. If the `with` block succeeds, the file replaces `target`; otherwise, it is deleted.
 
-    The folder is created if necessary.
+    The folder is created if necessary. If `target` is a link, the file replaces the link, and not what it leads to.
 
     Raises:
         OSError: `target` exists and is not a regular file, or the file cannot be written.
     """
     folder = os.path.dirname(target) or os.curdir
     os.makedirs(folder, exist_ok=True)
-    if os.path.isdir(target):
+    earlier = os.lstat(target).st_mode if os.path.lexists(target) else stat.S_IFLNK
+    if stat.S_ISDIR(earlier):
         raise IsADirectoryError(errno.EISDIR, "the path is a folder: add a file name", target)
-    if os.path.lexists(target) and not os.path.isfile(target):
+    if not (stat.S_ISREG(earlier) or stat.S_ISLNK(earlier)):
         raise FileExistsError(errno.EEXIST, "the path is not a regular file: pass another path", target)
     remove_leftovers(folder)
     temporary = os.path.join(folder, f"{_PREFIX}{_home_of_processes()}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}")
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     file = cast("IO[bytes]", io.BufferedRandom(_FlushedEarly(descriptor, "r+b")))
     try:
-        with contextlib.suppress(FileNotFoundError):
-            os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
+        if stat.S_ISREG(earlier):
+            os.chmod(temporary, stat.S_IMODE(earlier))
         yield file
         file.flush()
         os.fsync(file.fileno())
@@ -244,6 +245,21 @@ def check_regular(path: str | os.PathLike[str]) -> None:
     place = Path(path)
     if place.exists() and not (place.is_file() or place.is_dir()):
         raise OSError(f"`{path}` is not a regular file, but a device, a pipe or a socket")
+
+
+def inside(folder: Path, name: str | Path) -> Path:
+    """Return the path of a file or folder that the library makes in the folder of a run.
+
+    The folder may come from someone else, so links in it are not followed to other places.
+
+    Raises:
+        OSError: A link leads out of `folder`.
+    """
+    place = folder / name
+    if not Path(os.path.realpath(place)).is_relative_to(os.path.realpath(folder)):
+        leads_out = "this is a link, or lies behind one, that leads out of the run's folder: remove the link"
+        raise OSError(errno.ELOOP, leads_out, str(place))
+    return place
 
 
 def make_folder(name: str, path: str | os.PathLike[str]) -> None:

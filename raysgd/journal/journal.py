@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from raysgd.core.files import inside
+
 FOLDER, LINES_FILE, STEPS_FILE = "journal", "journal.jsonl", "steps.bin"
 RUN, LEG, CHECKPOINT, GAP = "run", "leg", "checkpoint", "gap"
 FORMAT = 1
@@ -66,10 +68,15 @@ class JournalWriter:
     Args:
         folder: The folder of the run.
         header: The line of the journal that describes this program, without `kind` and `format`.
+
+    Raises:
+        OSError: A link leads out of the folder.
     """
 
     def __init__(self, folder: Path, header: Line) -> None:
         self._folder, self._header = folder / FOLDER, header
+        for name in (LINES_FILE, STEPS_FILE):
+            inside(folder, f"{FOLDER}/{name}")
         self._has_begun = False
 
     def begin_leg(self, entry: Line) -> None:

@@ -118,7 +118,7 @@ class LocalFolder(Folder):
         path = self._local_path / check_name(name)
         with _telling(f"write `{path}`"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(os.path.realpath(path)) as file:
+            with replacing(str(path)) as file:
                 yield file
 
     def remove(self, name: str) -> None:

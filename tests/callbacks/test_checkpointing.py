@@ -45,6 +45,15 @@ def checkpoints_in(folder: Path) -> list[int]:
     return [int(name[len("epoch_") : -len(".ckpt")]) for name in found]
 
 
+def test_checkpoints_do_not_leave_the_folder_of_the_run_through_a_link(make_local: Make, tmp_path: Path) -> None:
+    for name in ("mine", "run"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "mine")
+    with pytest.raises(CallbackError, match="leads out of the run's folder: remove the link"):
+        make_local().fit(1, folder=tmp_path / "run", callbacks=[Checkpointing()])
+    assert files_in(tmp_path / "mine") == []
+
+
 class TestWhatIsKept:
     @pytest.mark.parametrize(
         ("options", "expected"),

@@ -191,6 +191,20 @@ def test_a_journal_that_cannot_be_written_ends_no_run(
     ]
 
 
+@pytest.mark.parametrize("link", ["journal", "journal/journal.jsonl", "journal/steps.bin"])
+def test_a_journal_is_not_written_through_a_link_that_leads_out_of_the_folder(tmp_path: Path, link: str) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "journal.jsonl").write_text("line 1\nthe only copy")
+    place = tmp_path / "run" / link
+    place.parent.mkdir(parents=True)
+    place.symlink_to(mine if link == "journal" else mine / "journal.jsonl")
+    with pytest.raises(OSError, match="leads out of the run's folder: remove the link"):
+        JournalWriter(tmp_path / "run", {}).begin_leg({"step": 0})
+    assert [path.name for path in mine.iterdir()] == ["journal.jsonl"]
+    assert (mine / "journal.jsonl").read_text() == "line 1\nthe only copy"
+
+
 def test_records_may_come_in_any_order_and_leave_gaps(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path, {"raysgd": "1"})
     writer.note_checkpoint("nothing.ckpt", 0)  # before the first step, there is nothing to note it in

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from raysgd.core.files import inside
 from raysgd.core.text.log_lines import Once
 from raysgd.core.text.secrets import masked
 from raysgd.exceptions import OnFailure
@@ -88,8 +89,12 @@ class FileSink(Sink):
 
 
 def place_in(run: Any, name: Path) -> Path:
-    """Return the path of a file in a run's folder. If `name` is an absolute path, return it unchanged."""
-    return name if name.is_absolute() else run.folder / name
+    """Return the path of a file in a run's folder. If `name` is an absolute path, return it unchanged.
+
+    Raises:
+        OSError: A link leads out of the run's folder.
+    """
+    return name if name.is_absolute() else inside(run.folder, name)
 
 
 class SafeSink:

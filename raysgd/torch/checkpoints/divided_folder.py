@@ -150,8 +150,8 @@ def making(path: str | os.PathLike[str]) -> Iterator[Path]:
     Raises:
         OSError: The folder could not be written, or `path` is a folder with other content.
     """
-    target = Path(os.path.realpath(path))
-    if target.is_dir() and not is_folder(target) and any(target.iterdir()):
+    target = Path(os.path.abspath(path))
+    if not target.is_symlink() and target.is_dir() and not is_folder(target) and any(target.iterdir()):
         raise IsADirectoryError(f"`{path}` is a folder with other content than a checkpoint: save to another path.")
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(target.parent)
@@ -166,10 +166,10 @@ def making(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _take_name(folder: Path, target: Path) -> None:
-    if target.is_dir():
+    if target.is_dir() and not target.is_symlink():
         target.rename(folder.with_name(f"{folder.name}{_FORMER}"))
-    elif target.exists():
-        target.unlink()  # a folder cannot be renamed to the path of an existing file, such as an earlier checkpoint
+    else:
+        target.unlink(missing_ok=True)  # a folder cannot be renamed to the path of a file, such as a checkpoint
     folder.rename(target)
     # The pattern also matches folders that a killed process has left.
     formers = f".raysgd-{glob.escape(target.name)}-????????.tmp{_FORMER}"

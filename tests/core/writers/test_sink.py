@@ -55,6 +55,21 @@ def test_rows_go_through_without_what_is_hidden() -> None:
     assert sink.calls == [("open", 3), ("write", 4, {"a": 1}), ("close", False)]
 
 
+@pytest.mark.parametrize("sink_cls", [JsonLines, JsonList, CsvTable])
+@pytest.mark.parametrize("link", ["metrics", "below"])
+def test_files_of_a_run_are_not_written_through_links_that_lead_out_of_its_folder(
+    sink_cls: Any, link: str, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "mine").write_text("the only copy")
+    (tmp_path / "run" / "metrics").symlink_to(tmp_path / "mine")
+    (tmp_path / "run" / "below").symlink_to(tmp_path)
+    name = "metrics" if link == "metrics" else "below/mine"
+    with pytest.raises(OSError, match=r"leads out of the run's folder: remove the link.*run/"):
+        sink_cls(name).open(RunInFolder(tmp_path / "run"), first_step=1)
+    assert (tmp_path / "mine").read_text() == "the only copy"
+
+
 def test_what_cannot_be_opened_raises_and_each_row_tries_again(caplog: pytest.LogCaptureFixture) -> None:
     sink = Flaky("open", "open")
     safe = SafeSink(sink, "Mine")

@@ -50,6 +50,19 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert equal(divided_folder.opened(str(path), weights_only=True).read_whole(), content)
 
 
+@pytest.mark.parametrize("target", ["mine", "notes.txt", "nothing"])
+def test_a_link_is_replaced_and_not_followed(target: str, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("the only copy")
+    write(tmp_path / "mine", state())
+    before = sorted(entry.stat().st_mtime_ns for entry in (tmp_path / "mine").iterdir())
+    (tmp_path / "last").symlink_to(target)
+    path = write(tmp_path / "last", state())
+    assert divided_folder.is_folder(path)
+    assert not path.is_symlink()
+    assert before == sorted(entry.stat().st_mtime_ns for entry in (tmp_path / "mine").iterdir())
+    assert (tmp_path / "notes.txt").read_text() == "the only copy"
+
+
 def test_tied_tensors_and_views_are_written_with_memory_of_their_own(tmp_path: Path) -> None:
     large = torch.randn(100, 100)
     content = {
