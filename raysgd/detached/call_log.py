@@ -9,6 +9,7 @@ continue.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import pickle
 import threading
@@ -21,8 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from raysgd.core.cache import cache_folder, check_private, make_private
 from raysgd.core.files import replacing
 from raysgd.detached.protocol import packed_answer
+
+logger = logging.getLogger(__name__)
 
 OF_ITERATORS = ("draw", "close")
 _MOST_LEFT = 16  # maximum number of answers to store for programs that have ended without receiving them
@@ -215,14 +219,14 @@ def journal_path(name: str, actor_id: str) -> Path:
 
     The journal is in the user's cache folder, where other users cannot write, because `read` unpickles its contents.
     """
-    cache = os.environ.get("RAYSGD_CACHE") or f"{os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/raysgd"
-    return Path(cache) / "detached" / f"{name}-{actor_id}"
+    return Path(cache_folder(os.environ, str(Path.home()))) / "detached" / f"{name}-{actor_id}"
 
 
 class Journal:
     """A file of named entries with which a new process of a detached trainer continues after the old one died.
 
-    New entries are appended to the file. The methods are thread-safe.
+    If another user could write to the file or to a folder above it, nothing is stored and nothing is read. New entries
+    are appended to the file. The methods are thread-safe.
     """
 
     def __init__(self, path: Path) -> None:
@@ -235,7 +239,7 @@ class Journal:
         """Store entries in one step, and replace older entries with the same names. The value None deletes an entry."""
         record = pickle.dumps(dict(entries))
         with self._lock:
-            if self._is_ended:
+            if self._is_ended or not self._is_private():
                 return
             self._append(record)
             self._waste += len(record)
@@ -245,7 +249,7 @@ class Journal:
     def read(self) -> dict[str, bytes]:
         """Return all entries. If the process died while it appended to the file, cut off the incomplete last record."""
         with self._lock:
-            if not self._path.exists():
+            if not self._path.exists() or not self._is_private():
                 return {}
             entries, end = self._read()
             os.truncate(self._path, end)
@@ -255,10 +259,21 @@ class Journal:
         """Delete the file. After this, `put` does nothing."""
         with self._lock:
             self._is_ended = True
-            self._path.unlink(missing_ok=True)
+            with suppress(OSError):  # another user may own the folder; `put` has then written nothing there
+                self._path.unlink()
+
+    def _is_private(self) -> bool:
+        """Create the file's folder. Return False if another user could write to the file, which is then not used."""
+        try:
+            make_private(self._path.parent)
+            if os.path.lexists(self._path):
+                check_private(self._path)
+        except PermissionError as error:
+            self._is_ended = True
+            logger.warning("the detached trainer keeps no journal, so it ends if its process dies: %s", error)
+        return not self._is_ended
 
     def _append(self, record: bytes) -> None:
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as file:
             file.write(record)
 

@@ -23,7 +23,7 @@ from raysgd.core.engine.program_end import end_with
 from raysgd.core.engine.shared.call import CallHandle
 from raysgd.core.engine.shared.tracebacks import hide_library_frames, hides_library_frames
 from raysgd.core.engine.worker import SentData
-from raysgd.detached.call_log import journal_path
+from raysgd.detached.call_log import Journal, journal_path
 from raysgd.detached.process import CallRequest
 from raysgd.detached.protocol import (
     BESIDE,
@@ -477,7 +477,7 @@ def kill(name: str, actor: Any, timeout_s: float = 30.0) -> None:
         time.sleep(0.01)
     end_workers(name)  # kills workers that the trainer has not ended itself
     if hasattr(actor, "_actor_id"):
-        journal_path(name, actor._actor_id.hex()).unlink(missing_ok=True)
+        Journal(journal_path(name, actor._actor_id.hex())).discard()
 
 
 def is_answering(actor: Any) -> bool:

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from raysgd.core.cache import cache_folder, check_private, make_private
 from raysgd.core.imports import install_command
 from raysgd.horovod import recipe
 
@@ -65,13 +66,17 @@ def install(*, force: bool = False) -> None:
     """
     target = find_target()
     version = f"{recipe.VERSION}+{recipe.local_version(target, os.environ)}"
-    folder = Path(recipe.cache_folder(os.environ, str(Path.home()))) / "horovod" / recipe.cache_key(target, os.environ)
+    folder = Path(cache_folder(os.environ, str(Path.home()))) / "horovod" / recipe.cache_key(target, os.environ)
     say(f"Horovod {recipe.VERSION} for PyTorch {target.torch}, {target.python}, {target.platform}")
     if not force and installed_version() == version and probe() is None:
         say(f"is installed already, in {sys.prefix}")
         return
     wheels = [] if force else sorted(folder.glob("*.whl"))
     wheel = wheels[0] if wheels else build(target, folder)
+    try:
+        check_private(wheel)
+    except PermissionError as error:
+        raise InstallError(f"The wheel is not installed: {error}") from error
     say(f"installing {wheel} into {sys.prefix}")
     _pip("install", "--quiet", "--no-deps", "--no-index", "--force-reinstall", str(wheel), task="installing the wheel")
     problem = probe()
@@ -181,9 +186,13 @@ def keep(wheel: Path, folder: Path) -> Path:
 
     The complete wheel appears in one step. Other processes, which may build the same wheel, never see half a file.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        make_private(folder)
+    except PermissionError as error:
+        raise InstallError(f"The wheel cannot be kept: {error}") from error
     copy = folder / f"{wheel.name}.{os.getpid()}"
     shutil.copyfile(wheel, copy)
+    copy.chmod(0o600)
     os.replace(copy, folder / wheel.name)
     say(f"keeping it as {folder / wheel.name}")
     return folder / wheel.name
@@ -220,9 +229,9 @@ def _pip(*arguments: str, task: str, environment: dict[str, str] | None = None) 
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     if result.returncode != 0:
-        log = Path(tempfile.gettempdir()) / f"raysgd-horovod-{os.getpid()}.log"
-        log.write_text(result.stdout, encoding="utf-8")
-        raise InstallError(f"{task.capitalize()} failed; the whole log is {log}. Its end:\n{_tail(result.stdout)}")
+        with tempfile.NamedTemporaryFile("w", prefix="raysgd-horovod-", suffix=".log", delete=False) as log:
+            log.write(result.stdout)
+        raise InstallError(f"{task.capitalize()} failed; the whole log is {log.name}. Its end:\n{_tail(result.stdout)}")
 
 
 def _tail(text: str) -> str:

@@ -195,14 +195,6 @@ def cache_key(target: Target, environment: Mapping[str, str]) -> str:
     return f"{VERSION}-{target.python}-{target.platform}-torch-{target.torch}-{local_version(target, environment)}"
 
 
-def cache_folder(environment: Mapping[str, str], home: str) -> str:
-    """Return the path of raysgd's cache folder. The environment variable `RAYSGD_CACHE` can set it.
-
-    By default, it is the folder `raysgd` in the user's cache folder.
-    """
-    return environment.get("RAYSGD_CACHE") or f"{environment.get('XDG_CACHE_HOME') or f'{home}/.cache'}/raysgd"
-
-
 def missing_tools(has_command: Callable[[str], bool], cmake_versions: Mapping[str, str]) -> list[str]:
     """Return a message for each tool that the build needs and this machine lacks. It says how to install the tool.
 

@@ -166,6 +166,23 @@ def test_only_the_user_can_read_it_and_nothing_is_left_of_it(path: Path) -> None
     assert written.read() == {}
 
 
+@pytest.mark.parametrize("name", [".", "run"])
+def test_what_another_user_could_have_written_is_not_unpickled(
+    path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    Journal(path).put({"a": b"1"})
+    (path.parent / name).chmod(0o777)
+    following = Journal(path)
+    assert following.read() == {}
+    following.put({"a": b"2"})
+    assert [record.message.partition(" (mode")[0] for record in caplog.records] == [
+        "the detached trainer keeps no journal, so it ends if its process dies: "
+        f"`{path.parent / name}` is writable for other users"
+    ]
+    (path.parent / name).chmod(0o700)
+    assert Journal(path).read() == {"a": b"1"}
+
+
 def test_journals_are_among_the_caches_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYSGD_CACHE", "/somewhere")
     assert journal_path("run-7", "0123") == Path("/somewhere/detached/run-7-0123")

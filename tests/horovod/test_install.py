@@ -59,6 +59,21 @@ def test_a_wheel_is_kept_in_one_step(tmp_path: Path) -> None:
     assert [path.name for path in kept.parent.iterdir()] == ["horovod-0.whl"]
 
 
+def test_a_wheel_that_another_user_could_have_put_there_is_not_installed(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = recipe.Target("cp311", "linux-x86_64", "2.0", False)
+    monkeypatch.setattr(install, "find_target", lambda: target)
+    wheel = cache / "horovod" / recipe.cache_key(target, os.environ) / "horovod-0.whl"
+    wheel.parent.mkdir(parents=True)
+    wheel.write_bytes(b"")
+    (cache / "horovod").chmod(0o777)
+    with pytest.raises(install.InstallError, match=r"not installed: `.*/cache/horovod` is writable for other users"):
+        install.install()
+    with pytest.raises(install.InstallError, match=r"cannot be kept: `.*/cache/horovod` is writable for other users"):
+        install.keep(wheel, cache / "horovod" / "key")
+
+
 def test_a_step_of_pip_that_fails_leaves_its_log_and_says_where(tmp_path: Path) -> None:
     with pytest.raises(install.InstallError, match=r"Fetching failed; the whole log is (\S+)\. Its end:") as caught:
         install._pip("install", "--no-index", str(tmp_path / "missing.whl"), task="fetching")
@@ -207,19 +222,6 @@ def test_what_has_no_part_in_the_build_has_none_in_the_name() -> None:
     other = {"HOME": "/root", "HOROVOD_RANK": "1", "HOROVOD_LOG_LEVEL": "debug"}
     assert recipe.cache_key(CPU, other) == recipe.cache_key(CPU, {})
     assert recipe.cache_key(CPU, {}).startswith("0.28.1-cp311-linux-x86_64-torch-2.13.0+cpu-raysgd.")
-
-
-@pytest.mark.parametrize(
-    ("environment", "folder"),
-    [
-        ({}, "/home/me/.cache/raysgd"),
-        ({"XDG_CACHE_HOME": "/cache"}, "/cache/raysgd"),
-        ({"XDG_CACHE_HOME": "", "RAYSGD_CACHE": ""}, "/home/me/.cache/raysgd"),
-        ({"XDG_CACHE_HOME": "/cache", "RAYSGD_CACHE": "/own"}, "/own"),
-    ],
-)
-def test_wheels_are_kept_where_users_keep_such_things(environment: dict[str, str], folder: str) -> None:
-    assert recipe.cache_folder(environment, "/home/me") == folder
 
 
 # ------------------------------------------------------------------------------------------------ tools

@@ -49,7 +49,7 @@ STANDS_ON = {
 """The parts of the package, the lowest first, each with the parts that it imports from: all of them stand before it."""
 INSIDE = {
     "core": (
-        "config_keys imports memory private_names state synonyms text",
+        "cache config_keys imports memory private_names state synonyms text",
         "arguments files numbers reading worker_errors",
         "engine writers",
         "arrays connections history",
