@@ -280,6 +280,7 @@ def connect() -> None:
 
     Raises:
         RuntimeError: There is no Ray cluster, or this program started the cluster, which would end with the program.
+        PermissionError: The Ray cluster rejects the token of this program.
     """
     import ray
 

@@ -64,6 +64,7 @@ def ensure_ray() -> None:
 
     Raises:
         ConnectionError: No Ray cluster answers at RAY_ADDRESS.
+        PermissionError: The Ray cluster rejects the token of this program.
         RaySGDError: The program is exiting.
     """
     ray = _ray()
@@ -85,13 +86,24 @@ def init_ray(**options: Any) -> None:
     Raises:
         ConnectionError: No Ray cluster answers at the address in `options`, or without one, at RAY_ADDRESS. Ray itself
             would keep trying for minutes.
+        PermissionError: The Ray cluster rejects the token of this program.
         RaySGDError: The program is exiting.
     """
     ray = _ray()
     prepare_to_use_ray()
     _check_address(options.get("address") or os.environ.get("RAY_ADDRESS", ""))
     _use_token()
-    ray.init(**options)
+    try:
+        ray.init(**options)
+    except ConnectionError as error:
+        # Ray's error does not name the cause, and its own cause contains the error of the connection only as text.
+        if "AuthenticationError" not in str(error.__cause__):
+            raise
+        raise PermissionError(
+            f"{error}: the cluster rejects the token of this program, or the program has none. Copy the file "
+            "`~/.ray/auth_token` of the head node to this machine, with mode 600, or set `RAY_AUTH_TOKEN`; then unset "
+            "`RAY_AUTH_MODE`, or set `RAY_AUTH_MODE=token`."
+        ) from error
 
 
 def _check_address(address: str) -> None:
