@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any, overload
 
 _HIDDEN = "***"
 
-# Patterns for names of secrets: words that may occur anywhere in a name, at its end, or as its last separate word.
-_ANYWHERE = r"passw(?:or)?d|passphrase|passcode|pwd|secret|credential|private_?key|conn(?:ection)?_?str"
-_AT_THE_END = (
-    r"(?:(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)token)|(?:db|smtp|user|root)_?pass"
-    r"|(?:access|account|api|auth|encryption|master|shared|signing|ssh|storage)_?key(?:_?id)?|signature"
+# The one list of names of secrets. A name is compared in the form `access_key_2`, whatever its capitals and separators.
+_VERSION = r"(?:_?v?\d+)*$"  # at the end of a name, as in `access_token_v2`
+_ANYWHERE = (
+    r"passw(?:or)?d|passphrase|passcode|pwd|secret|credential|private_?key|conn(?:ection)?_?str|webhook|signature$"
 )
-_AS_A_WORD = r"sig|sas|dsn|jwt|auth|authorization|bearer"
-_NAME = rf"(?:(?:{_ANYWHERE})\w{{0,40}}|(?:{_AT_THE_END}|(?<![a-z0-9])(?:{_AS_A_WORD}))\d*)"
-_IS_SECRET = re.compile(rf"{_NAME}$", re.IGNORECASE)
+_AS_LAST_WORD = r"pass|sig|sas|dsn|jwt|auth|authorization|bearer|cookies?|creds|otp"
+_KEY_OF = (
+    r"access|account|api|auth|encryption|license|master|shared|signing|ssh|storage|anthropic|aws|azure|cohere|comet|"
+    r"databricks|gcp|github|gitlab|google|groq|hf|huggingface|mistral|neptune|openai|wandb"
+)
+_PLAIN_TOKEN = (  # tokens of a text, such as `eos_token`, and numbers of tokens
+    r"pad|eos|bos|unk|sep|cls|class|mask|special|stop|start|end|num|max|min|new|image|audio|video|decoder|prefix|suffix|extra"
+)
+_IS_SECRET = re.compile(
+    rf"{_ANYWHERE}|(?:^|_)(?:{_AS_LAST_WORD}){_VERSION}|^(?!(?:.*_)?(?:{_PLAIN_TOKEN})_tokens?{_VERSION}).*tokens?{_VERSION}"
+    rf"|(?:{_KEY_OF})_?keys?(?:_?id)?{_VERSION}|(?:access|azure|databricks|github|gitlab)_?pat{_VERSION}"
+)
+_NEW_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[\W_]+")
 
 # Matches the user and key before the `@` of a URI, even if the key has slashes. In the URI of a storage bucket, a
 # number followed by a slash counts as part of the key. In any other URI, such a number counts as a port.
@@ -25,15 +35,33 @@ _USER = re.compile(
     r"""(?P<user>[^/@\s'"`]*:(?(1)|(?!\d+/))[^@\s'"`]{0,1000}@(?:[^/@\s'"`]*@)*)""",
     re.IGNORECASE,
 )
-_OPTION = re.compile(
-    rf"([?&](?:[\w.\-]{{0,60}}_)?(?:key\w{{0,40}}|[\w.\-]{{0,60}}?{_NAME})=)[^&\s'\"`]+", re.IGNORECASE
-)
-_ENTRY = re.compile(
-    rf"""({_NAME}(?:=|['"]\s*:\s*|\s*=\s*(?=[bru]?['"])))(?!(?:None|True|False|null|true|false)\b)"""
+_OPTION = re.compile(r"(?P<start>[?&](?P<name>[\w.\-]+)=)(?P<value>[^&\s'\"`]+)")
+_VALUE = re.compile(  # in quotes, in brackets, or without either
     r"""(?:([bru]?)(?P<quote>['"])(?:[^'"\\]|\\.|(?!(?P=quote))['"])*(?:(?P=quote)|$)"""
-    r"""|[\[({][^\])}]{0,500}(?:[\])}]|$)|[^\s&;'"`\[({]*[^\s&;'"`,)\]}\[({])""",
-    re.IGNORECASE,
+    r"""|[\[({][^\])}]{0,500}(?:[\])}]|$)|[^\s&;'"`\[({]*[^\s&;'"`,)\]}\[({])"""
 )
+_ENTRY = re.compile(r"""(?<![\w.\-])(?P<name>[\w.\-]+)(?:=|['"]\s*:\s*|\s*=\s*(?=[bru]?['"]))""")
+_ARGUMENT = re.compile(r"""(?<![\w\-])(?P<name>--?[A-Za-z][\w\-]*)\s+(?!-)""")
+_CONSTANT = re.compile(r"None|True|False|null|true|false")
+_NUMBERS = re.compile(r"[\[(]?[\d\s.,eE+\-]*[\])]?")
+# Secrets that are known by their form: bearer tokens, private keys, web hooks, JSON web tokens, and tokens of services.
+_SHAPE = re.compile(
+    r"""(\bBearer\s+)(?=[^\s'"`]*\d|[^\s'"`]{20})[^\s'"`,;]{6,}"""
+    r"""|(-----BEGIN [A-Z ]*PRIVATE KEY-----)(?:(?!-----END)[\s\S])*"""
+    r"""|(https://(?:hooks\.slack\.com/services|discord(?:app)?\.com/api/webhooks)/)[^\s'"`]+"""
+    r"""|\beyJ[\w\-]{8,}\.[\w\-]{8,}\.[\w\-]+"""
+    r"""|\b(?:gh[pousr]_|github_pat_|glpat-|hf_(?!\w*_)|AKIA|AIza|xox[abprs]-|sk-)(?=[\w\-]*\d)[\w\-]{16,}""",
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_secret_name(name: str) -> bool:
+    """Return True if a name, such as a key of a config, says that its value is a key or a password.
+
+    >>> [is_secret_name(name) for name in ("API-KEY", "dbPassword", "access_token_v2", "num_tokens", "bypass")]
+    [True, True, True, False, False]
+    """
+    return _IS_SECRET.search(_NEW_WORD.sub("_", name).strip("_").lower()) is not None
 
 
 def has_secret(text: str) -> bool:
@@ -66,9 +94,9 @@ def masked(value: Any) -> Any: ...
 def masked(value: Any) -> Any:
     """Return a value with its keys and passwords masked, so that the value can be shown.
 
-    This masks dict entries whose names indicate a secret, and secrets within strings. Entries that are None, True or
-    False are not masked. An object whose `repr` contains a secret is replaced with its masked `repr`. A value without
-    secrets is returned unchanged.
+    This masks dict entries whose names indicate a secret, and secrets within strings. Numbers, booleans and None are
+    not masked. An object whose `repr` contains a secret is replaced with its masked `repr`. A value without secrets is
+    returned unchanged.
 
     >>> masked({"lr": 0.1, "db": {"password": "abc"}, "data": ["s3://id:secret@bucket/a?region=x&sig=y"]})
     {'lr': 0.1, 'db': {'password': '***'}, 'data': ['s3://***@bucket/a?region=x&sig=***']}
@@ -80,12 +108,33 @@ def masked(value: Any) -> Any:
 
 def _masked_text(text: str) -> str:
     text = _USER.sub(lambda match: f"{match[0].removesuffix(match['user'])}{_HIDDEN}@", text)
-    return _ENTRY.sub(_hidden_entry, _OPTION.sub(rf"\1{_HIDDEN}", text))
+    text = _OPTION.sub(_hidden_option, text)
+    for names in (_ENTRY, _ARGUMENT):
+        text = _without_values(text, names)
+    return _SHAPE.sub(lambda match: f"{match[1] or match[2] or match[3] or ''}{_HIDDEN}", text)
 
 
-def _hidden_entry(match: re.Match[str]) -> str:
-    quote = match["quote"] or ""
-    return f"{match[1]}{quote}{_HIDDEN}{quote}"
+def _hidden_option(match: re.Match[str]) -> str:
+    """Return an option of a URI, masked if it is a secret. Options such as `key` and `my_key` always count as one."""
+    is_key = re.search(r"(?:^|_)key", match["name"], re.IGNORECASE) is not None
+    return f"{match['start']}{_HIDDEN}" if is_key or is_secret_name(match["name"]) else match[0]
+
+
+def _without_values(text: str, names: re.Pattern[str]) -> str:
+    """Mask the values that follow the names of secrets in a text."""
+    parts, end = [], 0
+    for match in names.finditer(text):
+        if match.start() < end or not is_secret_name(match["name"]):
+            continue
+        value = _VALUE.match(text, match.end())
+        # In `password=123`, the digits may be a text. In the `repr` of a dict, and in `tokens=123`, they are a number.
+        may_be_number = ":" in match[0] or "token" in match["name"].lower()
+        if value is None or _CONSTANT.fullmatch(value[0]) or (may_be_number and _NUMBERS.fullmatch(value[0])):
+            continue
+        quote = value["quote"] or ""
+        parts.append(f"{text[end : match.end()]}{quote}{_HIDDEN}{quote}")
+        end = value.end()
+    return "".join([*parts, text[end:]])
 
 
 def _masked(value: Any, above: frozenset[int]) -> Any:
@@ -100,14 +149,27 @@ def _masked(value: Any, above: frozenset[int]) -> Any:
         shown = {_masked(key, inside): _masked_entry(key, each, inside) for key, each in value.items()}
         return value if _are_the_same(shown.values(), value.values()) and _are_the_same(shown, value) else shown
     if type(value) in (list, tuple, set, frozenset):
-        parts = [_masked(each, inside) for each in value]
+        names = [None, *value] if isinstance(value, list | tuple) else [None] * len(value)
+        parts = [_masked_entry(_argument(name), each, inside) for name, each in zip(names, value, strict=False)]
         return value if _are_the_same(parts, value) else type(value)(parts)
     return _masked_object(value)
 
 
 def _masked_entry(name: Any, value: Any, inside: frozenset[int]) -> Any:
-    is_secret = isinstance(name, str) and _IS_SECRET.search(name) is not None
-    return _HIDDEN if is_secret and not (value is None or isinstance(value, bool)) else _masked(value, inside)
+    is_secret = isinstance(name, str) and is_secret_name(name) and not _is_plain(value)
+    return _HIDDEN if is_secret else _masked(value, inside)
+
+
+def _argument(before: Any) -> str | None:
+    """Return the name of an argument, such as `--password` in a list of arguments, whose next element is its value."""
+    return before if isinstance(before, str) and before.startswith("-") and " " not in before else None
+
+
+def _is_plain(value: Any) -> bool:
+    """Return True for None, numbers, booleans, and lists of them, which are never secrets."""
+    if type(value) in (list, tuple, set, frozenset):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float)
 
 
 def _masked_object(value: Any) -> Any:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Protocol
 from raysgd.core.engine.worker import packed_bytes
 from raysgd.core.imports import pickle_modules_by_name, require
 from raysgd.core.numbers.results import as_number
+from raysgd.core.text.secrets import masked
 from raysgd.exceptions import MissingTuneError, UnpicklableError
 
 Bundles = Sequence[Mapping[str, float]]
@@ -259,8 +260,8 @@ def trainer_trainable(purpose: str) -> type[Any]:
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write the values of a config to a file in the folder of a checkpoint."""
-    (folder / _CONFIG_FILE).write_text(json.dumps(_comparable(config)), encoding="utf-8")
+    """Write the values of a config, without keys and passwords, to a file in the folder of a checkpoint."""
+    (folder / _CONFIG_FILE).write_text(json.dumps(_comparable(masked(config))), encoding="utf-8")
 
 
 def has_changed(folder: Path, config: Mapping[str, Any]) -> bool:
@@ -272,7 +273,7 @@ def has_changed(folder: Path, config: Mapping[str, Any]) -> bool:
         noted = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return False
-    return bool(noted != _comparable(config))
+    return bool(noted != _comparable(masked(config)))
 
 
 def _comparable(value: Any) -> Any:

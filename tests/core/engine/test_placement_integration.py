@@ -196,6 +196,15 @@ def test_what_can_never_be_held_is_not_waited_for_where_raysgd_has_started_ray()
     assert "To use a cluster, run the program on one of its machines" in done.stdout
 
 
+@pytest.mark.program
+def test_a_wrong_token_is_named_as_the_cause(ray_cluster: None) -> None:
+    address = ray.get_runtime_context().gcs_address
+    environment = {**os.environ, "RAY_ADDRESS": address, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    program = "import raysgd; raysgd.attach('run-7')"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=240)
+    assert f"PermissionError: Failed to connect to Ray cluster at {address}: the cluster rejects the token" in done.stderr
+
+
 def test_what_others_hold_is_told_in_one_line_once_it_takes_long(
     holder: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

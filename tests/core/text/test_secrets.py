@@ -11,7 +11,7 @@ import pytest
 
 from raysgd.air.config import RunConfig
 from raysgd.callbacks import Checkpointing, CSVLogger, HTMLReport, JSONLogger, MLflowLogger, WandbLogger
-from raysgd.core.text.secrets import has_secret, masked, user_of
+from raysgd.core.text.secrets import has_secret, is_secret_name, masked, user_of
 from raysgd.storage import StorageError, open_folder
 from raysgd.torch import TorchTrainer
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
@@ -38,7 +38,22 @@ from tests.train.fit.notes import make_folder
             "Protocol=https;AccountName=a;AccountKey=b==;Suffix=c",
             "Protocol=https;AccountName=a;AccountKey=***;Suffix=c",
         ),
-        ("{'lr': 1, 'dbPassword': 3, \"pwd\": \"a'b\"}", "{'lr': 1, 'dbPassword': ***, \"pwd\": \"***\"}"),
+        ("{'lr': 1, 'dbPassword': 3, \"pwd\": \"a'b\"}", "{'lr': 1, 'dbPassword': 3, \"pwd\": \"***\"}"),
+        (
+            "host=h password=123 API-KEY=b, tokens=[1, 2], max_tokens=4",
+            "host=h password=*** API-KEY=***, tokens=[1, 2], max_tokens=4",
+        ),
+        (
+            "run --lr 0.1 --password abc --api-key 'a b' --tokens 5",
+            "run --lr 0.1 --password *** --api-key '***' --tokens 5",
+        ),
+        ("curl -H 'Authorization: Bearer abc.def123' h", "curl -H 'Authorization: Bearer ***' h"),
+        (
+            "-----BEGIN RSA PRIVATE KEY-----\nMIIa\n-----END RSA PRIVATE KEY-----",
+            "-----BEGIN RSA PRIVATE KEY-----***-----END RSA PRIVATE KEY-----",
+        ),
+        ("to https://hooks.slack.com/services/T0/B0/abc now", "to https://hooks.slack.com/services/*** now"),
+        ("sent ghp_0123456789abcdefABCD and eyJhbGciOiJI.eyJzdWIiOiIx.c2lnbmF0", "sent *** and ***"),
         ("connect(host='h', password=a,b) failed", "connect(host='h', password=***) failed"),
         ("{'secrets': {'a': 'b'}, 'key': 'is cut", "{'secrets': ***, 'key': 'is cut"),
         ("'api_key': 'is cut", "'api_key': '***'"),
@@ -63,6 +78,7 @@ def test_no_secret_is_shown(text: str, shown: str) -> None:
         "at 10:30: me@host",
         "unexpected token: ';', and num_tokens=5",
         "password=None",
+        "hf_model_for_classification_2_large, sk-learn, a bearer of news, - secret sauce, well-known --tokens",
         {"pad_token": "<pad>", "max_tokens": 7, "author": "me", "use_auth": True, "token": None, "key": "loss"},
         [1, ("a", {2.0}), {"b": {}}],
         Namespace(lr=0.1),
@@ -72,6 +88,64 @@ def test_no_secret_is_shown(text: str, shown: str) -> None:
 def test_everything_else_is(value: Any) -> None:
     assert masked(value) is value or masked(value) == value
     assert not has_secret(str(value))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "API-KEY",
+            "apiKey",
+            "X-Api-Key",
+            "APIKey",
+            "access_token_v2",
+            "tokens",
+            "hfToken",
+            "openai_key",
+            "wandb_key",
+        ),
+        *("github_pat", "pass", "db_pass", "smtpPass", "cookie", "cookies", "webhook_url", "AWS_ACCESS_KEY_ID"),
+        *(
+            "aws_secret_access_key",
+            "private_key_pem",
+            "ssh_private_key",
+            "bearer",
+            "Authorization",
+            "basic_auth",
+            "otp",
+        ),
+    ],
+)
+def test_names_of_secrets_are_known_in_all_spellings(name: str) -> None:
+    assert is_secret_name(name)
+    assert masked({name: "abc", "lr": 0.1}) == {name: "***", "lr": 0.1}
+    assert masked(f"{name}=abc") == f"{name}=***"
+    assert masked(repr({name: "abc"})) == repr({name: "***"})
+    assert masked([f"--{name}", "abc", "--lr", "0.1"]) == [f"--{name}", "***", "--lr", "0.1"]
+    for harmless in (None, True, 0.1, 5, [1, 2], (3.0, None)):
+        assert masked({name: harmless}) == {name: harmless}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("num_tokens", "tokenizer", "max_tokens", "max_new_tokens", "bypass", "passes", "compass", "pad_token"),
+        *("eosToken", "special_tokens", "additional_special_tokens", "image_token", "class_token", "token_type_ids"),
+        *("tokenizer_path", "key", "keys"),
+        *("sort_key", "image_key", "label_keys", "monkey", "pattern", "path", "author", "design", "assigned", "passed"),
+        *("cookiecutter", "session", "pin_memory", "dispatch", "patience", "keyword"),
+    ],
+)
+def test_harmless_names_are_not_masked(name: str) -> None:
+    assert not is_secret_name(name)
+    assert masked({name: "abc"}) == {name: "abc"}
+    for text in (f"{name}=abc", repr({name: "abc"}), f"--{name} abc"):
+        assert masked(text) == text
+
+
+def test_the_patterns_do_not_hang_in_long_texts() -> None:
+    for piece in ("a", "a=", "--a ", "eyJ", "key-", "'a': '", "[?a"):
+        masked(piece * (200_000 // len(piece)))
 
 
 def test_the_user_of_a_uri_ends_at_the_last_sign_before_the_bucket() -> None:
