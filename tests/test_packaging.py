@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import raysgd
-from raysgd.cli.doctor import OLDEST
+from raysgd.cli.doctor import OLDEST, STOLEN
 
 ROOT = Path(__file__).resolve().parent.parent
 IN_ALL = {
@@ -196,6 +196,14 @@ def test_the_doctor_and_the_pages_name_the_lower_bounds(metadata: Message) -> No
     assert {name: Version(oldest) for name, oldest in OLDEST.items()} == {name: bounds[name] for name in OLDEST}
     words = "PyTorch {torch} or later, TensorFlow {tensorflow} or later, Ray {ray} or later".format(**bounds)
     assert [page for page in ("README.md", "docs/install.md") if words not in (ROOT / page).read_text()] == []
+
+
+def test_versions_that_strangers_have_published_are_excluded(metadata: Message) -> None:
+    for package, versions in STOLEN.items():
+        specifiers = [each.specifier for each in map(Requirement, declared(metadata)) if each.name == package]
+        assert specifiers
+        assert [version for version in versions for each in specifiers if each.contains(version)] == []
+        assert not {pins()[package], pins("constraints-lowest.txt")[package]} & set(versions)
 
 
 @pytest.mark.parametrize("name", ["constraints-dev.txt", "constraints-lowest.txt"])

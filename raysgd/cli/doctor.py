@@ -38,6 +38,8 @@ OLDEST = {
     "transformers": "4.51",
 }
 """Packages to check, with the oldest supported versions from `pyproject.toml`."""
+STOLEN = {"lightning": {"2.6.2": "GHSA-w37p-236h-pfx3", "2.6.3": "GHSA-w37p-236h-pfx3"}}
+"""Versions that strangers have published. They steal credentials when they are imported."""
 NEEDED = ("ray",)
 FRAMEWORKS = ("torch", "tensorflow")
 PYTHONS = ((3, 10), (3, 13))
@@ -130,7 +132,15 @@ def check_packages(versions: Mapping[str, str]) -> Iterator[CheckResult]:
         versions: Versions of the installed packages.
     """
     for package, version in versions.items():
-        if _numbers(version) < _numbers(OLDEST[package]):
+        if advisory := STOLEN.get(package, {}).get(version):
+            excluded = ",".join(f"!={each}" for each in STOLEN[package])
+            yield CheckResult(
+                "problem",
+                f"{package} {version} was published by a stranger, and steals credentials on import ({advisory})",
+                f'Run: pip install --upgrade "{package}>={OLDEST[package]},{excluded}". If it was imported, replace '
+                "all keys and passwords that this machine could read.",
+            )
+        elif _numbers(version) < _numbers(OLDEST[package]):
             wanted = f"{package}>={OLDEST[package]}"
             yield CheckResult("problem", f"{package} {version} is too old", f'Run: pip install --upgrade "{wanted}"')
         else:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +17,7 @@ from raysgd.cli.doctor import CheckResult
 from raysgd.core.private_names import PrivateNames
 
 GIB = 2**30
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -39,6 +44,25 @@ def test_packages_are_there_and_recent_enough(versions: Mapping[str, str], probl
     found = list(doctor.check_packages(versions))
     assert [finding.text for finding in found if finding.level == "problem"] == problems
     assert all(finding.advice.startswith("Run: pip install") for finding in found if finding.level == "problem")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("version", ["2.6.2", "2.6.3"])
+def test_a_version_that_steals_credentials_is_named_without_importing_it(tmp_path: Path, version: str) -> None:
+    for name in ("lightning", "pytorch_lightning"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')")
+    info = tmp_path / f"lightning-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: lightning\nVersion: {version}\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}", "RAY_ADDRESS": "h:1"}
+    command = [sys.executable, "-m", "raysgd", "doctor", "--no-self-test"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    output = " ".join(done.stdout.split())
+    assert f"lightning {version} was published by a stranger, and steals credentials on import" in output, done.stderr
+    assert 'pip install --upgrade "lightning>=2.5.2,!=2.6.2,!=2.6.3"' in output
+    assert done.returncode == 1
+    assert not (tmp_path / "imported").exists()
 
 
 def test_the_installed_versions_are_those_of_the_environment() -> None:
