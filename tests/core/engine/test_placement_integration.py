@@ -204,7 +204,8 @@ def test_a_wrong_token_is_named_as_the_cause(ray_cluster: None) -> None:
     environment = {**others, "RAY_ADDRESS": address, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
     program = "import raysgd; raysgd.attach('run-7')"
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=240)
-    assert f"PermissionError: Failed to connect to Ray cluster at {address}: the cluster rejects the token" in done.stderr
+    words = f"PermissionError: Failed to connect to Ray cluster at {address}: the cluster rejects the token"
+    assert words in done.stderr
 
 
 def test_what_others_hold_is_told_in_one_line_once_it_takes_long(
