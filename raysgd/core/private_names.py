@@ -101,9 +101,9 @@ TABLE = (
     PrivateNames(
         "torch:Tensor",
         ("_version",),
-        "torch.objects.filling, torch.objects.remade, torch.objects.criteria",
+        "torch.objects.filling, torch.objects.remade, torch.objects.criteria, torch.step.gradients",
         f"{_RAISES} when a model on the meta device is registered, and with `remakes_frozen`; labels are counted on a "
-        "GPU, which takes longer",
+        "GPU, which takes longer; accumulated gradients that user code changes in place are not noticed",
     ),
     PrivateNames(
         "torch.nn.modules.activation:MultiheadAttention",

@@ -243,7 +243,7 @@ class TrainingOperator(RegisteringOperator):
         """Step the optimizer with gradients averaged over all workers' samples.
 
         Does nothing if the batch's weight is 0 on every worker. With gradient accumulation, it does nothing before the
-        last batch of a step, and the default `train_batch` calls it only on that batch.
+        last batch of a step. An override is not called before that batch. It gets the averaged gradients, unscaled.
 
         Args:
             optimizer: The optimizer or list of optimizers to step. Required if several are registered.

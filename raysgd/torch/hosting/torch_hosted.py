@@ -111,6 +111,8 @@ class TorchHostedOperator(HostedOperator):
         check_is_set_up(self.operator)
         self.internals = self.operator._raysgd
         self.internals.begin_training(reports_ahead=is_stock(self.operator, "train_epoch", "train_batch"))
+        if not is_stock(self.operator, "optimizer_step"):
+            self.internals.prepare_steps()
         self._check_data()
         recovery = settings.recovery
         copies = recovery.undo if recovery.in_place else False
@@ -338,7 +340,7 @@ class TorchHostedOperator(HostedOperator):
         """Put the models into evaluation mode for the `with` block and until the next training call."""
         internals, registered = self.internals, self.internals.registered
         internals.loss_calls.makes_all = is_stock(self.operator, "validate", "validate_batch", "forward")
-        noting = internals.loss_calls.on(internals.criterion, internals.note_amount)
+        noting = internals.loss_calls.on(internals.criterion, internals.note_amount, only_labels=True)
         modes = self._modes = self._modes or ModuleModes()
         modes.evaluate([*registered.models, getattr(self.operator, "model", None)])
         try:

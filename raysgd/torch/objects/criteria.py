@@ -8,11 +8,13 @@ outputs and targets are compared. If the shapes fit more than one interpretation
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
@@ -38,7 +40,7 @@ class LossCall(NamedTuple):
         reading: How the loss interprets the output.
         output: Model output that was passed to the loss.
         target: Target that was passed to the loss.
-        result: Return value of the loss.
+        result: Return value of the loss; None if `amount` may not be what the return value is a mean over.
         ignored: Label that the loss ignores (`ignore_index`); None if the loss cannot ignore labels.
         amount: Sum of the weights of the labels over which the loss averages: a number, or a tensor if the sum is on a
             GPU. None if the loss does not average over labels.
@@ -72,8 +74,21 @@ NO_CALL = LossCall("values", None, None, None)
 
 
 class _Loss(NamedTuple):
+    """How a PyTorch loss computes its result.
+
+    Attributes:
+        reading: How the loss interprets the output.
+        counts_labels: True if the loss averages over labels.
+        is_exact: False if user code in a subclass or around the loss may change the result.
+    """
+
     reading: Reading
     counts_labels: bool = False
+    is_exact: bool = True
+
+    def interests(self, only_labels: bool) -> bool:
+        """Return True if a listener must be notified of calls: to all losses, or only to losses over labels."""
+        return self.counts_labels if only_labels else self.is_exact
 
 
 _FUSED = getattr(torch.nn, "LinearCrossEntropyLoss", None)  # newer PyTorch; its inputs are features, not scores
@@ -99,6 +114,31 @@ _LOSSES: dict[Any, _Loss] = {
     if called is not None
 }
 """The known losses of PyTorch. Keys are functions, and the `forward` methods of modules, which subclasses inherit."""
+
+_OVER_LABELS = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, *([_FUSED] if _FUSED is not None else []))
+_CHANGED = _Loss("values", counts_labels=True, is_exact=False)
+_PARAMETERS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")  # of the functions
+
+
+class ObservedLoss(torch.nn.Module):
+    """A loss over labels that supports forward hooks, around a function or a compiled module that does not.
+
+    Args:
+        loss: The function, or the module.
+    """
+
+    def __init__(self, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        vars(self)["loss"] = loss  # not a submodule, which would get hooks, too
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self.loss(*args, **options)
+
+
+def observable(criterion: Any) -> Any:
+    """Return a criterion that notifies listeners also when user code calls it, if it is a loss over labels."""
+    loss = None if _takes_hooks(criterion) else _known(criterion)
+    return criterion if loss is None or not loss.counts_labels else ObservedLoss(criterion)
 
 
 class _Copied(NamedTuple):
@@ -134,7 +174,7 @@ class LossCalls:
         self._listeners: list[tuple[Callable[[LossCall], None], bool]] = []  # pairs of a listener and `only_labels`
         self._hooked: Any = None
         self._copied: _Copied | None = None
-        self._called: tuple[Any, Any, _Loss | None] = (None, None, None)  # latest criterion, the same uncompiled, entry
+        self._called: tuple[Any, Any, _Loss | None] = (None, None, None)  # latest criterion, its `_source`, its entry
 
     def note_copy(self, original: Any, copy: Any) -> None:
         """Record that a batch's target was copied to a GPU. Its labels are then counted without using the GPU.
@@ -151,8 +191,8 @@ class LossCalls:
     def on(self, criterion: Any, listener: Callable[[LossCall], None], only_labels: bool = False) -> Iterator[None]:
         """Notify a listener of all calls to the criterion's losses during the `with` block.
 
-        Only calls through the method `call` are noticed if the criterion does not support forward hooks, or if it is
-        itself a PyTorch loss and `makes_all` is True.
+        Only calls through the method `call` are noticed if the criterion does not support forward hooks (see
+        `observable`), or if it is itself a PyTorch loss and `makes_all` is True.
 
         Args:
             criterion: Criterion that is or contains a loss.
@@ -161,10 +201,10 @@ class LossCalls:
         """
         before, handles = self._hooked, []
         takes_hooks = _takes_hooks(criterion) and not (self.makes_all and _known(criterion))
-        for part in criterion.modules() if takes_hooks else ():
+        for part in dict.fromkeys(_observed(criterion)) if takes_hooks else ():
             loss = _known(part)
-            if loss is not None and (loss.counts_labels or not only_labels):
-                hear = partial(self._tell, listener, loss)
+            if loss is not None and loss.interests(only_labels):
+                hear = partial(self._hear, listener, loss)
                 handles.append(part.register_forward_hook(hear, with_kwargs=True))
         self._listeners.append((listener, only_labels))
         self._hooked = criterion if takes_hooks else None
@@ -185,19 +225,22 @@ class LossCalls:
         result = criterion(output, target)
         if criterion is not self._hooked and self._listeners:
             if criterion is not self._called[0]:
-                whole = getattr(criterion, "_orig_mod", criterion)
-                self._called = criterion, whole, _known(whole)
-            _, whole, loss = self._called
+                self._called = criterion, _source(criterion), _known(criterion)
+            _, source, loss = self._called
             for listener, only_labels in self._listeners:
-                if loss is not None and (loss.counts_labels or not only_labels):
-                    self._tell(listener, loss, whole, (output, target), {}, result)
+                if loss is not None and loss.interests(only_labels):
+                    self._tell(listener, loss, source, (output, target), {}, result)
         return result
+
+    def _hear(self, listener: Any, loss: _Loss, part: Any, *call: Any) -> None:
+        """Notify a listener of a call to a loss. PyTorch calls this forward hook."""
+        self._tell(listener, loss, _source(part), *call)
 
     def _tell(
         self,
         listener: Callable[[LossCall], None],
         loss: _Loss,
-        part: Any,
+        source: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         result: Any,
@@ -207,17 +250,18 @@ class LossCalls:
         Args:
             listener: Function that gets a `LossCall`.
             loss: Entry in `_LOSSES` for the loss.
-            part: Loss that was called.
+            source: Function or module with the settings of the loss that was called.
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
             result: Return value of the loss.
         """
         output = args[0] if args else kwargs.get("input")
         target = args[1] if len(args) > 1 else kwargs.get("target")
+        result = result if loss.is_exact else None
         if not loss.counts_labels or not are_classes(target):
             listener(LossCall(loss.reading, output, target, result))
             return
-        ignored, reduction, weights = _settings(part)
+        ignored, reduction, weights = _settings(source, args, kwargs)
         if reduction not in (None, "mean"):
             listener(LossCall(loss.reading, output, target, result, ignored))
             return
@@ -245,8 +289,8 @@ def _number_unlike(ignored: int, labels: torch.Tensor) -> Any:
 
 def counts_labels(criterion: Any) -> bool:
     """Return True if a criterion is or contains a PyTorch loss that averages over labels."""
-    parts = criterion.modules() if _takes_hooks(criterion) else (getattr(criterion, "_orig_mod", criterion),)
-    return any(loss.counts_labels for loss in map(_known, parts) if loss is not None)
+    parts = _observed(criterion) if _takes_hooks(criterion) else (criterion,)
+    return any(loss.counts_labels and loss.is_exact for loss in map(_known, parts) if loss is not None)
 
 
 def ignored_by(criterion: Any) -> int:
@@ -280,30 +324,68 @@ def are_classes(target: Any) -> TypeGuard[torch.Tensor]:
 
 
 def _takes_hooks(criterion: Any) -> bool:
-    """Return True if a criterion supports forward hooks. It must be a module that is not compiled.
+    """Return True if a criterion is a module that supports forward hooks.
 
-    A new hook on a compiled module would make PyTorch compile the module again.
+    `Module.compile` compiles the hooks of a module, too. `torch.compile` returns a module around the compiled one.
     """
-    is_compiled = hasattr(criterion, "_orig_mod") or getattr(criterion, "_compiled_call_impl", None) is not None
-    return isinstance(criterion, torch.nn.Module) and not is_compiled
+    return isinstance(criterion, torch.nn.Module) and getattr(criterion, "_compiled_call_impl", None) is None
+
+
+def _observed(part: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Return a module and the modules in it, but none inside a compiled module."""
+    if _takes_hooks(part):
+        yield part
+        for each in () if hasattr(part, "_orig_mod") else part.children():
+            yield from _observed(each)
+
+
+def _inside(part: Any) -> Any:
+    """Return the loss inside an `ObservedLoss` or a compiled module."""
+    part = part.loss if isinstance(part, ObservedLoss) else part
+    return getattr(part, "_orig_mod", part)
+
+
+def _source(part: Any) -> Any:
+    """Return the function or module with the settings of a loss."""
+    loss = _inside(part)
+    parts = loss.modules() if isinstance(loss, torch.nn.Module) else ()
+    return next((each for each in parts if isinstance(each, _OVER_LABELS)), loss)
 
 
 def _known(part: Any) -> _Loss | None:
     """Return the entry in `_LOSSES` for a criterion, or for a module inside a criterion. Return None if it has none.
 
-    A subclass of a PyTorch loss that overrides `forward` has no entry.
+    For a subclass of a loss over labels that overrides `forward`, for a decorated or compiled function, and for a
+    compiled module that contains such a loss, return `_CHANGED`.
     """
-    key = type(part).forward if isinstance(part, torch.nn.Module) else part.func if isinstance(part, partial) else part
-    return _LOSSES.get(key) if callable(key) else None
+    loss = _inside(part)
+    if isinstance(loss, torch.nn.Module):
+        is_compiled = part is not loss or not _takes_hooks(loss)
+        is_changed = isinstance(_source(loss) if is_compiled else loss, _OVER_LABELS)
+        return _LOSSES.get(type(loss).forward) or (_CHANGED if is_changed else None)
+    key = loss.func if isinstance(loss, partial) else loss
+    if not callable(key):
+        return None
+    original = _LOSSES.get(inspect.unwrap(key))
+    return _LOSSES.get(key) or (_CHANGED if original is not None and original.counts_labels else None)
 
 
-def _settings(criterion: Any) -> tuple[int, Any, Any]:
-    """Return a criterion's ignored label, its reduction (None if not set), and its class weights (None if not set)."""
-    if isinstance(criterion, partial):
-        ignored, reduction, weight = map(criterion.keywords.get, ("ignore_index", "reduction", "weight"))
-    else:
-        ignored, reduction = getattr(criterion, "ignore_index", None), getattr(criterion, "reduction", None)
-        weight = getattr(criterion, "weight", None)
+def _settings(
+    criterion: Any, args: Sequence[Any] = (), options: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[int, Any, Any]:
+    """Return a criterion's ignored label, its reduction (None if not set), and its class weights (None if not set).
+
+    Args:
+        criterion: The criterion. Functions also have settings in the arguments of a call.
+        args: Positional arguments of the call.
+        options: Keyword arguments of the call.
+    """
+    loss, called = _inside(criterion), dict[str, Any]()
+    if not isinstance(loss, torch.nn.Module):
+        called = {**getattr(loss, "keywords", {}), **dict(zip(_PARAMETERS, args, strict=False)), **options}
+    ignored, reduction, weight = (
+        called.get(name, getattr(loss, name, None)) for name in ("ignore_index", "reduction", "weight")
+    )
     return ignored if isinstance(ignored, int) else IGNORED, reduction, weight
 
 

@@ -69,6 +69,13 @@ class Precision:
     def unscale(self, optimizer: Any) -> None:
         """Undo the scaling of an optimizer's gradients. Called before code that reads or clips gradients."""
 
+    def scale_again(self, optimizer: Any) -> bool:
+        """Scale the gradients of an optimizer, if they were unscaled and the optimizer has not stepped since.
+
+        Called before a backward pass, whose scaled gradients may add to them. Return True if they were unscaled.
+        """
+        return False
+
     def parameters(self, optimizer: Any) -> list[torch.Tensor]:
         """Return the parameters that an optimizer updates. Their attribute `grad` has the gradients for the step."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -173,9 +180,19 @@ class NativeAmp(Precision):
         self.scaler.scale(loss).backward()
 
     def unscale(self, optimizer: Any) -> None:
-        if id(optimizer) not in self._unscaled:  # the scaler raises if gradients are unscaled twice
+        # The scaler raises if gradients are unscaled twice, or if there are none when it updates the scale.
+        if id(optimizer) not in self._unscaled and any(each.grad is not None for each in self.parameters(optimizer)):
             self._unscaled.add(id(optimizer))
             self.scaler.unscale_(optimizer)
+
+    def scale_again(self, optimizer: Any) -> bool:
+        if id(optimizer) not in self._unscaled or id(optimizer) in self._stepped:
+            return False
+        self._update()
+        for parameter in self.parameters(optimizer):
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.scaler.get_scale())
+        return True
 
     def step(self, optimizer: Any) -> None:
         """Step an optimizer, unless its gradients have overflowed. Once all optimizers have stepped, update the scale.

@@ -236,7 +236,7 @@ class BatchMetrics(Internals):
         """
         loss = metrics.get("val_loss")
         for call in self.evaluated:
-            if _is_result(loss, call.result):
+            if call.result is not None and _is_result(loss, call.result):
                 return call.amount
         if loss is not None and weight_of("val_loss") not in metrics and any(call.is_uneven for call in self.evaluated):
             raise ValueError(

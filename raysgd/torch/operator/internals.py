@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from raysgd.torch.constants import SCHEDULER_STEP, USE_FP16
 from raysgd.torch.data import batches
 from raysgd.torch.data.ray_tensors import as_batch
 from raysgd.torch.objects import hyperparameters
-from raysgd.torch.objects.criteria import LossCall
+from raysgd.torch.objects.criteria import LossCall, observable
 from raysgd.torch.objects.hyperparameters import Hyperparameters
 from raysgd.torch.objects.precision import warn_of_short_weights
 from raysgd.torch.operator.batch_metrics import BatchMetrics
@@ -102,6 +102,18 @@ class OptimizerChoice:
                 "them. The gradients of the others would add up."
             )
         return [self._default()]
+
+    def of_step(self, given: Any) -> list[Any]:
+        """Return the registered optimizers that a call to a user's `optimizer_step` is for. Empty if that is unclear.
+
+        Args:
+            given: First argument of the call; None if it has no argument.
+        """
+        if len(self.registered) == 1:
+            return [*self.registered]
+        given = self._acting if given is None else given
+        chosen = given if isinstance(given, list | tuple) else [given]
+        return [each for each in self.registered if any(each is one for one in chosen)]
 
     def bystanders(self, given: Any, chosen: list[Any]) -> list[Any]:
         """Return the optimizers on which `backward` does not act, but whose gradients it must also clear.
@@ -200,12 +212,25 @@ class TorchInternals(BatchMetrics):
                 requires that no user code changes the metrics that `train_batch` returns.
         """
         self._reports_ahead = reports_ahead
+        if hasattr(self._operator, "criterion"):  # user code may have set another one than `register` returned
+            self._operator.criterion = observable(self._operator.criterion)
         self.trained = TrainedParts(self.registered)
         self.parallel.rewrap(self.registered.wrapped, is_agreed=True)
         if self._operator.remakes_frozen:
             self._leave_out_frozen()
         if self.world.rank == 0:
             warn_of_short_weights(self.registered.optimizers, type(self._operator).__name__)
+
+    def prepare_steps(self) -> None:
+        """From now on, call the user's `optimizer_step` only when a step is due, and after its gradients are ready."""
+        own = self._operator.optimizer_step
+
+        @wraps(own)
+        def optimizer_step(*args: Any, **options: Any) -> Any:
+            chosen = self.choice.of_step(options.get("optimizer", *args[:1]))
+            return own(*args, **options) if self.gradients.are_ready(chosen) else None
+
+        self._operator.optimizer_step = optimizer_step
 
     def _leave_out_frozen(self) -> None:
         """Check that all ranks have the same frozen parameters, then omit them from snapshots and checkpoints.

@@ -23,6 +23,7 @@ from raysgd.streams.stream import Stream
 from raysgd.torch.data.batch_sampler import GlobalBatchRule
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, shard_loader
 from raysgd.torch.objects.blocks import checkpoint_activations
+from raysgd.torch.objects.criteria import observable
 from raysgd.torch.objects.filling import is_empty, refuse_states
 from raysgd.torch.operator.settings import OperatorContext, TorchSettings
 from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
@@ -69,7 +70,7 @@ def criterion_of(given: Any) -> Any:
     Raises:
         InvalidRegistrationError: The criterion is not callable, or is a class.
     """
-    if not given:
+    if given is None:
         return None
     if not callable(given) or isinstance(given, type):
         raise InvalidRegistrationError(
@@ -275,6 +276,7 @@ def register(
     criterion = context.to_device(criterion) if criterion is not None else None
     _check_outsiders(operator, context, optimizers.items, [*on_device, criterion])
     own_of_criterion = own_parameters(criterion, on_device)
+    criterion = criterion if own_of_criterion else observable(criterion)
     prepared, stepped = context.precision.prepare(
         on_device, optimizers.items, lambda *parts: operator._configure_apex_amp(*parts, apex_args)
     )

@@ -46,6 +46,7 @@ class BatchWeights:
         # True if a batch was weighted by samples although its loss ignores labels or weights them unequally. A tensor
         # if the value is on a GPU.
         self._uncounted: Any = False
+        self._amounts: list[Any] = []  # the numbers of labels in the loss of the latest such batch
 
     def note_labels(self, batch: Batch, call: LossCall) -> None:
         """Record a call to a loss that averages over labels, so that the batch can be weighted by its labels."""
@@ -94,6 +95,7 @@ class BatchWeights:
         """
         if batch.has_uncounted is not False and self._matter:
             self._uncounted, batch.has_uncounted = self._uncounted | batch.has_uncounted, False
+            self._amounts = batch.amounts
             if not isinstance(self._uncounted, torch.Tensor):
                 self.check_counted()
 
@@ -107,9 +109,31 @@ class BatchWeights:
         if uncounted:
             raise ValueError(
                 "some labels are ignored by the loss, or count more than others, and batches counted by their samples, "
-                "so gradients are not those of one process. Say how much a batch counts: pass it, as in "
-                "`self.backward(loss, weight=(target != -100).sum())`, or return it from `forward` after the loss."
+                f"so gradients are not those of one process. {self._remedy()}"
             )
+
+    def _remedy(self) -> str:
+        """Return what to write if a loss ignores labels or weights them, and it is unknown how much a batch counts."""
+        latest = self._labels
+        if len({*map(float, self._amounts)}) > 1:
+            return (
+                "The loss has several means over different labels, so no single weight is right. Make it one mean: add "
+                "up losses with `reduction='sum'`, divide them by one number, and return that number from `forward` "
+                "after the loss, or pass it, as in `self.backward(loss, weight=number)`."
+            )
+        if latest.result is None:
+            return (
+                "The loss has its own `forward` or is decorated, so say what it is the mean over: return that number "
+                "from `forward` after the loss, or pass it, as in `self.backward(loss, weight=number)`."
+            )
+        is_counted = f"target != {latest.ignored}"
+        number, hint = f"({is_counted}).sum()", ""
+        if latest.num_labels is None:
+            number, hint = f"class_weights[target[{is_counted}]].sum()", ", with the class weights of the loss"
+        return (
+            f"Say how much a batch counts{hint}: pass it, as in `self.backward(loss, weight={number})`, or return it "
+            "from `forward` after the loss."
+        )
 
 
 @dataclass
@@ -129,6 +153,8 @@ class Window:
         is_exchanged: True if the latest batch ends the step. Its backward pass then averages the gradients over the
             ranks. False if their all-reduce may still be deferred.
         is_of_criterion: True if the amounts come from the criterion, False if they come from user code.
+        is_complete: True if the summed gradients were made the step's mean.
+        seen: Identities and versions of the gradients after the latest backward pass; None if they are not compared.
     """
 
     is_weighted: bool
@@ -139,6 +165,8 @@ class Window:
     last: tuple[int, float | None] | None = None
     is_exchanged: bool = True
     is_of_criterion: bool = False
+    is_complete: bool = False
+    seen: list[tuple[int, int]] | None = None
 
     def correction(self, seen: float, num_ranks: int) -> float:
         """Return the factor by which to multiply the summed gradients before the step.

@@ -67,6 +67,19 @@ class Gradients:
             weight: The batch's weight from user code; None if user code passed no weight.
             trained: Function that returns all trained parameters.
         """
+        unscaled = [each for each in (*chosen, *bystanders) if self._precision.scale_again(each)]
+        self._compute(loss, chosen, bystanders, weight, trained)
+        for each in unscaled:  # a user's `optimizer_step` computes these gradients
+            self._precision.unscale(each)
+
+    def _compute(
+        self,
+        loss: torch.Tensor,
+        chosen: list[Any],
+        bystanders: list[Any],
+        weight: Any,
+        trained: Callable[[], Iterable[torch.Tensor]],
+    ) -> None:
         leg, cleared, is_given = self._parallel.leg, [*chosen, *bystanders], weight is not None
         # Without other batches in the step, on this rank or on others, the weight of the batch does not matter.
         if not (is_given or leg.has_several_batches):
@@ -87,6 +100,8 @@ class Gradients:
             if leg.window > 1:
                 share = leg.share(weight, self._parallel.num_ranks, is_of_criterion=not is_given)
                 self._pass(loss * share, chosen[0], cleared, is_further)
+                assert leg.accumulated is not None
+                leg.accumulated.seen = self._versions(chosen[0])
             elif weight is None:
                 self._pass(loss, chosen[0], cleared, is_further)
             else:
@@ -163,6 +178,25 @@ class Gradients:
                 "gradients where a step begins: remove `zero_grad()` from `train_batch`. To leave a batch out, "
                 "multiply its loss by 0."
             )
+        self._check_unchanged(optimizer)
+
+    def _check_unchanged(self, optimizer: Any) -> None:
+        """Check that user code has not changed accumulated gradients since the latest backward pass.
+
+        Raises:
+            ValueError: It has changed them, for example to clip them.
+        """
+        window = self._parallel.leg.accumulated
+        if window is not None and window.seen not in (None, self._versions(optimizer)):
+            raise ValueError(
+                f"`{self._parallel.leg.option}`: gradients were changed after `self.backward`, where they are not the "
+                "means over the samples of the step yet. Change them in your own `optimizer_step`, before `super()."
+                "optimizer_step()`, or pass `clip_grad_norm` or `clip_grad_value` to the trainer."
+            )
+
+    def _versions(self, optimizer: Any) -> list[tuple[int, int]]:
+        gradients = [each.grad for each in self._precision.parameters(optimizer) if each.grad is not None]
+        return [(id(each), getattr(each, "_version", 0)) for each in gradients]
 
     def _compute_shard(self, loss: torch.Tensor, optimizers: list[Any], trained: list[torch.Tensor]) -> None:
         """Compute the gradients of a logical shard. With `deterministic=True`, global batches are cut into such shards.
@@ -195,12 +229,18 @@ class Gradients:
         If the total weight of the batches is 0, clear the gradients, so that the optimizer does not step. However, if
         the weight is 0 because the loss ignores all labels, keep gradients of 0, as in a single process.
 
+        A second call for the same step does nothing.
+
         Raises:
             ValueError: User code skips samples on this rank, but the ranks have not sent each other how many they skip.
         """
         leg, num_ranks, correction = self._parallel.leg, self._parallel.num_ranks, 1.0
         window, omitted, parameters = leg.accumulated, leg.omitted, self._precision.parameters(optimizer)
         if window is not None:
+            if window.is_complete:
+                return
+            self._check_unchanged(optimizer)
+            window.is_complete = True
             if not window.is_exchanged:
                 self._parallel.average_deferred(parameters)
             seen = window.total
@@ -237,6 +277,19 @@ class Gradients:
                 "nothing counts in a step: all workers gave `weight=0`, or left their batches out. The optimizer does "
                 "not step then. Later steps like this one are not reported"
             )
+
+    def are_ready(self, optimizers: Iterable[Any]) -> bool:
+        """Return True if a step is due. Its gradients are then unscaled means over all samples of the step.
+
+        Called before a user's `optimizer_step`. With gradient accumulation, a step is due in its last batch only.
+        """
+        leg = self._parallel.leg
+        leg.batch.was_asked_to_step |= leg.window > 1
+        for optimizer in optimizers if leg.batch.is_boundary else ():
+            if leg.window > 1:
+                self.complete(optimizer)
+            self._precision.unscale(optimizer)
+        return leg.batch.is_boundary
 
     def apply(self, optimizers: Iterable[Any]) -> None:
         """Step the optimizers if the current batch is the last batch of an optimizer step."""

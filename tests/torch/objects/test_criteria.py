@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from raysgd.core.text.log_lines import Once
-from raysgd.torch.objects.criteria import LossCall, LossCalls, accuracy, known
+from raysgd.torch.objects.criteria import LossCall, LossCalls, accuracy, known, observable
 
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5])
 SCORES = torch.randn(6, 4, 5, generator=torch.Generator().manual_seed(0))
@@ -103,6 +103,65 @@ def test_a_call_is_told_once_with_the_labels_that_count(criterion: Any, makes_al
             calls.call(criterion, SCORES, target)
     counted = [(int((TARGET != 3).sum()), TARGET.numel(), True), (TARGET.numel(), TARGET.numel(), False)]
     assert [(each.amount, each.num_labels, each.is_uneven) for each in found] == counted
+
+
+class Halved(torch.nn.CrossEntropyLoss):
+    """A loss over labels that user code has changed."""
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(output / 2, target)
+
+
+def compiled_in_place(criterion: torch.nn.Module) -> torch.nn.Module:
+    criterion.compile(backend="eager")
+    return criterion
+
+
+compiled = partial(torch.compile, backend="eager")
+
+
+@pytest.mark.parametrize("makes_all", [False, True])
+@pytest.mark.parametrize(
+    ("criterion", "is_exact"),
+    [
+        (functional.cross_entropy, True),
+        (partial(functional.cross_entropy, ignore_index=3), True),
+        (compiled(torch.nn.CrossEntropyLoss(ignore_index=3)), True),
+        (compiled_in_place(torch.nn.CrossEntropyLoss(ignore_index=3)), True),
+        (torch.nn.Sequential(compiled(torch.nn.CrossEntropyLoss(ignore_index=3))), True),
+        (Halved(ignore_index=3), False),
+        (compiled(Halved(ignore_index=3)), False),
+        (compiled(Likelihood(ignore_index=3)), False),
+        (partial(compiled(functional.cross_entropy), ignore_index=3), False),
+    ],
+)
+def test_a_loss_over_labels_is_heard_whoever_calls_it(criterion: Any, is_exact: bool, makes_all: bool) -> None:
+    calls, found, criterion = LossCalls(), list[LossCall](), observable(criterion)
+    calls.makes_all = makes_all
+    with calls.on(criterion, found.append, only_labels=True):
+        if isinstance(criterion, torch.nn.Sequential):
+            criterion[0](SCORES, TARGET)
+        elif makes_all:
+            calls.call(criterion, SCORES, TARGET)
+        else:
+            criterion(SCORES, TARGET)
+    is_default = getattr(criterion, "loss", None) is functional.cross_entropy
+    amount = TARGET.numel() if is_default else int((TARGET != 3).sum())
+    assert [(each.amount, each.result is not None) for each in found] == [(amount, is_exact)]
+
+
+def test_a_function_counts_by_the_arguments_of_its_call() -> None:
+    criterion, found = observable(functional.cross_entropy), list[LossCall]()
+    with LossCalls().on(criterion, found.append):
+        criterion(SCORES, TARGET, CLASS_WEIGHTS, ignore_index=3)
+        criterion(SCORES, target=TARGET, reduction="sum")
+    weight = CLASS_WEIGHTS[TARGET[TARGET != 3]].sum().item()
+    assert [each.amount for each in found] == [pytest.approx(weight), None]
+
+
+def test_criteria_that_need_no_help_stay_as_they_are() -> None:
+    for criterion in (torch.nn.CrossEntropyLoss(), Halved(), functional.mse_loss, lambda output, target: output.sum()):
+        assert observable(criterion) is criterion
 
 
 @pytest.mark.parametrize("makes_all", [False, True])

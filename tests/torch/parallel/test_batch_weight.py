@@ -58,6 +58,28 @@ def test_labels_on_a_device_are_checked_when_the_call_ends() -> None:
         weights.check_counted()
 
 
+@pytest.mark.parametrize(
+    ("calls", "words"),
+    [
+        ([labels(3)], r"counts: pass it, as in `self.backward\(loss, weight=\(target != -100\).sum\(\)\)`"),
+        ([labels(3)._replace(ignored=7)], r"weight=\(target != 7\).sum\(\)\)`"),
+        (
+            [labels(3.5, None)],
+            r"with the class weights of the loss: .*weight=class_weights\[target\[target != -100\]\].sum",
+        ),
+        ([labels(3)._replace(result=None)], r"has its own `forward` or is decorated, so say .*weight=number\)`"),
+        ([labels(3), labels(2)], r"several means over different labels, so no single weight is right\. Make it one"),
+        ([labels(3), labels(3)], r"weight=\(target != -100\).sum\(\)\)`"),  # the labels of one batch, used twice
+    ],
+)
+def test_the_error_says_the_weight_that_is_right_if_there_is_one(calls: list[LossCall], words: str) -> None:
+    weights, batch = BatchWeights(matter=True), Batch(num_samples=4)
+    for call in calls:
+        weights.note_labels(batch, call)
+    with pytest.raises(ValueError, match=words):
+        weights.weight_of(batch, OTHER, None)
+
+
 def test_labels_do_not_matter_where_a_step_has_one_batch() -> None:
     weights, batch = BatchWeights(matter=False), Batch(num_samples=4)
     weights.note_labels(batch, labels(3))

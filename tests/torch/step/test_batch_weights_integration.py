@@ -512,7 +512,12 @@ def labelled_by_pytorch(
 def check_labelling(run: Callable[[Experiment], Findings], num_workers: int) -> None:
     calls, size = (("train", None), ("train", None), ("validate", None)), 8 // num_workers
     cases = [(name, Labelling, window) for name in CRITERIA for window in (1, 2)]
-    cases += [("plain", LabellingInRungs, 1), ("classes", LabellingInRungs, 2), ("classes", LabellingPenalized, 1)]
+    cases += [
+        ("plain", LabellingInRungs, 1),
+        ("function", LabellingInRungs, 1),
+        ("classes", LabellingInRungs, 2),
+        ("classes", LabellingPenalized, 1),
+    ]
     for name, operator_cls, window in cases:
         case = f"{name}, {operator_cls.__name__}, {window} batches a step"
         config = {"criterion": name, "size": size}
@@ -553,6 +558,23 @@ def test_labels_that_nobody_counted_are_an_error(
     with pytest.raises(ValueError, match=r"some labels are ignored.*`self\.backward\(loss, weight="):
         run_together(two, Experiment(operator_cls, {"criterion": name, "size": 4}))
     run_alone(Experiment(operator_cls, {"criterion": name, "size": 8}))
+
+
+def test_a_changed_loss_over_labels_needs_a_weight_where_labels_are_ignored() -> None:
+    class Halved(torch.nn.CrossEntropyLoss):
+        def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return super().forward(output / 2, target)
+
+    class Changed(Labelling):
+        def register(self, **parts: Any) -> Any:
+            return super().register(**{**parts, "criterion": Halved(ignore_index=self.config["ignored"])})
+
+    options = {"step_options": StepOptions(accumulate_grad_batches=2)}
+    run_alone(Experiment(Changed, {"criterion": "told", "size": 4, "ignored": -100}, options=options))
+    with pytest.raises(ValueError, match="has its own `forward` or is decorated, so say what it is the mean over"):
+        run_alone(Experiment(Changed, {"criterion": "told", "size": 4, "ignored": 2}, options=options))
+    with pytest.raises(ValueError, match="`val_loss` is not what"):
+        run_alone(Experiment(Changed, {"criterion": "told", "size": 4, "ignored": 2}, [("validate", None)]))
 
 
 def test_logical_shards_refuse_losses_that_count_labels() -> None:

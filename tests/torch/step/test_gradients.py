@@ -8,14 +8,20 @@ from typing import Any
 import pytest
 import torch
 
+from raysgd.core.engine.shared.types import World
 from raysgd.core.text.log_lines import Once
 from raysgd.torch.objects.precision import Precision
+from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.step.gradients import Gradients, backward_with
 from raysgd.torch.step.optimizer_hooks import OptimizerHooks
+from raysgd.torch.torch_runner import TorchRunner
+from raysgd.trainer.configuration.batch_options import BatchOptions
+from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
+from tests.torch.operators_for_tests import LinearOperator, dataset
 
 
 class Bench:
@@ -208,3 +214,124 @@ def test_a_backward_that_takes_no_weight_is_told_how() -> None:
         TypeError, match=r"`SimpleNamespace\.forward` returned a weight.*`def backward\(self, loss, \*\*opt"
     ):
         backward_with(old, torch.ones(1), 3)
+
+
+# ------------------------------------------------------------------------------------------------ a user's own step
+
+NUM_SAMPLES, SIZE, BOUND = 20, 8, 0.1  # steps of 8, 8 and 4 samples
+
+
+class Clips(LinearOperator):
+    """Clips in its own `optimizer_step`, and keeps the norms that it saw."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup({"num_samples": NUM_SAMPLES, **config})
+        self.norms: list[float] = []
+        if self.use_fp16:  # the first scale of PyTorch is too large for these gradients
+            self._amp_scaler.load_state_dict({**self._amp_scaler.state_dict(), "scale": 256.0})
+
+    def optimizer_step(self) -> None:
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), BOUND)
+        self.norms.append(norm.item())
+        super().optimizer_step()
+
+
+class ClipsInItsBatch(Clips):
+    """Calls its own `optimizer_step` from its own `train_batch`, for each part of a batch."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        features, _, target = batch
+        with self.autocast():
+            loss = self.criterion(self.model(features), target)
+        self.backward(loss)
+        self.optimizer_step()
+        return {"train_loss": loss.detach(), "num_samples": len(target)}
+
+
+class AddsInItsStep(Clips):
+    """Computes the same gradients again where they were averaged already."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.batch = batch
+        return super().train_batch(batch, batch_info)
+
+    def optimizer_step(self) -> None:
+        features, _, target = self.batch
+        with self.autocast():
+            loss = self.criterion(self.model(features), target)
+        self.backward(loss)
+        super().optimizer_step()
+
+
+def train(operator_cls: type[Clips], **spec: Any) -> Clips:
+    runner = TorchRunner(TorchSettings(operator_cls, spec.pop("config", {}), **spec), World(rank=0, size=1))
+    runner.setup()
+    runner.train_epoch(EpochRequest(None, {}, False, seed=0))
+    assert isinstance(runner.operator, Clips)
+    return runner.operator
+
+
+def clipped_by_pytorch(times: int = 1) -> tuple[list[float], torch.Tensor]:
+    """Return the norms before clipping and the weights of plain PyTorch."""
+    model = torch.nn.Linear(3, 1)
+    model.load_state_dict(train(Clips, config={"num_samples": 0}).model.state_dict())
+    optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for features, _, target in torch.utils.data.DataLoader(dataset(NUM_SAMPLES), SIZE):
+        optimizer.zero_grad()
+        (times * torch.nn.functional.mse_loss(model(features), target)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), BOUND).item())
+        optimizer.step()
+    return norms, model.weight.detach()
+
+
+@pytest.mark.parametrize("operator_cls", [Clips, ClipsInItsBatch])
+@pytest.mark.parametrize("precision", [None, "fp16"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"config": {"batch_size": SIZE}},
+        {"config": {"batch_size": SIZE}, "batch_options": BatchOptions(split_batches=True, micro_batch_size=3)},
+        {"config": {"batch_size": 4}, "step_options": StepOptions(accumulate_grad_batches=2)},
+    ],
+)
+def test_an_own_step_sees_the_mean_gradients_of_its_step(
+    operator_cls: type[Clips], precision: str | None, spec: dict[str, Any]
+) -> None:
+    operator, (norms, weight) = train(operator_cls, precision=precision, **spec), clipped_by_pytorch()
+    tolerance = 1e-5 if precision is None else 2e-2
+    assert operator.norms == pytest.approx(norms, rel=tolerance)
+    torch.testing.assert_close(operator.model.weight.detach(), weight, rtol=tolerance, atol=tolerance / 10)
+
+
+@pytest.mark.parametrize("precision", [None, "fp16"])
+def test_an_own_step_may_add_gradients(precision: str | None) -> None:
+    operator = train(AddsInItsStep, precision=precision, config={"batch_size": SIZE})
+    assert operator.norms == pytest.approx(clipped_by_pytorch(times=2)[0], rel=1e-5 if precision is None else 2e-2)
+
+
+def test_an_own_step_may_leave_a_step_out_in_fp16() -> None:
+    class Leaves(Clips):
+        def optimizer_step(self) -> None:
+            if self.global_step == 1:
+                super().optimizer_step()
+            else:
+                self.norms.append(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()]).item())
+
+    left, norms = train(Leaves, precision="fp16", config={"batch_size": SIZE}).norms, clipped_by_pytorch()[0]
+    assert left[0] == pytest.approx(norms[0], rel=2e-2)
+    assert all(norm < 10 for norm in left)
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_accumulated_gradients_that_user_code_changes_outside_its_step_are_an_error(is_last: bool) -> None:
+    bench = Bench()
+    bench.open_call(2)
+    bench.begin(is_last=False)
+    bench.backward(1.0)
+    if is_last:
+        bench.apply()
+        bench.begin(is_last=False)
+        bench.backward(1.0)
+    torch.nn.utils.clip_grad_norm_([bench.parameter], 0.1)
+    with pytest.raises(ValueError, match=r"`accumulate_grad_batches=2`: gradients were changed .* `optimizer_step`"):
+        bench.apply() if is_last else bench.batch(1.0, is_last=False)
