@@ -154,6 +154,7 @@ class TrainingOperator(BaseOperator):
         internals = self._raysgd
         if internals.train_function is None:
             internals.train_function = internals.compiled(self.train_step)
+        internals.begin_step()
         with self.timers.record("train_step"):
             metrics = internals.train_function(batch)
         return {**metrics, NUM_SAMPLES: internals.num_samples(batch)}
@@ -232,6 +233,7 @@ class TrainingOperator(BaseOperator):
         internals = self._raysgd
         if internals.test_function is None:
             internals.test_function = internals.compiled(self.test_step)
+        internals.begin_step()
         with self.timers.record("test_step"):
             metrics = internals.test_function(batch)
         return {**metrics, NUM_SAMPLES: internals.num_samples(batch)}
@@ -240,6 +242,9 @@ class TrainingOperator(BaseOperator):
         """Evaluate a batch of validation data and return its metrics as tensors. Runs as a graph."""
         features, target, sample_weight = unpack(batch)
         output, loss, weight = _three(self.forward(features, target, sample_weight, training=False))
+        losses = self._raysgd.context.synchronizer.losses
+        if losses is not None and weight is None:
+            losses.refuse_unscaled()
         self.update_metrics(target, output, sample_weight)
         return {"val_loss": loss, **_as_metric(weight)}
 
@@ -289,6 +294,8 @@ class TrainingOperator(BaseOperator):
         if synchronizer.watches:
             check_aggregation(metric_items)
         self._raysgd.registered = RegisteredObjects(parts[0].items, parts[1].items, loss, metric_items)
+        if synchronizer.losses is not None:
+            synchronizer.losses.registered = loss
         for optimizer in parts[1].items:
             synchronizer.watch(optimizer)
         result = [each.mirror(each.items) for each in parts]

@@ -79,7 +79,6 @@ class TFHostedOperator(hosted.HostedOperator):
         self.state = KerasState(operator, self.feed, self.loop.fit)
         synchronizer.restrict_to(lambda: operator._models)
         _make_variables(operator, makes_fit, synchronizer)
-        check_loss(operator, synchronizer)
         weights = [v for model in operator._models for v in registration.weights_of(model)]
         global_metrics.share_first(synchronizer.group, weights)
         for model in operator._models:
@@ -284,23 +283,6 @@ def _make_variables(operator: TrainingOperator, uses_fit: bool, synchronizer: Sy
     for model, optimizer in zip(operator._models, operator._optimizers, strict=not uses_fit):
         if model.built and model.trainable_variables:
             registration.build_optimizer(optimizer, model.trainable_variables)
-
-
-def check_loss(operator: TrainingOperator, synchronizer: Synchronizer) -> None:
-    """Check that the registered loss is a mean over samples if the user's own `forward` computes it.
-
-    Raises:
-        IncompatibleModelError: There are several workers, and the loss has the reduction "sum" or
-            "mean_with_sample_weight". raysgd can scale such a loss only in the default `forward`.
-    """
-    loss = operator._raysgd.registered.loss
-    reduction, is_stock = getattr(loss, "reduction", ""), type(operator).forward is TrainingOperator.forward
-    if synchronizer.losses is not None and not is_stock and reduction in ("sum", "mean_with_sample_weight"):
-        raise IncompatibleModelError(
-            f"`register(loss={type(loss).__name__}(reduction={reduction!r}))` with your own `forward` cannot work with "
-            'several workers. Use `reduction="sum_over_batch_size"`; for a mean over anything else than samples return '
-            "`(output, loss, weight)` from `forward`."
-        )
 
 
 def _works_ahead(what: str, function: Callable[..., Any], *args: Any) -> bool:

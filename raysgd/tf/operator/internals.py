@@ -127,6 +127,11 @@ class TFInternals(Internals):
             self.context.synchronizer.step.usual.clear()
         self._trained = kind
 
+    def begin_step(self) -> None:
+        """Prepare for a step, in which `refuse_unscaled` checks that the loss is scaled if this is necessary."""
+        if self.context.synchronizer.losses is not None:
+            self.context.synchronizer.losses.is_scaled = False
+
     def mean_loss(self, loss: Any, target: Any, output: Any, weight: Any) -> Any:
         """Return a batch's loss as a scalar, scaled for the sample-weighted average over ranks.
 

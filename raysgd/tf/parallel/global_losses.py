@@ -40,12 +40,34 @@ class GlobalLosses:
 
     Attributes:
         evaluates_together: True while a Keras loop evaluates and each rank has its part of the same global batches.
+        registered: Loss that the operator has registered, or None.
+        is_scaled: True if this object has scaled a loss in the operator's current step.
     """
 
     def __init__(self, exchanges: ExchangeRecord, traced: TracedStep, step: TFStep, validation_step: TFStep) -> None:
         self._exchanges, self._traced = exchanges, traced
         self._step, self._validation_step = step, validation_step
         self.evaluates_together = False
+        self.registered: Any = None
+        self.is_scaled = False
+
+    def refuse_unscaled(self) -> None:
+        """Reject a step in which user code calls the registered loss itself, if the loss is no mean over samples.
+
+        Raises:
+            IncompatibleModelError: The loss is a sum, or divides by weights or by labels, and no loss was scaled.
+        """
+        loss, reduction = self.registered, _reduction_of(self.registered)
+        option = f"{reduction=}" if reduction in (SUM, _BY_WEIGHTS) else f"ignore_class={_ignored_by(loss)}"
+        if self.is_scaled or option == "ignore_class=None":
+            return
+        raise IncompatibleModelError(
+            f"`register(loss={type(loss).__name__}({option}))` is no mean over samples, and your own `forward` or step "
+            "computes the loss without raysgd, which cannot work with several workers. Call `super().forward(...)`, or "
+            'use `reduction="sum_over_batch_size"`. For a mean over anything else than samples, return `(output, loss, '
+            "weight)` from `forward`, or take the gradient of `self.weighted_loss(loss, weight)` in your own step. If "
+            "you do not use the loss, do not register it."
+        )
 
     def num_samples_of(self, counted: int, repeat: Exchange) -> float:
         """Return this rank's number of samples in the current step.
@@ -135,6 +157,7 @@ class GlobalLosses:
         """
         import tensorflow as tf
 
+        self.is_scaled = True
         value, reduction = loss(target, output) if weight is None else loss(target, output, weight), _reduction_of(loss)
         with self._exchanges.noting(*REFUSALS):
             if reduction is None:
@@ -180,6 +203,7 @@ class GlobalLosses:
         """Scale a loss that the user has computed as a mean over `weight` units, such as tokens."""
         import tensorflow as tf
 
+        self.is_scaled |= _reduction_of(self.registered) != SUM
         return loss * tf.cast(self.factor(weight), loss.dtype)
 
     def factor(self, divisor: Any) -> Any:

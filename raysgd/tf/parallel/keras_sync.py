@@ -178,6 +178,7 @@ class Synchronizer:
             self._refuse_strangers(optimizer, variables)
             if self.losses is not None:
                 refuse_by_name(gradients)
+                self.losses.refuse_unscaled()
         repeat = applying_zeros(optimizer, list(variables), gradients)
         self._traced.note_exchange(repeat, is_applied=True)
         return averager.average(gradients, repeat)
