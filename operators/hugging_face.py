@@ -447,4 +447,4 @@ def _accuracy(logits: Any, target: torch.Tensor) -> torch.Tensor | None:
         return None
     target = target.to(logits.device)
     chosen = logits[..., : target.shape[-1], :].argmax(-1) if target.ndim > 1 else logits.argmax(-1)
-    return (chosen == target).sum() / target.ne(IGNORED).sum()
+    return (chosen == target).sum().double() / target.ne(IGNORED).sum()

@@ -31,15 +31,23 @@ def as_tensor(values: Any, dtype: torch.dtype | None = None) -> Any:
     """Convert an array to a tensor. Return an array without numbers, such as an array of strings, unchanged.
 
     Args:
-        values: The array.
+        values: The array, or a tensor.
         dtype: Dtype to which floating-point values are converted. Default: float64 becomes PyTorch's default dtype, and
             other dtypes stay the same.
     """
-    values = stacked(values)
-    if values.dtype.kind not in "biuf":
-        return values
-    default = torch.get_default_dtype() if values.dtype == np.float64 else None
-    return torch.tensor(values, dtype=dtype or default if values.dtype.kind == "f" else None)
+    if isinstance(values, torch.Tensor):  # not through NumPy, which has no bfloat16
+        is_float, is_double, make = values.is_floating_point(), values.dtype == torch.float64, _copied
+    else:
+        values, make = stacked(values), torch.tensor
+        if values.dtype.kind not in "biuf":
+            return values
+        is_float, is_double = values.dtype.kind == "f", values.dtype == np.float64
+    default = torch.get_default_dtype() if is_double else None
+    return make(values, dtype=dtype or default if is_float else None)
+
+
+def _copied(values: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return values.detach().to(dtype or values.dtype, copy=True)
 
 
 def _joined(columns: list[torch.Tensor]) -> torch.Tensor:

@@ -521,4 +521,4 @@ def _above(threshold: float, output: torch.Tensor, target: torch.Tensor) -> Accu
 
 
 def _of(num_hits: torch.Tensor, num_labels: Any) -> Accuracy:
-    return Accuracy(num_hits / num_labels, num_labels)
+    return Accuracy(num_hits.double() / num_labels, num_labels)

@@ -127,6 +127,9 @@ class TestTensors:
             (np.array([1.5], np.float32), torch.float32),
             (np.array([1]), torch.int64),
             (np.array([True]), torch.bool),
+            (torch.tensor([1.5], dtype=torch.bfloat16), torch.bfloat16),
+            (torch.tensor([1.5], dtype=torch.float64), torch.float32),
+            (torch.tensor([1], dtype=torch.int32), torch.int32),
         ],
     )
     def test_kinds_of_numbers(self, values: Any, kind: torch.dtype) -> None:
@@ -142,3 +145,6 @@ class TestTensors:
         values.flags.writeable = False
         as_tensor(values).add_(1)
         assert values.tolist() == [1, 2]
+        tensor = torch.tensor([1.0, 2.0])
+        as_tensor(tensor).add_(1)
+        assert tensor.tolist() == [1, 2]
