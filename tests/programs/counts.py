@@ -13,14 +13,19 @@
 - `leave`: the number of a batch that an own `train_batch` leaves out.
 - `grow`: whether the data grow between the calls.
 - `loader`: `divided`, or `own`: each worker loads its own part.
+- `criterion`: what a loss over labels is: a `module` of PyTorch, a `function`, a `subclass` with its own `forward`, or
+  a `compiled` module.
+- `rung`: whether an own `optimizer_step` clips.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from raysgd.torch import TrainingOperator
@@ -46,20 +51,30 @@ from tests.programs.parts import (
 )
 
 NUM_GROWN = 8
-BOUND = 0.5
+BOUND, OWN_BOUND = 0.5, 0.3
 PADDING = -100
 WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5], dtype=torch.float64)
-LOSSES: dict[str, Any] = {
-    "mse": torch.nn.MSELoss,
-    "bce": torch.nn.BCEWithLogitsLoss,
-    "labels": torch.nn.CrossEntropyLoss,
-    "ignored": lambda: torch.nn.CrossEntropyLoss(ignore_index=0),
-    "weighed": lambda: torch.nn.CrossEntropyLoss(weight=WEIGHTS),
-    "own": lambda: logarithms,
-    "pairs": lambda: logarithms,
-    "texts": lambda: torch.nn.CrossEntropyLoss(ignore_index=PADDING),
-}
 WITH_LABELS = ("labels", "ignored", "weighed", "texts")
+SETTINGS: dict[str, dict[str, Any]] = {"ignored": {"ignore_index": 0}, "weighed": {"weight": WEIGHTS}}
+
+
+class Halved(torch.nn.CrossEntropyLoss):
+    """A loss of PyTorch with a temperature."""
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(output / 2, target)
+
+
+def criterion_of(words: Words) -> Any:
+    """Return the loss of a program."""
+    task, kind = str(words["task"]), words.get("criterion", "module")
+    if task not in WITH_LABELS:
+        return {"mse": torch.nn.MSELoss(), "bce": torch.nn.BCEWithLogitsLoss()}.get(task, logarithms)
+    settings = SETTINGS.get(task, {})
+    if kind == "function":
+        return partial(functional.cross_entropy, **settings) if settings else functional.cross_entropy
+    criterion = Halved(**settings) if kind == "subclass" else torch.nn.CrossEntropyLoss(**settings)
+    return torch.compile(criterion, backend="eager") if kind == "compiled" else criterion
 
 
 def logarithms(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -213,7 +228,7 @@ class Counting(TrainingOperator):
         model = Named(words)
         optimizer = OPTIMIZERS[words["optimizer"]](model.parameters(), RATE)
         self.model, self.optimizer, self.criterion = self.register(
-            models=model, optimizers=optimizer, criterion=LOSSES[words["task"]]()
+            models=model, optimizers=optimizer, criterion=criterion_of(words)
         )
         self.rows = Rows(words)
         train_loader, validation_loader = self.loader(self.rows, int(words["batch"])), self.loader(Rows(words), 7)
@@ -273,11 +288,38 @@ class OwnBatch(Weighing):
         return {"train_loss": loss.detach(), "num_samples": len(target_of(batch)), **weight}
 
 
+class Clips:
+    """An own `optimizer_step`, beside one of the others."""
+
+    def optimizer_step(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), OWN_BOUND)  # type: ignore[attr-defined]
+        super().optimizer_step()  # type: ignore[misc]
+
+
+class CountingClipped(Clips, Counting):
+    pass
+
+
+class WeighingClipped(Clips, Weighing):
+    pass
+
+
+class OwnBatchClipped(Clips, OwnBatch):
+    pass
+
+
+CLIPPED: dict[type[Any], type[Any]] = {
+    Counting: CountingClipped,
+    Weighing: WeighingClipped,
+    OwnBatch: OwnBatchClipped,
+}
+
+
 class Counts(Kind):
     """See the module."""
 
     name = "counts"
-    core = ("task", "collate", "say", "step")
+    core = ("task", "collate", "say", "step", "criterion")
     choices: ClassVar[Choices] = {
         "rows": (24, 22, 17, 31),
         "batch": (6, 4, 5, 9),
@@ -298,10 +340,14 @@ class Counts(Kind):
         "leave": ("no", "no", 1, 0),
         "grow": ("no", "no", "no", "yes"),
         "loader": ("divided", "divided", "divided", "own"),
+        "criterion": ("module", "function", "function", "subclass", "compiled"),
+        "rung": ("no", "clip"),
     }
 
     def settled(self, words: Words) -> dict[str, Value]:
         new = dict(words)
+        if new["criterion"] != "module":
+            new["task"] = {"mse": "ignored", "bce": "weighed"}.get(str(new["task"]), new["task"])
         if new["collate"] == "texts":
             new["task"] = "texts"
         elif new["task"] == "texts" or (new["task"] == "pairs" and new["collate"] != "loader"):
@@ -333,15 +379,22 @@ class Counts(Kind):
                 new["task"] = "mse"
         if new["micro"] != "no" or new["accumulate"] != 1:
             new["step"] = "own" if new["step"] == "plain" else new["step"]
+        if new["task"] not in WITH_LABELS:
+            new["criterion"] = "module"
+        if new["criterion"] in ("function", "compiled") or (new["criterion"] == "subclass" and new["step"] == "own"):
+            new["say"] = "nothing"  # the library counts labels by itself, or asks
+        if new["step"] == "plain":
+            new["rung"] = "no"  # it calls the optimizer's own step
         if new["grow"] == "yes":
             new.update(calls="all,all", kill="no")  # a sampler of its own follows them
             new["sampler"] = "turns" if new["sampler"] == "loader" else new["sampler"]
         return new
 
     def operator(self, words: Words) -> type[Any]:
-        if words["step"] != "stock":
-            return OwnBatch
-        return Weighing if words["say"] == "weight" or words["task"] in ("pairs", "texts") else Counting
+        operator_cls: type[Any] = OwnBatch
+        if words["step"] == "stock":
+            operator_cls = Weighing if words["say"] == "weight" or words["task"] in ("pairs", "texts") else Counting
+        return operator_cls if words["rung"] == "no" else CLIPPED[operator_cls]
 
     def options(self, words: Words) -> dict[str, Any]:
         return {
@@ -397,7 +450,7 @@ def trained_plainly(
         validated: The numbers of the rows that are evaluated after each call.
         others: The same for a pass over other data, after the first call.
     """
-    model, criterion = Named(words), LOSSES[str(words["task"])]()
+    model, criterion = Named(words), criterion_of(words)
     optimizer = OPTIMIZERS[str(words["optimizer"])](model.parameters(), RATE)
     rows, outcome = Rows(words), Outcome()
     calls = [(number, *call) for number, call in enumerate(batches_of_calls(words, batches_of_pass))]
@@ -414,6 +467,8 @@ def trained_plainly(
             _, loss = loss_of(words, model, criterion, batch)
             optimizer.zero_grad()
             loss.backward()
+            if words.get("rung", "no") != "no":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), OWN_BOUND)
             if words["clip"] != "no":
                 torch.nn.utils.clip_grad_norm_(model.parameters(), BOUND)
             optimizer.step()
