@@ -123,6 +123,8 @@ _PARAMETERS = ("input", "target", "weight", "size_average", "ignore_index", "red
 class ObservedLoss(torch.nn.Module):
     """A loss over labels that supports forward hooks, around a function or a compiled module that does not.
 
+    It also has the attributes of the loss.
+
     Args:
         loss: The function, or the module.
     """
@@ -133,6 +135,10 @@ class ObservedLoss(torch.nn.Module):
 
     def forward(self, *args: Any, **options: Any) -> Any:
         return self.loss(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        loss = vars(self).get("loss")
+        return super().__getattr__(name) if loss is None else getattr(loss, name)
 
 
 def observable(criterion: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from functools import partial
 from typing import Any
 
@@ -157,6 +158,12 @@ def test_a_function_counts_by_the_arguments_of_its_call() -> None:
         criterion(SCORES, target=TARGET, reduction="sum")
     weight = CLASS_WEIGHTS[TARGET[TARGET != 3]].sum().item()
     assert [each.amount for each in found] == [pytest.approx(weight), None]
+
+
+def test_a_function_keeps_its_attributes() -> None:
+    criterion = pickle.loads(pickle.dumps(observable(partial(functional.cross_entropy, ignore_index=3))))
+    assert criterion.keywords == {"ignore_index": 3}
+    assert criterion(SCORES, TARGET) == functional.cross_entropy(SCORES, TARGET, ignore_index=3)
 
 
 def test_criteria_that_need_no_help_stay_as_they_are() -> None:
