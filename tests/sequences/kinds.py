@@ -12,6 +12,7 @@ MODULES = {
         "stock",
         "own-batch",
         "two-optimizers",
+        "own-loop",
         "lightning",
         "collate",
         "sampler",

@@ -21,6 +21,7 @@ CHOSEN = {
         "train kill:1 train grow kill:1 train model",
         "train:5 call:1,200 train kill:0,2 predict hook:0,collate,2 train",
     ),
+    "own-loop": ("train:6 hook:1,end,1 train:3 train model", "train:9 hook:1,model,2 train hook:0,end,1 train:3 train"),
     "dataset-stream": ("train lose:1 data kill:1 validate kill:1 data train",),
     "functions": ("run:1 kill:1 range:1 hook:0,step,2 run:1",),
 }

@@ -12,7 +12,7 @@ from raysgd.data import IterableStream
 from raysgd.torch import TorchTrainer, TrainingOperator
 from tests.sequences import deaths
 from tests.sequences.books import BATCH_SIZE, NUM_OTHERS, NUM_SAMPLES, NUM_VALIDATED
-from tests.sequences.grammar import NUM_WORKERS, Grammar
+from tests.sequences.grammar import NUM_WORKERS, Grammar, Word
 from tests.sequences.subjects import CALLS, MOMENTS, MOST, ClassTrainer
 
 NUM_ALL = NUM_SAMPLES + NUM_OTHERS
@@ -153,6 +153,43 @@ class TwoOptimizers(Stock):
         return {"val_loss": -self.model(batch[0]).mean().item(), "num_samples": len(batch[0])}
 
 
+class Evenly(torch.optim.Optimizer):
+    """Adds 1 for each sample of a step, however many batches it has, if each has the same share in the gradient."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad / parameter.grad.abs().max())
+
+
+class OwnLoop(Stock):
+    """Has a `train_epoch` of its own, and leaves it inside a window of accumulated gradients."""
+
+    resumes_epochs = True
+
+    def register_objects(self) -> None:
+        model = Counts()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=Evenly(model.parameters()), criterion=negative_mean
+        )
+
+    def train_epoch(self, iterator: Any, info: dict[str, Any]) -> dict[str, Any]:
+        until, rows = info["until"], []
+        batches = iter(iterator)
+        for batch in batches if self.global_step < until else ():
+            rows.append(self.train_batch(batch, {"batch_idx": len(rows)}))
+            self.global_step += 1
+            if self.global_step >= until:
+                break
+        deaths.at("end")
+        num_samples = sum(row["num_samples"] for row in rows)
+        loss = sum(row["train_loss"] * row["num_samples"] for row in rows) / max(1, num_samples)
+        return {"num_samples": num_samples, "train_loss": loss}
+
+
 class TorchSubject(ClassTrainer):
     """`TorchTrainer` with an operator.
 
@@ -208,6 +245,27 @@ class TwoOptimizersSubject(TorchSubject):
     operator, counts_all = TwoOptimizers, False
 
 
+class OwnLoopSubject(TorchSubject):
+    operator, counts_all = OwnLoop, False
+    grammar = Grammar(
+        {name: weight for name, weight in CALLS.items() if name not in ("fit", "data", "new")},
+        MOST,
+        ("item", "model", "end"),
+        {**MOMENTS, "hook": 6},
+    )
+
+    def options(self) -> dict[str, Any]:
+        return {**super().options(), "accumulate_grad_batches": 4}
+
+    def _train(self, word: Word, is_whole: bool) -> None:
+        data = self.books.registered
+        num_steps = min(word.number or data.all_batches, data.all_batches - data.num_batches)
+        before = data.num_passes * data.all_batches + data.num_batches
+        result = self.trainer.train(info={"until": before + num_steps}, blocking=word.name == "train")
+        result = result if word.name == "train" else result.result()
+        self._compare(str(word), result, self.books.train(num_steps), is_whole)
+
+
 class CollateSubject(TorchSubject):
     data, grammar = "collate", Grammar(CALLS, MOST, ("item", "model", "collate"), MOMENTS)
 
@@ -258,6 +316,7 @@ SUBJECTS: dict[str, type[TorchSubject]] = {
     "stock": TorchSubject,
     "own-batch": OwnBatchSubject,
     "two-optimizers": TwoOptimizersSubject,
+    "own-loop": OwnLoopSubject,
     "lightning": LightningSubject,
     "collate": CollateSubject,
     "sampler": SamplerSubject,

@@ -201,19 +201,18 @@ class StepLoop(Loop):
             internals.precision.begin_call()
         return leg
 
-    def end_leg(self, leg: Leg, num_batches: int) -> None:
+    def end_leg(self, num_batches: int) -> None:
         """End the part of a call that this worker group runs.
 
         If accumulated gradients still wait for an optimizer step, take the step with fewer batches than usual.
 
         Args:
-            leg: The `Leg` that tracks this part of the call.
             num_batches: Number of batches in this part of the call.
 
         Raises:
             ValueError: The trainer's gradient accumulation or clipping had no effect, because user code bypassed it.
         """
-        name = type(self._operator).__name__
+        leg, name = self._parallel.leg, type(self._operator).__name__
         if leg.accumulated is not None:
             leg.batch = leg.batch.end()  # the optimizer may step although the window is not full
             step_with(self._operator, *self._optimizers)

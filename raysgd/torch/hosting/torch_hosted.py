@@ -285,7 +285,6 @@ class TorchHostedOperator(HostedOperator):
         self._modes = self._prediction = None
         leg = stream.leg = self.loop.begin_leg(run.epoch_idx, stream.source)
         internals, parallel = self.internals, self.parallel
-        began_at = stream.num_steps_taken
         if leg.has_several_batches and is_stock(self.operator, "train_epoch", "train_batch", "forward", "backward"):
             refuse_sum(internals.criterion)
         # Before each pass over the data, check that user code has called `rewrap` if it froze or unfroze parameters, or
@@ -302,10 +301,9 @@ class TorchHostedOperator(HostedOperator):
             # lost rank's metrics.
             if parallel.tells_rows and self.epoch_obstacle is None and self.feed.is_divided(stream):
                 leg.rows = parallel.step_rows(run, self.world.size)
-            with nullcontext() if parallel.record is None else parallel.record.of_call():
-                with self._in_shares(run, stream.source), noting:
-                    yield
-                self.loop.end_leg(leg, stream.num_steps_taken - began_at)
+            record = nullcontext() if parallel.record is None else parallel.record.of_call()
+            with record, self._in_shares(run, stream.source), noting:
+                yield
             leg.weights.check_counted()
         finally:
             parallel.end_leg()

@@ -88,7 +88,7 @@ class TrainingCall(EpochRun):
         internals = operator._raysgd
         callbacks = internals.callbacks
         self.info = {**request.info, **internals.info_of_call(request.num_steps, self.epoch_idx)}
-        epoch_before, leg_before = feed.epoch, internals.leg
+        epoch_before, leg_before, taken_before = feed.epoch, internals.leg, stream.num_steps_taken
         self.attach(stream)
         if request.hold_at is not None and request.hold_at > self.num_completed:
             self.gate = Gate(request.hold_at)
@@ -122,7 +122,10 @@ class TrainingCall(EpochRun):
                 loop.note_boundary()
                 args, named = ([batches], given) if is_stock else accepted(operator.train_epoch, batches, **given)
                 returned = operator.train_epoch(*args, **named)
+                # A `break` may leave accumulated gradients. Step with them before their batches count as used.
+                loop.end_leg(stream.num_steps_taken - taken_before)
                 stream.confirm_step()
+                self._commit()
         except HeldAtBoundary:
             is_planned, self.gate = self.gate.is_planned(self.num_completed), Gate()
             return HeldAtStep(self.num_completed, self.snapshot(), is_planned)
@@ -161,21 +164,24 @@ class TrainingCall(EpochRun):
             "obstacle": own and f"{own} `train_epoch`, which takes the steps itself",
         }
 
-    def _at_boundary(self) -> None:
-        """Finish a step that all ranks have completed.
+    def _commit(self) -> None:
+        """Finish a step that all ranks have completed: add its metrics to the metrics of the epoch."""
+        self._hosted.loop.note_boundary()
+        self.meters.count_pending()
+        if self.meters.has_objects:
+            self.meters.note_boundary()
+        self._hosted.ledger.commit()
 
-        Add the step's metrics to the metrics of the epoch. If a snapshot is due and the call could continue from it,
-        copy the training state.
+    def _at_boundary(self) -> None:
+        """Finish a step, and prepare for the next one.
+
+        If a snapshot is due and the call could continue from it, copy the training state.
 
         Raises:
             HeldAtBoundary: All ranks have agreed to stop after this step.
         """
         hosted, loop = self._hosted, self._hosted.loop
-        loop.note_boundary()
-        self.meters.count_pending()
-        if self.meters.has_objects:
-            self.meters.note_boundary()
-        hosted.ledger.commit()
+        self._commit()
         is_due = self._copies.every is not None and self._copies.is_due(self.num_completed)
         is_asked = self.gate.proposed is not None or self.gate.planned is not None
         if not (is_due or is_asked):

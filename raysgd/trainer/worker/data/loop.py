@@ -88,6 +88,13 @@ class Loop:
     def return_to_boundary(self) -> None:
         """Restore the training state after the last completed step. The batches since then will be repeated."""
 
+    def end_leg(self, num_batches: int) -> None:
+        """Called when `train_epoch` has returned, before its last step counts as completed.
+
+        Args:
+            num_batches: Number of batches that this worker group has drawn in the call.
+        """
+
     def end_call(self) -> None:
         """Called when the worker has completed its answer to a training call."""
 
