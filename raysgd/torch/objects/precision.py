@@ -228,6 +228,8 @@ class NativeAmp(Precision):
         return dict(self.scaler.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._stepped or self._unscaled:
+            self._update()  # the scaler must forget a step that is replaced by the loaded state
         if state:
             self.scaler.load_state_dict(state)
             self._scale = self.scaler.get_scale()

@@ -17,18 +17,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.lr_scheduler import LRScheduler
 
 from raysgd.core.engine.shared.time_spent import UNDO
 from raysgd.core.private_names import require_names
 from raysgd.torch.objects import rng
-from raysgd.torch.objects.precision import Precision
+from raysgd.torch.parallel.object_copies import ObjectCopies
 from raysgd.torch.parallel.tensor_copies import TensorCopies, digest_of, digests_of, is_writable, kept
 from raysgd.trainer.worker.ledger import Ledger
 
 logger = logging.getLogger(__name__)
-
-_OPEN = (torch.optim.Optimizer, LRScheduler, Precision, torch.amp.GradScaler)
 
 
 class _Watched:
@@ -88,58 +85,31 @@ class _OpenStep:
     Attributes:
         is_copied: True if any state was copied before the batch.
         is_whole: True if all state was copied before the batch.
+        has_unknown: True if state that the batch may change cannot be copied.
         has_stepped: True if an optimizer has started to step.
         num_exchanges: Number of gradient all-reduces so far.
         num_collectives: Number of collectives that had started in PyTorch's default process group when an optimizer
             last started to step; None if no optimizer has stepped, or if the number is not needed.
         buffers: For each buffer of the models: the dict of buffers, the buffer's name, and its tensor before the batch.
-        contents: Dicts and lists in optimizers, schedulers and similar objects, each with a shallow copy.
+        objects: Copies of objects in optimizers, schedulers and callbacks.
         gradients: Pairs of a parameter and its gradient before the batch.
         drawn: States of the random number generators before the batch.
         flags: Pairs of a parameter and its `requires_grad` before the batch.
     """
 
     def __init__(self) -> None:
-        self.is_copied = self.is_whole = self.has_stepped = False
+        self.is_copied = self.is_whole = self.has_unknown = self.has_stepped = False
         self.num_exchanges = 0
         self.num_collectives: float | None = None
         self.buffers: list[tuple[dict[str, Any], str, torch.Tensor | None]] = []
-        self.contents: list[tuple[Any, Any]] = []
+        self.objects = ObjectCopies(set())
         self.gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.flags: list[tuple[torch.Tensor, bool]] = []
         self.drawn: Any = None
 
-    def look_into(self, value: Any, seen: set[int], tensors: list[torch.Tensor]) -> None:
-        """Copy the dicts and lists in a nested value, and collect the tensors in it.
-
-        The attributes of optimizers, schedulers and gradient scalers are included.
-
-        Args:
-            value: Nested value.
-            seen: IDs of values that were already visited.
-            tensors: List to which the tensors are appended.
-        """
-        value = vars(value) if isinstance(value, _OPEN) else value
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        if isinstance(value, dict | list):
-            self.contents.append((value, value.copy()))
-        if isinstance(value, dict | list | tuple):
-            for each in value.values() if isinstance(value, dict) else value:
-                self.look_into(each, seen, tensors)
-
     def put_back(self) -> None:
         """Restore everything that this object has recorded. `TensorCopies` restores the values of tensors."""
-        for container, content in self.contents:
-            if isinstance(container, list):
-                container[:] = content
-            else:
-                container.update(content)  # do not clear the dict first, because another thread may be reading it
-                for name in container.keys() - content.keys():
-                    del container[name]
+        self.objects.put_back()
         for buffers, name, value in self.buffers:
             buffers[name] = value
         for parameter, gradient in self.gradients:
@@ -203,6 +173,7 @@ class Undo:
         # Parameters that already had gradients when the batch began, because no optimizer had stepped with these
         # gradients yet. None if no batch has begun since the last boundary.
         self._waiting: list[torch.Tensor] | None = None
+        self._has_warned = False
         self._not_stepped: list[Any] = []  # optimizers whose `step` was not called in the last completed step
         self._keeps_gradients, self.repeats = keeps_gradients, repeats
         self.is_told_of_batches = keeps_gradients or repeats
@@ -296,26 +267,49 @@ class Undo:
     def _take(self, batch: _OpenStep, watched: _Watched, waiting: Sequence[torch.Tensor], copies_all: bool) -> None:
         batch.buffers = [(buffers, name, kept(buffers.get(name))) for buffers, name in watched.buffers]
         tensors = [each for _, _, each in batch.buffers if each is not None]
-        seen = {*map(id, watched.parameters)}
+        seen, contents = {*map(id, watched.parameters)}, list[tuple[Any, Any]]()
         if copies_all:
             batch.gradients = [(parameter, kept(parameter.grad)) for parameter in waiting]
             tensors += [each for _, each in batch.gradients if each is not None]
-            for each in (*self._optimizers, *self._others, *self._followers()):
-                batch.look_into(vars(each), seen, tensors)
+            contents = [(each, vars(each)) for each in (*self._optimizers, *self._others, *self._followers())]
             batch.flags = [(each, each.requires_grad) for each in watched.parameters]
             batch.drawn = rng.capture()
         elif self._watches:
             # Always copy the optimizers' hyperparameters, such as learning rates, and the schedulers' states. They are
             # small, and user code may change them before the first all-reduce of a batch.
             seen |= {id(vars(each)) for each in self._optimizers}
-            for content in (*(each.param_groups for each in self._optimizers), *map(vars, self._others)):
-                batch.look_into(content, seen, tensors)
+            contents = [(each, each.param_groups) for each in self._optimizers]
+            contents += [(each, vars(each)) for each in self._others]
+        batch.objects = objects = ObjectCopies(seen)
+        for owner, content in contents:
+            objects.copy(content)
+            if objects.unknown is not None:
+                self._note_unknown(batch, owner, objects.unknown)
+                if self.copies_all:
+                    self.switch_off()
+                    return
+                break
+        tensors += objects.tensors
         parameters = watched.parameters if copies_all else [*watched.moving.values()]
         if self._unchanging:
             parameters = [each for each in parameters if id(each) not in self._unchanging]
         watched.copied = parameters
         self._copies.take_copies([*parameters, *filter(is_writable, tensors)])
-        batch.is_copied, batch.is_whole = True, copies_all
+        batch.is_copied, batch.is_whole = True, copies_all and not batch.has_unknown
+
+    def _note_unknown(self, batch: _OpenStep, owner: Any, unknown: type) -> None:
+        batch.has_unknown = True
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "`%s` contains a `%s.%s`, whose state cannot be copied before a batch. If a worker is lost in the "
+                "middle of a batch that may change it, the call restarts from the snapshot. A batch is repeated if "
+                "such state is in containers, arrays, tensors, dataclasses or attributes. `Recovery(undo=False)` "
+                "chooses this without the warning",
+                type(owner).__name__,
+                unknown.__module__,
+                unknown.__qualname__,
+            )
 
     def note_exchange(self) -> None:
         """Record that a model's gradients are being all-reduced. One backward pass may call this method several times.
@@ -392,7 +386,7 @@ class Undo:
         batch, watched = self._batch, self._watched
         if batch is None or batch.is_whole:
             return True
-        if watched is None or batch.has_stepped:
+        if watched is None or batch.has_unknown or batch.has_stepped:
             return False
         if self._watches and batch.num_exchanges - has_broken >= watched.num_usual:
             return False  # as many all-reduces as usual have succeeded, so user code may have changed weights

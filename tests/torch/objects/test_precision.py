@@ -189,6 +189,22 @@ def test_several_optimizers_step_in_one_scale() -> None:
     assert precision.state_dict()["scale"] == 512.0
 
 
+def test_a_loaded_state_replaces_a_step_that_only_one_of_two_optimizers_took() -> None:
+    models = [torch.nn.Linear(1, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    precision = NativeAmp(torch.float16, torch.device("cpu"))
+    precision.prepare(models, optimizers, lambda: None)
+    saved = precision.state_dict()
+    for is_whole in (False, True):
+        for model, optimizer in zip(models, optimizers if is_whole else optimizers[:1], strict=False):
+            precision.backward(model(torch.ones(1, 1)).sum(), optimizer)
+            precision.unscale(optimizer)
+            precision.step(optimizer)
+        if not is_whole:
+            precision.load_state_dict(saved)
+            assert precision.state_dict() == saved
+
+
 def test_an_optimizer_that_steps_alone_is_not_waited_for() -> None:
     precision = make_fp16()
     models = [torch.nn.Linear(1, 1) for _ in range(2)]

@@ -15,6 +15,7 @@ import torch
 
 from raysgd.callbacks.averages import EMA
 from raysgd.core.engine.shared.time_spent import START_UP, UNDO
+from raysgd.torch.objects.precision import NativeAmp
 from raysgd.torch.parallel import tensor_copies
 from raysgd.torch.parallel.undo import Undo
 from raysgd.trainer.worker.ledger import Ledger
@@ -142,6 +143,35 @@ def test_a_batch_with_two_steps_leaves_nothing(make_optimizer: Any, num_batches:
     assert (program.state(), _plain(vars(program.optimizer).get("slow"))) == before
 
 
+def test_a_batch_in_fp16_that_broke_off_between_two_optimizers_is_repeated() -> None:
+    models = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    precision = NativeAmp(torch.float16, torch.device("cpu"))
+    precision.prepare(models, optimizers, lambda: None)
+    undo = Undo(models, optimizers, [precision], copies=True)
+    for optimizer in optimizers:
+        optimizer.register_step_pre_hook(undo.note_step)
+
+    def train(*pairs: tuple[torch.nn.Module, torch.optim.Optimizer]) -> None:
+        for model, optimizer in pairs:
+            precision.backward(model(torch.ones(2, 4)).square().mean(), optimizer)
+            precision.unscale(optimizer)
+            precision.step(optimizer)
+
+    pairs = [*zip(models, optimizers, strict=True)]
+    undo.open_call()
+    undo.begin_step()
+    train(*pairs)
+    undo.end_step()
+    before = precision.state_dict()
+    undo.begin_step()
+    train(pairs[0])
+    undo.put_back()
+    assert precision.state_dict() == before
+    undo.begin_step()
+    train(*pairs)
+
+
 def test_closures_that_step_many_times_leave_nothing() -> None:
     program = Program(lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=4))
     features = torch.randn(8, 2)
@@ -249,6 +279,24 @@ def test_a_batch_that_was_not_copied_does_not_go_back_to_the_one_that_was() -> N
     copies.begin_step()
     copies.put_back()
     assert model.weight.item() == 5.0
+
+
+@pytest.mark.parametrize("copies", [True, None])
+def test_a_batch_that_may_change_what_cannot_be_copied_is_not_repeated_which_is_said_once(
+    copies: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = Program(copies=copies)
+    program.optimizer.numbers = iter(range(9))
+    program.undo.begin_step()
+    assert not program.undo.can_put_back(has_broken=True)
+    program.step()
+    program.undo.end_step()
+    program.undo.begin_step()
+    assert program.undo.can_put_back(has_broken=True) == (copies is None), (
+        "before its step, a later batch changes nothing"
+    )
+    [said] = [record.getMessage() for record in caplog.records]
+    assert "`Adam` contains a `builtins.range_iterator`, whose state cannot be copied" in said
 
 
 # ---------------------------------------------------------------------------------------------- when it is copied
