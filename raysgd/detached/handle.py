@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import Any
 
 from raysgd.core.engine.keeper import NAMESPACE, end_workers
-from raysgd.core.engine.placement import session
 from raysgd.core.engine.program_end import end_with
+from raysgd.core.engine.ray_session import session
 from raysgd.core.engine.shared.call import CallHandle
 from raysgd.core.engine.shared.tracebacks import hide_library_frames, hides_library_frames
 from raysgd.core.engine.worker import SentData

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from raysgd.core.engine.ray_session import RayThread
 from raysgd.exceptions import WorkersLostError
 from raysgd.storage import files
 
@@ -79,7 +80,7 @@ class BackgroundWriter:
                 raise ValueError(f"`submit` on a closed `{type(self).__name__}`: make a new one.")
             self._raise_failure(passing=WorkersLostError)
             if self._thread is None:
-                thread = threading.Thread(target=self._work, name="raysgd-checkpoint-writer", daemon=False)
+                thread = RayThread(target=self._work, name="raysgd-checkpoint-writer", daemon=False)
                 thread.start()  # the thread cannot run before this block ends, because the block holds the lock
                 self._thread = thread
             submitted = SubmittedWrite(self)

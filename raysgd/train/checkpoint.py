@@ -20,13 +20,14 @@ from typing import Any
 from raysgd.air._contents import DICT_FILE
 from raysgd.air.config import CheckpointConfig
 from raysgd.air.trial import checkpoint_name
+from raysgd.core.engine.program_end import end_with
+from raysgd.core.engine.ray_session import RayThreads
 from raysgd.core.numbers.ranking import MAX, MIN, BestCheckpoints, SavedCheckpoint, as_score
 from raysgd.exceptions import OnFailure, failure_logged
 from raysgd.storage import Folder, StorageError, open_folder
 from raysgd.storage.files import local_copy, saving
 from raysgd.train._run_folders import as_folder, as_place
 from raysgd.train.constants import TIMESTAMP, TRAIN_CHECKPOINT_SUBDIR
-from raysgd.train.utils import in_thread
 
 __all__ = [
     "MAX",
@@ -71,9 +72,11 @@ class CheckpointTaker(ABC):
     def __init__(self, restart_point: Any = None) -> None:
         self._restart_point = restart_point
         self._num_landed = self._num_counted = 0
+        self._threads = RayThreads()
         self._coming: Future[None] | None = None
         self._has_arrived = threading.Event()
         self._identity = 0
+        end_with(self, self._threads.join)
 
     @abstractmethod
     def add(self, score: Any, receive: Callable[[], dict[str, Any]] | None) -> None:
@@ -152,7 +155,7 @@ class CheckpointTaker(ABC):
         """
         self._identity = identity
         self._has_arrived.clear()
-        self._coming = in_thread(partial(self._land, receive, keep, lose), "raysgd-checkpoint")
+        self._coming = self._threads.start(partial(self._land, receive, keep, lose), "raysgd-checkpoint")
 
     def _land(
         self,

@@ -1,11 +1,9 @@
-"""Small helpers for paths, functions and threads."""
+"""Small helpers for paths and functions."""
 
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,21 +17,6 @@ def construct_path(path: str | Path, parent: str | Path) -> Path:
     """
     path = Path(path).expanduser()
     return (path if path.is_absolute() else Path(parent).expanduser() / path).resolve()
-
-
-def in_thread(function: Callable[[], None], name: str) -> Future[None]:
-    """Start a function in a daemon thread, and return a future that is done when the function has ended."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            function()
-            future.set_result(None)
-        except BaseException as error:  # the future raises this error where the program waits for the future
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -13,7 +13,6 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from weakref import finalize
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ from raysgd.core.connections.horovod import HorovodConnection
 from raysgd.core.connections.torch import end_process_group, is_connection_error
 from raysgd.core.engine import placement
 from raysgd.core.engine.platform import Platform
-from raysgd.core.engine.program_end import ProgramEnd
+from raysgd.core.engine.ray_session import RayThreads, delaying_shutdown, keep_threads_from_starting_ray
 from raysgd.core.engine.shared.types import World
 from raysgd.core.private_names import TABLE, TESTED, PrivateNames, missing_names
 from raysgd.detached import cluster
@@ -608,13 +607,14 @@ def test_ray_is_used_as_it_is_without(name: str, monkeypatch: pytest.MonkeyPatch
     assert not hasattr(module, name)
 
 
-@without("enable_auto_connect")
-def test_what_runs_ends_with_the_program_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(importlib.import_module("ray._private.auto_init_hook"), name)
-    program_end, owner, ended = ProgramEnd(), ModuleType("owner"), list[int]()
-    program_end.finalizers.append(finalize(owner, ended.append, 1))
-    program_end.run()
-    assert ended == [1]
+@without("_connect_or_shutdown_lock", "enable_auto_connect")
+def test_background_calls_run_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module(f"ray._private.{'worker' if 'lock' in name else 'auto_init_hook'}")
+    monkeypatch.delattr(module, name)
+    keep_threads_from_starting_ray()
+    with delaying_shutdown():
+        assert RayThreads().start(lambda: 1, "raysgd-test").result(60) == 1
+    assert not hasattr(module, name)
 
 
 @without("_session")

@@ -71,7 +71,9 @@ INSIDE = {
         "checkpointing",
     ),
     "core.engine": (
-        "call_lines program_end shared",
+        "call_lines shared",
+        "ray_session",
+        "program_end",
         "keeper liveness policies ranks",
         "placement",
         "worker",

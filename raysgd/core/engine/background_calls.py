@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
@@ -14,8 +13,6 @@ from raysgd.core.engine.shared.tracebacks import hide_library_frames
 from raysgd.exceptions import OnFailure
 
 T = TypeVar("T")
-
-_END_S = 10.0
 
 
 @hide_library_frames
@@ -41,7 +38,7 @@ class BackgroundCall(CallHandle[T]):
 
         Raises:
             TimeoutError: The call is still running. It is not interrupted.
-            TrainerShutdownError: The trainer was shut down before the call finished.
+            TrainerShutdownError: The trainer was shut down, or its Ray session ended, before the call finished.
             Exception: The error that the call raised.
         """
         try:
@@ -65,7 +62,6 @@ class BackgroundCalls:
 
     def __init__(self, controller: ElasticController, at_once: bool) -> None:
         self._controller, self._at_once = controller, at_once
-        self._threads: list[threading.Thread] = []
 
     def begin(
         self, work: Callable[[], Any], rest: Callable[[Any, Callable[[], None]], Any] | None = None
@@ -82,7 +78,7 @@ class BackgroundCalls:
             ValueError: This thread is inside a block of `Turns.closed`.
         """
         turns = self._controller.turns
-        place, future = turns.reserve(), Future[Any]()
+        place = turns.reserve()
 
         def run() -> Any:
             with turns.take_turn(place):
@@ -90,21 +86,9 @@ class BackgroundCalls:
             return begun if rest is None else rest(begun, place.check_wanted)
 
         if self._at_once:
+            future = Future[Any]()
             run_into(future, run)
         else:
-            self._threads = [each for each in self._threads if each.is_alive()]
-            thread = threading.Thread(target=run_into, args=(future, run), name="raysgd-call", daemon=True)
             with OnFailure(partial(turns.give_up, place)):
-                thread.start()
-            self._threads.append(thread)
+                future = self._controller.threads.start(run, "raysgd-call")
         return BackgroundCall(future, partial(turns.interrupt_call, place))
-
-    def await_end(self) -> None:
-        """Wait for the background threads to finish, at most `_END_S` seconds for each thread.
-
-        Before you call this method, interrupt their calls or stop the controller. Otherwise, the threads may keep
-        running.
-        """
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(_END_S)

@@ -22,6 +22,7 @@ from raysgd.core.engine.liveness import quiet_s
 from raysgd.core.engine.monitor import LEAVING, ROOM, Monitor, ask_heartbeats
 from raysgd.core.engine.placement import cluster_view
 from raysgd.core.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy
+from raysgd.core.engine.ray_session import RayThreads
 from raysgd.core.engine.repair import GroupRepair
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.group_spec import GroupSpec
@@ -149,7 +150,9 @@ class Turns:
                         place.check_wanted()
                     try:
                         yield
-                    except Exception as error:  # a call whose workers were killed may raise any exception
+                    except (Exception, SystemExit) as error:
+                        # If workers were killed, a call may raise any exception. After `ray.shutdown()`, Ray raises
+                        # `SystemExit`.
                         lifecycle.check_active(during=error)
                         raise
                 finally:
@@ -255,6 +258,7 @@ class ElasticController(Lifecycle):
     Attributes:
         num_calls: Sequence number of the current or last call. Consecutive calls that change the training state have
             different numbers.
+        threads: Starts threads that call Ray. `stop` waits for them.
     """
 
     def __init__(
@@ -277,6 +281,7 @@ class ElasticController(Lifecycle):
         self._monitor = Monitor(self)
         self.recovery = GroupRepair(self, self._monitor, failures or FailurePolicy(), start_budget)
         self.turns = Turns(self)
+        self.threads = RayThreads()
         self.num_calls = 0
         self._left_by_driver: Call | None = None
         self._nodes_due = float("-inf")
@@ -349,7 +354,10 @@ class ElasticController(Lifecycle):
             force: True to kill the remote workers without closing their replicas first. During a call, they are always
                 killed.
         """
-        self.turns.stop(force)
+        try:
+            self.turns.stop(force)
+        finally:
+            self.threads.join()
 
     def make_room(self) -> str:
         """If resources are short, release resources that this program's other trainers hold.

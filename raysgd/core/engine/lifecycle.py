@@ -16,7 +16,6 @@ from typing import Any
 
 from raysgd.core.engine.group import GroupHooks, WorkerGroup
 from raysgd.core.engine.keeper import keeper
-from raysgd.core.engine.placement import session
 from raysgd.core.engine.policies import (
     Resizing,
     RetryBudget,
@@ -27,6 +26,7 @@ from raysgd.core.engine.policies import (
     resizing,
     words,
 )
+from raysgd.core.engine.ray_session import session
 from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.group_events import EventKind, GroupHistory
 from raysgd.core.engine.shared.group_spec import GroupSpec
@@ -599,7 +599,7 @@ class Lifecycle(ABC):
         """
         return self._session is not None and self._session != session()
 
-    def check_active(self, during: Exception | None = None) -> None:
+    def check_active(self, during: BaseException | None = None) -> None:
         """Raise an error if the current call must not continue.
 
         Args:

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from raysgd.core.engine.keeper import NAMESPACE, keeper
 from raysgd.core.engine.policies import capacity, cpus_that_fit
 from raysgd.core.engine.program_end import prepare_to_use_ray
-from raysgd.core.engine.shared.call import run_into
+from raysgd.core.engine.ray_session import RayThreads, session
 from raysgd.core.engine.shared.group_spec import NO_WORDS, FrontEndWords
 from raysgd.core.engine.shared.types import ClusterView, NodeView, PlacementGroupHolder, Resources, WorkerInfo
 from raysgd.core.private_names import find_name
@@ -172,20 +172,6 @@ def _quiet_ray() -> None:
     worker.print_to_stdstream = show_others
 
 
-def session() -> Any:
-    """Return an object that identifies this process's Ray session, or None if the process is not connected to Ray.
-
-    This function never starts Ray.
-    """
-    ray: Any = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
-        return None
-    if is_ray_client():
-        return ray.util.client.ray.get_context().client_worker
-    context = ray.get_runtime_context()
-    return context.worker.node.session_name, context.get_job_id()
-
-
 def is_head_gone() -> bool:
     """Return True if the head node of this process's cluster refuses connections, which means that Ray has stopped."""
     return _is_gone(_head_address())
@@ -213,8 +199,7 @@ def ask_head(ask: Callable[[], T], otherwise: T) -> T:
     Without its head node, Ray tries to reach it for a minute and then kills this process. Until then, this thread must
     be free to save the newest snapshot after a signal. So the query runs in another thread.
     """
-    head, answer = _head_address(), Future[T]()
-    threading.Thread(target=run_into, args=(answer, ask), name="raysgd-ask", daemon=True).start()
+    head, answer = _head_address(), RayThreads().start(ask, "raysgd-ask")
     while not wait([answer], _SLICE_S).done:
         if _is_gone(head):
             return otherwise

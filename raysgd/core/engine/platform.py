@@ -18,6 +18,7 @@ from typing import Any
 from raysgd.core.engine import call_lines, placement, transfers
 from raysgd.core.engine.call_lines import LineCall
 from raysgd.core.engine.placement import Reservation, Slot
+from raysgd.core.engine.ray_session import RayThread
 from raysgd.core.engine.shared.connection import Connection
 from raysgd.core.engine.shared.types import Failure, Outcome, WorkerInfo
 from raysgd.core.engine.worker import LocalWorker, RemoteWorker, WorkerFailed, cannot_import, node_here
@@ -68,7 +69,7 @@ class Platform:
 
     def begin_thread(self, body: Callable[[], None]) -> Callable[[], None]:
         """Run `body` in a new thread. Return a function that joins the thread."""
-        thread = threading.Thread(target=body, name="raysgd-listener", daemon=True)
+        thread = RayThread(target=body, name="raysgd-listener", daemon=True)
         thread.start()
         return thread.join
 

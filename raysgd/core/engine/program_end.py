@@ -1,7 +1,4 @@
-"""Runs cleanup code when the user's program exits, before Ray's own exit hook.
-
-This module also keeps Ray from starting again.
-"""
+"""Runs cleanup code when the user's program exits, before Ray's own exit hook."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import finalize
 
-from raysgd.core.private_names import find_name
+from raysgd.core.engine.ray_session import is_ray_thread, keep_threads_from_starting_ray, session, session_ended
 from raysgd.exceptions import RaySGDError
 
 
@@ -37,13 +34,12 @@ class ProgramEnd:
             atexit.unregister(self.run)
             atexit.register(self.run)
             self._is_before_ray = "ray" in sys.modules
+            if self._is_before_ray:
+                keep_threads_from_starting_ray()
 
     def run(self) -> None:
-        """Run the remaining finalizers, newest first, even if a finalizer fails. Prevent Ray from starting again."""
+        """Run the remaining finalizers, newest first, even if a finalizer fails."""
         self.has_begun = True
-        auto_init = find_name("ray:_private.auto_init_hook") if "ray" in sys.modules else None
-        if auto_init is not None:  # a call in a background thread could otherwise start Ray again
-            auto_init.enable_auto_connect = False
         for each in reversed(self.finalizers):
             try:
                 each()
@@ -75,7 +71,10 @@ def prepare_to_use_ray() -> None:
 
     Raises:
         RaySGDError: The program is exiting.
+        WorkersLostError: This is a background thread, and the program has ended its Ray session.
     """
     if _PROGRAM_END.has_begun:
         raise RaySGDError("The program is ending, so no workers are started.")
+    if is_ray_thread() and session() is None:
+        raise session_ended()
     _PROGRAM_END.come_before_ray()

@@ -105,7 +105,7 @@ class NewestSnapshot:
         assert self.transfer is not None, "there was one to wait for"
         try:
             state = self.transfer.result(timeout_s)
-        except TimeoutError:
+        except (TimeoutError, WorkersLostError):
             raise
         except Exception as error:  # Ray's error if the worker died, or an error that the worker raised
             raise WorkersLostError("The state was lost with its worker on its way to the driver.") from error

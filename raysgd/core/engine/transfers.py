@@ -9,11 +9,9 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from threading import Thread
 from typing import Any
 
-from raysgd.core.engine.placement import session
-from raysgd.core.engine.shared.call import run_into
+from raysgd.core.engine.ray_session import delaying_shutdown, in_session, session
 from raysgd.core.engine.worker import LocalCall, node_here
 from raysgd.exceptions import WorkersLostError
 
@@ -56,8 +54,9 @@ def store(value: Any) -> SharedValue:
     """Put a value into Ray's object store, where the ranks of any group can read it."""
     import ray
 
-    reference = ray.put(value)
-    return SharedValue(ray.get(reference), reference)
+    with delaying_shutdown():
+        reference = ray.put(value)
+        return SharedValue(ray.get(reference), reference)
 
 
 def transfer(call: Any) -> Transfer:
@@ -74,12 +73,11 @@ def transfer(call: Any) -> Transfer:
     sent_in = session()
 
     def result(timeout_s: float | None) -> Any:
-        if session() != sent_in:
-            raise WorkersLostError("The Ray session in which the result was sent has ended.")
-        try:
-            return ray.get(call, timeout=timeout_s)
-        except ray.exceptions.GetTimeoutError as error:
-            raise TimeoutError("the result is still in transit") from error
+        with in_session(sent_in):
+            try:
+                return ray.get(call, timeout=timeout_s)
+            except ray.exceptions.GetTimeoutError as error:
+                raise TimeoutError("the result is still in transit") from error
 
     return Transfer(result, call)
 
@@ -114,10 +112,8 @@ def ask_all(group: Any, function: Any, *args: Any, are_last: bool) -> tuple[list
     return receive_reports([group.fetch(rank, function, *args) for rank in range(len(group))], are_last=are_last)
 
 
-def in_thread(store_value: Callable[[], SharedValue]) -> Transfer:
-    """Start storing a value in a separate thread. Return a `Transfer` whose result is the `SharedValue`."""
-    future = Future[SharedValue]()
-    Thread(target=run_into, args=(future, store_value), name="raysgd-store", daemon=True).start()
+def stored_later(future: Future[SharedValue]) -> Transfer:
+    """Return a `Transfer` of a value that a thread puts into the object store."""
 
     def result(timeout_s: float | None) -> SharedValue:
         if not wait([future], timeout_s).done:

@@ -21,7 +21,8 @@ from typing import Any, TypeVar, cast
 
 from raysgd.core.engine.call_lines import ARE_POSSIBLE, LARGEST, Line, LineCall, LineEnd
 from raysgd.core.engine.keeper import CallNumber, keeper
-from raysgd.core.engine.placement import Slot, session
+from raysgd.core.engine.placement import Slot
+from raysgd.core.engine.ray_session import session
 from raysgd.core.engine.shared.connection import Connection
 from raysgd.core.engine.shared.faults import describe_fault
 from raysgd.core.engine.shared.replica import Capture, Replica, ReplicaFactory

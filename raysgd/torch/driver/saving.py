@@ -10,11 +10,10 @@ from typing import Any, Literal
 
 from raysgd.core import arguments as checks
 from raysgd.core.engine.controller import ElasticController
-from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot, own_states
-from raysgd.core.engine.transfers import DividedValue, SharedValue, Transfer, in_thread
+from raysgd.core.engine.transfers import DividedValue, SharedValue, Transfer, stored_later
 from raysgd.core.reading.strict_reading import corrupted
 from raysgd.core.state.state_codec import EncodedState, decode, lend
 from raysgd.exceptions import WorkersLostError
@@ -156,19 +155,20 @@ def _load_by_mapping(
         values = controller.run(Call(TorchRunner.restore_from_file, arguments, keeps_alike=True, check=check))
         if None in values:
             return False
-        copied = _copied_later(group, whole, held.pop_all())
+        copied = _copied_later(controller, whole, held.pop_all())
         controller.snapshots.adopt_coming(NewestSnapshot(transfer=copied, rank_states=rank_states))
     return True
 
 
-def _copied_later(group: WorkerGroup, whole: dict[str, Any], held: ExitStack) -> Transfer:
+def _copied_later(controller: ElasticController, whole: dict[str, Any], held: ExitStack) -> Transfer:
     """Start a thread that copies a state from its mapped file to the object store. Return the transfer."""
+    group = controller.ensure_group()
 
     def copy() -> SharedValue:
         with held:  # closing the file raises if another process has written to it
             return group.store(lend(whole))
 
-    return in_thread(copy)
+    return stored_later(controller.threads.start(copy, "raysgd-store"))
 
 
 def _checked_rank_states(states: Any) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ from raysgd.air._running_function import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.reports import UploadOptions
 from raysgd.air.trial import checkpoint_name
+from raysgd.core.engine.ray_session import RayThreads
 from raysgd.core.engine.shared.types import World
 from raysgd.core.text.log_lines import Once
 from raysgd.exceptions import SessionMisuseError
@@ -27,7 +28,6 @@ from raysgd.storage import Folder
 from raysgd.train._worker.function_session import Session
 from raysgd.train._worker.mailbox import PendingCheckpoints
 from raysgd.train._worker.messages import CheckpointRef, FunctionMessage, FunctionSpec, TrainingResultType
-from raysgd.train.utils import in_thread
 
 METADATA_KEY = "_raysgd_metadata"
 _DEEPEST = 50
@@ -146,7 +146,7 @@ class FitSession(Session):
         self._is_newest_stored = False
         if checkpoint.get_internal_representation()[0] not in _TRAVELS and self.facts.keeps_files:
             if options.is_async:
-                self._upload = in_thread(lambda: self._store(data, checkpoint, options), "raysgd-upload")
+                self._upload = RayThreads().start(lambda: self._store(data, checkpoint, options), "raysgd-upload")
             else:
                 self._store(data, checkpoint, options)
             return

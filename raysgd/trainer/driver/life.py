@@ -15,7 +15,6 @@ from typing import Any
 from raysgd.core import arguments as checks
 from raysgd.core.arrays.data_kinds import CallData
 from raysgd.core.engine.background_calls import BackgroundCalls
-from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.program_end import end_with
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.connection import Connection
@@ -129,7 +128,7 @@ class TrainerLife:
         self.saves = FileSaves(self.controller, self.writer)
         self.note_fit: NoteProgress | None = None
         self.fit_progress: FitProgress | None = None
-        self._finalizer = end_with(self, _abandon, self.controller, self.background)
+        self._finalizer = end_with(self, self.controller.stop, force=True)
 
     def start(self) -> None:
         """Start the workers.
@@ -162,7 +161,6 @@ class TrainerLife:
             self._finalizer.detach()
             self.saves.await_states()
             self.controller.stop(force)
-            self.background.await_end()
             self.epoch_calls.stop_reporting()
         finally:
             self.writer.close()
@@ -294,12 +292,3 @@ def find_different_data(facts: Iterable[Any]) -> str | None:
         if len(set(descriptions)) > 1:
             return f"{name.replace('_', ' ')}: {descriptions}"
     return None
-
-
-def _abandon(controller: ElasticController, background: BackgroundCalls) -> None:
-    """Stop the workers of a trainer that the user never shut down.
-
-    Called when the trainer is garbage-collected, or when the program ends.
-    """
-    controller.stop(force=True)
-    background.await_end()

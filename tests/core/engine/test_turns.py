@@ -12,6 +12,7 @@ import pytest
 from raysgd.core.engine.background_calls import BackgroundCalls
 from raysgd.core.engine.controller import PlaceInLine, Turns
 from raysgd.core.engine.lifecycle import Clock
+from raysgd.core.engine.ray_session import RayThreads
 from raysgd.exceptions import TrainerShutdownError
 
 
@@ -44,6 +45,7 @@ class Line:
     def __init__(self) -> None:
         self.lifecycle = Lifecycle()
         self.turns = Turns(self.lifecycle)  # type: ignore[arg-type]
+        self.threads = RayThreads()
         self.ended: list[str] = []
         self.pool = ThreadPoolExecutor(8)
 
@@ -203,7 +205,6 @@ def test_a_call_whose_thread_cannot_start_holds_up_no_other(line: Line, monkeypa
     with pytest.raises(RuntimeError, match="new thread"):
         calls.begin(lambda: None)
     assert line.turns._line == []
-    calls.await_end()
 
 
 def test_a_thread_that_may_call_again_is_not_closed_by_another_that_came_in_between(line: Line) -> None:

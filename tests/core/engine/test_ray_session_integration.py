@@ -1,0 +1,77 @@
+"""Programs that end Ray while the library still calls it in the background. Covers `raysgd.core.engine.ray_session`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.stories import ROOT
+
+pytestmark = pytest.mark.integration
+
+PROGRAM = """
+import sys, time, torch
+from raysgd.exceptions import TrainerShutdownError, WorkersLostError
+from raysgd.torch import TorchTrainer
+from tests.torch.operators_for_tests import LinearOperator
+
+
+class Large(LinearOperator):
+    def setup(self, config):
+        super().setup(config)
+        self.model.register_buffer("ballast", torch.zeros(int(25e6) * config["size"]))
+
+    def train_batch(self, batch, batch_info):
+        time.sleep(0.1)
+        return super().train_batch(batch, batch_info)
+
+
+how, path = sys.argv[1:]
+options = {"config": {"size": 4 if "load" in how else 1}, "num_cpus_per_worker": 0.5, "use_gpu": False}
+trainer = TorchTrainer(training_operator_cls=Large, num_workers=1, **options)
+import ray
+
+if how.startswith("load"):
+    trainer.save(path)
+    trainer.load(path)
+if how == "load, then both end":
+    trainer.shutdown()
+if how == "save in the background":
+    trainer.save(path, blocking=False)
+handle = trainer.train(blocking=False) if how == "train in the background" else None
+ray.shutdown()
+if handle is not None:
+    try:
+        handle.result(60)
+    except TrainerShutdownError as error:
+        print("its session" if "ray.shutdown" in str(error) else error)
+if how == "save in the background":
+    try:
+        trainer.shutdown()
+    except WorkersLostError as error:
+        print("its session" if "ray.shutdown" in str(error) else error)
+print("Ray is", "running" if ray.is_initialized() else "ended")
+"""
+ENDS = {
+    "load, then both end": [],
+    "load, then Ray ends": [],
+    "train in the background": ["its session"],
+    "save in the background": ["its session"],
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_program_that_ends_ray_first_keeps_its_status_and_starts_no_other(
+    how: str, ray_cluster: None, tmp_path: Path
+) -> None:
+    import ray
+
+    environment = {**os.environ, "RAY_ADDRESS": str(ray.get_runtime_context().gcs_address)}
+    command = [sys.executable, "-c", PROGRAM, how, str(tmp_path / "file.pt")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout.splitlines()) == (0, [*ENDS[how], "Ray is ended"]), done.stderr
+    assert done.stderr.count("Connecting to existing Ray cluster") == 1, done.stderr
