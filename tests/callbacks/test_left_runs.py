@@ -24,6 +24,7 @@ from raysgd.callbacks import Callback, Checkpointing, CSVLogger, EarlyStopping, 
 from raysgd.core.history.history import History
 from raysgd.exceptions import CallbackError
 from raysgd.torch import TorchTrainer
+from raysgd.trainer.driver.leaving import await_signal
 from raysgd.trainer.worker.data import batch_streams
 from tests.torch.operators_for_tests import DropoutOperator, ScheduledOperator, dataset, equal
 
@@ -522,3 +523,62 @@ def test_what_cannot_be_held_is_refused_before_the_run(
 def test_what_is_no_count_and_no_time_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="every_"):
         Checkpointing("files", **options)
+
+
+class Signals(Callback):
+    """Sends a signal in one of its methods, in the second epoch or later."""
+
+    def __init__(self, hook: str) -> None:
+        self.hook = hook
+
+    def __getattribute__(self, name: str) -> Any:
+        method = super().__getattribute__(name)
+        if name != super().__getattribute__("hook"):
+            return method
+
+        def call(run: Run, *args: Any) -> Any:
+            if run.epoch >= 2:
+                signal.raise_signal(signal.SIGTERM)
+            return method(run, *args)
+
+        return call
+
+
+HOOKS = ["on_epoch_begin", "on_progress", "on_epoch_trained", "on_checkpoint", "on_result", "on_leave", "on_run_end"]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_signal_in_a_callback_ends_the_program_and_nothing_is_lost(
+    hook: str, make_local: Make, tmp_path: Path
+) -> None:
+    callback = type("InHook", (Signals,), {hook: lambda self, run, *args: None})(hook)
+    limit = {"max_steps": 25} if hook == "on_leave" else {}  # it is called where a run stops early
+    with pytest.raises(raysgd.Preempted) as raised:
+        fit(make_local, tmp_path, callback, epochs=3, **limit)
+    assert raised.value.code == 143
+    assert raised.value.checkpoint is not None
+    _, history = fit(make_local, tmp_path, epochs=3, **limit)
+    assert [row["epoch"] for row in history] == list(range(1, 3 if limit else 4))
+
+
+@pytest.mark.parametrize("leaves", [lambda rows: None, lambda rows: rows.close()], ids=["break", "close"])
+def test_a_signal_in_a_loop_that_the_program_leaves_ends_it(
+    leaves: Callable[[Any], None], make_local: Make, tmp_path: Path
+) -> None:
+    called: list[int] = []
+    trainer, saving = started(make_local), Checkpointing(tmp_path, every_n_epochs=3)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
+    try:
+        with pytest.raises(raysgd.Preempted) as raised:  # noqa: PT012 - the signal ends what comes behind the loop
+            rows = trainer.epochs(9, callbacks=[saving], resume_from="auto")
+            for row in rows:
+                if row["epoch"] == 2:
+                    signal.raise_signal(signal.SIGTERM)
+                    break
+            leaves(rows)
+            del rows
+            await_signal()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert called == [signal.SIGTERM]
+    assert raised.value.checkpoint == str(tmp_path / "epoch_0002.ckpt")

@@ -197,27 +197,40 @@ class FitRun:
 
     @hides_library_frames
     def _epochs(self) -> Iterator[dict[str, Any]]:
-        with self._leaving.listening(self._expect_end), self._ending_afterwards(), self._reports.in_workers():
-            self._resume()
-            if self._reports.journal_folder is not None:
-                self.history.journal = self._reports.journal_folder
-            is_asked = self._options.validate == ASYNC
-            self._run.validates_beside = is_asked and self._results.validates and self._trainer.validates_beside()
-            with self._told_of_the_run():
-                if self._pending == self._run.epoch:
-                    self._results.tell_pending()
-                self._note_progress()
-                try:
-                    while self._goes_on():
-                        row = self._epoch_unless_lost()
-                        if row is not None:
-                            yield row
-                except GeneratorExit:
-                    self._results.finish_validation()
-                    raise
+        leaving = self._leaving
+        try:
+            with leaving.listening(self._expect_end), self._ending_afterwards(), self._reports.in_workers():
+                yield from self._rows()
+        except GeneratorExit:
+            if leaving.signal is not None:
+                leaving.end_program_soon(self._checkpoints.newest)
+            raise
+        if leaving.signal is not None:  # it came too late to be seen in `_rows`, for example in `on_run_end`
+            leaving.end_program(self._checkpoints.newest)
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        self._resume()
+        if self._reports.journal_folder is not None:
+            self.history.journal = self._reports.journal_folder
+        is_asked = self._options.validate == ASYNC
+        self._run.validates_beside = is_asked and self._results.validates and self._trainer.validates_beside()
+        with self._told_of_the_run():
+            if self._pending == self._run.epoch:
+                self._results.tell_pending()
+            self._note_progress()
+            try:
+                while self._goes_on():
+                    row = self._epoch_unless_lost()
+                    if row is not None:
+                        yield row
+            except GeneratorExit:
                 self._results.finish_validation()
-                if self._training.has_left or self._leaving.is_due():
-                    self._leave()
+                if self._leaving.signal is not None:
+                    self._save_left()
+                raise
+            self._results.finish_validation()
+            if self._training.has_left or self._leaving.is_due():
+                self._leave()
 
     def _goes_on(self) -> bool:
         """Return True if the run still has an epoch, or the rest of an epoch, to train."""
@@ -249,18 +262,29 @@ class FitRun:
             self._trainer.note_begun(None if self._training.is_lost else self._training.begun)
 
     def _leave(self) -> None:
-        """If the run stops early, call the callbacks' `on_leave`, in which they save the current training state.
-
-        Do not call `on_leave` if that state is lost and the driver has no snapshot that is newer than the last
-        checkpoint. If a signal stopped the run, then end the program.
+        """If the run stops early, let the callbacks save the training state. If a signal came, then end the program.
 
         Raises:
             Preempted: A signal stopped the run.
         """
-        run, leaving, training = self._run, self._leaving, self._training
+        run, leaving = self._run, self._leaving
         is_early, is_at_end = leaving.is_due(), run.is_stopping or run.epoch >= self._last_epoch
-        if leaving.signal is None and not training.has_left and is_at_end:
+        if leaving.signal is None and not self._training.has_left and is_at_end:
             return
+        self._save_left()
+        if leaving.signal is not None:
+            leaving.end_program(self._checkpoints.newest)
+        if is_early:
+            run.stop(leaving.reason)
+
+    def _save_left(self) -> None:
+        """Call the callbacks' `on_leave`, in which they save the current training state.
+
+        Do not call `on_leave` if that state is lost and the driver has no snapshot that is newer than the last
+        checkpoint.
+        """
+        run, leaving, training = self._run, self._leaving, self._training
+        is_early = leaving.is_due()
         if not training.is_lost or training.finds_snapshot(self._checkpoints.newest):
             run.step = 0 if training.begun is None else training.begun.num_steps
             self._calls.tell("on_leave")
@@ -273,10 +297,6 @@ class FitRun:
             f" and {run.step} batches of the next one" if run.step else "",
             "nothing is saved" if newest is None else f"the newest checkpoint is {newest}",
         )
-        if leaving.signal is not None:
-            leaving.end_program(newest)
-        if is_early:
-            run.stop(leaving.reason)
 
     @contextmanager
     def _told_of_the_run(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ See ADR 140.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import signal
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import FrameType
 from typing import Any, NoReturn
 
 from raysgd.core import arguments as checks
@@ -153,6 +155,56 @@ class Leaving:
         if callable(handler) and not (getattr(handler, "__module__", None) or "").startswith("ray."):
             handler(self.signal, None)
         raise self.error(checkpoint)
+
+    def end_program_soon(self, checkpoint: str | None) -> None:
+        """End the program as `end_program` does, once the main thread has left the code of this library.
+
+        Call this method while an iterator is closed, for example because the program has left its `for` loop. Python
+        ignores errors that are raised there. So a thread sends the signal again. `await_signal` waits for it.
+
+        Args:
+            checkpoint: See `end_program`.
+        """
+        assert self.signal is not None, "a signal came"
+        number, before = self.signal, signal.getsignal(self.signal)
+
+        def end(number: int, frame: Any) -> None:
+            signal.signal(number, before)
+            self.end_program(checkpoint)
+
+        signal.signal(number, end)
+        main = threading.get_ident()
+        closing = list(itertools.takewhile(_is_ours, _frames_of(main)))
+
+        def send() -> None:
+            while any(frame in closing for frame in _frames_of(main)):
+                time.sleep(0.001)
+            signal.pthread_kill(main, number)  # this thread keeps the GIL, so the main thread is still where it was
+
+        global _sending
+        _sending = threading.Thread(target=send, name="raysgd-signal", daemon=True)
+        _sending.start()
+
+
+_sending: threading.Thread | None = None
+
+
+def await_signal() -> None:
+    """If a signal is about to end the program, let it end here. Call this method before the trainer is changed."""
+    if _sending is not None:
+        _sending.join()
+
+
+def _frames_of(thread: int) -> Iterator[FrameType]:
+    """Return the frames of a thread, innermost first."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] in ("raysgd", "contextlib")
 
 
 def _obstacle() -> str | None:

@@ -38,6 +38,7 @@ OTHERS = {
     "raysgd.streams.loaders": (2, "in a worker's loader process, which has no Ray"),
     "raysgd.train._worker.mailbox": (1, "the user's function, in a worker"),
     "raysgd.train.fit.recorder": (1, "only files"),
+    "raysgd.trainer.driver.leaving": (1, "only sends a signal"),
     "raysgd.tune.population": (1, "joined by the call that starts it; each of its calls is one of a trainer"),
     "raysgd.util.iter": (1, "the user's function"),
 }
