@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from raysgd.callbacks.worker_callback import warn_of_unknown_events
 from raysgd.core.history.history import History
-from raysgd.storage import open_folder
+from raysgd.storage import Folder, open_folder
 from raysgd.storage.opening import make_new
 
 if TYPE_CHECKING:
@@ -209,6 +209,11 @@ class WritesFiles(Callback):
     _given: Any
 
     @property
+    def _own_folder(self) -> Folder | None:
+        """The folder that the user passed, if this callback must be the only one that writes there."""
+        return None
+
+    @property
     def _uses_folder_of_run(self) -> bool:
         return self._given is None
 
@@ -220,6 +225,11 @@ class WritesFiles(Callback):
                 f"`callbacks` has two `{kind}` that write to {place}: pass another `{self._argument}` to one of "
                 "them, or leave it out."
             )
+
+
+def own_folder(callback: Callback) -> Folder | None:
+    """Return the folder to which only one program at a time may write with this callback, or None."""
+    return callback._own_folder if isinstance(callback, WritesFiles) else None
 
 
 def uses_folder_of_run(callback: Callback) -> bool:

@@ -157,6 +157,10 @@ class Checkpointing(WritesFiles):
     def left_behind(self, run: Run) -> str | None:
         return None if self.newest is None else f"newest checkpoint: {self.newest}"
 
+    @property
+    def _own_folder(self) -> Folder | None:
+        return self._given
+
     def newest_checkpoint(self, run: Run) -> str | None:
         """Return the path or URI of the newest checkpoint in the folder, for `resume_from="auto"`.
 
@@ -169,6 +173,7 @@ class Checkpointing(WritesFiles):
         self._folder = self._folder_of(run)
         present = set(self._folder.names())
         present_entries = [each for each in self._indexed() if each.content in present]
+        self._saved = present_entries  # `load_state_dict` replaces this list, unless the file beside is missing
         return self._location(present_entries[-1].content) if present_entries else None
 
     # ------------------------------------------------------------------------------------------------ the run

@@ -23,9 +23,11 @@ import raysgd
 from raysgd.callbacks import Callback, Checkpointing, CSVLogger, EarlyStopping, GradientNorms, Run, WorkerCallback
 from raysgd.core.history.history import History
 from raysgd.exceptions import CallbackError
+from raysgd.storage import owner
 from raysgd.torch import TorchTrainer
 from raysgd.trainer.driver.leaving import await_signal
 from raysgd.trainer.worker.data import batch_streams
+from tests.storage.test_owner import another_program
 from tests.torch.operators_for_tests import DropoutOperator, ScheduledOperator, dataset, equal
 
 Make = Callable[..., TorchTrainer]
@@ -582,3 +584,40 @@ def test_a_signal_in_a_loop_that_the_program_leaves_ends_it(
         signal.signal(signal.SIGTERM, before)
     assert called == [signal.SIGTERM]
     assert raised.value.checkpoint == str(tmp_path / "epoch_0002.ckpt")
+
+
+def test_a_checkpoint_whose_file_beside_is_gone_is_resumed_and_it_is_said_what_is_missing(
+    make_local: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(make_local, tmp_path, epochs=2)
+    beside = tmp_path / "files" / "epoch_0002.ckpt.run.json"
+    beside.unlink()
+    _, history = fit(make_local, tmp_path, epochs=3)
+    assert [row["epoch"] for row in history] == [3]
+    assert f"has no `{beside}` beside it" in caplog.text
+    assert "of another run" not in caplog.text, "it advises what was passed"
+
+
+def test_a_second_program_in_a_folder_is_refused_before_it_reads_or_writes(
+    make_local: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "_DYING_S", 0.2)
+    for place in (tmp_path, tmp_path / "files"):
+        with another_program(place):
+            with pytest.raises(ValueError, match="Another program writes to"):
+                fit(make_local, tmp_path, epochs=1)
+            assert not list(tmp_path.rglob("*.ckpt"))
+    fit(make_local, tmp_path, epochs=1)
+    assert not list(tmp_path.rglob(owner.FILE))
+
+
+def test_a_signal_ends_the_wait_for_another_program(
+    make_local: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def holder(lock: Any) -> dict[str, Any]:
+        signal.raise_signal(signal.SIGTERM)
+        return {}
+
+    monkeypatch.setattr(owner._Lock, "holder", holder)
+    with another_program(tmp_path), pytest.raises(raysgd.Preempted):
+        fit(make_local, tmp_path, epochs=1)

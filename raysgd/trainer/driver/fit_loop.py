@@ -6,19 +6,21 @@ import logging
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from raysgd.callbacks.callback import uses_folder_of_run
+from raysgd.callbacks.callback import own_folder, uses_folder_of_run
 from raysgd.callbacks.calling import CallbackCalls, checked, overrides
 from raysgd.callbacks.progress import ProgressBar, is_watched
 from raysgd.callbacks.sidecar import Sidecar
+from raysgd.callbacks.sidecar import location as sidecar_location
 from raysgd.core import arguments as checks
 from raysgd.core.engine.shared.tracebacks import hides_library_frames
 from raysgd.core.files import check_path, make_folder
 from raysgd.exceptions import CallbackError, InvalidCountError, WorkersLostError
-from raysgd.storage import files
+from raysgd.storage import files, open_folder
+from raysgd.storage.owner import owning
 from raysgd.trainer.driver.calls import epoch_options
 from raysgd.trainer.driver.fit_epoch import EpochTraining
 from raysgd.trainer.driver.fit_results import EpochResults
@@ -199,7 +201,12 @@ class FitRun:
     def _epochs(self) -> Iterator[dict[str, Any]]:
         leaving = self._leaving
         try:
-            with leaving.listening(self._expect_end), self._ending_afterwards(), self._reports.in_workers():
+            with (
+                leaving.listening(self._expect_end),
+                self._ending_afterwards(),
+                self._owning_folders(),
+                self._reports.in_workers(),
+            ):
                 yield from self._rows()
         except GeneratorExit:
             if leaving.signal is not None:
@@ -207,6 +214,27 @@ class FitRun:
             raise
         if leaving.signal is not None:  # it came too late to be seen in `_rows`, for example in `on_run_end`
             leaving.end_program(self._checkpoints.newest)
+
+    @contextmanager
+    def _owning_folders(self) -> Iterator[None]:
+        """Inside the block, let no other program write to the folders of this run.
+
+        Raises:
+            ValueError: Another program writes there.
+            Preempted: A signal came while this program waited for the end of another.
+        """
+
+        def check_signal() -> None:
+            if self._leaving.signal is not None:
+                self._leaving.end_program(None)
+
+        own = [own_folder(each) for each in self._callbacks]
+        if self._options.folder is not None:
+            own.append(open_folder(self._options.folder))
+        with ExitStack() as stack:
+            for folder in dict.fromkeys(each for each in own if each is not None):
+                stack.enter_context(owning(folder, check_signal))
+            yield
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         self._resume()
@@ -405,7 +433,15 @@ class FitRun:
                 location = self._checkpoints.find(self._run)
             if location is not None:
                 sidecar = self._checkpoints.load(location)
-                if sidecar is not None:
+                if sidecar is None:
+                    logger.warning(
+                        "`resume_from`: `%s` has no `%s` beside it. The training state is loaded, but the run begins "
+                        "without the earlier rows of its history and the states of callbacks. Bring that file back to "
+                        "have them",
+                        location,
+                        files.shown(sidecar_location(location)),
+                    )
+                else:
                     self._take_over(sidecar)
                     self._reports.go_on_from(sidecar.open_steps)
             elif self._trainer.begun is not None and self._trainer.begun.global_step == self._training.global_step():

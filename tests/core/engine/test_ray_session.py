@@ -34,6 +34,7 @@ OTHERS = {
     "raysgd.core.writers.files": (1, "only files"),
     "raysgd.detached.call_log": (1, "in a detached trainer, which ends with its Ray session"),
     "raysgd.detached.process": (7, "in a detached trainer, which ends with its Ray session"),
+    "raysgd.storage.owner": (1, "only files"),
     "raysgd.storage._transfers": (2, "only files"),
     "raysgd.streams.loaders": (2, "in a worker's loader process, which has no Ray"),
     "raysgd.train._worker.mailbox": (1, "the user's function, in a worker"),
