@@ -243,17 +243,19 @@ class Strategy:
             amount: This rank's amount: a number, or a one-element tensor on the device of the models.
 
         Returns:
-            A function that waits for the sum and returns the sum. If the sum is on a GPU, it returns a tensor, because
-            reading the number would wait for the GPU.
+            A function that waits for the sum and returns the sum. With NCCL, it returns a tensor, because reading the
+            number would wait for the GPU.
         """
         if not self.synchronizes:
             return lambda: amount
-        group = mesh_group()
-        if group is not None and not isinstance(amount, torch.Tensor):
+        group, device = mesh_group(), reachable()
+        if device is None:  # without NCCL, numbers are summed in host memory, whether an amount is on a GPU or not
+            amount = float(amount)
+        if group is not None:
             # Do not start a sum now, because the amount is usually sent together with the gradients. The returned
             # function sums the amounts if that has not happened.
             return partial(self._total_at_once, group, amount)
-        numbers = torch.zeros(1, dtype=torch.float64, device=reachable()) + amount
+        numbers = torch.zeros(1, dtype=torch.float64, device=device) + amount
         with self.exchanges.noting():
             wait = self._start_sum(numbers)
         return cache(partial(self._total, wait, numbers))

@@ -1,0 +1,60 @@
+"""Sums over the ranks: an amount on a GPU takes the way that the other ranks' numbers take."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from raysgd.torch.parallel import strategy
+from raysgd.torch.parallel.ddp import DDP
+from tests.core.connections.ranks import groups_of, on_all
+
+
+class OnDevice(torch.Tensor):
+    """A tensor on a device that is not here. As on a GPU, it does not mix with tensors of the CPU that have elements."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> OnDevice:
+        wrapper: OnDevice = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device="meta")
+        wrapper.inner = inner
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_leaves((args, kwargs or {}))
+        if any(type(each) is torch.Tensor and each.ndim for each in given):
+            raise RuntimeError("Expected all tensors to be on the same device")
+        args, kwargs = tree_map(lambda each: each.inner if isinstance(each, cls) else each, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        return cls(result) if isinstance(result, torch.Tensor) else result
+
+
+def test_the_double_of_a_device_refuses_what_a_gpu_refuses() -> None:
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.zeros(1) + OnDevice(torch.tensor(2.0))
+    assert float(OnDevice(torch.tensor(2.0)) * 2) == 4.0
+
+
+@pytest.mark.usefixtures("process_group")
+def test_an_amount_on_a_gpu_is_summed_over_gloo() -> None:
+    assert DDP().start_total(OnDevice(torch.tensor(3.0, dtype=torch.float64)))() == 3.0
+
+
+def test_a_rank_with_labels_on_a_gpu_meets_a_rank_that_only_pads(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = threading.local()
+    monkeypatch.setattr(strategy, "mesh_group", lambda: groups.own)
+    amounts = [OnDevice(torch.tensor(3.0, dtype=torch.float64)), 0.0]
+
+    def total(rank: int, group: Any) -> float:
+        groups.own = group
+        found: float = DDP().start_total(amounts[rank])()
+        return found
+
+    with groups_of(2) as ranks:
+        assert [each.result() for each in on_all(ranks, total)] == [3.0, 3.0]
