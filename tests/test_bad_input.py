@@ -358,7 +358,7 @@ def test_what_may_be_meant_is_warned_of_once(
 def test_gpus_of_nodes_are_pointed_at_where_the_driver_has_none(
     use_gpu: Any, num_gpus: int, is_said: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(arguments, "num_gpus", lambda: num_gpus)
+    monkeypatch.setattr(arguments, "gpus_of_nodes", lambda: [num_gpus])
     local(use_gpu=use_gpu)
     assert caplog.text.count("the nodes have 8 GPUs, but training runs on CPUs") == is_said
     assert caplog.text.count("Pass `use_gpu=True` to train on the GPUs") == is_said

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from raysgd.air.constants import WILDCARD_KEY
 from raysgd.core.arguments import (
@@ -22,6 +22,7 @@ from raysgd.core.arguments import (
     is_number,
     refuse_text,
 )
+from raysgd.core.engine.gpus import DriverView
 from raysgd.core.numbers.ranking import MAX, MIN
 from raysgd.core.text.secrets import masked
 from raysgd.exceptions import InvalidCountError
@@ -293,7 +294,9 @@ class ScalingConfig:
             and reserves only resources that you pass explicitly. For a trainer derived directly from
             `BaseTrainer`, these are the resources of the worker that runs `training_loop`.
         num_workers: Number of workers, or `(min, max)` to use as many as the free resources allow.
-        use_gpu: True to assign a GPU to each worker.
+        use_gpu: True to assign a GPU to each worker. "auto" to go by the cluster when a run starts: a GPU for each
+            worker; if there are fewer GPUs, at most 4 workers share one; without GPUs, workers run on CPUs. Until then,
+            the properties of the config count no GPUs.
         resources_per_worker: Resources of each worker. Default: one CPU, or one GPU with `use_gpu`. In a dict, a
             missing "CPU" means 0, and a missing "GPU" means 1 with `use_gpu`.
         placement_strategy: How Ray places the workers: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD". `fit` does
@@ -316,7 +319,7 @@ class ScalingConfig:
 
     trainer_resources: dict[str, float] | None = None
     num_workers: int | tuple[int, int] | None = None
-    use_gpu: bool = False
+    use_gpu: bool | Literal["auto"] = False
     resources_per_worker: dict[str, float] | None = None
     placement_strategy: str = "PACK"
     _max_cpu_fraction_per_node: float | None = None
@@ -337,7 +340,7 @@ class ScalingConfig:
         Raises:
             ValueError, TypeError: A value is not allowed, or the "GPU" resource contradicts `use_gpu`.
         """
-        refuse_text(use_gpu=self.use_gpu, elastic=self.elastic)
+        refuse_text(elastic=self.elastic, **({} if self.use_gpu == "auto" else {"use_gpu": self.use_gpu}))
         if not is_open(self.elastic_resize_monitor_interval_s):
             check_seconds("elastic_resize_monitor_interval_s", self.elastic_resize_monitor_interval_s)
         if self.num_workers is not None and not is_open(self.num_workers):
@@ -369,7 +372,7 @@ class ScalingConfig:
             )
 
     def _check_gpus(self) -> None:
-        num_gpus = (self.resources_per_worker or {}).get("GPU", int(self.use_gpu))
+        num_gpus = (self.resources_per_worker or {}).get("GPU", int(bool(self.use_gpu)))
         if is_open(num_gpus):
             return
         if not self.use_gpu and num_gpus > 0:
@@ -378,7 +381,9 @@ class ScalingConfig:
                 '"GPU" out.'
             )
         if self.use_gpu and num_gpus == 0:
-            raise ValueError('`use_gpu=True`, and `resources_per_worker` has "GPU": 0: leave one of them out.')
+            raise ValueError(
+                f'`use_gpu={self.use_gpu!r}`, and `resources_per_worker` has "GPU": 0: leave one of them out.'
+            )
 
     # ------------------------------------------------------------------------------------------------ number of workers
 
@@ -406,8 +411,40 @@ class ScalingConfig:
         """The resources of one worker, without resources whose amount is 0."""
         kind = accelerator(self.accelerator_type)
         if self.resources_per_worker is None:
-            return {"GPU" if self.use_gpu else "CPU": 1.0, **kind}
-        return _without_zeros({"GPU": int(self.use_gpu), **self.resources_per_worker, **kind})
+            return {"GPU" if self._has_gpus else "CPU": 1.0, **kind}
+        resources = {"GPU": 1, **self.resources_per_worker, **kind}
+        return _without_zeros(resources if self._has_gpus else {**resources, "GPU": 0})
+
+    @property
+    def _has_gpus(self) -> bool:
+        return bool(self.use_gpu) and self.use_gpu != "auto"
+
+    def with_gpus_chosen(self, driver: DriverView) -> ScalingConfig:
+        """Return this config with `use_gpu="auto"` replaced by what the GPUs of the cluster allow.
+
+        With "auto", connect to Ray. Any other config is returned unchanged.
+
+        Args:
+            driver: What the framework sees in this process.
+
+        Raises:
+            ValueError: More than four workers would share a GPU.
+        """
+        if self.use_gpu != "auto":
+            return self
+        from raysgd.core.engine.placement import choose_gpus_of_cluster
+
+        resources = dict(self.resources_per_worker or {})
+        num_gpus = choose_gpus_of_cluster(
+            "auto",
+            self.worker_range[1] + self.spare_workers,
+            driver,
+            self.additional_resources_per_worker,
+            num_gpus_per_worker=resources.pop("GPU", 1),
+        ).num_gpus
+        if num_gpus not in (0, 1):
+            resources["GPU"] = num_gpus
+        return replace(self, use_gpu=num_gpus > 0, resources_per_worker=resources or None)
 
     @property
     def trainer_bundle(self) -> dict[str, float]:
@@ -489,7 +526,8 @@ class ScalingConfig:
             return values
         workers = self.worker_range if self.num_workers is not None else None
         bundle = self.worker_bundle if workers else None
-        return self.trainer_bundle, bundle, workers, self.placement_strategy, self.label_selector or None
+        is_auto = self.use_gpu == "auto"
+        return self.trainer_bundle, bundle, is_auto, workers, self.placement_strategy, self.label_selector or None
 
 
 def is_open(value: Any) -> bool:

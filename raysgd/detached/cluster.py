@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,6 +65,7 @@ def start(
     kwargs: Mapping[str, Any],
     *,
     is_lasting: bool = False,
+    settle: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda kwargs: kwargs,
 ) -> DetachedTrainer:
     """Start an actor process, create a trainer in it, and return a handle to the detached trainer.
 
@@ -75,6 +76,7 @@ def start(
         kwargs: The user's keyword arguments for the trainer.
         is_lasting: True if the trainer's workers continue when the trainer's process dies. Ray then restarts the
             process.
+        settle: Returns the keyword arguments with defaults that depend on the cluster, once Ray is connected.
 
     Raises:
         ValueError: The name is invalid or in use, or an argument of the trainer is invalid.
@@ -88,6 +90,8 @@ def start(
         )
     packed = packed_arguments(trainer_cls.__name__, (trainer_cls, *args), kwargs)
     connect()
+    if (settled := settle(kwargs)) is not kwargs:
+        packed = packed_arguments(trainer_cls.__name__, (trainer_cls, *args), settled)
     _make_room(settings)
     try:
         actor = _new_actor(settings, is_lasting)

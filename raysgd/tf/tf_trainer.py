@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from raysgd.compat.names import former_names
 from raysgd.core import arguments as checks
-from raysgd.core.connections.tensorflow import TensorFlowConnection, keras_of_driver
+from raysgd.core.connections.tensorflow import GROWTH, TensorFlowConnection, keras_of_driver
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.tracebacks import hide_library_frames
 from raysgd.core.engine.snapshots import Snapshot
@@ -81,7 +81,8 @@ class TFTrainer(ClassTrainer[OperatorT]):
         num_workers: Number of workers. After failures, there may temporarily be fewer. Default: 1.
         num_replicas: Older name of `num_workers`.
         num_cpus_per_worker: Number of CPUs to reserve per worker, and the worker's number of threads.
-        use_gpu: Whether to reserve a GPU for each worker.
+        use_gpu: True to reserve a GPU for each worker. "auto" to go by the cluster: a GPU for each worker; if there are
+            fewer GPUs, at most 4 workers share one; without GPUs, workers train on CPUs.
         resources_per_worker: Custom Ray resources for each worker, such as `{"fast_disk": 1}`.
         accelerator_type: The type of GPU that workers need, by its name in Ray, such as "A100".
         placement_strategy: "PACK" places workers on as few nodes as possible, "SPREAD" on as many as possible. By
@@ -130,7 +131,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
         config: Mapping[str, Any] | None = None,
         num_replicas: int | None = None,
         num_cpus_per_worker: float = 1,
-        use_gpu: bool = False,
+        use_gpu: bool | Literal["auto"] = False,
         verbose: bool | int | str = False,
         *,
         training_operator_cls: type[OperatorT] | None = None,
@@ -151,13 +152,13 @@ class TFTrainer(ClassTrainer[OperatorT]):
         **unknown: NoReturn,
     ) -> None:
         checks.refuse_unknown("TFTrainer", unknown, TFTrainer.__init__.__annotations__, recovery=Recovery)
-        checks.refuse_text(use_gpu=use_gpu)
+        if use_gpu != "auto":
+            checks.refuse_text(use_gpu=use_gpu)
         num_workers = arguments.resolve_num_workers(num_workers, num_replicas)
         settings = TFSettings(
             arguments.resolve_operator(training_operator_cls, model_creator, data_creator),
             checks.check_config(config),
             random.SystemRandom().randrange(2**31) if seed is None else seed,
-            use_gpu=bool(use_gpu),
             recovery=recovery,
             batch_options=BatchOptions(split_batches),
             verbose=verbose,
@@ -180,6 +181,8 @@ class TFTrainer(ClassTrainer[OperatorT]):
         arguments.check_undo(recovery.undo)
         arguments.check_config(settings, num_workers)
         arguments.check_installed()
+        num_gpus = arguments.choose_num_gpus(use_gpu, group)
+        group, settings = replace(group, num_gpus_per_worker=num_gpus or 1), replace(settings, use_gpu=num_gpus > 0)
         self.model_creator, self.data_creator = model_creator, data_creator
         super().__init__(group, settings)
 
@@ -191,10 +194,12 @@ class TFTrainer(ClassTrainer[OperatorT]):
             return super().__new__(cls) if detached is None else start(cls, detached, args, kwargs)
 
     def _framework(self, group: GroupSettings, settings: TFSettings) -> Framework:
-        travels = not group.is_driver_only
+        travels, variables = not group.is_driver_only, _variables_for_workers()
+        if group.num_gpus_per_worker < 1:
+            variables |= GROWTH
         return Framework(
             runner_cls=TFRunner,
-            connection=TensorFlowConnection(_variables_for_workers(), group.timeout_s, group.recovery.form_timeout_s),
+            connection=TensorFlowConnection(variables, group.timeout_s, group.recovery.form_timeout_s),
             reservation_timeout_s=arguments.reservation_timeout_s(),
             keeps_survivors=True,
             renews_survivors=False,

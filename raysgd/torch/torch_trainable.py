@@ -66,8 +66,6 @@ def make_trainable(
     if args:
         raise TypeError(f"`as_trainable` got {args!r} without names: pass all arguments of the trainer by name.")
     check_step(override_tune_step)
-    # Resolve "auto" in the user's program, because a trial's process sees no GPU even if its workers have GPUs.
-    options = {**options, "use_gpu": arguments.resolve_use_gpu(options.get("use_gpu", "auto"))}
 
     class TorchTrainable(BaseTorchTrainable):
         """A trial whose trainer is created from the arguments of `as_trainable` and the trial's config."""
@@ -126,7 +124,7 @@ def _resources_of(options: Mapping[str, Any], tune_config: Mapping[str, Any]) ->
     """
     found = {name: source[name] for source in (options, tune_config) for name in _RESOURCES if name in source}
     use_gpu = found.get("use_gpu")
-    return {**found, "use_gpu": options["use_gpu"] if use_gpu in ("auto", None) else bool(use_gpu)}
+    return {**found, "use_gpu": options.get("use_gpu", "auto") if use_gpu in ("auto", None) else bool(use_gpu)}
 
 
 def _bundles_of(options: Mapping[str, Any], tune_config: Mapping[str, Any]) -> list[dict[str, float]]:
@@ -135,7 +133,7 @@ def _bundles_of(options: Mapping[str, Any], tune_config: Mapping[str, Any]) -> l
     Spare workers are included. If the trial's process runs a worker itself (`use_local`), it has no separate dict.
     """
     found = _resources_of(options, tune_config)
-    num_gpus = found.get("num_gpus_per_worker", 1) if found["use_gpu"] else 0
+    num_gpus = arguments.choose_for({**options, **found}).num_gpus
     beside = Placement(*(found.get(name) for name in _BESIDE))
     worker = {"CPU": found.get("num_cpus_per_worker", 1), "GPU": num_gpus, **beside.custom}
     num_workers = found.get("num_workers", 1) + options.get("spare_workers", 0)

@@ -20,7 +20,7 @@ from raysgd.compat.names import former_names
 from raysgd.core import arguments as checks
 from raysgd.core.arrays.data_kinds import goes_to_all
 from raysgd.core.connections.horovod import HorovodConnection
-from raysgd.core.connections.torch import TorchConnection
+from raysgd.core.connections.torch import TorchConnection, variables_of_nccl
 from raysgd.core.engine.shared.connection import Connection
 from raysgd.core.engine.shared.tracebacks import hide_library_frames
 from raysgd.core.engine.snapshots import Snapshot
@@ -71,9 +71,10 @@ class TorchTrainer(ClassTrainer[OperatorT]):
     Args: Where it runs
         num_workers: Number of workers. After a failure, training may continue with fewer workers for a while.
         num_cpus_per_worker: CPUs to reserve for each worker. Also sets the worker's number of threads.
-        use_gpu: True to reserve GPUs for each worker; "auto" to reserve them if the driver sees a GPU.
+        use_gpu: True to reserve GPUs for each worker. "auto" to go by the cluster: a GPU for each worker; if there are
+            fewer GPUs, at most 4 workers share one; without GPUs, workers train on CPUs.
         num_gpus_per_worker: Number of GPUs to reserve for each worker if `use_gpu` reserves GPUs. With a fraction,
-            workers share a GPU and communicate over gloo.
+            workers share a GPU.
         resources_per_worker: Custom Ray resources for each worker, such as `{"fast_disk": 1}`.
         accelerator_type: Ray's name for the type of GPU that workers need, such as "A100".
         placement_strategy: "PACK" to use as few nodes as possible, "SPREAD" to use as many as possible. None packs
@@ -82,8 +83,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             driver ignores it.
         initialization_hook: Function without arguments, called first in each worker process. Use it, for example, to
             set environment variables.
-        backend: "nccl", "gloo", "auto" (NCCL if each worker has a GPU, otherwise gloo), or "horovod", which you must
-            build first with `python -m raysgd.horovod.install`.
+        backend: "nccl", "gloo", "auto" (NCCL if each worker has a GPU, or if NCCL lets workers share a GPU; otherwise
+            gloo), or "horovod", which you must build first with `python -m raysgd.horovod.install`.
         timeout_s: Timeout of a collective in seconds. Default: 1800 or, with NCCL, the environment variable
             NCCL_TIMEOUT_S if it is set.
         use_local: True to run the worker with rank 0 in this process. With `num_workers=1`, the trainer does not use
@@ -204,20 +205,17 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         known = TorchTrainer.__init__.__annotations__
         checks.refuse_unknown("TorchTrainer", unknown, known, recovery=Recovery)
         arguments.check_operator_class(training_operator_cls)
-        asked, use_gpu = use_gpu, arguments.resolve_use_gpu(use_gpu)
-        arguments.check_num_gpus(num_gpus_per_worker, backend, num_workers)
-        chosen_backend = arguments.resolve_backend(backend, use_gpu and num_gpus_per_worker >= 1)
+        arguments.check_use_gpu(use_gpu, num_gpus_per_worker, backend)
         chosen_strategy = arguments.resolve_strategy(strategy, wrap_ddp)
         settings = TorchSettings(
             training_operator_cls,
             checks.check_config(config),
-            use_gpu=use_gpu,
             recovery=recovery,
             scheduler_step_freq=scheduler_step_freq,
             use_fp16=use_fp16,
             precision=precision,
             strategy=chosen_strategy,
-            use_horovod=chosen_backend == "horovod",
+            use_horovod=backend == "horovod",
             use_tqdm=use_tqdm,
             add_dist_sampler=add_dist_sampler,
             step_options=StepOptions(
@@ -234,8 +232,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         )
         group = GroupSettings(
             num_workers=num_workers,
-            backend=chosen_backend,
-            timeout_s=arguments.resolve_timeout(timeout_s, chosen_backend),
+            backend=backend,
+            timeout_s=arguments.resolve_timeout(timeout_s, backend),
             num_cpus_per_worker=num_cpus_per_worker,
             num_gpus_per_worker=num_gpus_per_worker,
             placement=Placement(resources_per_worker, accelerator_type, placement_strategy, runtime_env),
@@ -247,13 +245,21 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         )
         arguments.check_spares(group, chosen_strategy)
         has_room_to_grow = num_workers > 1 and not use_local and group.recovery.in_place
-        settings = replace(settings, may_grow=has_room_to_grow and settings.keeps_survivors)
-        arguments.check_combination(settings)
+        gpus = arguments.choose_gpus(use_gpu, group)
+        group = replace(
+            group,
+            backend=gpus.backend,
+            timeout_s=arguments.resolve_timeout(timeout_s, gpus.backend),
+            num_gpus_per_worker=gpus.num_gpus or num_gpus_per_worker,
+        )
+        may_grow = has_room_to_grow and settings.keeps_survivors
+        settings = replace(settings, use_gpu=gpus.num_gpus > 0, may_grow=may_grow)
+        arguments.check_combination(settings, gpus)
         arguments.check_batch_size(settings, num_workers)
         show_options(self, settings.step_options)
         super().__init__(group, settings)
         self._shows_progress = use_tqdm
-        arguments.warn_of_unused_gpus(asked)
+        arguments.tell_unused_gpus(use_gpu, gpus)
 
     if not TYPE_CHECKING:  # type checkers should see only `__init__` with its typed arguments
 
@@ -267,12 +273,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
                 arguments.take_creators(kwargs)
             if detached is None:
                 return super().__new__(cls)
-            asked = kwargs.get("use_gpu", "auto")
-            # Resolve "auto" in this process, because the process of a detached trainer sees no GPU.
-            kwargs["use_gpu"] = arguments.resolve_use_gpu(asked)
-            handle = start(cls, detached, args, kwargs, is_lasting=arguments.outlives_its_process(kwargs))
-            arguments.warn_of_unused_gpus(asked)
-            return handle
+            is_lasting = arguments.outlives_its_process(kwargs)
+            return start(cls, detached, args, kwargs, is_lasting=is_lasting, settle=arguments.settle_gpus)
 
     def _divide(self, options: BatchOptions) -> BatchOptions:
         """Return the options for splitting a global batch, the batch of one step of all workers, among the workers.
@@ -296,7 +298,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         if group.backend == "horovod":
             connection: Connection = HorovodConnection(timeout_s, form_timeout_s)
         else:
-            connection = TorchConnection(group.backend, timeout_s, form_timeout_s, joins_alone=settings.may_grow)
+            joins_alone, variables = settings.may_grow, variables_of_nccl()
+            connection = TorchConnection(group.backend, timeout_s, form_timeout_s, joins_alone, variables)
         return Framework(
             runner_cls=TorchRunner,
             connection=connection,

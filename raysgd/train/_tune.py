@@ -189,7 +189,9 @@ def trainable_of(trainer: BaseTrainer) -> type[Any]:
         return FitTrial(partial(make_trainer, config), storage, info)
 
     def bundles(config: dict[str, Any]) -> list[dict[str, float]]:
-        scaling = make_trainer(config).scaling_config
+        made = make_trainer(config)
+        made._settle_gpus()
+        scaling = made.scaling_config
         num_workers = scaling.worker_range[1] if scaling.num_workers is not None else 0
         return [scaling.trainer_bundle, *[scaling.worker_bundle] * num_workers]
 
@@ -267,6 +269,7 @@ class FitTrial:
         """Start the trainer in a thread, and return the mailbox that passes its reports to the trial's thread."""
         trainer = self._make_trainer()
         trainer._check()
+        trainer._settle_gpus()
         self._folder = self._new_folder(type(trainer).__name__)
         mailbox = Mailbox(trainer._train, name="raysgd-fit")
         run_config = replace(trainer.run_config, failure_config=FailureConfig())  # Tune itself retries a failed trial

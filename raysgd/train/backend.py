@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from raysgd.air._running_function import current_session
 from raysgd.compat.names import MOVED, former_names
 from raysgd.core.connections.mesh.mesh import MeshBroken
+from raysgd.core.engine.gpus import DriverView
 from raysgd.core.engine.shared.connection import Connection, NoConnection
 from raysgd.core.engine.shared.types import Rendezvous, World
 from raysgd.exceptions import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
@@ -98,6 +99,10 @@ class BackendConfig:
     def connection(self, num_gpus_per_worker: float) -> Connection:
         """Return the connection between the workers, which each worker joins when it starts."""
         return NoConnection()
+
+    def view_of_driver(self) -> DriverView:
+        """Return what the framework sees of GPUs in this process, to choose GPUs with `use_gpu="auto"`."""
+        return DriverView()
 
     def can_regroup(self, num_gpus_per_worker: float) -> bool:
         """Return True if the remaining workers can form another group after a failure while a function runs."""

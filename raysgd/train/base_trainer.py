@@ -167,6 +167,7 @@ class BaseTrainer(ABC):
             )
             return Result.from_path(restored.folder.trial.uri)
         trainer = copy.copy(self)
+        trainer._settle_gpus()
         if self.resume_from_checkpoint is not None:  # send workers only the checkpoint's location, not its content
             trainer.resume_from_checkpoint = self.resume_from_checkpoint.by_place()
             trainer._arguments = {**self._arguments, "resume_from_checkpoint": trainer.resume_from_checkpoint}
@@ -241,6 +242,9 @@ class BaseTrainer(ABC):
         """
         check_allowed(self.scaling_config, self._scaling_config_allowed_keys, type(self).__name__)
         check_is_left_to_function(self.run_config)
+
+    def _settle_gpus(self) -> None:  # noqa: B027 - only workers of a `DataParallelTrainer` get GPUs this way
+        """Replace `use_gpu="auto"` in the scaling config by what the GPUs of the cluster allow."""
 
     def _train(self) -> None:
         """Run `training_loop` in one worker and process its reports."""

@@ -182,6 +182,9 @@ class DataParallelTrainer(BaseTrainer):
         if scaling.elastic:
             check_elastic(self._backend_config, workers, scaling.num_gpus_per_worker, as_max_retries(max_failures))
 
+    def _settle_gpus(self) -> None:
+        self.scaling_config = self.scaling_config.with_gpus_chosen(self._backend_config.view_of_driver())
+
     def _train(self) -> None:
         self.setup()
         self.preprocess_datasets()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raysgd.air.checkpoint import Checkpoint, TensorflowCheckpoint
-from raysgd.core.connections.tensorflow import cluster_of, keras_of_driver
+from raysgd.core.connections.tensorflow import GROWTH, cluster_of, keras_of_driver
 from raysgd.core.imports import lazy_names, require_installed
 from raysgd.tf.data.ray_dataset import as_array
 from raysgd.tf.objects.datasets import prepare_dataset_shard
@@ -54,7 +54,8 @@ class TensorflowBackend(Backend):
     """
 
     def on_start(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
-        worker_group.execute(set_variables, keras_of_driver())
+        shares_gpu = 0 < worker_group.num_gpus_per_worker < 1
+        worker_group.execute(set_variables, {**keras_of_driver(), **(GROWTH if shares_gpu else {})})
         ports = worker_group.execute(find_free_port)
         addresses = [
             f"{worker.metadata.node_ip}:{port}" for worker, port in zip(worker_group.workers, ports, strict=True)

@@ -20,7 +20,7 @@ from raysgd.callbacks.callback import Callback
 from raysgd.callbacks.calling import Dispatcher, FunctionCalls, as_list, own_among
 from raysgd.compat.names import MOVED, former_names
 from raysgd.core.arguments import check_hook, is_integer, refuse_text, refuse_unknown
-from raysgd.core.engine.placement import num_gpus
+from raysgd.core.engine.placement import gpus_of_nodes
 from raysgd.core.engine.shared.group_events import GroupEvent, GroupHistory
 from raysgd.core.engine.shared.tracebacks import hide_library_frames
 from raysgd.core.synonyms import callback_instead_of
@@ -66,7 +66,8 @@ class Trainer:
         num_workers: Number of workers, or a pair of the minimum and maximum. With a pair, the trainer starts as many
             workers as the free resources allow, continues with the remaining workers after a failure, and grows again
             after a checkpoint.
-        use_gpu: True to give each worker a GPU.
+        use_gpu: True to give each worker a GPU. "auto" to go by the cluster: a GPU for each worker; if there are fewer
+            GPUs, at most 4 workers share one; without GPUs, workers run on CPUs.
         resources_per_worker: Resources of each worker. "CPU" and "GPU" override the defaults; other names are custom
             resources.
         logdir: Parent of the run folders: a URI such as `s3://bucket/results`, or a path. A relative path is relative
@@ -113,7 +114,7 @@ class Trainer:
         self,
         backend: str | BackendConfig,
         num_workers: int | tuple[int, int] = 1,
-        use_gpu: bool = False,
+        use_gpu: bool | Literal["auto"] = False,
         resources_per_worker: Mapping[str, float] | None = None,
         logdir: str | Path | None = None,
         max_retries: int = 3,
@@ -135,11 +136,17 @@ class Trainer:
         if not is_integer(max_retries):
             raise TypeError(f"`max_retries={max_retries!r}`: need an integer; -1 for any number.")
         resources: Any = {} if resources_per_worker is None else resources_per_worker
-        needs = ScalingConfig(num_workers=num_workers, use_gpu=use_gpu, resources_per_worker=resources)
+        self._config = resolve(backend)
+        needs = ScalingConfig(
+            num_workers=num_workers,
+            use_gpu=use_gpu,
+            resources_per_worker=resources,
+            accelerator_type=accelerator_type,
+            spare_workers=spare_workers,
+        ).with_gpus_chosen(self._config.view_of_driver())
         num_cpus, num_gpus, most = resources.get("CPU", 1), needs.num_gpus_per_worker, needs.worker_range[1]
         placement = Placement(needs.additional_resources_per_worker, accelerator_type, placement_strategy, runtime_env)
-        self._config = resolve(backend)
-        self._use_gpu = use_gpu
+        self._use_gpu = needs.use_gpu
         pace: dict[str, Any] = {"resize_interval_s": resize_interval_s, "heartbeat_s": heartbeat_s}
         self._executor = BackendExecutor(
             self._config,
@@ -191,8 +198,8 @@ class Trainer:
         """
         check_hook(initialization_hook)
         self._executor.start(initialization_hook)
-        if not self._use_gpu and (num_free := num_gpus()):
-            logger.info("the cluster has %g GPUs, of which none is used: pass `use_gpu=True` to use them", num_free)
+        if not self._use_gpu and (num_gpus := sum(gpus_of_nodes())):
+            logger.info("the cluster has %g GPUs, of which none is used: pass `use_gpu=True` to use them", num_gpus)
 
     def shutdown(self) -> None:
         """Stop the workers. You can start new workers with `start` later."""

@@ -74,7 +74,7 @@ INSIDE = {
         "call_lines shared",
         "ray_session",
         "program_end",
-        "keeper liveness policies ranks",
+        "gpus keeper liveness policies ranks",
         "placement",
         "worker",
         "transfers",

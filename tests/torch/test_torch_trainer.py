@@ -219,7 +219,16 @@ ALSO_REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
         ({"num_gpus_per_worker": value}, ValueError, f"`num_gpus_per_worker={value!r}`")
         for value in (0, -1, 1.5, True, "1")
     ],
-    ({"num_gpus_per_worker": 0.5, "backend": "nccl"}, ValueError, "NCCL needs a GPU for each worker"),
+    (
+        {"use_gpu": True, "num_gpus_per_worker": 0.5, "backend": "nccl"},
+        ValueError,
+        "from version 2.30 on and with `NCCL_MULTI_RANK_GPU_ENABLE=1`. Here, the variable is not set",
+    ),
+    (
+        {"use_gpu": True, "num_gpus_per_worker": 0.5, "strategy": "fsdp"},
+        ValueError,
+        '`strategy="fsdp"` for workers that share a GPU over gloo',
+    ),
     ({"initialization_hook": lambda runner: None}, TypeError, "each worker calls the hook without arguments"),
     ({"backend": "mpi"}, ValueError, r"`backend='mpi'`.*allowed are"),
     *[({"min_workers": value}, kind, "min_workers") for value in (0, -1, 1.0) for kind in COUNT_ERRORS],

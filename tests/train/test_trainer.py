@@ -158,7 +158,7 @@ def test_a_missing_tune_is_named_and_of_the_old_class_too(tmp_path: Path, monkey
 def test_gpus_that_nobody_uses_are_mentioned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("raysgd.train.trainer.num_gpus", lambda: 3.0)
+    monkeypatch.setattr("raysgd.train.trainer.gpus_of_nodes", lambda: (1.0, 2.0))
     for use_gpu in (True, False):
         made = trainer(tmp_path, use_gpu=use_gpu)
         monkeypatch.setattr(made._executor, "start", lambda hook: None)

@@ -23,6 +23,9 @@ from raysgd.core.engine.shared.types import Rendezvous, World
 
 _TF_CONFIG = "TF_CONFIG"
 
+GROWTH = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+"""Environment variable with which TensorFlow takes memory of a GPU as it needs it. By default, it takes all of it."""
+
 
 @dataclass
 class TensorFlowConnection(ListeningConnection):

@@ -6,6 +6,7 @@ are faster. With either backend, they share a board: a key-value store without a
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import json
 import logging
@@ -13,7 +14,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +28,7 @@ from raysgd.core.connections.group import Group
 from raysgd.core.connections.mesh.board import Board, neighbors, others
 from raysgd.core.connections.mesh.meeting import ConnectFailed, Deadline, ListeningConnection, listen_at
 from raysgd.core.connections.mesh.mesh import Mesh, MeshBroken
+from raysgd.core.engine.gpus import MULTI_RANK, DriverView, why_ranks_cannot_share
 from raysgd.core.engine.shared.connection import FORM_TIMEOUT_S
 from raysgd.core.engine.shared.types import Rendezvous, World
 from raysgd.core.memory import keep_freed_memory
@@ -37,6 +40,8 @@ _ABORT_S = 60.0
 _FORM_BESIDE_S = 6.0  # timeout for forming additional gloo groups; short, because all ranks have just communicated
 _STORE = "raysgd/store"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_FOR_WORKERS = (MULTI_RANK, "NCCL_NVLS_ENABLE", "NCCL_MAX_CTAS")
+"""Environment variables of the driver that workers need to run several ranks of NCCL on one GPU."""
 
 # Lower-case phrases in the error messages of gloo and NCCL if another rank is gone. PyTorch passes on such an error as
 # a plain `RuntimeError`.
@@ -55,6 +60,8 @@ _BROKEN = (
     "failed to send",
     "application timeout caused pair closure",
 )
+# Lower-case phrases in NCCL's error messages about a mistake of the user, such as two ranks on one GPU.
+_MISTAKES = ("invalid usage", "duplicate gpu detected", "ranks are using the same gpu")
 
 
 @dataclass
@@ -66,12 +73,14 @@ class TorchConnection(ListeningConnection):
         timeout_s: How long a collective may wait for other ranks before it raises.
         form_timeout_s: How long ranks may take to form a group. `timeout_s` is the upper limit.
         joins_alone: True to form a group even for a single rank, because other ranks may join later.
+        variables: Environment variables for NCCL, which are set in each worker unless it has them.
     """
 
     transport: str = "gloo"
     timeout_s: float = 1800.0
     form_timeout_s: float = FORM_TIMEOUT_S
     joins_alone: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict)
     _board: Board | None = field(default=None, repr=False, compare=False)
     # This reference keeps the store alive, because PyTorch's C++ code calls its Python methods.
     _store: Any = field(default=None, repr=False, compare=False)
@@ -209,15 +218,26 @@ class TorchConnection(ListeningConnection):
         If each worker saw only its own GPU, workers could not access each other's GPU memory, and NCCL would be slow or
         fail. Nothing changes in this worker if it is the driver, or if CUDA has already read `CUDA_VISIBLE_DEVICES`.
         The worker then only sends the IDs of its GPUs to the other ranks.
+
+        Raises:
+            ValueError: Ranks share a GPU, and the loaded NCCL does not support this on every rank. All ranks raise.
         """
         import torch
 
-        own = os.environ.get(_VISIBLE, "")
-        word = json.dumps([world.node_rank, ",".join(self._gpus_of_driver) or own])
+        own, assigned = os.environ.get(_VISIBLE, ""), self._gpus_of_driver or world.gpu_ids
+        obstacle = why_ranks_cannot_share(os.environ.get(MULTI_RANK), loaded_nccl())
+        word = json.dumps([world.node_rank, ",".join(self._gpus_of_driver) or own, assigned[:1], obstacle])
         by_rank = [json.loads(each) for each in self._tell(world, "raysgd/gpus", word.encode())]
+        num_ranks = Counter((node_rank, gpu_id) for node_rank, _, gpu_ids, _ in by_rank for gpu_id in gpu_ids)
+        for rank, (node_rank, _, gpu_ids, obstacle) in enumerate(by_rank):
+            if obstacle and any(num_ranks[node_rank, gpu_id] > 1 for gpu_id in gpu_ids):
+                raise ValueError(
+                    f"rank {rank} shares GPU {gpu_ids[0]} with another rank: {obstacle} Or connect the workers over "
+                    'gloo, with `backend="gloo"`, or ask for a GPU for each worker.'
+                )
         if self._gpus_of_driver:
             return
-        visible, ordinal = visible_to_all(own, [gpus for node_rank, gpus in by_rank if node_rank == world.node_rank])
+        visible, ordinal = visible_to_all(own, [each[1] for each in by_rank if each[0] == world.node_rank])
         if visible == own or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return
         os.environ[_VISIBLE] = visible
@@ -367,7 +387,8 @@ class TorchConnection(ListeningConnection):
         if rendezvous.on_one_node and os.path.exists("/sys/class/net/lo"):
             self._set_variable("GLOO_SOCKET_IFNAME", "lo")
         if self.transport == "nccl":
-            self._set_variable("NCCL_BLOCKING_WAIT", "1")
+            for name, value in {"NCCL_BLOCKING_WAIT": "1", **self.variables}.items():
+                self._set_variable(name, value)
 
     def _set_variable(self, name: str, value: str) -> None:
         if name not in os.environ:
@@ -427,7 +448,7 @@ def is_connection_error(error: BaseException) -> bool:
 
     for link in with_causes(error):  # user code may have wrapped PyTorch's error in a `RuntimeError` that quotes it
         text = str(link).lower()
-        if isinstance(link, dist.DistBackendError) and "invalid usage" in text:  # a mistake, such as two ranks per GPU
+        if isinstance(link, RuntimeError) and any(phrase in text for phrase in _MISTAKES):
             return False
         if isinstance(link, dist.DistError | ConnectFailed | MeshBroken):
             return True
@@ -475,6 +496,38 @@ def end_process_group() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- GPUs
+
+
+def view_of_driver(environment: Mapping[str, str] | None = None) -> DriverView:
+    """Return what PyTorch and NCCL in this process say about GPUs.
+
+    Args:
+        environment: Environment variables that the user has set for the workers besides those of this process.
+    """
+    import torch
+
+    is_built = torch.cuda.is_available() or torch.version.cuda is not None or torch.version.hip is not None
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0 if is_built else None
+    return DriverView(num_gpus, {**os.environ, **(environment or {})}.get(MULTI_RANK), loaded_nccl())
+
+
+def variables_of_nccl() -> dict[str, str]:
+    """Return the environment variables of this process that workers need to run several ranks of NCCL on one GPU."""
+    return {name: os.environ[name] for name in _FOR_WORKERS if name in os.environ}
+
+
+def loaded_nccl() -> int:
+    """Return the version of the NCCL library in this process, such as 23007 for 2.30.7. Return 0 if it has none.
+
+    `torch.cuda.nccl.version()` is the version with which PyTorch was built, but a program can load another one.
+    """
+    try:
+        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:  # not loaded
+        return 0
+    version = ctypes.c_int()
+    return version.value if library.ncclGetVersion(ctypes.byref(version)) == 0 else 0
+
 
 # A GPU's ID is a number or a name such as `GPU-8932f937`. `CUDA_VISIBLE_DEVICES` lists the GPUs that a process sees.
 # CUDA numbers these GPUs in the order of the list (their ordinals). If the variable is not set, the process sees all

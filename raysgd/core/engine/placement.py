@@ -17,12 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import wait
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, TypeVar
 
+from raysgd.core.engine.gpus import DriverView, GpuChoice, choose_gpus, largest_share
 from raysgd.core.engine.keeper import NAMESPACE, keeper
-from raysgd.core.engine.policies import capacity, cpus_that_fit
+from raysgd.core.engine.policies import capacity, cpus_that_fit, num_fitting
 from raysgd.core.engine.program_end import prepare_to_use_ray
 from raysgd.core.engine.ray_session import RayThreads, session
 from raysgd.core.engine.shared.group_spec import NO_WORDS, FrontEndWords
@@ -211,13 +212,65 @@ def is_ray_client() -> bool:
     return bool(_ray().util.client.ray.is_connected())
 
 
-def num_gpus() -> float:
-    """Return the total number of GPUs on the nodes of `cluster_view`, or 0 if Ray is not initialized.
+def gpus_of_nodes(custom: Mapping[str, float] | None = None) -> tuple[float, ...]:
+    """Return the number of GPUs of each node of `cluster_view`, whether free or not. Empty if Ray is not initialized.
 
-    If this process runs in a placement group, only the GPUs of that group are counted.
+    If this process runs in a placement group, return the number of GPUs of each of the group's bundles.
+
+    Args:
+        custom: Other resources that a node must have to be counted.
     """
     ray: Any = sys.modules.get("ray")
-    return sum(node.total.get("GPU", 0) for node in cluster_view().nodes) if ray and ray.is_initialized() else 0
+    if not (ray and ray.is_initialized()):
+        return ()
+    need = Resources(num_cpus=0, custom=custom or {})
+    return tuple(node.total.get("GPU", 0.0) for node in cluster_view().nodes if num_fitting(node.total, need))
+
+
+def choose_gpus_of_cluster(
+    use_gpu: bool | str,
+    num_workers: int,
+    driver: DriverView,
+    custom: Mapping[str, float] | None = None,
+    *,
+    uses_ray: bool = True,
+    num_gpus_per_worker: float = 1,
+    backend: str = "auto",
+    has_driver: bool = False,
+) -> GpuChoice:
+    """Decide by the GPUs of the cluster what `choose_gpus` decides. Log if workers share GPUs because of "auto".
+
+    With "auto", connect to Ray.
+
+    Args:
+        use_gpu: See `choose_gpus`, also for the other arguments.
+        num_workers: The largest number of workers, spare workers included.
+        driver: What this process sees.
+        custom: Resources of a worker besides CPUs and GPUs.
+        uses_ray: False if this process is the only worker.
+        num_gpus_per_worker: The user's number of GPUs for each worker.
+        backend: The user's backend.
+        has_driver: True if a worker runs in this process.
+
+    Raises:
+        ValueError: The workers cannot share the cluster's GPUs.
+    """
+    of_nodes = None
+    if use_gpu == "auto" and driver.num_gpus is not None and uses_ray:
+        ensure_ray()
+        of_nodes = gpus_of_nodes(custom)
+    options: dict[str, Any] = {"backend": backend, "has_driver": has_driver}
+    choice = choose_gpus(use_gpu, num_workers, driver, of_nodes, num_gpus_per_worker=num_gpus_per_worker, **options)
+    if of_nodes is not None and 0 < choice.num_gpus < num_gpus_per_worker:
+        logger.warning(
+            '%s workers share %g GPU(s), with %g of a GPU each, because of `use_gpu="auto"`: workers on one GPU take '
+            "turns. For a GPU each pass `num_workers=%d` or fewer (spares count too), for CPUs `use_gpu=False`",
+            num_workers,
+            sum(of_nodes),
+            choice.num_gpus,
+            max(1, sum(map(int, of_nodes))),
+        )
+    return choice
 
 
 def outer_group() -> Any:
@@ -371,8 +424,21 @@ def impossibility(need: Resources, num_workers: int, view: ClusterView, words: F
     num_cpus = cpus_that_fit(view, need, num_workers)
     ways = [f"for {limit} (spares count too)"] if most else []
     ways += [f"for less per worker: `{words.with_cpus.format(num_cpus)}`"] if num_cpus else []
+    ways += _ways_with_fewer_gpus(need, num_workers, view)
     remedy = f"\nAsk {', or '.join(ways)}." if ways else ""
     return f"{fits}, even when nothing else runs:\n{explain(need, num_workers, view)}{remedy}"
+
+
+def _ways_with_fewer_gpus(need: Resources, num_workers: int, view: ClusterView) -> list[str]:
+    """Return what to ask for if the workers would fit with less of a GPU, or without. Empty if no node has a GPU."""
+    of_nodes = [node.total.get("GPU", 0.0) for node in view.nodes]
+    fits_without = capacity(view, replace(need, num_gpus=0), free_only=False) >= num_workers
+    if not (need.num_gpus and any(of_nodes) and fits_without):
+        return []
+    ways, share = ["for CPUs only: `use_gpu=False`"], largest_share(num_workers, of_nodes)
+    if 0 < share < need.num_gpus <= 1:
+        ways.insert(0, f'for shared GPUs: `use_gpu="auto"`, or `num_gpus_per_worker={share:g}` of `TorchTrainer`')
+    return ways
 
 
 def _state_of(group: Any) -> str:

@@ -8,12 +8,16 @@ from typing import Any
 
 from raysgd.core.arguments import check_num_workers, check_operator_class
 from raysgd.core.arrays.data_kinds import kind_of
+from raysgd.core.connections.tensorflow import GROWTH
+from raysgd.core.engine.gpus import DriverView
+from raysgd.core.engine.placement import choose_gpus_of_cluster
 from raysgd.core.imports import require_installed
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.objects import datasets, registration
 from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.trainer.configuration.batching import check_global_size, split_batch_size
+from raysgd.trainer.configuration.settings import GroupSettings
 from raysgd.utils import BATCH_SIZE
 
 
@@ -28,6 +32,37 @@ def resolve_num_workers(num_workers: Any, num_replicas: Any) -> int:
     if value is None:
         return 1
     return check_num_workers(name, value, hint=f"To run without Ray actors pass `use_local=True` with `{name}=1`.")
+
+
+def choose_num_gpus(use_gpu: bool | str, group: GroupSettings) -> float:
+    """Return the number of GPUs of each worker; a fraction if workers share GPUs, 0 for CPUs.
+
+    With "auto", connect to Ray, unless this process is the only worker.
+
+    Raises:
+        ValueError: More than four workers would share a GPU. Or a worker in this process would take all memory of a GPU
+            that it shares.
+    """
+    num_here = 0
+    if use_gpu == "auto" and group.use_local:
+        import tensorflow as tf
+
+        num_here = len(tf.config.list_physical_devices("GPU"))
+    choice = choose_gpus_of_cluster(
+        use_gpu,
+        group.num_workers + group.spare_workers,
+        DriverView(num_here),
+        group.placement.custom,
+        uses_ray=not group.is_driver_only,
+        has_driver=group.use_local,
+    )
+    if choice.is_shared and group.use_local and not GROWTH.items() <= os.environ.items():
+        raise ValueError(
+            '`use_gpu="auto"` with `use_local=True`: this process shares its GPU with other workers, but TensorFlow '
+            "would take all of its memory. Set `TF_FORCE_GPU_ALLOW_GROWTH=true` before the program starts, or pass "
+            "`use_gpu=False`."
+        )
+    return choice.num_gpus
 
 
 def resolve_operator(operator_cls: Any, model_creator: Any, data_creator: Any) -> type[TrainingOperator]:

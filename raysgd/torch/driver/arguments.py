@@ -18,7 +18,9 @@ import torch
 from raysgd.core import arguments as checks
 from raysgd.core.arguments import did_you_mean, is_number, refuse_text
 from raysgd.core.connections.horovod import INSTALL_COMMAND, import_horovod
-from raysgd.core.engine.placement import num_gpus
+from raysgd.core.connections.torch import view_of_driver
+from raysgd.core.engine.gpus import GpuChoice
+from raysgd.core.engine.placement import choose_gpus_of_cluster, gpus_of_nodes
 from raysgd.core.text.log_lines import Once
 from raysgd.torch import constants
 from raysgd.torch.data import call_data
@@ -27,6 +29,7 @@ from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import FSDPOptions
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.configuration.batching import check_global_size, split_batch_size
+from raysgd.trainer.configuration.placement import Placement
 from raysgd.trainer.configuration.settings import GroupSettings
 from raysgd.utils import BATCH_SIZE
 
@@ -108,29 +111,12 @@ def check_dataset(dataset: Any, name: str = "dataset", *, steps_apart: bool = Fa
         )
 
 
-def resolve_use_gpu(use_gpu: bool | str) -> bool:
-    """Return True if the workers should use GPUs. "auto" means True if PyTorch sees a GPU in this process."""
-    available = torch.cuda.is_available()
-    if isinstance(use_gpu, str) and use_gpu == "auto":
-        return available
-    refuse_text(use_gpu=use_gpu)
-    if not use_gpu and available:
-        logger.info("GPUs are available, but `use_gpu` is off: pass `use_gpu=True` to train on them")
-    return bool(use_gpu)
-
-
-def warn_of_unused_gpus(use_gpu: bool | str) -> None:
-    """Warn if `use_gpu="auto"` selected CPUs because the driver has no GPU, although the cluster's nodes have GPUs."""
-    if use_gpu == "auto" and not torch.cuda.is_available() and (found := num_gpus()):
-        logger.warning(
-            'the nodes have %g GPUs, but training runs on CPUs, because `use_gpu="auto"` checks only the driver. '
-            "Pass `use_gpu=True` to train on the GPUs",
-            found,
-        )
-
-
-def check_num_gpus(num_gpus_per_worker: Any, backend: str, num_workers: int) -> None:
-    """Reject a number of GPUs that Ray cannot reserve, and the backend NCCL for workers that share a GPU."""
+def check_use_gpu(use_gpu: Any, num_gpus_per_worker: Any, backend: Any) -> None:
+    """Reject invalid values of the arguments that say which GPUs workers use, and how they communicate."""
+    if use_gpu != "auto":
+        refuse_text(use_gpu=use_gpu)
+        if not use_gpu and torch.cuda.is_available():
+            logger.info("GPUs are available, but `use_gpu` is off: pass `use_gpu=True` to train on them")
     if (
         not is_number(num_gpus_per_worker)
         or num_gpus_per_worker <= 0
@@ -140,20 +126,81 @@ def check_num_gpus(num_gpus_per_worker: Any, backend: str, num_workers: int) -> 
             f"`num_gpus_per_worker={num_gpus_per_worker!r}`: need a whole number of GPUs, or a fraction between 0 "
             "and 1. To train without GPUs pass `use_gpu=False`."
         )
-    if num_gpus_per_worker < 1 and backend == "nccl" and num_workers > 1:
-        raise ValueError(
-            f'`num_gpus_per_worker={num_gpus_per_worker}` with `backend="nccl"` cannot work: NCCL needs a GPU for each '
-            'worker. Pass `backend="gloo"`, or omit it.'
-        )
-
-
-def resolve_backend(backend: str, use_gpu: bool) -> str:
-    """Return the name of the communication backend. "auto" selects NCCL with GPUs and gloo without GPUs."""
-    if backend == "auto":
-        return "nccl" if use_gpu else "gloo"
-    if backend not in ("nccl", "gloo", "horovod"):
+    if backend not in ("auto", "nccl", "gloo", "horovod"):
         raise ValueError(f'`backend={backend!r}`: allowed are "auto", "gloo", "nccl" and "horovod".')
-    return backend
+
+
+def choose_gpus(use_gpu: bool | str, group: GroupSettings) -> GpuChoice:
+    """Decide how many GPUs each worker gets, and over which backend the workers communicate.
+
+    With "auto", connect to Ray, unless this process is the only worker.
+
+    Args:
+        use_gpu: The user's argument.
+        group: The other arguments, with the user's backend and number of GPUs for each worker.
+
+    Raises:
+        ValueError: The workers cannot share the cluster's GPUs.
+    """
+    placement = group.placement
+    return choose_gpus_of_cluster(
+        use_gpu,
+        group.num_workers + group.spare_workers,
+        view_of_driver((placement.runtime_env or {}).get("env_vars")),
+        placement.custom,
+        uses_ray=not group.is_driver_only,
+        num_gpus_per_worker=group.num_gpus_per_worker,
+        backend=group.backend,
+        has_driver=group.use_local,
+    )
+
+
+def choose_for(options: Mapping[str, Any]) -> GpuChoice:
+    """Decide how many GPUs each worker of a trainer gets that another process will create.
+
+    Args:
+        options: The user's keyword arguments for the trainer.
+
+    Raises:
+        ValueError, TypeError: An argument is invalid, or the workers cannot share the cluster's GPUs.
+    """
+    use_gpu, backend = options.get("use_gpu", "auto"), options.get("backend", "auto")
+    num_gpus_per_worker = options.get("num_gpus_per_worker", 1)
+    check_use_gpu(use_gpu, num_gpus_per_worker, backend)
+    of_placement = ("resources_per_worker", "accelerator_type", "placement_strategy", "runtime_env")
+    group = GroupSettings(
+        num_workers=checks.check_num_workers("num_workers", options.get("num_workers", 1), hint=""),
+        backend=backend,
+        timeout_s=1,
+        num_gpus_per_worker=num_gpus_per_worker,
+        placement=Placement(**{name: options.get(name) for name in of_placement}),
+        use_local=options.get("use_local", False),
+        spare_workers=options.get("spare_workers", 0),
+    )
+    return choose_gpus(use_gpu, group)
+
+
+def settle_gpus(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of a detached trainer with the GPUs that `use_gpu="auto"` chooses now.
+
+    If the trainer's process is restarted, it thus makes the same choice, even if the cluster has changed.
+    """
+    if options.get("use_gpu", "auto") != "auto":
+        return options
+    gpus = choose_for(options)
+    tell_unused_gpus("auto", gpus)
+    chosen = {"use_gpu": gpus.num_gpus > 0, "backend": gpus.backend}
+    return {**options, **chosen, **({"num_gpus_per_worker": gpus.num_gpus} if gpus.num_gpus else {})}
+
+
+def tell_unused_gpus(use_gpu: bool | str, choice: GpuChoice) -> None:
+    """Warn if `use_gpu="auto"` chose CPUs although the cluster has GPUs, because PyTorch sees none in this process."""
+    if use_gpu == "auto" and not choice.num_gpus and (found := sum(gpus_of_nodes())):
+        logger.warning(
+            "the nodes have %g GPUs, but training runs on CPUs, because PyTorch cannot use GPUs in this process. "
+            "Pass `use_gpu=True` to train on the GPUs",
+            found,
+        )
 
 
 def check_horovod(precision: str, strategy: str, use_gpu: bool) -> None:
@@ -325,7 +372,7 @@ def check_global_batches(settings: TorchSettings) -> None:
     )
 
 
-def check_combination(settings: TorchSettings) -> None:
+def check_combination(settings: TorchSettings, gpus: GpuChoice) -> None:
     """Reject combinations of options that do not work together. The error message names the options."""
     precision, strategy = choose_precision(settings.use_fp16, settings.precision), settings.strategy
     step, fsdp, operator_cls = settings.step_options, settings.fsdp_options, settings.training_operator_cls
@@ -342,6 +389,12 @@ def check_combination(settings: TorchSettings) -> None:
             precision == "apex" and not settings.use_gpu,
             "Apex without GPUs",
             'Apex has GPU kernels only. Pass `use_gpu=True`, or `precision="bf16"`',
+        ),
+        (
+            strategy == "fsdp" and gpus.is_shared and gpus.backend == "gloo",
+            f'`strategy="fsdp"` for workers that share a GPU over gloo (`num_gpus_per_worker={gpus.num_gpus:g}`)',
+            "the parts of the models would be gathered through the memory of the host in each layer. Pass "
+            '`num_workers` for a GPU each, `strategy="ddp"`, or `use_gpu=False`',
         ),
         (
             precision == "apex" and step.compile is not False,

@@ -9,7 +9,8 @@ import torch
 
 from raysgd.air._running_function import current_session
 from raysgd.core.arguments import check_seconds
-from raysgd.core.connections.torch import TorchConnection, end_process_group
+from raysgd.core.connections.torch import TorchConnection, end_process_group, variables_of_nccl, view_of_driver
+from raysgd.core.engine.gpus import DriverView, choose_gpus
 from raysgd.core.engine.shared.connection import FORM_TIMEOUT_S, Connection
 from raysgd.train.backend import Backend, BackendConfig, EncodedData, PlacedConnection
 
@@ -24,7 +25,8 @@ class TorchConfig(BackendConfig):
     """Connects the workers in a `torch.distributed` process group. A single worker also gets a process group.
 
     Attributes:
-        backend: Backend of PyTorch, such as "nccl" or "gloo"; None for NCCL if each worker has a GPU, else gloo.
+        backend: Backend of PyTorch, such as "nccl" or "gloo"; None for NCCL if each worker has a GPU, or if NCCL lets
+            workers share a GPU, else gloo.
         init_method: "env" to set `MASTER_ADDR` and `MASTER_PORT` in the workers; "tcp" to leave them unset.
         timeout_s: Maximum number of seconds that a collective waits for the other ranks.
         form_timeout_s: Maximum number of seconds that the workers take to form the group. Capped at `timeout_s`.
@@ -47,14 +49,20 @@ class TorchConfig(BackendConfig):
         check_seconds("form_timeout_s", self.form_timeout_s, may_be_least=False)
         if self.init_method not in ("env", "tcp"):
             raise ValueError(f'`init_method={self.init_method!r}`: allowed are "env" and "tcp".')
-        group = TorchConnection(self._transport(num_gpus_per_worker), float(self.timeout_s), float(self.form_timeout_s))
+        transport, variables = self._transport(num_gpus_per_worker), variables_of_nccl()
+        group = TorchConnection(transport, float(self.timeout_s), float(self.form_timeout_s), variables=variables)
         return PlacedConnection(group, names_address=self.init_method == "env", names_place=True)
 
     def can_regroup(self, num_gpus_per_worker: float) -> bool:
         return self._transport(num_gpus_per_worker) == "gloo"
 
     def _transport(self, num_gpus_per_worker: float) -> str:
-        return self.backend or ("nccl" if num_gpus_per_worker >= 1 else "gloo")
+        backend, has_gpus = self.backend or "auto", num_gpus_per_worker > 0
+        options: dict[str, Any] = {"num_gpus_per_worker": num_gpus_per_worker, "backend": backend}
+        return choose_gpus(has_gpus, 1, self.view_of_driver(), None, **options).backend
+
+    def view_of_driver(self) -> DriverView:
+        return view_of_driver()
 
 
 class TorchBackend(Backend):

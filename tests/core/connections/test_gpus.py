@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from raysgd.core.connections.torch import TorchConnection, ordinal_of, visible_to_all
+from raysgd.core.connections.torch import TorchConnection, ordinal_of, variables_of_nccl, visible_to_all
 from raysgd.core.engine.shared.types import World
-from tests.core.connections.ranks import boards_of
+from tests.core.connections.ranks import boards_of, on_all
+from tests.helpers import fakes
+from tests.helpers.run_if import RunIf
 
 
 @pytest.mark.parametrize(
@@ -86,9 +92,9 @@ def test_the_driver_names_its_gpu_to_every_group_and_keeps_seeing_the_others(mon
         connection.leave()  # as each rank does before it listens for the next group
         with boards_of(2) as boards:
             connection._board = boards[1]
-            boards[0].put("raysgd/gpus/0", json.dumps([0, "1"]).encode())
+            boards[0].put("raysgd/gpus/0", json.dumps([0, "1", ["1"], ""]).encode())
             connection._see_gpus_of_node(World(rank=1, size=2, local_rank=1, local_size=2))
-            assert json.loads(boards[0].get("raysgd/gpus/1", 10.0)) == [0, "2"]
+            assert json.loads(boards[0].get("raysgd/gpus/1", 10.0))[:3] == [0, "2", ["2"]]
     assert chosen.ordinals == [2]
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
@@ -102,7 +108,8 @@ def see_gpus(own: str, other: str, monkeypatch: pytest.MonkeyPatch) -> str | Non
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", own)
     with boards_of(2) as boards:
         connection = TorchConnection("nccl", _board=boards[1])
-        late = threading.Timer(0.05, boards[0].put, ("raysgd/gpus/0", json.dumps([0, other]).encode()))
+        word = json.dumps([0, other, other.split(","), ""]).encode()
+        late = threading.Timer(0.05, boards[0].put, ("raysgd/gpus/0", word))
         late.start()
         connection._see_gpus_of_node(World(rank=1, size=2, local_rank=1, local_size=2))
         late.join()
@@ -123,8 +130,93 @@ def test_where_cuda_has_looked_already_everything_stays(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("words", "is_failure"),
-    [("invalid usage (run with NCCL_DEBUG=WARN for details)", False), ("unhandled system error", True)],
+    [
+        ("invalid usage (run with NCCL_DEBUG=WARN for details)", False),
+        ("Last error:\nDuplicate GPU detected : rank 0 and rank 1 both on CUDA device 4000", False),
+        (
+            "Last error:\nMultiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this "
+            "configuration.",
+            False,
+        ),
+        ("unhandled system error", True),
+    ],
 )
 def test_two_ranks_on_one_gpu_are_no_loss(words: str, is_failure: bool) -> None:
     error = torch.distributed.DistBackendError(f"NCCL error in: NCCLUtils.cpp:93, {words}, NCCL version 2.28.9")
     assert TorchConnection("nccl", 1.0, 1.0).is_connection_error(error) is is_failure
+
+
+def meet_on_gpus(*words: list[Any]) -> list[BaseException | None]:
+    """What each rank says when ranks with these GPUs meet; each word has the rank's node, its GPU, its obstacle."""
+    with boards_of(len(words)) as boards:
+
+        def meet(rank: int, board: Any) -> None:
+            node_rank, gpu_id, obstacle = words[rank]
+            board.put(f"raysgd/gpus/{rank}", json.dumps([node_rank, gpu_id, [gpu_id], obstacle]).encode())
+            connection = TorchConnection("nccl", _board=board)
+            connection._tell = lambda world, topic, word: [  # type: ignore[method-assign]
+                board.get(f"{topic}/{each}", 10.0) for each in range(world.size)
+            ]
+            connection._see_gpus_of_node(World(rank, len(words), node_rank=node_rank, gpu_ids=(gpu_id,)))
+
+        return [each.exception() for each in on_all(boards, meet)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [[0, "0", ""], [0, "0", ""]],  # NCCL lets them
+        [[0, "0", "too old"], [0, "1", "too old"]],  # a GPU each
+        [[0, "0", "too old"], [1, "0", "too old"]],  # on two nodes
+    ],
+)
+def test_ranks_meet_where_nothing_is_shared_or_may_be(words: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert meet_on_gpus(*words) == [None, None]
+
+
+def test_all_ranks_refuse_to_share_a_gpu_that_one_of_them_cannot_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    errors = meet_on_gpus([0, "1", "too old"], [0, "0", ""], [0, "0", "NCCL 2.28.9 is loaded."])
+    for error in errors:
+        assert isinstance(error, ValueError)
+        assert str(error).startswith("rank 2 shares GPU 0 with another rank: NCCL 2.28.9 is loaded.")
+        assert '`backend="gloo"`' in str(error)
+        assert not TorchConnection("nccl").is_connection_error(error)
+
+
+NCCL = "int ncclGetVersion(int *version) { *version = 23007; return 0; }"
+LOOK = """
+import ctypes, sys
+from raysgd.core.connections.torch import loaded_nccl
+before = loaded_nccl()
+ctypes.CDLL(sys.argv[1])
+print(before, loaded_nccl())
+"""
+
+
+@RunIf(programs=["cc"])
+@pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch itself loads a library")
+def test_the_version_is_that_of_the_library_that_is_loaded(tmp_path: Path) -> None:
+    """Not of one that is installed: it is asked only where the process has it already."""
+    (tmp_path / "nccl.c").write_text(NCCL)
+    library = tmp_path / "libnccl.so.2"
+    command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "-o", library, tmp_path / "nccl.c"]
+    subprocess.run(command, check=True)
+    found = subprocess.run([sys.executable, "-c", LOOK, library], check=True, capture_output=True, text=True)
+    assert found.stdout.split() == ["0", "23007"]
+
+
+def test_workers_get_the_variables_of_nccl_that_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    monkeypatch.setenv("NCCL_MAX_CTAS", "2")
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+    of_driver = variables_of_nccl()
+    assert of_driver == {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2"}
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE")
+    monkeypatch.setenv("NCCL_MAX_CTAS", "4")
+    connection = TorchConnection("nccl", variables=of_driver)
+    connection._choose_interface(fakes.meeting(1, 2))
+    assert (os.environ["NCCL_MULTI_RANK_GPU_ENABLE"], os.environ["NCCL_MAX_CTAS"]) == ("1", "4")
+    connection.leave()
+    assert "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ

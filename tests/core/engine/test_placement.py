@@ -143,6 +143,42 @@ def test_what_never_fits_comes_with_what_would(need: Resources, num_workers: int
     assert found.endswith(advice)
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "need", "num_workers", "advice"),
+    [
+        (
+            1,
+            Resources(num_gpus=1),
+            2,
+            'Ask for 1 worker at most (spares count too), or for shared GPUs: `use_gpu="auto"`, or '
+            "`num_gpus_per_worker=0.5` of `TorchTrainer`, or for CPUs only: `use_gpu=False`.",
+        ),
+        (
+            2,
+            Resources(num_gpus=1),
+            3,
+            'Ask for 2 workers at most (spares count too), or for shared GPUs: `use_gpu="auto"`, or '
+            "`num_gpus_per_worker=0.5` of `TorchTrainer`, or for CPUs only: `use_gpu=False`.",
+        ),
+        (1, Resources(num_gpus=2), 2, "Ask for CPUs only: `use_gpu=False`."),
+        (
+            1,
+            Resources(num_gpus=1),
+            5,
+            "Ask for 1 worker at most (spares count too), or for CPUs only: `use_gpu=False`.",
+        ),
+        (1, Resources(num_cpus=8, num_gpus=1), 2, "Ask for 1 worker at most (spares count too)."),
+    ],
+)
+def test_who_asks_for_more_gpus_than_there_are_is_told_the_ways_out(
+    num_gpus: int, need: Resources, num_workers: int, advice: str
+) -> None:
+    amounts = {"CPU": 8.0, "GPU": num_gpus}
+    found = impossibility(need, num_workers, ClusterView((NodeView("1", "10.0.0.1", amounts, amounts),)))
+    assert found is not None
+    assert found.endswith(advice), found
+
+
 def test_what_to_ask_for_is_written_as_the_front_end_calls_it() -> None:
     found = impossibility(Resources(), 4, ClusterView((node(0, total=2),)), executor.WORDS)
     assert found is not None

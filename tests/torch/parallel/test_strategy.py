@@ -15,7 +15,7 @@ from tests.core.connections.ranks import groups_of, on_all
 
 
 class OnDevice(torch.Tensor):
-    """A tensor on a device that is not here. As on a GPU, it does not mix with tensors of the CPU that have elements."""
+    """A tensor on a device that is not here. As on a GPU, it mixes only with those tensors of the CPU that are numbers."""
 
     inner: torch.Tensor
 
