@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from raysgd.air import CheckpointConfig, DatasetConfig, FailureConfig, RunConfig, ScalingConfig, SyncConfig
+from raysgd.core.engine import placement
+from raysgd.core.engine.gpus import DriverView
 from raysgd.exceptions import InvalidCountError
 
 
@@ -263,3 +265,44 @@ class TestDatasetConfig:
         validated = DatasetConfig.validated(OWN, {"train": 1, "other": 2})
         assert validated["train"].split
         assert validated["*"] == DatasetConfig().fill_defaults()
+
+
+class TestGpusOfTheCluster:
+    @pytest.fixture(autouse=True)
+    def two_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(placement, "ensure_ray", lambda: None)
+        monkeypatch.setattr(
+            placement, "gpus_of_nodes", lambda custom: (2.0,) if "accelerator_type:T4" not in custom else ()
+        )
+
+    @pytest.mark.parametrize(
+        ("arguments", "bundle"),
+        [
+            ({"num_workers": 2}, {"GPU": 1.0}),
+            ({"num_workers": (1, 3)}, {"GPU": 0.5}),  # the largest number counts
+            ({"num_workers": (1, 2), "elastic": True, "spare_workers": 1}, {"GPU": 0.5}),
+            ({"num_workers": 3, "resources_per_worker": {"CPU": 2}}, {"CPU": 2.0, "GPU": 0.5}),
+            ({"num_workers": 2, "resources_per_worker": {"CPU": 2, "GPU": 2}}, {"CPU": 2.0, "GPU": 2.0}),
+            ({"num_workers": 2, "accelerator_type": "T4"}, {"CPU": 1.0, "accelerator_type:T4": 0.001}),
+        ],
+    )
+    def test_auto_becomes_what_there_is(self, arguments: dict[str, Any], bundle: dict[str, float]) -> None:
+        config = ScalingConfig(use_gpu="auto", **arguments)
+        chosen = config.with_gpus_chosen(DriverView())
+        assert chosen.worker_bundle == bundle
+        assert chosen.use_gpu is ("GPU" in bundle)
+        assert config != chosen
+        assert "GPU" not in config.worker_bundle, "nothing is chosen before a run starts"
+
+    def test_too_many_workers_are_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"9 workers .*has 2 GPU.*at most 8 workers"):
+            ScalingConfig(num_workers=9, use_gpu="auto").with_gpus_chosen(DriverView())
+
+    def test_true_and_false_stay(self) -> None:
+        for use_gpu in (True, False):
+            config = ScalingConfig(num_workers=9, use_gpu=use_gpu)
+            assert config.with_gpus_chosen(DriverView()) is config
+
+    def test_auto_with_no_gpu_for_each_worker_is_a_contradiction(self) -> None:
+        with pytest.raises(ValueError, match=r"`use_gpu='auto'`.*leave one of them out"):
+            ScalingConfig(use_gpu="auto", resources_per_worker={"GPU": 0})

@@ -6,14 +6,18 @@ Covers `raysgd.tf.driver.arguments`: what counts is what a user of the trainer i
 from __future__ import annotations
 
 import importlib.util
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from raysgd.callbacks import Checkpointing
+from raysgd.core.engine import placement
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.driver import arguments
 from raysgd.trainer.configuration.recovery import Recovery
+from raysgd.trainer.configuration.settings import GroupSettings
 
 
 def creator(config: dict[str, Any]) -> Any:
@@ -100,6 +104,48 @@ def test_bad_arguments_are_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(error, match=message):
         TFTrainer(**options)
+
+
+def group(**options: Any) -> GroupSettings:
+    return GroupSettings(**{"num_workers": 2, "backend": "sockets", "timeout_s": 1.0, **options})
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster that has one GPU."""
+    monkeypatch.setattr(placement, "ensure_ray", lambda: None)
+    monkeypatch.setattr(placement, "gpus_of_nodes", lambda custom: (1.0,))
+
+
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize(
+    ("use_gpu", "num_workers", "num_spares", "num_gpus"),
+    [("auto", 1, 0, 1), ("auto", 2, 0, 0.5), ("auto", 2, 1, 0.3333), (True, 2, 0, 1), (False, 2, 0, 0)],
+)
+def test_workers_of_keras_share_gpus_only_with_auto(
+    use_gpu: Any, num_workers: int, num_spares: int, num_gpus: float
+) -> None:
+    assert arguments.choose_num_gpus(use_gpu, group(num_workers=num_workers, spare_workers=num_spares)) == num_gpus
+
+
+@pytest.mark.parametrize(("num_gpus", "grows"), [(1, False), (0.5, True)])
+def test_tensorflow_does_not_take_all_memory_of_a_gpu_that_workers_share(num_gpus: float, grows: bool) -> None:
+    made: Any = TFTrainer.__new__(TFTrainer)
+    connection = made._framework(group(num_gpus_per_worker=num_gpus), SimpleNamespace(seed=0)).connection
+    assert ("TF_FORCE_GPU_ALLOW_GROWTH" in connection.variables) is grows
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_a_driver_that_would_take_all_memory_of_a_shared_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = SimpleNamespace(config=SimpleNamespace(list_physical_devices=lambda kind: ["GPU:0"]))
+    monkeypatch.setitem(sys.modules, "tensorflow", seen)
+    monkeypatch.delenv("TF_FORCE_GPU_ALLOW_GROWTH", raising=False)
+    with pytest.raises(ValueError, match="Set `TF_FORCE_GPU_ALLOW_GROWTH=true` before the program starts"):
+        arguments.choose_num_gpus("auto", group(use_local=True))
+    monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "true")
+    assert arguments.choose_num_gpus("auto", group(use_local=True)) == 0.5
+    seen.config.list_physical_devices = lambda kind: []
+    assert arguments.choose_num_gpus("auto", group(use_local=True)) == 0, "rank 0 is here, where no GPU is"
 
 
 class EarlyStopping(BackupAndRestore):

@@ -12,7 +12,10 @@ import torch
 
 import raysgd.torch
 from raysgd import TorchTrainer
+from raysgd.core.engine import placement
+from raysgd.core.engine.gpus import DriverView
 from raysgd.torch import BaseTorchTrainable, torch_trainer
+from raysgd.torch.driver import arguments
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.run_if import RunIf
 from tests.torch.operators_for_tests import LinearOperator, ScheduledOperator, equal
@@ -82,6 +85,20 @@ def test_what_tune_reserves_follows_the_arguments_and_the_config_of_the_trial(
     trainable_cls = TorchTrainer.as_trainable(training_operator_cls=LinearOperator, **without_gpu)
     request = trainable_cls.default_resource_request(config)
     assert (request.bundles, request.strategy) == (bundles, "PACK")
+
+
+@pytest.mark.parametrize(
+    ("of_nodes", "num_workers", "share"), [((), 2, 0), ((1.0,), 1, 1), ((1.0,), 2, 0.5), ((1.0, 1.0), 2, 1)]
+)
+def test_tune_reserves_for_each_worker_what_the_gpus_of_the_cluster_allow(
+    of_nodes: tuple[float, ...], num_workers: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arguments, "view_of_driver", lambda environment: DriverView(0))
+    monkeypatch.setattr(placement, "ensure_ray", lambda: None)
+    monkeypatch.setattr(placement, "gpus_of_nodes", lambda custom: of_nodes)
+    trainable_cls = TorchTrainer.as_trainable(training_operator_cls=LinearOperator, num_workers=num_workers)
+    _, *workers = trainable_cls.default_resource_request({}).bundles
+    assert workers == [{"CPU": 1, "GPU": share} if share else {"CPU": 1}] * num_workers
 
 
 def test_the_config_of_a_trial_counts_more_and_changes_nothing_that_is_shared(make_trial: Make) -> None:

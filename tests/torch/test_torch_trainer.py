@@ -26,10 +26,13 @@ import torch
 import torch.distributed.fsdp
 
 import raysgd
+from raysgd.core.engine import placement
+from raysgd.core.engine.gpus import DriverView
 from raysgd.data import Dataset
 from raysgd.exceptions import InvalidCountError, WorkerError
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
+from raysgd.torch.driver import arguments
 from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.doors import controller_of
@@ -1126,3 +1129,16 @@ def test_a_step_of_the_stock_loop_takes_few_calls(make_local: MakeTrainer) -> No
     called = trainer.get_local_operator().samples.called  # type: ignore[attr-defined]
     assert {"train_batch", "optimizer_step", "note_boundary"} <= {*called}
     assert len(called) <= 59, "three more in a worker, where the compiler is not imported yet"
+
+
+def test_the_process_of_a_detached_trainer_gets_what_was_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray may restart it when the cluster has become another."""
+    monkeypatch.setattr(arguments, "view_of_driver", lambda environment: DriverView(0, "1", 23007))
+    monkeypatch.setattr(placement, "ensure_ray", lambda: None)
+    monkeypatch.setattr(placement, "gpus_of_nodes", lambda custom: (1.0,))
+    options = {"num_workers": 2, "config": {}}
+    chosen = {"use_gpu": True, "num_gpus_per_worker": 0.5, "backend": "nccl"}
+    assert arguments.settle_gpus(options) == {**options, **chosen}
+    assert arguments.settle_gpus({"use_gpu": False}) == {"use_gpu": False}
+    with pytest.raises(ValueError, match=r"with 5 workers .spares count too"):
+        arguments.settle_gpus({"num_workers": 4, "spare_workers": 1})

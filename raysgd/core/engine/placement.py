@@ -264,7 +264,7 @@ def choose_gpus_of_cluster(
     if of_nodes is not None and 0 < choice.num_gpus < num_gpus_per_worker:
         logger.warning(
             '%s workers share %g GPU(s), with %g of a GPU each, because of `use_gpu="auto"`: workers on one GPU take '
-            "turns. For a GPU each pass `num_workers=%d` or fewer (spares count too), for CPUs `use_gpu=False`",
+            "turns. For a GPU each pass at most `num_workers=%d` (spares count too), for CPUs `use_gpu=False`",
             num_workers,
             sum(of_nodes),
             choice.num_gpus,

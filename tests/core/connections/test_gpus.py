@@ -134,8 +134,8 @@ def test_where_cuda_has_looked_already_everything_stays(monkeypatch: pytest.Monk
         ("invalid usage (run with NCCL_DEBUG=WARN for details)", False),
         ("Last error:\nDuplicate GPU detected : rank 0 and rank 1 both on CUDA device 4000", False),
         (
-            "Last error:\nMultiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this "
-            "configuration.",
+            "Last error:\nMultiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable "
+            "this configuration.",
             False,
         ),
         ("unhandled system error", True),

@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raysgd.core.engine.gpus import DriverView
 from raysgd.core.engine.group import WorkerGroup
+from raysgd.core.engine.placement import choose_gpus_of_cluster
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import Rendezvous, Resources, World
 from tests.helpers.fakes import CountingReplica, NullConnection
@@ -67,6 +70,17 @@ def tell() -> dict[str, Any]:
     return seen
 
 
+def share_in_trial(of_bundles: Sequence[float]) -> float:
+    """How many GPUs `use_gpu="auto"` gives each of two workers of a trial for which this is reserved."""
+    group = ray.util.placement_group([{"CPU": 0.5}, *({"CPU": 0.5, "GPU": share} for share in of_bundles)])
+    ray.get(group.ready())
+    inside = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+    chosen = ray.remote(choose_gpus_of_cluster).options(num_cpus=0.5, scheduling_strategy=inside)
+    share: float = ray.get(chosen.remote("auto", 2, DriverView())).num_gpus
+    ray.util.remove_placement_group(group)
+    return share
+
+
 def main() -> None:
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     with patient_ray():
@@ -76,8 +90,10 @@ def main() -> None:
         alone = GroupSpec(NotesGPUs(), CountingReplica, Resources(1, 1), use_local=True)
         group = WorkerGroup(alone, 1)
         group.start()
-        seen = {"first": first, "second": second, "alone": JOINED[-1]}
+        seen: dict[str, Any] = {"first": first, "second": second, "alone": JOINED[-1]}
         group.stop(1.0)
+        seen["trials"] = [share_in_trial(of_bundles) for of_bundles in ((1, 1), (0.5, 0.5), (0.25, 0.25), ())]
+        seen["no trial"] = choose_gpus_of_cluster("auto", 3, DriverView()).num_gpus
     finally:
         ray.shutdown()
     print(json.dumps(seen))

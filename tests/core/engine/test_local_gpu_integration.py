@@ -29,5 +29,10 @@ def test_the_variables_of_the_driver_stay_as_they_are(seen: dict[str, Any]) -> N
     assert seen["first"]["driver's variable"] is None
 
 
+def test_a_trial_goes_by_its_bundles_and_others_by_all_gpus_whether_free_or_not(seen: dict[str, Any]) -> None:
+    assert seen["trials"] == [1.0, 0.5, 0.25, 0.0]
+    assert seen["no trial"] == 0.5
+
+
 def test_a_driver_that_is_the_only_worker_reserves_nothing(seen: dict[str, Any]) -> None:
     assert seen["alone"] is None

@@ -15,7 +15,7 @@ from tests.core.connections.ranks import groups_of, on_all
 
 
 class OnDevice(torch.Tensor):
-    """A tensor on a device that is not here. As on a GPU, it mixes only with those tensors of the CPU that are numbers."""
+    """A tensor on a device that is not here. As on a GPU, it mixes with a tensor of the CPU only if it is a number."""
 
     inner: torch.Tensor
 
