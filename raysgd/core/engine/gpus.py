@@ -1,6 +1,6 @@
 """Decides how many GPUs each worker gets, whether workers share GPUs, and how PyTorch workers communicate.
 
-ADR 172 explains the decision for `use_gpu="auto"`.
+ADR 173 explains the decision for `use_gpu="auto"`.
 """
 
 from __future__ import annotations
