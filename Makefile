@@ -25,6 +25,10 @@ NEWEST_PY := $(NEWEST)/bin/python
 NEWEST_STAMP := $(NEWEST)/.installed
 NEWEST_PYTHON ?= $(call first_supported,python3.13 python3.12 python3.11)
 
+# A machine with GPUs brings its own PyTorch. A part of the tests for GPUs, and the interpreter that runs it.
+PART ?= 1
+GPU_PY ?= python3
+
 # A peer of the benchmarks that needs other versions than the tests do.
 TORCHFT := .venv-torchft
 TORCHFT_STAMP := $(TORCHFT)/.installed
@@ -41,7 +45,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: demo quick unit test test-all test-as-shipped test-times test-lowest test-newest soak lint typecheck format bench claims docs site lock clean help
+.PHONY: demo quick unit test test-all test-as-shipped test-times test-lowest test-newest soak lint typecheck format bench gpu claims docs site lock clean help
 
 # `make quick` runs what needs no processes and no seconds; `make test` adds the real test of each promise of the README;
 # `make test-all` adds the rest. No test runs twice.
@@ -113,6 +117,9 @@ format: $(STAMP) ## format the code and apply safe fixes
 
 bench: $(STAMP) $(TORCHFT_STAMP) ## run the benchmarks against the libraries they compare with
 	set -e; for script in examples/benchmarks/[!_]*.py; do $(PY) $$script; done
+
+gpu: ## on a machine with GPUs: run a PART of the cases of tests/gpu (1 to 5), at most four minutes, and write gpu-part-N.json
+	$(GPU_PY) -m tests.gpu.run --part $(PART) --json gpu-part-$(PART).json
 
 claims: $(STAMP) ## show what of the README and the comparison holds here, as far as it takes less than a minute for each sentence
 	$(PY) -m tests.repository.claims

@@ -38,6 +38,7 @@ FIGURES = {
     "epoch_cost": {"epoch_ms", "loop_ms"},
     "frozen_base": {"state_mib", "file_mib", "save_ms", "step_in_s", "load_s", "digest_s"},
     "goodput": {"goodput", "kills", "samples_lost", "samples_twice", "again"},
+    "gpu_recovery": {"recovery_s", "notice_s", "new_group_s", "first_step_s", "step_s"},
     "gpu_throughput": {"paired_relative_speed", "samples_per_s", "peak_mib", "waits_per_epoch"},
     "handover": {"handover_s"},
     "long_run": {"cpu_ms", "written_kib", "size_mib"},
@@ -169,7 +170,8 @@ def test_a_job_that_takes_too_long_is_ended(common: ModuleType, tmp_path: Path) 
 
 @pytest.mark.integration
 @pytest.mark.skipif(num_gpus() > 0, reason="it runs where there is a GPU")
-def test_the_benchmark_for_gpus_says_what_it_needs(short_folder: str) -> None:
-    script = [sys.executable, str(FOLDER / "gpu_throughput.py")]
+@pytest.mark.parametrize("name", ["gpu_throughput.py", "gpu_recovery.py"])
+def test_a_benchmark_for_gpus_says_what_it_needs(name: str, short_folder: str) -> None:
+    script = [sys.executable, str(FOLDER / name)]
     done = subprocess.run(script, capture_output=True, text=True, check=True)
     assert "needs an NVIDIA GPU and a PyTorch that sees it" in done.stdout

@@ -14,7 +14,6 @@ import pytest
 import ray.cloudpickle
 import torch
 import torch.distributed as dist
-from torch.distributed import DistBackendError
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import train
@@ -290,15 +289,15 @@ def test_functions_share_a_gpu_over_gloo(ray_cluster: None) -> None:
         trainer.shutdown()
 
 
-def test_two_ranks_of_nccl_on_a_gpu_are_refused(ray_cluster: None) -> None:
+def test_two_ranks_of_nccl_on_a_gpu_are_refused_before_the_group_forms(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    hides = {"env_vars": {"NCCL_MULTI_RANK_GPU_ENABLE": "0"}}
     resources = {"CPU": 0.5, "GPU": 0.5}
-    trainer = Trainer(TorchConfig("nccl"), num_workers=2, use_gpu=True, resources_per_worker=resources)
-    trainer.start()
-    try:
-        with pytest.raises(DistBackendError, match="Duplicate GPU"):
-            trainer.run(place_of_function, config={})
-    finally:
-        trainer.shutdown()
+    trainer = Trainer(TorchConfig("nccl"), 2, True, resources, runtime_env=hides)
+    with pytest.raises(ValueError, match=r"rank \d shares GPU 0 with another rank: NCCL runs several ranks"):
+        trainer.start()
 
 
 @RunIf(min_gpus=2)
