@@ -254,7 +254,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         )
         may_grow = has_room_to_grow and settings.keeps_survivors
         settings = replace(settings, use_gpu=gpus.num_gpus > 0, may_grow=may_grow)
-        arguments.check_combination(settings, gpus)
+        arguments.check_combination(settings, gpus, num_workers)
         arguments.check_batch_size(settings, num_workers)
         show_options(self, settings.step_options)
         super().__init__(group, settings)

@@ -100,8 +100,8 @@ def choose_gpus(
         if backend == "horovod" and use_gpu == "auto":
             raise ValueError(
                 f'`use_gpu="auto"` with `backend="horovod"` and {num_workers} workers: there are fewer GPUs, which '
-                "Horovod's workers cannot share. Pass `use_gpu=False` to train on CPUs, `num_workers` for a GPU each, "
-                'or `backend="gloo"`.'
+                "Horovod's workers cannot share. Pass `use_gpu=False` to train on CPUs, fewer `num_workers`, or "
+                '`backend="gloo"`.'
             )
     return choice
 
@@ -117,7 +117,8 @@ def _that_fit(num_workers: int, num_gpus_per_worker: float, of_nodes: Sequence[f
         raise ValueError(
             f'`use_gpu="auto"` with {num_workers} workers (spares count too), but the cluster has {sum(of_nodes):g} '
             f"GPU(s), and at most {MOST_ON_A_GPU} workers share one: ask for at most {fitting} workers, pass "
-            f"`use_gpu=False` to train on CPUs, or choose the share yourself, with `use_gpu=True`."
+            "`use_gpu=False` to train on CPUs, or choose the share yourself: `use_gpu=True, num_gpus_per_worker="
+            f"{int(100 * sum(of_nodes) / num_workers) / 100:g}` (functions: `resources_per_worker`)."
         )
     return share
 

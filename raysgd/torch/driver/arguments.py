@@ -372,7 +372,7 @@ def check_global_batches(settings: TorchSettings) -> None:
     )
 
 
-def check_combination(settings: TorchSettings, gpus: GpuChoice) -> None:
+def check_combination(settings: TorchSettings, gpus: GpuChoice, num_workers: int) -> None:
     """Reject combinations of options that do not work together. The error message names the options."""
     precision, strategy = choose_precision(settings.use_fp16, settings.precision), settings.strategy
     step, fsdp, operator_cls = settings.step_options, settings.fsdp_options, settings.training_operator_cls
@@ -391,10 +391,10 @@ def check_combination(settings: TorchSettings, gpus: GpuChoice) -> None:
             'Apex has GPU kernels only. Pass `use_gpu=True`, or `precision="bf16"`',
         ),
         (
-            strategy == "fsdp" and gpus.is_shared and gpus.backend == "gloo",
+            strategy == "fsdp" and num_workers > 1 and gpus.is_shared and gpus.backend == "gloo",
             f'`strategy="fsdp"` for workers that share a GPU over gloo (`num_gpus_per_worker={gpus.num_gpus:g}`)',
             "the parts of the models would be gathered through the memory of the host in each layer. Pass "
-            '`num_workers` for a GPU each, `strategy="ddp"`, or `use_gpu=False`',
+            'at most as many `num_workers` as there are GPUs, `strategy="ddp"`, or `use_gpu=False`',
         ),
         (
             precision == "apex" and step.compile is not False,
