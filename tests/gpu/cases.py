@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing
 
 from raysgd import Recovery, train
@@ -30,6 +27,7 @@ from raysgd.testing import hang_rank, kill_worker
 from raysgd.torch import TorchTrainer
 from raysgd.train import ScalingConfig
 from raysgd.train.torch import TorchConfig
+from tests.gpu.all_reduce import reduce
 from tests.gpu.operators import GAN, PLACES, Classifier, DiesInHandOver
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,43 +158,30 @@ def difference(found: Trained, expected: Trained) -> float:
 # ------------------------------------------------------------------------------------------------ without Ray
 
 
-def _reduce(rank: int, size: int, machine: Machine, victim: int | None) -> None:
-    if machine.device == "cuda":
-        torch.cuda.set_device(rank % machine.num_gpus)
-    store = dist.FileStore(str(machine.folder / f"store-{victim}"), size)
-    dist.init_process_group(machine.backend, store=store, rank=rank, world_size=size)
-    for num_bytes in (2**10, 2**22, 100 * 2**20):
-        numbers = torch.full((num_bytes // 4,), float(rank + 1), device=machine.device)
-        dist.all_reduce(numbers)
-        assert float(numbers[-1]) == size * (size + 1) / 2
-    if victim is None:
-        dist.destroy_process_group()
-        return
-    numbers = torch.ones(25 * 2**20, device=machine.device)
-    if rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
-    began, work = time.monotonic(), dist.all_reduce(numbers, async_op=True)
-    time.sleep(0.5)
-    group: Any = dist.group.WORLD
-    if machine.backend == "nccl":
-        group.abort()
-    else:
-        with suppress(RuntimeError):  # gloo notices a closed connection by itself
-            work.wait()
-    (machine.folder / f"aborted-{rank}").write_text(str(time.monotonic() - began - 0.5))
-    os._exit(0)  # the group is broken
-
-
 def all_reduce(machine: Machine, num_ranks: int) -> dict[str, Any]:
+    """Find out with which of NCCL's ways ranks on this machine can sum: set what is found for the other parts."""
     machine.check(num_ranks)
-    torch.multiprocessing.spawn(_reduce, (num_ranks, machine, None), num_ranks)
-    return {"ranks": num_ranks}
+    failed: dict[str, str] = {}
+    for variables in ({}, {"NCCL_P2P_DISABLE": "1"}, {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}):
+        os.environ.update(variables)
+        folder = machine.folder / str(len(failed))
+        folder.mkdir()
+        try:
+            torch.multiprocessing.spawn(reduce, (num_ranks, machine.device, machine.backend, folder, None), num_ranks)
+        except torch.multiprocessing.ProcessRaisedException as error:
+            failed[str(variables)] = str(error)[-500:]
+        else:
+            return {"ranks": num_ranks, "variables": variables, "failed": failed}
+    raise AssertionError(failed)
 
 
 def abort_after_a_kill(machine: Machine, num_ranks: int) -> dict[str, Any]:
     machine.check(num_ranks)
-    context = torch.multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_reduce, args=(rank, num_ranks, machine, 1)) for rank in range(num_ranks)]
+    context, arguments = (
+        torch.multiprocessing.get_context("spawn"),
+        (num_ranks, machine.device, machine.backend, machine.folder, 1),
+    )
+    processes = [context.Process(target=reduce, args=(rank, *arguments)) for rank in range(num_ranks)]
     for process in processes:
         process.start()
     for process in processes:

@@ -117,6 +117,7 @@ class GAN(Mortal):
         ]
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
         self.models, self.optimizers = self.register(models=models, optimizers=optimizers)
+        self.model = nn.ModuleList(self.models)  # the stock loop puts it into training mode
         self.hook(models[0], optimizers[0])
         generator = torch.Generator().manual_seed(1)
         real = torch.randn(16 * 12 + 1, NUM_FEATURES, generator=generator)

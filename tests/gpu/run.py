@@ -142,7 +142,8 @@ def main() -> int:
             result: dict[str, Any] = {"name": case.name, "status": "cannot run", "why": "no time was left in this part"}
         else:
             before = gpu_memory()
-            result = run_apart(case, args.device, args.backend, environment, min(case.limit_s, left_s))
+            limit_s = case.limit_s if num_gpus else 4 * case.limit_s  # a machine without GPUs has fewer cores, too
+            result = run_apart(case, args.device, args.backend, environment, min(limit_s, left_s))
             result["ranks_on_a_gpu"] = ranks_on_a_gpu(case, num_gpus)
             if num_gpus and (left := {pid: used for pid, used in gpu_memory().items() if pid not in before}):
                 result |= {"status": "failed", "left_on_gpus": left}
