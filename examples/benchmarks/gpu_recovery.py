@@ -53,7 +53,7 @@ class Stamped(TrainingOperator):
     def setup(self, config: dict[str, Any]) -> None:
         width = config["width"]
         model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
-        self.register(
+        self.model, self.optimizer, self.criterion = self.register(
             models=model,
             optimizers=torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
             criterion=nn.CrossEntropyLoss(),
