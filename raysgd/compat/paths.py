@@ -488,7 +488,8 @@ _GONE = {
     "ray.train.lightgbm": _ELSEWHERE,
     "ray.train.xgboost": _ELSEWHERE,
     "ray.train.tensorflow.TensorflowCheckpoint.from_saved_model": "Keras 3 loads no SavedModel: pass a file of "
-    '`model.save("model.h5")` to `from_h5`',
+    '`model.save("model.h5")` to `from_h5`. With `TF_USE_LEGACY_KERAS=1`, write '
+    "`TensorflowCheckpoint.from_model(tf.keras.models.load_model(folder))`",
     "ray.train.v2.jax": _ELSEWHERE,
     "ray.train.v2.lightgbm": _ELSEWHERE,
     "ray.train.v2.xgboost": _ELSEWHERE,

@@ -285,18 +285,16 @@ def check_creator(name: str, creator: Any, *parameters: str) -> None:
     kind = creator if is_class else type(creator)
     is_object = not callable(creator) or (not is_class and any(base in _NO_FUNCTIONS for base in _bases_of(kind)))
     taken = ", ".join(parameters)
-    line = f"Write `def {name}({taken}):`, and create the object in this function"
+    is_plain = isinstance(creator, int | float | str | bytes | None)
+    made = f"return {kind.__name__}(...)" if is_class or (is_object and not is_plain) else "..."
+    lines = f"Write:\n    def {name}({taken}):\n        {made}"
     if is_object:
-        is_plain = isinstance(creator, int | float | str | bytes | None)
         what = f"`{name}={creator!r}`" if is_plain else f"`{name}` is an object of `{kind.__name__}`"
-        raise ValueError(f"{what}: need a function of `{taken}`, because each worker makes its own. {line}.")
+        raise ValueError(f"{what}: need a function of `{taken}`, because each worker makes its own. {lines}")
     is_optimizer = is_class and kind.__module__.startswith("torch.optim")
     if is_optimizer or not takes(creator, *parameters):
         what = f"the class `{kind.__name__}`" if is_class else f"`{getattr(creator, '__name__', creator)}`"
-        raise ValueError(
-            f"`{name}` is {what}, which does not accept the arguments that workers pass: `{taken}`. {line}"
-            f"{f': `return {kind.__name__}(...)`' if is_class else ''}."
-        )
+        raise ValueError(f"`{name}` is {what}, which does not accept what workers pass: `{taken}`. {lines}")
 
 
 def check_num_steps(num_steps: Any) -> int | None:

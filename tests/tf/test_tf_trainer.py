@@ -82,12 +82,12 @@ KERAS_MODEL = type("Sequential", (LAYER,), {})
         (
             {**CREATORS, "model_creator": KERAS_MODEL()},
             ValueError,
-            r"object of `Sequential`.*`def model_creator\(config\)",
+            r"(?s)object of `Sequential`.*    def model_creator\(config\):\n        return Sequential",
         ),
         (
             {**CREATORS, "model_creator": lambda: creator},
             ValueError,
-            "does not accept the arguments that workers pass: `config`",
+            "does not accept what workers pass: `config`",
         ),
         (
             {**CREATORS, "data_creator": ([1], [2])},

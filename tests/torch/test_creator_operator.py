@@ -169,29 +169,35 @@ def test_creators_are_functions(name: str) -> None:
         (
             "model_creator",
             torch.nn.Linear,
-            r"the class `Linear`.*`def model_creator\(config\):`.*`return Linear\(...\)`",
+            r"the class `Linear`.*Write:\n    def model_creator\(config\):\n        return Linear\(...\)$",
         ),
         (
             "model_creator",
             lambda: None,
-            r"is `<lambda>`, which does not accept the arguments that workers pass: `config`",
+            r"is `<lambda>`, which does not accept what workers pass: `config`",
         ),
         (
             "optimizer_creator",
             torch.optim.SGD(torch.nn.Linear(1, 1).parameters()),
             r"an object of `SGD`: need a function",
         ),
-        ("optimizer_creator", torch.optim.SGD, r"the class `SGD`.*`def optimizer_creator\(model, config\):`"),
+        ("optimizer_creator", torch.optim.SGD, r"the class `SGD`.*\n    def optimizer_creator\(model, config\):\n"),
         ("data_creator", torch.utils.data.TensorDataset(torch.zeros(1)), r"an object of `TensorDataset`: need a fun"),
         ("loss_creator", torch.nn.MSELoss(), r"an object of `MSELoss`: need a function of `config`"),
         ("loss_creator", torch.nn.functional.mse_loss, r"is `mse_loss`, which does not accept .*: `config`"),
-        ("scheduler_creator", torch.optim.lr_scheduler.StepLR, r"the class `StepLR`.*\(optimizer, config\):`"),
+        (
+            "scheduler_creator",
+            torch.optim.lr_scheduler.StepLR,
+            r"the class `StepLR`.*\n    def .*\(optimizer, config\):\n",
+        ),
     ],
 )
 def test_what_a_creator_would_make_is_refused_in_its_place(name: str, given: Any, line: str) -> None:
     creators: dict[str, Any] = {"model_creator": create_model, "optimizer_creator": create_optimizer, name: given}
-    with pytest.raises(ValueError, match=rf"`{name}` is {line}" if "is `" not in line else rf"`{name}` {line}"):
+    words = rf"`{name}` is {line}" if "is `" not in line else rf"`{name}` {line}"
+    with pytest.raises(ValueError, match=words) as caught:
         TrainingOperator.from_creators(**creators)
+    assert max(map(len, str(caught.value).splitlines())) < 140
 
 
 class NoLength(IterableDataset[Any]):
