@@ -30,6 +30,12 @@ def test_no_program_is_wrong_and_few_are_refused(monkeypatch: pytest.MonkeyPatch
     print(run_story("tests.programs", "--kind", kind, *options, timeout_s=7000).stdout)
 
 
+def test_an_own_step_clips_as_in_one_process_and_a_function_counts_its_labels(ray_cluster: None) -> None:
+    program = "workers=2 rows=22 batch=5 task=ignored step=own micro=2 accumulate=2 criterion=function rung=clip"
+    verdict = Runner("counts").run(program)
+    assert (verdict.word, verdict.reason) == (EQUAL, "")
+
+
 def test_a_class_that_changes_the_rate_keeps_it_where_a_worker_steps_in(ray_cluster: None) -> None:
     verdict = Runner("schedulers").run("workers=2 kill=1@0 change=reload")
     assert (verdict.word, verdict.reason, verdict.is_killed) == (EQUAL, "", True)

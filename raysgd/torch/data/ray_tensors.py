@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from raysgd.core.arrays import trees
@@ -36,18 +35,16 @@ def as_tensor(values: Any, dtype: torch.dtype | None = None) -> Any:
             other dtypes stay the same.
     """
     if isinstance(values, torch.Tensor):  # not through NumPy, which has no bfloat16
-        is_float, is_double, make = values.is_floating_point(), values.dtype == torch.float64, _copied
+        values = values.detach().clone()
     else:
-        values, make = stacked(values), torch.tensor
+        values = stacked(values)
         if values.dtype.kind not in "biuf":
             return values
-        is_float, is_double = values.dtype.kind == "f", values.dtype == np.float64
-    default = torch.get_default_dtype() if is_double else None
-    return make(values, dtype=dtype or default if is_float else None)
-
-
-def _copied(values: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return values.detach().to(dtype or values.dtype, copy=True)
+        values = torch.tensor(values)
+    if not values.is_floating_point():
+        return values
+    default = torch.get_default_dtype() if values.dtype == torch.float64 else None
+    return values.to(dtype or default or values.dtype)
 
 
 def _joined(columns: list[torch.Tensor]) -> torch.Tensor:

@@ -227,7 +227,7 @@ class TorchInternals(BatchMetrics):
 
         @wraps(own)
         def optimizer_step(*args: Any, **options: Any) -> Any:
-            chosen = self.choice.of_step(options.get("optimizer", *args[:1]))
+            chosen = self.choice.of_step(options.get("optimizer", args[0] if args else None))
             return own(*args, **options) if self.gradients.are_ready(chosen) else None
 
         self._operator.optimizer_step = optimizer_step
