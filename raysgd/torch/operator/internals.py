@@ -212,8 +212,9 @@ class TorchInternals(BatchMetrics):
                 requires that no user code changes the metrics that `train_batch` returns.
         """
         self._reports_ahead = reports_ahead
-        if hasattr(self._operator, "criterion"):  # user code may have set another one than `register` returned
-            self._operator.criterion = observable(self._operator.criterion)
+        criterion = getattr(self._operator, "criterion", None)
+        if observable(criterion) is not criterion:  # user code has set another one than `register` returned
+            self._operator.criterion = observable(criterion)
         self.trained = TrainedParts(self.registered)
         self.parallel.rewrap(self.registered.wrapped, is_agreed=True)
         if self._operator.remakes_frozen:
