@@ -13,14 +13,10 @@ from tests.gpu.run import run_apart
 from tests.helpers.run_if import RunIf
 
 ON_CPUS = [
-    "an all-reduce of 2 ranks",
     "an abort after a kill in an all-reduce of 2 ranks",
     "numbers of 2 ranks in fp32",
     "a kill inside the first and the last bucket",
-    "a kill in the hand-over to a new worker",
-    "SIGTERM to the program",
     "FSDP: 2 ranks, then 4",
-    "functions and fit()",
 ]
 
 
