@@ -1,4 +1,4 @@
-"""Two runs of a fixed program leave the same record, to the last bit: so two versions of the library can be compared."""
+"""Two runs of a fixed program leave the same record to the last bit, so that two versions can be compared."""
 
 from __future__ import annotations
 
