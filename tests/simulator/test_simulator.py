@@ -100,6 +100,20 @@ def test_a_call_that_a_survivor_had_finished_when_it_was_to_be_left_is_not_repea
     assert (verdict.broken, verdict.num_happened) == (None, 1)
 
 
+@pytest.mark.parametrize("joins_late", [True, False])
+@pytest.mark.parametrize("kind", ["leave", "train"])
+def test_a_connection_that_is_lost_whenever_a_call_begins_uses_its_retries_up(kind: str, joins_late: bool) -> None:
+    faults = tuple(Fault("lose connection", "called", nth) for nth in range(1, 161))
+    ops = (Op(kind, 20 if kind == "leave" else None, 3),)
+    schedule = Schedule(1, nodes=(4,), num_samples=40, batch_size=2, joins_late=joins_late, ops=ops, faults=faults)
+    with quiet():
+        verdict = run(replace(schedule, num_workers=2))
+    assert verdict.broken is None
+    assert verdict.num_happened < 40
+    [raised] = [line for line in verdict.log if "RAISED" in line]
+    assert "the 3 allowed retries of this call are used up" in raised
+
+
 def test_a_rank_that_is_stuck_in_a_step_is_not_waited_for_when_a_call_is_left() -> None:
     schedule = Schedule(1841, nodes=(4,), num_samples=8, batch_size=2, continues=False, heartbeat_s=10.0)
     faults = (Fault("slow", "step", 4),)

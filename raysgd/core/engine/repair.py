@@ -387,7 +387,7 @@ class GroupRepair:
         Args:
             call: The failed call.
             report: The outcomes of the failed call.
-            budget: The retries of the call. One is used if workers must be replaced or restarted.
+            budget: The retries of the call. One is used unless the survivors have a state from inside the call.
 
         Returns:
             Each survivor's part of a snapshot that was taken inside the call. An empty list if the driver has no such
@@ -427,9 +427,10 @@ class GroupRepair:
         return captures
 
     def _enlarge(self, call: Call, diagnosis: Diagnosis, cause: str, budget: RetryBudget) -> None:
-        """Add workers to a group that was formed only to copy its state, if it has too few workers to train.
+        """Prepare a group that was formed only to copy its state to run the call, which costs a retry.
 
-        If workers cannot join, restart all workers. If the program is about to end, start no workers.
+        If the group has too few workers to train, add workers. If workers cannot join, restart all workers. If the
+        program is about to end, start no workers.
 
         Args:
             call: The failed call, which the group will run.
@@ -442,6 +443,18 @@ class GroupRepair:
         """
         lifecycle, num_workers = self._lifecycle, len(self._lifecycle.running)
         if num_workers >= self._scaling.min_workers or lifecycle.is_ending:
+            report = self.ask_progress()
+            if not report.ok:
+                return  # the next attempt fails, and pays
+            progress = max(answer.value.progress for answer in report.values)
+            obstacle = budget.obstacle_to_continuing(progress)
+            if obstacle is None:
+                budget.pay_for_continuing(progress)
+                logger.warning("%s; the call is tried again before it ends early", cause)
+            elif lifecycle.is_ending:
+                self._give_up(diagnosis, GroupReport(()), budget, f"{cause}; {obstacle}")
+            else:
+                self._restart_after(call, diagnosis, GroupReport(()), f"{cause}; {obstacle}", budget)
             return
         staying, num_awaited = list(range(num_workers)), lifecycle.resizing.num_awaited
         change = GroupChange("continued", lambda gone: cause, staying, lifecycle.now(), num_awaited, budget)

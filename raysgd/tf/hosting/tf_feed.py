@@ -31,6 +31,7 @@ from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.worker.data import feed
+from raysgd.trainer.worker.operator import is_stock
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class TFFeed(feed.DataFeed):
                 therefore unknown which all-reduces a step has.
         """
         operator = self._operator_of()
-        if not self._synchronizer.step.usual and type(operator).train_batch is not TrainingOperator.train_batch:
+        if not self._synchronizer.step.usual and not is_stock(operator, "train_batch", of=TrainingOperator):
             raise IncompatibleModelError(
                 f"The first step of this process has no sample for worker {self._world.rank}, so it is unknown which "
                 "steps your `train_batch` takes: make the batches larger."

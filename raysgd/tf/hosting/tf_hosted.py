@@ -33,7 +33,7 @@ from raysgd.trainer.worker import hosted
 from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.data.loop import Loop
 from raysgd.trainer.worker.ledger import Ledger
-from raysgd.trainer.worker.operator import check_is_set_up, take_rank
+from raysgd.trainer.worker.operator import check_is_set_up, is_stock, take_rank
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class TFHostedOperator(hosted.HostedOperator):
             seed=self.settings.seed,
             train_data=self._signature("train", operator.train_dataset),
             validation_data=self._signature("validation", operator.validation_dataset),
-            keeps_own_state=type(operator).state_dict is not TrainingOperator.state_dict,
+            keeps_own_state=not is_stock(operator, "state_dict", of=TrainingOperator),
             epoch_obstacle=self.epoch_obstacle,
             ray_batches={} if self.world.rank else ray_batches_of(operator._raysgd.data.ray_loaders),
             has_validation=operator.validation_dataset is not None or self.has_own_validate,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,11 +32,14 @@ from raysgd.torch.step.optimizer_hooks import tells_of_steps
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.worker.data.loop import Loop
-from raysgd.trainer.worker.hosted import is_of_library
 from raysgd.trainer.worker.ledger import Ledger
+from raysgd.trainer.worker.operator import is_stock
 
 logger = logging.getLogger(__name__)
 
+
+# Takes an operator and names of methods. True if `TrainingOperator` itself defines the methods that the operator uses.
+is_plain = partial(is_stock, of=TrainingOperator)
 
 _STEPPING_RUNGS = ("train_epoch", "train_batch", "backward", "optimizer_step")
 
@@ -70,8 +74,8 @@ class StepLoop(Loop):
         self.undo = undo
         self._optimizers = operator._raysgd.registered.optimizers
         self._global_step = 0  # the operator's `global_step` at the last boundary
-        self.has_stock_loop = is_stock(operator, "train_epoch")
-        self._may_run_backward = not is_stock(operator, "train_epoch", "train_batch", "backward")
+        self.has_stock_loop = is_plain(operator, "train_epoch")
+        self._may_run_backward = not is_plain(operator, "train_epoch", "train_batch", "backward")
         # True if there are gradients that were not averaged over the ranks and with which no optimizer has stepped.
         self._has_own_gradients = False
         # Whether this call has averaged gradients over the ranks, and whether it has stepped optimizers.
@@ -284,10 +288,4 @@ def needs_copies(operator: TrainingOperator) -> bool | None:
     own = operator._needs_copies
     if own or len(operator._raysgd.registered.optimizers) > 1:
         return True
-    is_of_user = any(not is_of_library(getattr(type(operator), name)) for name in _STEPPING_RUNGS)
-    return None if own is None or is_of_user else False
-
-
-def is_stock(operator: TrainingOperator, *names: str) -> bool:
-    """Return True if the operator overrides none of the named methods, in its class or on the object."""
-    return all(getattr(getattr(operator, name), "__func__", None) is getattr(TrainingOperator, name) for name in names)
+    return None if own is None or not is_stock(operator, *_STEPPING_RUNGS) else False

@@ -21,7 +21,7 @@ from raysgd.torch.data.call_data import PredictionLoader
 from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader
 from raysgd.torch.data.sources import DividedLoaderSource
-from raysgd.torch.hosting.step_loop import StepLoop, is_stock, make_undo
+from raysgd.torch.hosting.step_loop import StepLoop, is_plain, make_undo
 from raysgd.torch.hosting.torch_state import TorchState
 from raysgd.torch.objects import hyperparameters, metric_objects, rng
 from raysgd.torch.objects.criteria import refuse_sum
@@ -110,8 +110,8 @@ class TorchHostedOperator(HostedOperator):
         self.operator = settings.training_operator_cls(config=settings.config_for(world.size), context=context)
         check_is_set_up(self.operator)
         self.internals = self.operator._raysgd
-        self.internals.begin_training(reports_ahead=is_stock(self.operator, "train_epoch", "train_batch"))
-        if not is_stock(self.operator, "optimizer_step"):
+        self.internals.begin_training(reports_ahead=is_plain(self.operator, "train_epoch", "train_batch"))
+        if not is_plain(self.operator, "optimizer_step"):
             self.internals.prepare_steps()
         self._check_data()
         recovery = settings.recovery
@@ -183,7 +183,7 @@ class TorchHostedOperator(HostedOperator):
             train_data=train.signature if isinstance(train, ShardedLoader | StreamData) else None,
             validation_data=validation.signature if isinstance(validation, ShardedLoader | StreamData) else None,
             seed=train.seed_hint if isinstance(train, ShardedLoader) else self._initial_seed,
-            keeps_own_state=not is_stock(self.operator, "state_dict"),
+            keeps_own_state=not is_plain(self.operator, "state_dict"),
             is_synchronous=self.parallel.synchronizes,
             is_sharded=self.parallel.is_sharded,
             epoch_obstacle=self.epoch_obstacle,
@@ -197,7 +197,7 @@ class TorchHostedOperator(HostedOperator):
     def change_config(self, settings: TorchSettings) -> list[str]:
         internals, changed = self.internals, settings.config_changes[-1]
         chosen, internals.follows_rate = internals.chosen, False
-        follows_rate_only = is_stock(self.operator, "config_changed")
+        follows_rate_only = is_plain(self.operator, "config_changed")
         numbers = {name for groups in chosen for group in groups for name in group if name != "lr"}
         if follows_rate_only and (names := sorted(changed.keys() & numbers)):
             raise ValueError(
@@ -231,7 +231,7 @@ class TorchHostedOperator(HostedOperator):
             return
         if not isinstance(data, ShardedLoader):
             return
-        if is_stock(operator, "train_batch") and not (is_stock(operator, "train_epoch") or hasattr(operator, "model")):
+        if is_plain(operator, "train_batch") and not (is_plain(operator, "train_epoch") or hasattr(operator, "model")):
             return  # without `self.model`, the user's `train_epoch` cannot call the default `train_batch`
         try:
             self.loop.begin_leg(0)
@@ -285,12 +285,12 @@ class TorchHostedOperator(HostedOperator):
         self._modes = self._prediction = None
         leg = stream.leg = self.loop.begin_leg(run.epoch_idx, stream.source)
         internals, parallel = self.internals, self.parallel
-        if leg.has_several_batches and is_stock(self.operator, "train_epoch", "train_batch", "forward", "backward"):
+        if leg.has_several_batches and is_plain(self.operator, "train_epoch", "train_batch", "forward", "backward"):
             refuse_sum(internals.criterion)
         # Before each pass over the data, check that user code has called `rewrap` if it froze or unfroze parameters, or
         # added parameter groups.
         stream.prepare = partial(internals.trained.check, self.operator._freezes_in_batches)
-        internals.loss_calls.makes_all = is_stock(self.operator, *_TRAINING_RUNGS)
+        internals.loss_calls.makes_all = is_plain(self.operator, *_TRAINING_RUNGS)
         noting = internals.loss_calls.on(
             internals.criterion, lambda call: leg.weights.note_labels(leg.batch, call), only_labels=True
         )
@@ -337,7 +337,7 @@ class TorchHostedOperator(HostedOperator):
     def evaluating(self) -> Iterator[None]:
         """Put the models into evaluation mode for the `with` block and until the next training call."""
         internals, registered = self.internals, self.internals.registered
-        internals.loss_calls.makes_all = is_stock(self.operator, "validate", "validate_batch", "forward")
+        internals.loss_calls.makes_all = is_plain(self.operator, "validate", "validate_batch", "forward")
         noting = internals.loss_calls.on(internals.criterion, internals.note_amount, only_labels=True)
         modes = self._modes = self._modes or ModuleModes()
         modes.evaluate([*registered.models, getattr(self.operator, "model", None)])

@@ -29,6 +29,7 @@ from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.data.feed import DataFeed
 from raysgd.trainer.worker.data.loop import Loop
 from raysgd.trainer.worker.ledger import Ledger
+from raysgd.trainer.worker.operator import is_stock
 from raysgd.trainer.worker.state.replica_state import ReplicaState
 
 
@@ -241,14 +242,14 @@ class HostedOperator(ABC):
         operator, name = self.operator, type(self.operator).__name__
         if operator.resumes_epochs is False:
             return f"`{name}` sets `resumes_epochs` to False"
-        if operator.resumes_epochs is None and not is_of_library(type(operator).train_epoch):
+        if operator.resumes_epochs is None and not is_stock(operator, "train_epoch"):
             return f"`{name}` overrides `train_epoch` and does not set `resumes_epochs`"
         return self.feed.obstacle("train")
 
     @property
     def has_own_validate(self) -> bool:
         """True if the user overrides `validate`. Unlike the library's method, an override can work without data."""
-        return not is_of_library(type(self.operator).validate)
+        return not is_stock(self.operator, "validate")
 
     def follow(self, settings: Any) -> None:
         """Apply the config and the worker callbacks of newer settings to the operator.
@@ -320,9 +321,3 @@ class HostedOperator(ABC):
     def close(self) -> None:
         """Drop the iterators over data, which ends the worker processes of data loaders. The operator stays usable."""
         self.feed.close()
-
-
-def is_of_library(method: Any) -> bool:
-    """Return True if the library defines this method. Return False if the user overrides it."""
-    is_ours: bool = method.__module__.startswith("raysgd.")
-    return is_ours

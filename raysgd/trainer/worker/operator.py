@@ -354,6 +354,23 @@ def class_of_creators(
     return type(own.__name__, (own, creators_cls), {**members, "setup": setup, "__module__": own.__module__})
 
 
+def is_stock(operator: Any, *names: str, of: type[Any] | None = None) -> bool:
+    """Return True if the user overrides none of the named methods, in the operator's class or on the object.
+
+    Methods are compared by identity, because a decorated method can have any name.
+
+    Args:
+        operator: The training operator.
+        names: Names of methods.
+        of: Class of the library that must define or inherit the methods. None for any class of the library, such as
+            one of its ready-made operators.
+    """
+    classes = type(operator).__mro__ if of is None else of.__mro__
+    ours = [vars(each) for each in classes if each.__module__.startswith("raysgd.")]
+    functions = {name: getattr(getattr(operator, name), "__func__", None) for name in names}
+    return all(any(name in own and own[name] is function for own in ours) for name, function in functions.items())
+
+
 def take_rank(operator: BaseOperator, world: World) -> None:
     """Store the worker's rank in a new group, and the number of workers there, in the operator."""
     operator._raysgd.take_rank(world)

@@ -22,7 +22,8 @@ from raysgd.trainer.worker.data.around_batch import around_batches, forget
 from raysgd.trainer.worker.data.batch_streams import WatchedBatches, redrawing
 from raysgd.trainer.worker.data.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.trainer.worker.data.rank_rows import RankRows
-from raysgd.trainer.worker.hosted import HostedOperator, is_of_library
+from raysgd.trainer.worker.hosted import HostedOperator
+from raysgd.trainer.worker.operator import is_stock
 from raysgd.trainer.worker.state.copies import StateCopies
 
 
@@ -100,7 +101,7 @@ class TrainingCall(EpochRun):
         internals.meters_to_fill = self.meters
         internals.lost = () if hosted.world.rank else tuple(self.rows.lost.values())
         forget(internals)
-        is_stock = loop.has_stock_loop
+        has_stock_loop = loop.has_stock_loop
         given = {"info": self.info, "num_steps": request.num_steps, "epoch_idx": self.epoch_idx}
         try:
             with ExitStack() as stack:
@@ -111,7 +112,7 @@ class TrainingCall(EpochRun):
                 leg = internals.leg = loop.leg
                 after = callbacks.after_batch(operator, leg) if callbacks.are_there else None
                 # The library's own `train_epoch` completes each batch's metrics. The user's `train_epoch` does not.
-                if after is not None or not is_stock:
+                if after is not None or not has_stock_loop:
                     stack.enter_context(around_batches(operator, "train_batch", leg, after))
                 if request.profile:
                     stack.enter_context(hosted.timers.record("train_epoch"))
@@ -120,7 +121,7 @@ class TrainingCall(EpochRun):
                     callbacks.begin_epoch(self, operator)
                     callbacks.begin_leg(operator, partial(self._where, stream, request))
                 loop.note_boundary()
-                args, named = ([batches], given) if is_stock else accepted(operator.train_epoch, batches, **given)
+                args, named = ([batches], given) if has_stock_loop else accepted(operator.train_epoch, batches, **given)
                 returned = operator.train_epoch(*args, **named)
                 # A `break` may leave accumulated gradients. Step with them before their batches count as used.
                 loop.end_leg(stream.num_steps_taken - taken_before)
@@ -151,7 +152,7 @@ class TrainingCall(EpochRun):
         hosted, operator, feed = self._hosted, self._hosted.operator, self._hosted.feed
         is_begun, leg = stream.is_mid_pass, cast("Any", hosted.loop.leg)
         consumed = stream.completed if is_begun else 0
-        own = None if is_of_library(type(operator).train_epoch) else f"`{type(operator).__name__}` overrides"
+        own = None if is_stock(operator, "train_epoch") else f"`{type(operator).__name__}` overrides"
         return {
             "step": operator.global_step,
             "pass": stream.pass_index if is_begun else hosted.loop.pass_index(stream),

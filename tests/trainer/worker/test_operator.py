@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +11,15 @@ import pytest
 
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import NotRegisteredError
-from raysgd.trainer.worker.operator import BaseOperator, Internals, ReadOnlyView, RegisteredParts, required, take_rank
+from raysgd.trainer.worker.operator import (
+    BaseOperator,
+    Internals,
+    ReadOnlyView,
+    RegisteredParts,
+    is_stock,
+    required,
+    take_rank,
+)
 
 
 @dataclass(frozen=True)
@@ -102,3 +112,31 @@ def test_an_epoch_that_is_gone_on_with_is_counted_in_its_own_meters() -> None:
 @pytest.mark.parametrize(("container", "mirrored"), [(None, 3), (list, [3]), (tuple, (3,))])
 def test_what_is_made_of_the_parts_comes_back_in_their_container(container: type | None, mirrored: object) -> None:
     assert RegisteredParts([1], container).mirror([3]) == mirrored
+
+
+class Own(Empty):
+    @functools.wraps(BaseOperator.world_changed)
+    def world_changed(self) -> None:
+        """Look like the library's method."""
+
+
+class Library(Empty):
+    """A ready-made operator of the library."""
+
+    def world_changed(self) -> None:
+        pass
+
+
+Library.__module__ = "raysgd.operators"
+
+
+def test_a_method_is_the_users_whatever_it_is_called_and_wherever_it_is_set() -> None:
+    plain, own, ready_made, patched = make(Empty), make(Own), make(Library), make(Empty)
+    assert (is_stock(plain, "world_changed"), is_stock(own, "world_changed")) == (True, False)
+    assert is_stock(ready_made, "world_changed")
+    assert not is_stock(ready_made, "world_changed", of=BaseOperator)
+    assert is_stock(plain, "world_changed", "log", of=BaseOperator)
+    patched.world_changed = types.MethodType(Own.world_changed, patched)
+    assert not is_stock(patched, "log", "world_changed")
+    patched.world_changed = lambda: None
+    assert not is_stock(patched, "world_changed")
