@@ -127,11 +127,15 @@ def _without_values(text: str, names: re.Pattern[str]) -> str:
         if match.start() < end or not is_secret_name(match["name"]):
             continue
         value = _VALUE.match(text, match.end())
-        # In `password=123`, the digits may be a text. In the `repr` of a dict, and in `tokens=123`, they are a number.
-        may_be_number = ":" in match[0] or "token" in match["name"].lower()
-        if value is None or _CONSTANT.fullmatch(value[0]) or (may_be_number and _NUMBERS.fullmatch(value[0])):
+        if value is None or _CONSTANT.fullmatch(value[0]):
             continue
-        quote = value["quote"] or ""
+        name, quote = match["name"].lower(), value["quote"] or ""
+        # In `password=123`, the digits may be a text. In the `repr` of a dict and in `token=123`, they are a number.
+        is_repr = ":" in match[0]
+        is_number = (is_repr or "token" in name) and _NUMBERS.fullmatch(value[0]) is not None
+        is_code = name.endswith("tokens") and not (is_repr or quote)  # as in `model(tokens=batch)`
+        if is_number or is_code:
+            continue
         parts.append(f"{text[end : match.end()]}{quote}{_HIDDEN}{quote}")
         end = value.end()
     return "".join([*parts, text[end:]])

@@ -57,6 +57,7 @@ from tests.train.fit.notes import make_folder
         ("connect(host='h', password=a,b) failed", "connect(host='h', password=***) failed"),
         ("{'secrets': {'a': 'b'}, 'key': 'is cut", "{'secrets': ***, 'key': 'is cut"),
         ("'api_key': 'is cut", "'api_key': '***'"),
+        ("{'tokens': ['a', 'b'], 'n': 1}", "{'tokens': ***, 'n': 1}"),
         (
             "could not open 's3://id:secret@a/b?token=c', nor `gs://d?secret_key=e`: http://id:f@host:80/g",
             "could not open 's3://***@a/b?token=***', nor `gs://d?secret_key=***`: http://***@host:80/g",
@@ -78,6 +79,7 @@ def test_no_secret_is_shown(text: str, shown: str) -> None:
         "at 10:30: me@host",
         "unexpected token: ';', and num_tokens=5",
         "password=None",
+        "in step: model(tokens=batch), where tokens=torch.Size([1, 2]) and {'tokens': [1, 2]}",
         "hf_model_for_classification_2_large, sk-learn, a bearer of news, - secret sauce, well-known --tokens",
         {"pad_token": "<pad>", "max_tokens": 7, "author": "me", "use_auth": True, "token": None, "key": "loss"},
         [1, ("a", {2.0}), {"b": {}}],
@@ -119,7 +121,8 @@ def test_everything_else_is(value: Any) -> None:
 def test_names_of_secrets_are_known_in_all_spellings(name: str) -> None:
     assert is_secret_name(name)
     assert masked({name: "abc", "lr": 0.1}) == {name: "***", "lr": 0.1}
-    assert masked(f"{name}=abc") == f"{name}=***"
+    assert masked(f"{name}='abc'") == f"{name}='***'"
+    assert masked(f"{name}=abc") == f"{name}={'abc' if name == 'tokens' else '***'}"
     assert masked(repr({name: "abc"})) == repr({name: "***"})
     assert masked([f"--{name}", "abc", "--lr", "0.1"]) == [f"--{name}", "***", "--lr", "0.1"]
     for harmless in (None, True, 0.1, 5, [1, 2], (3.0, None)):
