@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -40,6 +42,53 @@ def model() -> torch.nn.Module:
 
 def compute_gradients(model: torch.nn.Module) -> None:
     model(torch.ones(2, 3)).sum().backward()
+
+
+class Ether:
+    """Horovod's broadcast between two ranks that take turns: what rank 0 has sent, rank 1 receives."""
+
+    def __init__(self) -> None:
+        self.sent: dict[str, torch.Tensor] = {}
+        self.turn = 0
+
+    def rank(self) -> int:
+        return self.turn
+
+    def broadcast(self, tensor: torch.Tensor, root: int, name: str) -> torch.Tensor:
+        if self.turn == root:
+            self.sent[name] = tensor.clone()
+        assert self.sent[name].shape == tensor.shape
+        return self.sent[name]
+
+
+def test_the_state_of_an_optimizer_arrives_as_numbers_and_is_read_without_pickle(model: torch.nn.Module) -> None:
+    ether = Ether()
+    parallel = HorovodParallel.__new__(HorovodParallel)  # without Horovod
+    parallel._hvd, parallel._pairs = ether, []
+    first, second = torch.optim.Adam(model.parameters(), lr=0.3), torch.optim.Adam(model.parameters(), lr=0.1)
+    compute_gradients(model)
+    first.step()
+    parallel._take_state_of_rank_0(first)
+    ether.turn = 1
+    parallel._take_state_of_rank_0(second)
+    assert equal(second.state_dict(), first.state_dict())
+    assert {tensor.dtype for tensor in ether.sent.values()} == {torch.int64, torch.uint8}
+    content = io.BytesIO()
+    torch.save({"evil": Evil()}, content)
+    ether.sent = {name: torch.tensor([len(content.getvalue())]) for name in ether.sent if name.endswith("size")} | {
+        name: torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
+        for name in ether.sent
+        if not name.endswith("size")
+    }
+    with pytest.raises(pickle.UnpicklingError):
+        parallel._take_state_of_rank_0(second)
+
+
+class Evil:
+    """An object whose pickle calls a function."""
+
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("the pickle was read",)
 
 
 # ------------------------------------------------------------------------------------------------ wrapping
