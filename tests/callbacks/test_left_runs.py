@@ -25,7 +25,7 @@ from raysgd.core.history.history import History
 from raysgd.exceptions import CallbackError
 from raysgd.storage import owner
 from raysgd.torch import TorchTrainer
-from raysgd.trainer.driver.leaving import await_signal
+from raysgd.trainer.driver.leaving import answer_signal
 from raysgd.trainer.worker.data import batch_streams
 from tests.storage.test_owner import another_program
 from tests.torch.operators_for_tests import DropoutOperator, ScheduledOperator, dataset, equal
@@ -579,7 +579,7 @@ def test_a_signal_in_a_loop_that_the_program_leaves_ends_it(
                     break
             leaves(rows)
             del rows
-            await_signal()
+            answer_signal()
     finally:
         signal.signal(signal.SIGTERM, before)
     assert called == [signal.SIGTERM]

@@ -16,7 +16,7 @@ A call is a name, perhaps with a number of steps or epochs. A death has ranks an
 | `hook:1,item,3` | rank 1, as it comes to a place in the user's code for the third time |
 | `process` | the process of a detached trainer, at once; with a number as in `soon` |
 
-Ranks count those that live.
+Ranks count those that live. In sequences of the kind `ends`, `end:trainer-ray` says what a program ends, in this order.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ MODULES = {
         "dataset-stream",
     ),
     "functions": ("functions",),
+    "ends": ("ends",),
     "detached_trainers": ("detached", "detached-collate"),
     "keras_trainers": ("keras-operator", "keras-creators"),
 }

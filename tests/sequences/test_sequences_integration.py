@@ -23,6 +23,7 @@ CHOSEN = {
     ),
     "own-loop": ("train:6 hook:1,end,1 train:3 train model", "train:9 hook:1,model,2 train hook:0,end,1 train:3 train"),
     "dataset-stream": ("train lose:1 data kill:1 validate kill:1 data train",),
+    "ends": ("load end:trainer-ray", "background end:ray", "load end:ray"),
     "functions": ("run:1 kill:1 range:1 hook:0,step,2 run:1",),
 }
 """What was once wrong, and a way to die of each sort."""

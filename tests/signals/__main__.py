@@ -32,7 +32,7 @@ import psutil
 import torch
 
 from tests.helpers.forked import SWITCH, Forks, forks, to_lend
-from tests.signals.program import OPERATORS
+from tests.signals.program import BODY, HOOKS, OPERATORS
 
 ROOT = Path(__file__).resolve().parents[2]
 SIGNALS = {"TERM": signal.SIGTERM, "USR1": signal.SIGUSR1}
@@ -48,9 +48,12 @@ KINDS = (
     "TERM, then KILL",
     "TERM in the start",
     "KILL",
+    *(f"TERM in {hook}" for hook in (*HOOKS, BODY)),
 )
 """The ends. A signal comes to the program, unless a kind says otherwise."""
-KEEP_STEP = {"TERM", "USR1", "TERM and USR1", "TERM, and a worker dies"}
+IN_CODE = {f"TERM in {hook}": hook for hook in (*HOOKS, BODY)}
+"""Signals that the program sends itself there."""
+KEEP_STEP = {"TERM", "USR1", "TERM and USR1", "TERM, and a worker dies", *IN_CODE}
 """Ends that lose no step. A signal to the group may end Ray first, if the program has started it."""
 STATUSES = {128 + number for number in SIGNALS.values()}
 _STARTS_S, _ENDS_S = 240.0, 120.0
@@ -257,12 +260,13 @@ def disturbed(
 ) -> dict[str, Any] | None:
     """Run it again and again, until it is done, and end it meanwhile; return what it found."""
     for number in range(most + 1):
-        size = str(workers[number % len(workers)])
-        program = Program(folder, [*arguments, "--workers", size, "--step-s", str(step_s)], cluster)
+        size, kind = str(workers[number % len(workers)]), rng.choice(kinds)
+        own = [] if number == most or kind not in IN_CODE else signal_in(IN_CODE[kind], rng)
+        program = Program(folder, [*arguments, "--workers", size, "--step-s", str(step_s), *own], cluster)
         try:
             if number == most:
                 program.process.wait(_STARTS_S)
-            if number == most or not _end(program, rng.choice(kinds), rng, sums):
+            if number == most or not _end(program, kind, rng, sums):
                 break
         finally:
             program.close()
@@ -273,6 +277,12 @@ def disturbed(
     return result_in(folder)
 
 
+def signal_in(hook: str, rng: random.Random) -> list[str]:
+    """Return the arguments with which a program sends itself a signal there, at a random one of the first calls."""
+    most = {"on_run_begin": 1, "on_run_end": 1, "on_progress": 30}.get(hook, 3)
+    return ["--signal-in", hook, "--signal-at", str(rng.randint(1, most))]
+
+
 def _end(program: Program, kind: str, rng: random.Random, sums: Sums) -> bool:
     """End a program at a random moment. Return False if it was done, or something was wrong."""
     folder, is_in_start = program.folder, kind == "TERM in the start"
@@ -281,13 +291,15 @@ def _end(program: Program, kind: str, rng: random.Random, sums: Sums) -> bool:
     elif not program.await_begin():
         sums.faults.append(f"{folder}: it did not begin: {(folder / 'log').read_text()[-1000:]}")
         return False
+    elif kind in IN_CODE:
+        program.process.wait(_STARTS_S)
     else:
         time.sleep(rng.uniform(0.0, 2.5))
-    if program.process.poll() is not None:
+    if program.process.poll() is not None and not program.told("signal"):
         return False
     before = max([*program.told("step"), *program.told("begin")], default=0)
-    seconds = program.end(kind, rng)
-    if (folder / "done.pt").exists():
+    seconds = None if kind in IN_CODE else program.end(kind, rng)
+    if (folder / "done.pt").exists() and kind not in IN_CODE:
         return False
     newest = max([*program.told("saved"), *program.told("begin")], default=0)
     num_lost, status = max(0, before - newest), program.process.returncode

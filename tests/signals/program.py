@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,33 @@ class Tells(Callback):
         self.tell(end=type(error).__name__)
 
 
+HOOKS = (
+    "on_run_begin",
+    "on_epoch_begin",
+    "on_progress",
+    "on_step_metrics",
+    "on_epoch_trained",
+    "on_result",
+    "on_checkpoint",
+    "on_run_end",
+)
+BODY = "the body"
+"""Of a loop over epochs, which the program then leaves."""
+
+
+def signaling(hook: str, at: int, tells: Tells) -> Callback:
+    """Return a callback that sends this process a signal when it is called for a number of times."""
+    num_calls = itertools.count(1)
+
+    def call(self: Callback, *args: Any) -> None:
+        if next(num_calls) == at:
+            tells.tell(signal=hook)
+            signal.raise_signal(signal.SIGTERM)
+
+    made: Callback = type("Signaling", (Callback,), {hook: call})()
+    return made
+
+
 def main() -> None:
     """Train until all epochs are done, or a signal comes."""
     import ray
@@ -152,6 +181,8 @@ def main() -> None:
     parser.add_argument("--every-n-steps", type=int, default=None)
     parser.add_argument("--use-local", action="store_true")
     parser.add_argument("--snapshot-every-n-steps", type=int, default=None)
+    parser.add_argument("--signal-in", choices=[*HOOKS, BODY])
+    parser.add_argument("--signal-at", type=int, default=1)
     asked = parser.parse_args()
     folder = asked.folder
     own = {} if "RAY_ADDRESS" in os.environ else {"address": "local", "num_cpus": 4, "include_dashboard": False}
@@ -170,10 +201,19 @@ def main() -> None:
         recovery=Recovery(snapshot_every_n_steps=asked.snapshot_every_n_steps),
     ) as trainer:
         saving = Checkpointing(folder / "files", every_n_steps=asked.every_n_steps)
-        callbacks = [Tells(folder, STEPS[asked.kind]), saving, CSVLogger(folder / "metrics.csv")]
-        history = trainer.fit(
-            asked.epochs, callbacks=callbacks, resume_from="auto", folder=folder, log_every_n_steps=7, progress=False
-        )
+        tells = Tells(folder, STEPS[asked.kind])
+        callbacks = [tells, saving, CSVLogger(folder / "metrics.csv")]
+        callbacks += [signaling(asked.signal_in, asked.signal_at, tells)] if asked.signal_in in HOOKS else []
+        given = {"callbacks": callbacks, "resume_from": "auto", "folder": folder, "log_every_n_steps": 7}
+        if asked.signal_in == BODY:
+            for number, _ in enumerate(trainer.epochs(asked.epochs, **given), 1):
+                if number == asked.signal_at:
+                    tells.tell(signal=BODY)
+                    signal.raise_signal(signal.SIGTERM)
+                    break
+            history = trainer.history
+        else:
+            history = trainer.fit(asked.epochs, progress=False, **given)
         rows = [{name: value for name, value in row.items() if "seconds" not in name} for row in history]
         torch.save({"state": trainer.state_dict(), "rows": rows}, folder / "done.pt")
 

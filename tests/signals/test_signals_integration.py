@@ -140,6 +140,21 @@ def test_a_large_state_that_is_on_its_way_when_the_signal_stops_ray_costs_no_mor
 
 
 @pytest.mark.integration
+@pytest.mark.program
+@pytest.mark.timeout(600)
+def test_a_signal_at_the_end_of_a_run_ends_the_program(tmp_path: Path) -> None:
+    """In `on_run_end`, and in the body of a loop that the program leaves; the next program is the one that is done."""
+    sums, arguments = Sums(), ["--epochs", "3", "--use-local", "--workers", "1"]
+    for kind in ("TERM in on_run_end", "TERM in the body"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        found = disturbed(folder, arguments, [1], random.Random(3), sums, [kind], 1, step_s=0.0)
+        assert not sums.faults, str(sums)
+        assert found is not None
+    assert sums.ends.total() == 2
+
+
+@pytest.mark.integration
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from raysgd.trainer.driver.calls import epoch_options
 from raysgd.trainer.driver.fit_epoch import EpochTraining
 from raysgd.trainer.driver.fit_results import EpochResults
 from raysgd.trainer.driver.fit_steps import StepReports
-from raysgd.trainer.driver.leaving import Leaving
+from raysgd.trainer.driver.leaving import Leaving, answer_signal
 from raysgd.trainer.driver.pauses import Pauses
 from raysgd.trainer.driver.saving import RunCheckpoints
 from raysgd.trainer.driver.trainer_port import TrainerPort
@@ -171,6 +171,7 @@ class FitRun:
             ValueError, TypeError: The run cannot work with the user's arguments. No training has started.
             UnpicklableError: A worker callback cannot be sent to the workers.
         """
+        answer_signal()
         options = self._options
         if self._kept is not None:
             self._run.epochs, self._max_step = self._kept[0].epochs, self._kept[0].max_step

@@ -157,42 +157,44 @@ class Leaving:
         raise self.error(checkpoint)
 
     def end_program_soon(self, checkpoint: str | None) -> None:
-        """End the program as `end_program` does, once the main thread has left the code of this library.
+        """End the program as `end_program` does, once the main thread runs the user's code again.
 
         Call this method while an iterator is closed, for example because the program has left its `for` loop. Python
-        ignores errors that are raised there. So a thread sends the signal again. `await_signal` waits for it.
+        ignores errors that are raised there. So a thread sends the signal again, unless `answer_signal` comes first.
 
         Args:
             checkpoint: See `end_program`.
         """
         assert self.signal is not None, "a signal came"
-        number, before = self.signal, signal.getsignal(self.signal)
+        number, main = self.signal, threading.get_ident()
+        before = signal.signal(number, lambda number, frame: answer_signal())
+        of_user = list(itertools.dropwhile(_is_ours, _frames_of(main)))
 
-        def end(number: int, frame: Any) -> None:
+        def end() -> None:
             signal.signal(number, before)
             self.end_program(checkpoint)
 
-        signal.signal(number, end)
-        main = threading.get_ident()
-        closing = list(itertools.takewhile(_is_ours, _frames_of(main)))
-
         def send() -> None:
-            while any(frame in closing for frame in _frames_of(main)):
+            while any(map(_is_ours, itertools.takewhile(lambda frame: frame not in of_user, _frames_of(main)))):
                 time.sleep(0.001)
-            signal.pthread_kill(main, number)  # this thread keeps the GIL, so the main thread is still where it was
+            if _pending is end:
+                signal.pthread_kill(main, number)  # this thread keeps the GIL, so the main thread is still there
 
-        global _sending
-        _sending = threading.Thread(target=send, name="raysgd-signal", daemon=True)
-        _sending.start()
-
-
-_sending: threading.Thread | None = None
+        global _pending
+        _pending = end
+        threading.Thread(target=send, name="raysgd-signal", daemon=True).start()
 
 
-def await_signal() -> None:
-    """If a signal is about to end the program, let it end here. Call this method before the trainer is changed."""
-    if _sending is not None:
-        _sending.join()
+_pending: Callable[[], None] | None = None
+
+
+def answer_signal() -> None:
+    """End the program if a signal has asked for it in a loop over epochs that the program has left."""
+    global _pending
+    if threading.current_thread() is threading.main_thread():
+        end, _pending = _pending, None
+        if end is not None:
+            end()
 
 
 def _frames_of(thread: int) -> Iterator[FrameType]:

@@ -26,7 +26,7 @@ from raysgd.trainer.configuration.batching import global_batch_in_words
 from raysgd.trainer.configuration.settings import GroupSettings, ReplicaMaker, ReplicaSettings
 from raysgd.trainer.driver.calls import EpochCalls, ProgressListeners
 from raysgd.trainer.driver.changes import naming_config_entries
-from raysgd.trainer.driver.leaving import await_signal
+from raysgd.trainer.driver.leaving import answer_signal
 from raysgd.trainer.driver.make_controller import make_controller
 from raysgd.trainer.driver.saving import FileSaves
 from raysgd.trainer.driver.shared_data import DataSharing, store_share
@@ -158,7 +158,7 @@ class TrainerLife:
         Args:
             force: Whether to kill the processes immediately instead of letting them close first.
         """
-        await_signal()
+        answer_signal()
         try:
             self._finalizer.detach()
             self.saves.await_states()
