@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import re
@@ -133,7 +134,7 @@ def main() -> int:
     began, found = time.monotonic(), []
     chosen = [case for case in CASES if args.part in (None, case.part) and args.only in case.name]
     num_gpus = torch.cuda.device_count() if args.device == "cuda" else 0
-    ray.init(num_cpus=_NUM_CPUS, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(num_cpus=_NUM_CPUS, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     machine = machine_of(args.device, args.backend)
     for case in chosen:
