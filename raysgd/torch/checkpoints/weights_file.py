@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from raysgd.core.imports import require
+from raysgd.core.reading.strict_reading import in_short
 from raysgd.exceptions import CheckpointCorruptedError
 
 _NUM_MODELS, _TIED, _LEFT_OUT = "raysgd_models", "raysgd_tied", "raysgd_left_out"
@@ -83,12 +84,13 @@ def read(path: str, name: str) -> dict[str, Any]:
         with library.safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  it is no dict
-        left_out = {LEFT_OUT: json.loads(metadata[_LEFT_OUT])} if _LEFT_OUT in metadata else {}
-        return {"models": _models(tensors, metadata), **left_out}
-    except (library.SafetensorError, ValueError, KeyError, TypeError) as error:
+        return {"models": _models(tensors, metadata), **_left_out(metadata)}
+    except OSError:
+        raise
+    except Exception as error:  # the content of a damaged file may cause any error
         raise CheckpointCorruptedError(
-            f"`{name}` is not an intact safetensors file: {error}. It was damaged, or not copied completely. Copy it "
-            "again from its source, or load another file."
+            f"`{name}` is not an intact safetensors file: {in_short(error)}. It was damaged, or not copied completely. "
+            "Copy it again from its source, or load another file."
         ) from error
 
 
@@ -140,11 +142,23 @@ def _models(tensors: dict[str, torch.Tensor], metadata: Mapping[str, str]) -> li
         raise ValueError(f"its metadata names {num_models} models")
     if num_models == 1:
         return [tensors]
-    models: list[dict[str, torch.Tensor]] = [{} for _ in range(num_models)]
+    models: dict[str, dict[str, torch.Tensor]] = {str(index): {} for index in range(num_models)}
     for name, tensor in tensors.items():
         index, _, key = name.partition(".")
-        models[int(index)][key] = tensor
-    return models
+        if index not in models:
+            raise ValueError(f"its metadata names {num_models} models, but it has {name[:50]!r}")
+        models[index][key] = tensor
+    return list(models.values())
+
+
+def _left_out(metadata: Mapping[str, str]) -> dict[str, Any]:
+    if _LEFT_OUT not in metadata:
+        return {}
+    from raysgd.torch.objects.remade import parts_of  # imported lazily, because most programs do not need it
+
+    record = json.loads(metadata[_LEFT_OUT])
+    parts_of(record)
+    return {LEFT_OUT: record}
 
 
 def _library(module: str) -> Any:

@@ -381,7 +381,7 @@ def _maker_in(record: Any) -> str:
 
 
 def parts_of(record: Any) -> Sequence[Any]:
-    """Return the digests in a saved state: a dict for each module, or None for a module without a record.
+    """Return the digests in a saved state: a dict of strings for each module, or None for a module without a record.
 
     Args:
         record: Record of the omitted parameters in the saved state, which `RemadeParameters.record` returned.
@@ -390,8 +390,11 @@ def parts_of(record: Any) -> Sequence[Any]:
         ValueError: The record is malformed.
     """
     parts = record.get("parts") if isinstance(record, Mapping) else None
-    require(isinstance(parts, list | tuple), "its `remade` does not say what is left out")
+    is_list = isinstance(parts, list | tuple) and all(each is None or isinstance(each, Mapping) for each in parts)
+    require(is_list, "its `remade` does not say what is left out")
     assert isinstance(parts, list | tuple)
+    texts = (each for part in parts for pair in (part or {}).items() for each in pair)
+    require(all(isinstance(each, str) for each in texts), "its `remade` does not say what is left out")
     return parts
 
 
@@ -403,7 +406,6 @@ def _digests_in(record: Any, index: int) -> Digests | None:
     """
     parts = () if record is None else parts_of(record)
     digests = parts[index] if index < len(parts) else None
-    require(digests is None or isinstance(digests, Mapping), "its `remade` does not say what is left out")
     found: Digests | None = digests
     return found
 

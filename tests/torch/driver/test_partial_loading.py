@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from raysgd.exceptions import CheckpointCorruptedError
 from raysgd.torch import TorchTrainer
+from raysgd.torch.checkpoints import weights_file
 from raysgd.torch.driver.partial_loading import PARTS, LoadReport
 from tests.torch.operators_for_tests import NUM_FEATURES, DropoutOperator, LinearOperator, equal
 
@@ -222,6 +223,29 @@ class TestSafetensors:
             with pytest.raises(CheckpointCorruptedError, match="not an intact safetensors file"):
                 trainer.load(path)
         assert equal(trainer.state_dict(), before)
+
+    @pytest.mark.parametrize(
+        ("names", "metadata"),
+        [
+            (["5.weight"], {"raysgd_models": "2"}),
+            (["-1.weight", "0.weight"], {"raysgd_models": "2"}),
+            (["weight"], {"raysgd_models": "0"}),
+            (["weight"], {"raysgd_tied": "[1]"}),
+            (["weight"], {"raysgd_tied": '{"b": ["weight"]}'}),
+            (["weight"], {"raysgd_tied": "[" * 100_000}),
+            (["weight"], {"raysgd_left_out": '{"a":' * 100_000}),
+            (["weight"], {"raysgd_left_out": "3"}),
+            (["weight"], {"raysgd_left_out": '{"by": "A", "parts": [{"bias": 3}]}'}),
+        ],
+        ids=lambda value: str(value)[:40],
+    )
+    def test_metadata_of_another_form_are_damage(
+        self, names: list[str], metadata: dict[str, str], tmp_path: Path
+    ) -> None:
+        path = tmp_path / "file.safetensors"
+        save_file({name: torch.ones(1) for name in names}, path, metadata)
+        with pytest.raises(CheckpointCorruptedError, match="`shown` is not an intact safetensors file"):
+            weights_file.read(str(path), "shown")
 
     def test_what_is_no_tensor_cannot_be_written(self, make_local: Make, tmp_path: Path) -> None:
         class Extra(torch.nn.Linear):
