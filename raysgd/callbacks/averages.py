@@ -12,6 +12,7 @@ from raysgd.callbacks.worker_callback import (
     WorkerCallback,
     index_of,
     is_sharded,
+    leaves_out,
     left_out_of,
     models_of,
     optimizers_of,
@@ -21,6 +22,8 @@ from raysgd.callbacks.worker_callback import (
 from raysgd.core import arguments as checks
 
 logger = logging.getLogger(__name__)
+
+_MAX_COUNT = 2**53
 
 Weights = list[dict[str, Any]]
 """The tensors of each model, keyed by name."""
@@ -49,6 +52,9 @@ class AveragedWeights(WorkerCallback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.weights = [{name: tensor.clone() for name, tensor in weights.items()} for weights in state["weights"]]
+
+    def _check_state(self, operator: Any, state: Any) -> None:
+        _check_averages(operator, state)
 
     def get_model(self, trainer: Any) -> Any:
         """Return a copy of the trainer's model with the averaged weights, on the CPU.
@@ -196,6 +202,14 @@ class SWA(AveragedWeights):
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "num_updates": self._num_updates, "num_epochs": self._num_epochs}
 
+    def _check_state(self, operator: Any, state: Any) -> None:
+        super()._check_state(operator, state)
+        counts = [state.get(name) for name in ("num_updates", "num_epochs")]
+        if not all(checks.is_integer(each) and 0 <= each < _MAX_COUNT for each in counts):
+            raise ValueError(
+                f"The state of `SWA` does not match, so nothing was loaded: its counts are {counts!r:.100}."
+            )
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._num_updates, self._num_epochs = int(state["num_updates"]), int(state["num_epochs"])
@@ -214,6 +228,40 @@ def _tensors_in(operator: Any) -> list[dict[str, Any]]:
     if not left_out:
         return by_model
     return [{name: each for name, each in tensors.items() if id(each) not in left_out} for tensors in by_model]
+
+
+def _check_averages(operator: Any, state: Any) -> None:
+    """Check that saved averages fit the operator's models.
+
+    Raises:
+        ValueError: A tensor of a model has no average, or its average has another shape or dtype. Only with
+            `remakes_frozen` may tensors have no average.
+    """
+    misfit = _misfit([_tensors_of(model) for model in models_of(operator)], state, may_lack=leaves_out(operator))
+    if misfit:
+        raise ValueError(f"The state of averaged weights does not match, so nothing was loaded: {misfit}.")
+
+
+def _misfit(models: Sequence[Mapping[str, Any]], state: Any, may_lack: bool) -> str | None:
+    averages = state.get("weights") if isinstance(state, Mapping) else None
+    if not isinstance(averages, list) or not all(isinstance(each, Mapping) for each in averages):
+        return "it has no averages"
+    if len(averages) not in (0, len(models)):
+        return f"it has averages of {len(averages)} models, but the operator registered {len(models)}"
+    for tensors, weights in zip(models, averages, strict=False):
+        lacking = [name for name in tensors if name not in weights]
+        if lacking and not may_lack:
+            return f"it has no average of {lacking}"
+        for name, average in weights.items():
+            if name not in tensors:
+                return f"no model has {str(name)[:50]!r}"
+            if type(average) is not type(own := _precise(tensors[name].data)) or _look(average) != _look(own):
+                return f"the average of {name!r} has another shape or dtype"
+    return None
+
+
+def _look(tensor: Any) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.layout, tensor.is_meta
 
 
 def _parameters_of(optimizer: Any) -> Iterator[Any]:
@@ -282,6 +330,8 @@ def _put(model: Any, weights: Mapping[str, Any]) -> None:
 
 def _state_of(operator: Any, key: str) -> dict[str, Any] | None:
     state: dict[str, Any] | None = state_of(operator, key) if rank_of(operator) == 0 else None
+    if state is not None:
+        _check_averages(operator, state)
     return state
 
 

@@ -106,6 +106,14 @@ class WorkerCallback:
     def load_state_dict(self, state: Any) -> None:
         """Load the state that `state_dict` of this callback returned, possibly in another worker or run."""
 
+    def _check_state(self, operator: Any, state: Any) -> None:
+        """Called before anything of a saved state is loaded, to reject this callback's part of it with a `ValueError`.
+
+        Args:
+            operator: This worker's operator.
+            state: State to be loaded with `load_state_dict`.
+        """
+
 
 def refuse_equal_keys(callbacks: Sequence[WorkerCallback]) -> None:
     """Check that no two callbacks save their states under the same key.
@@ -178,6 +186,11 @@ def left_out_of(operator: Any) -> Collection[int]:
     """Return the `id`s of parameters that no checkpoint contains, because `setup` creates them again."""
     remade = operator._raysgd.remade
     return () if remade is None else remade.ids
+
+
+def leaves_out(operator: Any) -> bool:
+    """Return True if checkpoints leave out frozen parameters (`remakes_frozen`)."""
+    return operator._raysgd.remade is not None
 
 
 def state_of(operator: Any, key: str) -> Any:

@@ -12,7 +12,8 @@ import torch
 from raysgd.callbacks import EMA, SWA, Callback, Run
 from raysgd.exceptions import CallbackError
 from raysgd.torch import TorchTrainer, TrainingOperator
-from tests.torch.operators_for_tests import BatchNormOperator, LinearOperator, OwnBatchOperator
+from raysgd.torch.checkpoints import checkpoint_file
+from tests.torch.operators_for_tests import BatchNormOperator, LinearOperator, OwnBatchOperator, equal
 
 Make = Callable[..., TorchTrainer]
 
@@ -278,6 +279,74 @@ class TestSWA:
             swa.get_model(trainer)
         trainer.fit(1, callbacks=[swa])
         assert near(swa.get_model(trainer).weight, trainer.get_model().weight)
+
+
+DAMAGES: list[Callable[[dict[str, Any]], object]] = [
+    lambda state: state["weights"][0].pop("weight"),
+    lambda state: state["weights"][0].update(weight=torch.zeros(1)),
+    lambda state: state["weights"][0].update(weight=torch.zeros(1, 3, dtype=torch.float64)),
+    lambda state: state["weights"][0].update(weight=torch.zeros(1, 3, device="meta")),
+    lambda state: state["weights"][0].update(weight=3),
+    lambda state: state["weights"][0].update(other=torch.zeros(1, 3)),
+    lambda state: state["weights"].append({}),
+    lambda state: state.update(weights=[5]),
+    lambda state: state.update(weights=None),
+    lambda state: state.pop("weights"),
+]
+
+
+def damaged_file(make_local: Make, callback: Any, damage: Callable[[dict[str, Any]], object], path: Path) -> Path:
+    trainer = make_local()
+    trainer.fit(1, callbacks=[callback], progress=False)
+    trainer.save(path)
+    state = checkpoint_file.read(path)
+    [averages] = state["callbacks"].values()
+    damage(averages)
+    checkpoint_file.write(path, state)
+    return path
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("make", [lambda: EMA(0.5), lambda: SWA()])
+def test_averages_that_do_not_fit_the_models_change_nothing(
+    make: Callable[[], Any], damage: Callable[[dict[str, Any]], object], make_local: Make, tmp_path: Path
+) -> None:
+    path = damaged_file(make_local, make(), damage, tmp_path / "file")
+    trainer = make_local(config={"seed": 1})
+    before = trainer.state_dict()["models"]
+    with pytest.raises(ValueError, match="averaged weights does not match, so nothing was loaded"):
+        trainer.fit(2, callbacks=[make()], resume_from=path, progress=False)
+    assert equal(trainer.state_dict()["models"], before)
+
+
+def test_averages_that_do_not_fit_the_models_are_refused_when_they_are_needed(make_local: Make, tmp_path: Path) -> None:
+    path = damaged_file(make_local, EMA(0.5), lambda state: state["weights"][0].clear(), tmp_path / "file")
+    trainer = make_local()
+    trainer.load(path)  # without a callback that averages
+    for needs in (lambda: EMA(0.5).get_model(trainer), lambda: trainer.fit(1, callbacks=[EMA(0.5)], progress=False)):
+        with pytest.raises(ValueError, match="averaged weights does not match"):
+            needs()
+
+
+@pytest.mark.parametrize("count", [-1, torch.ones(1), "1", None, 2**60])
+def test_counts_of_epochs_that_are_none_change_nothing(count: Any, make_local: Make, tmp_path: Path) -> None:
+    path = damaged_file(make_local, SWA(), lambda state: state.update(num_updates=count), tmp_path / "file")
+    trainer = make_local(config={"seed": 1})
+    before = trainer.state_dict()["models"]
+    with pytest.raises(ValueError, match="its counts are"):
+        trainer.fit(2, callbacks=[SWA()], resume_from=path, progress=False)
+    assert equal(trainer.state_dict()["models"], before)
+
+
+@pytest.mark.parametrize("operator_cls", [LinearOperator, BatchNormOperator])
+def test_averages_of_another_trainer_are_loaded(operator_cls: type, make_local: Make) -> None:
+    trainer, other = make_local(operator_cls), make_local(operator_cls)
+    for each in (trainer, other):
+        each.fit(2, callbacks=[EMA(0.5), SWA(start_epoch=2)], progress=False)
+    other.load_state_dict(trainer.state_dict())
+    for each in (trainer, other):
+        each.fit(1, callbacks=[EMA(0.5), SWA(start_epoch=2)], progress=False)
+    assert equal(trainer.state_dict()["callbacks"], other.state_dict()["callbacks"])
 
 
 def test_models_that_are_divided_are_refused() -> None:

@@ -62,6 +62,7 @@ class InstalledCallbacks:
         self.noting_batches, self._noting_norms = self._with("_on_batch"), self._with("_on_norm")
         for each in self._callbacks:
             call_event(each, "on_begin", operator)
+        self._check(states, operator)
         self._claim(states)
 
     # ---------------------------------------------------------------------------------------------- around a step
@@ -204,14 +205,23 @@ class InstalledCallbacks:
         states = self.states()
         return {CALLBACKS: states} if states else {}
 
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Check the type of the callbacks' states in a state dict that is about to be loaded.
+    def check(self, state: Mapping[str, Any], operator: Any) -> None:
+        """Check the callbacks' states in a state dict that is about to be loaded.
 
         Raises:
-            ValueError: The callbacks' states are not a mapping.
+            ValueError: The callbacks' states are not a mapping, or an installed callback of the library rejects its
+                state.
         """
-        if not isinstance(state.get(CALLBACKS, {}), Mapping):
+        states = state.get(CALLBACKS, {})
+        if not isinstance(states, Mapping):
             raise ValueError(f"The state's {CALLBACKS!r} does not have the states of callbacks. Nothing was loaded.")
+        self._check(states, operator)
+
+    def _check(self, states: Mapping[str, Any], operator: Any) -> None:
+        for each in self._callbacks:
+            state = states.get(key_of(each))
+            if state is not None:
+                each._check_state(operator, state)
 
     def apply(self, state: Mapping[str, Any], operator: Any) -> None:
         """Load the callbacks' states from a state dict.

@@ -136,14 +136,14 @@ class ReplicaState(ABC):
         check_progress(state["epoch"], state.get(RESUME))
         self._feed.check_position((state.get(RESUME) or {}).get("position"))
         self._check_parts(state)
-        self._operator._raysgd.callbacks.check(state)
+        self._operator._raysgd.callbacks.check(state, self._operator)
         state["operator"]
 
     def apply(self, state: Mapping[str, Any]) -> None:
         """Load a state dict that `check` has checked. No reference to the state dict is kept.
 
-        If the user's `load_state_dict` raises an error, the states of the registered objects have already been
-        replaced. `check` cannot foresee such errors.
+        If a `load_state_dict` of user code raises an error, in the operator, an optimizer or a callback, other parts of
+        the state have already been replaced. `check` cannot foresee such errors.
         """
         operator = self._operator
         own_state = copy.deepcopy(state["operator"])  # copy it first: if copying fails, nothing has been replaced yet
