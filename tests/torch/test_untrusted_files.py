@@ -229,6 +229,28 @@ def test_sparse_tensors_come_back(layout: torch.layout, tmp_path: Path) -> None:
     assert torch.equal(got.to_dense(), torch.eye(3))
 
 
+INDEX = torch.tensor([[2**40], [0]])
+OUT_OF_BOUNDS: list[Callable[[], torch.Tensor]] = [
+    lambda: torch.sparse_coo_tensor(INDEX, torch.ones(1), (4, 4), check_invariants=False),
+    lambda: torch.sparse_coo_tensor(-INDEX, torch.ones(1), (4, 4), check_invariants=False),
+    lambda: torch.sparse_csr_tensor(INDEX[:, 0].sort()[0], INDEX[1], torch.ones(1), (1, 4), check_invariants=False),
+    lambda: torch.sparse_csc_tensor(torch.tensor([0, 1]), INDEX[0], torch.ones(1), (4, 1), check_invariants=False),
+]
+
+
+@pytest.mark.parametrize("make", OUT_OF_BOUNDS)
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support")
+def test_sparse_tensors_with_values_outside_are_refused(make: Callable[[], torch.Tensor], tmp_path: Path) -> None:
+    state = {"epoch": 1, "operator": [{"mask": make()}], "models": [], "optimizers": []}
+    checkpoint_file.write(tmp_path / "sealed", state)
+    torch.save(state, tmp_path / "archive")
+    torch.save(state, tmp_path / "old", _use_new_zipfile_serialization=False)
+    for name in ("sealed", "archive", "old"):
+        with pytest.raises(CheckpointCorruptedError, match=f"{name}`"):
+            checkpoint_file.read(tmp_path / name)
+    assert not torch.sparse.check_sparse_tensor_invariants.is_enabled()
+
+
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -323,7 +345,10 @@ DAMAGES: list[tuple[tuple[Any, ...], Any, str]] = [
     (("optimizers", 0, "state"), 7, "state of an optimizer's parameters"),
     (("optimizers", 0, "state", 0), 7, "state of an optimizer's parameter is"),
     (("optimizers", 0, "state", 0, "exp_avg"), torch.zeros(2, 9), "'exp_avg' of a parameter has another shape"),
-    (("optimizers", 0, "state", 0), {"exp_avg": torch.zeros(())}, "`Adam` cannot load this state"),
+    (("optimizers", 0, "state", 0, "exp_avg"), torch.zeros(1), "'exp_avg' of a parameter has another shape or type"),
+    (("optimizers", 0, "state", 0, "step"), -1, "`Adam` cannot load this state"),
+    (("optimizers", 0, "state", 0), {"step": 1}, "`Adam` cannot load this state"),
+    (("optimizers", 0), {"param_groups": [{"params": [0, 1, 2, 3]}]}, "lacks betas, eps, lr, weight_decay"),
     (("schedulers",), 3, "'schedulers' is a `int`"),
     (("schedulers", 0), [3], "not the state of a scheduler"),
     (("schedulers", 0, "step"), 3, "would replace"),
@@ -357,6 +382,28 @@ def test_a_file_with_anything_else_in_it_changes_nothing(
     assert equal(trained.state_dict(), before)
     assert random_states.capture() == random_before
     trained.load(tmp_path / "real")
+
+
+def test_an_optimizer_without_slots_changes_nothing(trained: TorchTrainer, tmp_path: Path) -> None:
+    state = trained.state_dict()
+    del state["optimizers"][0]["state"]
+    before = trained.state_dict()
+    with pytest.raises(ValueError, match="state of an optimizer's parameters is not a dict"):
+        trained.load_state_dict(state)
+    assert equal(trained.state_dict(), before)
+
+
+def test_a_file_does_not_say_what_only_snapshots_say(trained: TorchTrainer, tmp_path: Path) -> None:
+    """Which parameters are frozen, and gradients of any size."""
+    trained.save(tmp_path / "real")
+    state = checkpoint_file.read(tmp_path / "real")
+    state["resume"] |= {"trained": {"frozen": [["0.weight"]], "groups": []}, "gradients": [{"0.weight": torch.ones(1)}]}
+    checkpoint_file.write(tmp_path / "more", state)
+    assert not {"trained", "gradients"} & checkpoint_file.read(tmp_path / "more")["resume"].keys()
+    trained.load(tmp_path / "more")
+    weight = trained.get_local_operator().model[0].weight
+    assert weight.requires_grad
+    assert weight.grad is None
 
 
 def test_versions_of_layers_that_are_none_change_nothing(trained: TorchTrainer, tmp_path: Path) -> None:

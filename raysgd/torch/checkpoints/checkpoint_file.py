@@ -33,7 +33,7 @@ import pickle
 import re
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
@@ -54,6 +54,7 @@ from raysgd.exceptions import CheckpointCorruptedError as CheckpointCorruptedErr
 from raysgd.exceptions import UnsafeCheckpointError as UnsafeCheckpointError
 from raysgd.torch.checkpoints.plain_state import packed as packed
 from raysgd.torch.checkpoints.plain_state import unpacked
+from raysgd.trainer.worker.state.replica_state import RESUME
 
 if TYPE_CHECKING:
     import xxhash
@@ -66,6 +67,10 @@ FORMAT_KEY = "raysgd_format"
 
 REQUIRED_KEYS = ("epoch", "operator", "models", "optimizers")
 """Keys that a training state must have."""
+
+# Keys in `RESUME`, the state's entry about progress within an epoch. Only snapshots contain these keys; files do not.
+TRAINED = "trained"  # frozen parameters and optimizers' parameter groups, if they have changed since `setup`
+GRADIENTS = "gradients"  # accumulated gradients that no optimizer step has used yet
 
 _ZIP_START = b"PK\x03\x04"
 _ZIP_END = b"PK\x05\x06"
@@ -84,6 +89,18 @@ _IF_TRUSTED = (
 )
 _UNKNOWN_GLOBAL = re.compile(r"GLOBAL (\S+)")  # finds the name of the rejected class in PyTorch's error message
 _allowing_former = threading.Lock()
+_checking_sparse = threading.Lock()  # held while PyTorch's option to check sparse tensors, a global variable, is set
+
+
+def as_in_file(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a snapshot in the form that files contain, without the keys that only snapshots have.
+
+    A file that was read is brought into this form, too: these keys would be loaded without a check.
+    """
+    resume = state.get(RESUME)
+    if not isinstance(resume, Mapping):
+        return dict(state)
+    return {**state, RESUME: {name: value for name, value in resume.items() if name not in (TRAINED, GRADIENTS)}}
 
 
 def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
@@ -211,7 +228,7 @@ def mapped_with_place(
         check_format(name, version, FORMAT_VERSION)
         can_be_mapped_again = maps and weights_only
         reference = StateInFile(os.path.abspath(path), _identity(before)) if can_be_mapped_again else None
-        yield checked_state(loaded, name, REQUIRED_KEYS), reference
+        yield as_in_file(checked_state(loaded, name, REQUIRED_KEYS)), reference
         if _identity(os.fstat(file.fileno())) != _identity(before):
             raise corrupted(name, "it was written to while it was read")
 
@@ -236,7 +253,7 @@ def mapped_again(reference: StateInFile) -> Iterator[tuple[dict[str, Any] | None
             return
         loaded = unpacked(_load_strictly(_by_descriptor(file, reference.path), maps=True), reference.identity[2])
         del loaded[FORMAT_KEY]
-        yield loaded, lambda: _is_as_verified(file, reference)
+        yield as_in_file(loaded), lambda: _is_as_verified(file, reference)
 
 
 def _is_as_verified(file: IO[bytes], reference: StateInFile) -> bool:
@@ -282,7 +299,9 @@ def _load_strictly(source: str | IO[bytes], maps: bool = False) -> Any:
         Exception: The file is damaged.
     """
     try:
-        return torch.load(source, map_location="cpu", weights_only=True, mmap=maps)
+        # PyTorch does not check by default that the indices of sparse tensors lie inside the tensors.
+        with _checking_sparse, torch.sparse.check_sparse_tensor_invariants():
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=maps)
     except pickle.UnpicklingError as error:
         found = _UNKNOWN_GLOBAL.search(str(error))
         if found is None:  # no class was rejected, so the file is damaged

@@ -12,7 +12,7 @@ import torch
 from raysgd.core import arguments as checks
 from raysgd.core.engine.snapshots import Snapshot
 from raysgd.torch.checkpoints import checkpoint_file, divided_folder, divided_state, weights_file
-from raysgd.torch.hosting.torch_state import CRITERION, REMADE, as_in_file
+from raysgd.torch.hosting.torch_state import CRITERION, REMADE
 from raysgd.torch.objects.loading import with_plain_names
 from raysgd.trainer.worker.state.replica_state import RESUME
 
@@ -116,7 +116,7 @@ def merged(
         KeyError: The file lacks a part.
         ValueError: The file has a different number of models, or a model in the file is not a dict.
     """
-    state: dict[str, Any] = as_in_file(divided_state.whole(snapshot.shared_state, copy=True))
+    state: dict[str, Any] = checkpoint_file.as_in_file(divided_state.whole(snapshot.shared_state, copy=True))
     parts = parts or _WEIGHTS
     report = LoadReport(parts)
     for part in parts:

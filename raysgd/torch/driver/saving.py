@@ -24,7 +24,7 @@ from raysgd.torch.checkpoints.divided_folder import StateInFolder
 from raysgd.torch.driver import partial_loading
 from raysgd.torch.driver.partial_loading import LoadReport
 from raysgd.torch.hosting.torch_hosted import TorchFacts
-from raysgd.torch.hosting.torch_state import CRITERION, REMADE, as_in_file
+from raysgd.torch.hosting.torch_state import CRITERION, REMADE
 from raysgd.torch.objects import rng
 from raysgd.torch.objects.rng import RNG
 from raysgd.torch.torch_runner import TorchRunner
@@ -90,7 +90,7 @@ def _load_folder(controller: ElasticController, path: str, weights_only: bool) -
 def _checked(controller: ElasticController, state: dict[str, Any], is_file: bool) -> Content:
     _check_parts(state, controller.facts[0])
     check_progress(state["epoch"], state.get(RESUME))
-    resume = dict(as_in_file(state).get(RESUME) or {})
+    resume = dict(checkpoint_file.as_in_file(state).get(RESUME) or {})
     rank_states = _checked_rank_states(resume.pop(RNG, ()))
     # The last value is True if the same number of ranks saved the file. The file then has the random states of each
     # current rank, so the workers' state equals the state in the file once it is loaded.
@@ -222,7 +222,7 @@ def content_of(
     Raises:
         ValueError: The file would have a part of the state that cannot be loaded again.
     """
-    state = as_in_file(divided_state.whole(snapshot.shared_state, copy=False))
+    state = checkpoint_file.as_in_file(divided_state.whole(snapshot.shared_state, copy=False))
     if frozen is not None and REMADE in state:
         state = _completed(state, decode(frozen, copy=False))
     if file_format == "safetensors":
@@ -266,7 +266,7 @@ def save_folder(controller: ElasticController, checkpoint: Any, weights_only: bo
             return [(divided_folder.emptied(folder),)] * len(worlds)
 
         parts = controller.run(Call(TorchRunner.write_part, arguments))
-        rest = as_in_file(parts[0].rest)
+        rest = checkpoint_file.as_in_file(parts[0].rest)
         rest[RESUME] = {**rest[RESUME], RNG: [part.own for part in parts]}
         divided_folder.finish(folder, parts, checkpoint_file.packed(rest, allow_pickle=not weights_only))
 

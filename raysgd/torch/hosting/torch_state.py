@@ -16,6 +16,7 @@ import torch
 from raysgd.core.engine.transfers import DividedValue
 from raysgd.core.state.state_codec import EncodedState, StateEncoder, decode
 from raysgd.torch.checkpoints import divided_folder, divided_state
+from raysgd.torch.checkpoints.checkpoint_file import GRADIENTS, TRAINED
 from raysgd.torch.checkpoints.divided_folder import StateInFolder
 from raysgd.torch.checkpoints.divided_state import Path_
 from raysgd.torch.data.loader_feed import TorchFeed
@@ -28,6 +29,7 @@ from raysgd.torch.objects.loading import (
     load_model,
     plain,
     with_names_of,
+    with_own_options,
     with_plain_names,
 )
 from raysgd.torch.objects.precision import saved_state
@@ -48,9 +50,6 @@ def _at(state: Any, path: Path_) -> Any:
 
 CRITERION = "criterion"  # key for the state of a criterion with parameters; files of `ray.util.sgd` lack the key
 REMADE = "remade"  # key for digests of frozen parameters that the state omits; see `raysgd.torch.objects.remade`
-# Keys in `RESUME`, the state's entry about progress within an epoch. Only snapshots contain these keys; files do not.
-TRAINED = "trained"  # frozen parameters and optimizers' parameter groups, if they have changed since `setup`
-GRADIENTS = "gradients"  # accumulated gradients that no optimizer step has used yet
 
 
 class TorchState(ReplicaState):
@@ -118,7 +117,7 @@ class TorchState(ReplicaState):
     def _apply_more_progress(self, resume: Mapping[str, Any]) -> None:
         """Load the gradients that no optimizer step has used yet.
 
-        The entry `TRAINED` (frozen parameters and parameter groups) is not loaded here, because `_check_parts` has
+        The entry `TRAINED` (frozen parameters and parameter groups) is not loaded here, because `_apply_parts` has
         already applied it.
         """
         gradients = resume.get(GRADIENTS) or [{}] * len(self.registered.trained)
@@ -214,23 +213,20 @@ class TorchState(ReplicaState):
             own = _named(self.criterion, rest[0])
         elif rest[1] == "state":  # an optimizer's state is keyed by the index of the parameter
             index = rest[2]
-            groups = outline["optimizers"][number]["param_groups"], self.registered.optimizers[number].param_groups
-            indices, parameters = ([each for group in one for each in group["params"]] for one in groups)
+            indices = [each for group in outline["optimizers"][number]["param_groups"] for each in group["params"]]
+            parameters = [each for group in self._groups_for(outline)[number] for each in group]
             own = dict(zip(indices, parameters, strict=True)).get(index)
         is_like = own is not None and own.shape == wanted.shape
         return self._parallel.empty_like(own if is_like else torch.empty(wanted.shape), wanted.dtype)
 
     def _check_parts(self, state: Mapping[str, Any]) -> None:
         registered, precision = self.registered, self._internals.precision
-        resume = state.get(RESUME) or {}
-        if TRAINED in resume:
-            # Change the parameter groups first. The comparison of the optimizers below would fail otherwise.
-            self._internals.follow_trained(resume[TRAINED])
         remade = self._remade_for(state)
         for index, (model, saved) in enumerate(zip(registered.original_models, state["models"], strict=True)):
             self._check_model(index, model, saved, state, remade)
-        for optimizer, saved in zip(registered.optimizers, state["optimizers"], strict=True):
-            check_optimizer(optimizer, saved)
+        pairs = zip(registered.optimizers, state["optimizers"], strict=True)
+        for (optimizer, saved), parameters in zip(pairs, self._groups_for(state), strict=True):
+            check_optimizer(optimizer, saved, parameters)
         if self.criterion is not None and CRITERION in state:
             self._check_model(len(registered.original_models), self.criterion, state[CRITERION], state, remade)
         if registered.schedulers:
@@ -238,6 +234,14 @@ class TorchState(ReplicaState):
         precision_state = saved_state(precision, dict(state))
         if precision_state is not None:
             check_precision(precision.state_dict(), precision_state)
+
+    def _groups_for(self, state: Mapping[str, Any]) -> list[list[list[torch.Tensor]]]:
+        """Return the parameters in each group of each optimizer, as they will be when `state` is loaded."""
+        resume, optimizers = state.get(RESUME) or {}, self.registered.optimizers
+        if TRAINED in resume:
+            groups: list[list[list[torch.Tensor]]] = self._internals.trained.groups_after(resume[TRAINED])
+            return groups
+        return [[list(group["params"]) for group in getattr(each, "param_groups", ())] for each in optimizers]
 
     def _remade_for(self, state: Mapping[str, Any]) -> Any:
         """Return the operator's `RemadeParameters`, which tracks frozen parameters that states omit.
@@ -268,12 +272,15 @@ class TorchState(ReplicaState):
         # load. Copy the states before anything is replaced, because copying may fail.
         schedulers = copy.deepcopy(list(state.get("schedulers", ())))
         precision_state = copy.deepcopy(saved_state(precision, dict(state)))
+        resume = state.get(RESUME) or {}
+        if TRAINED in resume:
+            self._internals.follow_trained(resume[TRAINED])
         for index, (model, saved) in enumerate(zip(registered.original_models, state["models"], strict=True)):
             self._load_model(index, model, saved, state)
         if self.criterion is not None:
             self._load_criterion(self.criterion, state)
         for optimizer, saved in zip(registered.optimizers, state["optimizers"], strict=True):
-            self._parallel.load_optimizer(optimizer, saved)
+            self._parallel.load_optimizer(optimizer, with_own_options(optimizer, saved))
         for scheduler, saved in zip(registered.schedulers, schedulers, strict=False):
             scheduler.load_state_dict(saved)
         if precision_state is not None:
@@ -298,11 +305,3 @@ class TorchState(ReplicaState):
 
 def _named(model: torch.nn.Module, name: Any) -> Any:
     return with_plain_names(model.state_dict()).get(plain(str(name)))
-
-
-def as_in_file(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a snapshot in the form that files contain, without the keys that only snapshots have."""
-    resume = state.get(RESUME)
-    if not isinstance(resume, Mapping):
-        return dict(state)
-    return {**state, RESUME: {name: value for name, value in resume.items() if name not in (TRAINED, GRADIENTS)}}

@@ -17,6 +17,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from raysgd.core.arguments import is_integer
+from raysgd.torch.objects.slots import IMPLEMENTATION, check_slots, is_number
 from raysgd.trainer.worker.state.state_checks import require
 
 _EXTRA_STATE = "_extra_state"
@@ -46,7 +47,8 @@ def load_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> None:
     """Load a state dict into an optimizer. Values are copied into the optimizer's tensors if dtype and shape match.
 
     An optimizer keeps references to the tensors that are passed to its `load_state_dict`. Therefore, this function
-    passes the optimizer's own tensors, filled with the saved values, and copies of all other tensors.
+    passes the optimizer's own tensors, filled with the saved values, and copies of all other tensors. A copy has memory
+    for each of its elements, even if the elements of the saved tensor share memory.
     """
     groups = getattr(optimizer, "param_groups", ())
     taken = {_address(parameter) for group in groups for parameter in group["params"]}
@@ -59,18 +61,34 @@ def load_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> None:
 def _fill(own: Any, saved: Any, copies: dict[int, Any], taken: set[int]) -> None:
     """Copy each tensor in `saved` into the tensor under the same keys in `own`, if `_is_alike` returns True for them.
 
+    Clone the other tensors.
+
     Args:
         own: Current state of the optimizer.
         saved: State to load.
-        copies: Dict to which this function adds each filled tensor in `own`, by the ID of the saved tensor.
+        copies: Dict to which this function adds each filled tensor in `own`, and each clone, by the ID of the saved
+            tensor.
         taken: Addresses of memory that must not be written to, because it was already filled or belongs to a parameter.
     """
-    if isinstance(own, Mapping) and isinstance(saved, Mapping):
-        for key in own.keys() & saved.keys():
-            _fill(own[key], saved[key], copies, taken)
-    elif id(saved) not in copies and _is_alike(own, saved) and _address(own) not in taken:
-        taken.add(_address(own))
-        copies[id(saved)] = own.copy_(saved)
+    if isinstance(saved, Mapping):
+        for key, value in saved.items():
+            _fill(own.get(key) if isinstance(own, Mapping) else None, value, copies, taken)
+    elif type(saved) is torch.Tensor and id(saved) not in copies:
+        if _is_alike(own, saved) and _address(own) not in taken:
+            taken.add(_address(own))
+            copies[id(saved)] = own.copy_(saved)
+        else:
+            copies[id(saved)] = copied(saved)
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of a value in an optimizer's state. A copied tensor has memory for each of its elements.
+
+    A deep copy of a tensor in a file would not: its elements may share memory, which a fused optimizer does not expect.
+    """
+    if type(value) is not torch.Tensor:
+        return copy.deepcopy(value)
+    return value.detach().clone().requires_grad_(value.requires_grad)
 
 
 def _is_alike(own: Any, saved: Any) -> bool:
@@ -200,32 +218,73 @@ def _check_versions(metadata: Any) -> None:
         )
 
 
-def check_optimizer(optimizer: Any, saved: Any) -> None:
+def with_own_options(optimizer: Any, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an optimizer's saved state with the program's choice of how a step is computed, such as `fused`.
+
+    Where the program has a number, a tensor with one element becomes a number.
+
+    Args:
+        optimizer: The registered optimizer.
+        saved: Its saved state. A state without groups is returned unchanged.
+    """
+    if "param_groups" not in saved or not hasattr(optimizer, "param_groups"):
+        return saved
+    groups = zip(_options_of(optimizer, len(saved["param_groups"])), saved["param_groups"], strict=True)
+    return {**saved, "param_groups": [_with_own_options(*each) for each in groups]}
+
+
+def _with_own_options(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {
+        name: value.item() if isinstance(value, torch.Tensor) and isinstance(own.get(name), int | float) else value
+        for name, value in saved.items()
+        if name not in IMPLEMENTATION
+    }
+    return {**kept, **{name: own[name] for name in IMPLEMENTATION if name in own}}
+
+
+def _options_of(optimizer: Any, num_groups: int) -> list[dict[str, Any]]:
+    """Return the options of an optimizer's groups. Groups that are yet to be added have the default options."""
+    groups, defaults = optimizer.param_groups[:num_groups], getattr(optimizer, "defaults", {})
+    own = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    return [{**defaults, **group} for group in [*own, *[{}] * (num_groups - len(own))]]
+
+
+def check_optimizer(optimizer: Any, saved: Any, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
     """Check that a saved state matches an optimizer.
 
+    Args:
+        optimizer: The registered optimizer.
+        saved: Its saved state.
+        parameters: The parameters in each group, as they will be when the state is loaded.
+
     Raises:
-        ValueError: The parameter groups, their hyperparameters, or the tensors in the state do not match.
+        ValueError: The parameter groups, their hyperparameters, or the slots of the parameters do not match.
     """
     require(isinstance(saved, Mapping), f"the state of an optimizer is a `{type(saved).__name__}`, not a dict")
     own = optimizer.state_dict()
-    groups, saved_groups = own.get("param_groups", ()), saved.get("param_groups", ())
+    saved_groups = saved.get("param_groups", ())
     require(isinstance(saved_groups, Sequence), "the groups of an optimizer are not a list")
     for group in saved_groups:
         is_group = isinstance(group, Mapping) and isinstance(group.get("params"), Sequence)
         require(is_group and all(map(is_integer, group["params"])), "a group of an optimizer has no parameters")
-    sizes, saved_sizes = ([len(group["params"]) for group in one] for one in (groups, saved_groups))
-    if sizes != saved_sizes:
+    sizes, saved_sizes = list(map(len, parameters)), [len(group["params"]) for group in saved_groups]
+    if "param_groups" in own and sizes != saved_sizes:
         raise ValueError(
             f"The state of an optimizer does not match, so nothing was loaded. Its groups have {saved_sizes} "
             f"parameters, but those of the registered optimizer have {sizes}. Register an optimizer with the same "
             "groups in `setup`."
         )
-    for group, saved_group in zip(groups, saved_groups, strict=True):
-        _check_settings(optimizer, group, saved_group)
-    if "param_groups" in own:
-        _check_slots(optimizer, saved)
-    if type(optimizer).__module__.startswith("torch.optim."):
-        _rehearse(optimizer, saved)
+    if "param_groups" not in own:
+        return
+    for options, saved_group in zip(_options_of(optimizer, len(sizes)), saved_groups, strict=True):
+        _check_settings(optimizer, options, saved_group)
+    entries = saved.get("state")
+    require(isinstance(entries, Mapping), "the state of an optimizer's parameters is not a dict")
+    indices = [index for group in saved_groups for index in group["params"]]
+    require(len(set(indices)) == len(indices), "an optimizer has a parameter twice")
+    are_dicts = all(isinstance(entries.get(index, {}), Mapping) for index in indices)
+    require(are_dicts, "the state of an optimizer's parameter is not a dict")
+    check_slots(optimizer, with_own_options(optimizer, saved), parameters)
 
 
 def _check_settings(optimizer: Any, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
@@ -239,57 +298,7 @@ def _check_settings(optimizer: Any, own: Mapping[str, Any], saved: Mapping[str, 
             "The state of an optimizer does not match, so nothing was loaded. It belongs to another kind of optimizer, "
             f"because it lacks {', '.join(missing)}, which `{type(optimizer).__name__}` needs."
         )
-    rest = {name: value for name, value in own.items() if name != "params"}
-    _check_kinds({**rest, **getattr(optimizer, "defaults", {})}, saved, "the optimizer's")
-
-
-def _check_slots(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Check the structure of an optimizer's state, and the sizes of its tensors.
-
-    The sizes are checked only if the optimizer has a fused implementation. Fused implementations do not check sizes
-    themselves, and would access memory past the end of a tensor that is too small.
-    """
-    slots = saved.get("state", {})
-    require(isinstance(slots, Mapping), "the state of an optimizer's parameters is not a dict")
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    indices = [index for group in saved["param_groups"] for index in group["params"]]
-    require(len(set(indices)) == len(indices), "an optimizer has a parameter twice")
-    is_by_element = "fused" in getattr(optimizer, "defaults", {})
-    for index, parameter in zip(indices, parameters, strict=True):
-        entry = slots.get(index, {})
-        require(isinstance(entry, Mapping), "the state of an optimizer's parameter is not a dict")
-        for name, value in entry.items():
-            if is_by_element and isinstance(value, torch.Tensor) and value.numel() != 1:
-                is_alike = value.shape == parameter.shape and value.layout == torch.strided and not value.is_meta
-                require(is_alike, f"{str(name)[:50]!r} of a parameter has another shape than the parameter")
-
-
-def _rehearse(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Check that a PyTorch optimizer can load a state, by loading the state into a copy of the optimizer.
-
-    To save memory, the tensors in the state are first replaced with placeholders of the same shapes.
-    """
-    slots = {index: _without_memory(entry) for index, entry in saved.get("state", {}).items()}
-    try:
-        copy.copy(optimizer).load_state_dict({"state": slots, "param_groups": saved["param_groups"]})
-    except Exception as error:  # with the content of a damaged file, the optimizer may raise any exception
-        raise ValueError(
-            "The state of an optimizer does not match, so nothing was loaded: "
-            f"`{type(optimizer).__name__}` cannot load this state ({error!r:.200})."
-        ) from error
-
-
-def _without_memory(entry: Any) -> Any:
-    if not isinstance(entry, Mapping):
-        return entry
-    return {
-        name: torch.zeros((), dtype=value.dtype, device=value.device).expand(value.shape) if _is_large(value) else value
-        for name, value in entry.items()
-    }
-
-
-def _is_large(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta and value.numel() > 1
+    _check_kinds({name: own[name] for name in own if name not in IMPLEMENTATION}, saved, "the optimizer's")
 
 
 def check_schedulers(schedulers: Sequence[Any], states: Any) -> None:
@@ -348,17 +357,11 @@ def _is_of_kind(own: Any, saved: Any) -> bool:
     """
     if own is None or saved is None:
         return own is None or isinstance(own, bool)
-    if _is_number(own):
-        return _is_number(saved)
-    if isinstance(own, tuple) and all(map(_is_number, own)):
-        return isinstance(saved, list | tuple) and len(saved) == len(own) and all(map(_is_number, saved))
+    if is_number(own):
+        return is_number(saved)
+    if isinstance(own, tuple) and all(map(is_number, own)):
+        return isinstance(saved, list | tuple) and len(saved) == len(own) and all(map(is_number, saved))
     for kind in (str, list | tuple, Mapping):
         if isinstance(own, kind):
             return isinstance(saved, kind)
     return True
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and value.layout == torch.strided and not value.is_meta
-    return isinstance(value, int | float)

@@ -8,6 +8,7 @@ trains the same parameters as the other workers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -106,13 +107,26 @@ class TrainedParts:
         noted = noted or self._of_setup
         if noted == self._now and not self.has_changed():
             return False
+        groups = self.groups_after(noted)
         for part, frozen in zip(self._registered.trained, map(set, noted["frozen"]), strict=True):
             for name, parameter in part.named_parameters():
                 parameter.requires_grad_(name not in frozen)
-        for optimizer, groups in zip(self._registered.optimizers, noted["groups"], strict=True):
-            _give_groups(optimizer, groups, _names(self._registered))
+        for optimizer, own in zip(self._registered.optimizers, groups, strict=True):
+            _give_groups(optimizer, own)
         self.note()
         return True
+
+    def groups_after(self, noted: Noted | None) -> list[list[list[torch.Tensor]]]:
+        """Return the parameters in each group of each optimizer, as they are after `take(noted)`.
+
+        Raises:
+            ValueError: A parameter group in the snapshot has parameters that the operator has not registered.
+        """
+        parameters = _names(self._registered)
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        groups = (noted or self._of_setup)["groups"]
+        pairs = zip(self._registered.optimizers, groups, strict=True)
+        return [_groups_after(_groups_of(each), _named(each, names), some, parameters) for each, some in pairs]
 
 
 def _flags_of(registered: RegisteredObjects) -> Flags:
@@ -149,31 +163,45 @@ def _names(registered: RegisteredObjects) -> dict[str, torch.Tensor]:
     }
 
 
-def _give_groups(
-    optimizer: Any, groups: Sequence[Sequence[str | None]], parameters: Mapping[Any, torch.Tensor]
-) -> None:
+def _groups_after(
+    own: Sequence[Mapping[str, Any]],
+    own_names: Sequence[Sequence[str | None]],
+    names: Sequence[Sequence[str | None]],
+    parameters: Mapping[Any, torch.Tensor],
+) -> list[list[torch.Tensor]]:
+    """Return the parameters in each group of an optimizer, once its groups have the parameters with these names.
+
+    Args:
+        own: The optimizer's groups.
+        own_names: Names of the parameters in each of these groups.
+        names: Names of the parameters in each group afterwards. From the first group with other names on, all of its
+            parameters must be registered.
+        parameters: Registered parameters by name.
+    """
+    alike = [*takewhile(lambda pair: pair[0] == pair[1], zip(own_names, names, strict=False))]
+    added = names[len(alike) :]
+    strangers = [name for group in added for name in group if name not in parameters]
+    require(not strangers, f"an optimizer has parameters that are not registered here ({strangers})")
+    kept = [list(group["params"]) for group in own[: len(alike)]]
+    return [*kept, *([parameters[name] for name in group] for group in added)]
+
+
+def _give_groups(optimizer: Any, groups: Sequence[Sequence[torch.Tensor]]) -> None:
     """Replace an optimizer's parameter groups, starting with the first group that differs from its entry in `groups`.
 
     The optimizer's state of the parameters in replaced groups is discarded.
 
     Args:
         optimizer: Optimizer to change.
-        groups: Names of the parameters in each group.
-        parameters: Registered parameters by name.
+        groups: The parameters in each group.
     """
-    own = _named(optimizer, {id(parameter): name for name, parameter in parameters.items()})
-    num_alike = 0
-    for ours, theirs in zip(own, groups, strict=False):
-        if ours != theirs:
-            break
-        num_alike += 1
-    added = groups[num_alike:]
-    strangers = [name for group in added for name in group if name not in parameters]
-    require(not strangers, f"an optimizer has parameters that are not registered here ({strangers})")
+    own = [[*map(id, group["params"])] for group in _groups_of(optimizer)]
+    wanted = [[*map(id, group)] for group in groups]
+    num_alike = len([*takewhile(lambda pair: pair[0] == pair[1], zip(own, wanted, strict=False))])
     for group in _groups_of(optimizer)[num_alike:]:
         for parameter in group["params"]:
             optimizer.state.pop(parameter, None)
     if len(own) > num_alike:
         del optimizer.param_groups[num_alike:]
-    for names in added:
-        optimizer.add_param_group({"params": [parameters[name] for name in names]})
+    for added in groups[num_alike:]:
+        optimizer.add_param_group({"params": list(added)})

@@ -33,6 +33,7 @@ from raysgd.core.connections.torch import board_of_group, new_group_beside
 from raysgd.core.memory import return_large_blocks
 from raysgd.torch.objects.blocks import blocks_of, without_checkpointing
 from raysgd.torch.objects.filling import fill, is_empty
+from raysgd.torch.objects.loading import copied
 from raysgd.torch.objects.moving import to_device
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import FSDPOptions
@@ -481,8 +482,10 @@ def _divided(entry: Any, parameter: Any) -> Any:
         entry: State that the optimizer has for the parameter, with full or sharded tensors.
         parameter: The parameter. If it is not sharded, the result is a copy of the state.
     """
-    if not isinstance(parameter, DTensor) or not isinstance(entry, Mapping):
+    if not isinstance(entry, Mapping):
         return copy.deepcopy(entry)
+    if not isinstance(parameter, DTensor):
+        return {name: copied(value) for name, value in entry.items()}
     return {name: _divided_tensor(value, parameter) for name, value in entry.items()}
 
 
@@ -491,7 +494,7 @@ def _divided_tensor(value: Any, parameter: DTensor) -> Any:
         return value
     is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape
     if not is_like or not value.ndim:
-        return copy.deepcopy(value)
+        return copied(value)
     return _as_divided(_part_of(value, parameter).to(parameter.device, copy=True).contiguous(), parameter)
 
 

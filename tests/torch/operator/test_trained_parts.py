@@ -106,6 +106,21 @@ def test_a_new_process_trains_what_the_snapshot_says() -> None:
         train(each)
 
 
+def test_a_snapshot_that_does_not_fit_freezes_nothing() -> None:
+    runner, other = replica(), replica()
+    for change in (add, freeze):
+        change(runner.operator)
+    runner.operator.rewrap()
+    train(runner)
+    state = decode(StateEncoder().encode(runner.state()), copy=True)
+    before = other.state()
+    del state["optimizers"][0]["state"][0]["exp_avg"]
+    with pytest.raises(ValueError, match="`Adam` cannot load this state"):
+        other.restore(state, None)
+    assert frozen(other) == [False] * 4
+    assert equal(other.state(), before)
+
+
 def test_a_divided_snapshot_fits_a_replica_that_lacks_its_groups() -> None:
     runner, other = replica(), replica()
     add(runner.operator)
