@@ -136,6 +136,11 @@ class EMA(AveragedWeights):
             )
         self.weights = [_copied(tensors) for tensors in _tensors_in(operator)]
 
+    def _check_state(self, operator: Any, state: Any) -> None:
+        super()._check_state(operator, state)
+        if not state["weights"]:
+            raise ValueError("The state of `EMA` does not match, so nothing was loaded: it has no averages.")
+
     def on_epoch_begin(self, operator: Any) -> None:
         self._saw_a_step = False
 

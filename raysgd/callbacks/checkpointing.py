@@ -442,7 +442,7 @@ class Checkpointing(WritesFiles):
             return _read(json.loads(self._folder.read(INDEX_FILE)))
         except FileNotFoundError:
             return []
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
             logger.warning("Checkpointing: %s in %s is damaged: %r", INDEX_FILE, self._folder, error)
             return []
 
@@ -511,6 +511,10 @@ def _as_state(saved: list[Saved]) -> dict[str, Any]:
 
 def _read(state: Mapping[str, Any]) -> list[Saved]:
     return [
-        SavedCheckpoint((int(each["epoch"]), int(each.get("step", 0))), each["score"], str(each["name"]))
+        SavedCheckpoint(
+            (int(each["epoch"]), int(each.get("step", 0))),
+            None if each["score"] is None else float(each["score"]),
+            str(each["name"]),
+        )
         for each in state["saved"]
     ]

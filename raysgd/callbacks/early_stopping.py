@@ -265,6 +265,7 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the values of the metric and the counts from the checkpoint of an earlier run."""
-        self.best, self.best_epoch = state["best"], int(state["best_epoch"])
-        self.num_without_improvement, self._last = int(state["num_without_improvement"]), state.get("last")
+        best, last = (None if value is None else float(value) for value in (state["best"], state.get("last")))
+        self.best, self.best_epoch, self._last = best, int(state["best_epoch"]), last
+        self.num_without_improvement = int(state["num_without_improvement"])
         self._is_loaded = True

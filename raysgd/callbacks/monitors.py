@@ -154,6 +154,12 @@ class GradientNorms(WorkerCallback):
     def state_dict(self) -> dict[str, Any]:
         return {"totals": [[index, *map(float, entry)] for index, entry in self._totals.items()]}
 
+    def _check_state(self, operator: Any, state: Any) -> None:
+        totals = state.get("totals") if isinstance(state, Mapping) else None
+        is_table = isinstance(totals, list) and all(isinstance(row, list) and len(row) == 5 for row in totals)
+        if not is_table or not all(isinstance(each, int | float) for row in totals for each in row):
+            raise ValueError("The state of gradient norms does not match, so nothing was loaded: it has no totals.")
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._totals = {int(index): entry for index, *entry in state["totals"]}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import pickle
 import random
 import struct
@@ -178,12 +179,108 @@ def change_folder(chance: random.Random, folder: Path) -> None:
 
 def _with_another_fact(chance: random.Random, facts: Any) -> Any:
     """Something in an index is something else."""
-    if not isinstance(facts, dict | list | tuple) or not facts or chance.random() < 0.1:
-        return chance.choice((*NUMBERS, "x", "../x", None, (), (0,), {}, 1.5, True, torch.float64))
-    keys = list(facts) if isinstance(facts, dict) else range(len(facts))
-    place = chance.choice(keys)
-    changed = {key: _with_another_fact(chance, facts[key]) if key == place else facts[key] for key in keys}
-    return changed if isinstance(facts, dict) else type(facts)(changed.values())
+    return changed_value(chance, facts, lambda _: chance.choice((*VALUES, "../x", (0,), torch.float64)))
+
+
+VALUES = (*NUMBERS, 10**400, -1.5, 1e30, math.nan, math.inf, True, 1j, "x", b"x", None, (), [], {}, [1.5], {"x": 1})
+
+
+def changed_value(chance: random.Random, value: Any, other: Callable[[Any], Any]) -> Any:
+    """A copy in which one value is another one, or is missing, or is there besides.
+
+    Args:
+        chance: What is drawn from.
+        value: Dicts, lists and tuples of anything.
+        other: Returns what to put in the place of a value.
+    """
+    if not isinstance(value, dict | list | tuple) or not value or chance.random() < 0.1:
+        return other(value)
+    pairs: list[tuple[Any, Any]] = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+    at, action = chance.randrange(len(pairs)), chance.random()
+    if action < 0.1:
+        del pairs[at]
+    elif action < 0.15:
+        pairs.append((chance.choice(("x", 7, pairs[at][0], -1)), other(pairs[at][1])))
+    else:
+        pairs[at] = pairs[at][0], changed_value(chance, pairs[at][1], other)
+    return dict(pairs) if isinstance(value, dict) else type(value)(item for _, item in pairs)
+
+
+def changed_state(chance: random.Random, state: Any) -> Any:
+    """A copy of a state in which a few values are others."""
+    for _ in range(chance.choice((1, 1, 1, 2, 4))):
+        state = changed_value(chance, state, lambda value: _another(chance, value))
+    return state
+
+
+def _another(chance: random.Random, value: Any) -> Any:
+    """Something else than a value; often much like it."""
+    if isinstance(value, bool) or not isinstance(value, int | float | torch.Tensor) or chance.random() < 0.2:
+        return chance.choice(VALUES)
+    if not isinstance(value, torch.Tensor):
+        alike = (
+            -value,
+            value + 0.5 if abs(value) < 2**53 else 0.5,
+            torch.tensor(value % 2**31),
+            torch.zeros(2),
+            -0.5,
+            1e30,
+        )
+        return chance.choice((*NUMBERS, *alike))
+    shape, tensor = tuple(value.shape), value.detach()
+    whole = tensor if tensor.is_floating_point() else tensor.float()
+    return chance.choice((
+        lambda: torch.zeros(chance.choice(((), (1,), (0,), shape[::-1], (*shape, 1), (2, *shape), shape[:-1], (999,)))),
+        lambda: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape),
+        lambda: tensor.to(chance.choice((torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64))),
+        lambda: torch.full_like(whole, chance.choice((math.nan, math.inf, -1.0, 1e38))),
+        lambda: torch.empty_like(tensor, device="meta"),
+        lambda: tensor.to_sparse() if tensor.ndim else tensor,
+        lambda: torch.sparse_coo_tensor(
+            torch.full((max(1, tensor.ndim), 1), chance.choice((2**40, -1, 10**4))), torch.ones(1), shape or (1,),
+            check_invariants=False,
+        ),
+        lambda: torch.nn.Parameter(whole),
+        lambda: whole.clone().requires_grad_(),
+        lambda: whole.reshape(-1).tolist(),
+        lambda: tensor.T if tensor.ndim == 2 else -tensor.float(),
+    ))()  # fmt: skip
+
+
+def changed_weights(chance: random.Random, content: bytes) -> bytes:
+    """A safetensors file: its bytes, its header, or what raysgd says of it."""
+    if chance.random() < 0.2:
+        return chance.choice((*ANYWHERE, truncated))(chance, content)
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    if chance.random() < 0.5:
+        metadata = header["__metadata__"]
+        name = chance.choice(sorted(metadata))
+        with_values = changed_value(chance, json.loads(metadata[name]) if name != "format" else "pt", _of_json(chance))
+        deep = chance.choice(("[", '{"a":')) * 100_000
+        metadata[name] = chance.choice((json.dumps(with_values, default=str), deep, "NaN", "{}", "[]", "-1", "3", "x"))
+    else:
+        for name in chance.sample(sorted(header), k=chance.choice((1, 2))):
+            renamed = chance.choice((name, name.replace("0.", chance.choice(("-1.", "7.", "00.", "x.", "1.", "")))))
+            header[renamed] = changed_value(chance, header.pop(name), _of_json(chance))
+    packed = json.dumps(header, default=str).encode()
+    return len(packed).to_bytes(8, "little") + packed + content[8 + length :]
+
+
+def _of_json(chance: random.Random) -> Callable[[Any], Any]:
+    return lambda value: chance.choice((*NUMBERS, "x", None, [], {}, [0], "F64", "BF16", -1.5, True, [value, value]))
+
+
+def changed_text(chance: random.Random, content: bytes) -> bytes:
+    """A file of JSON: its bytes, or its values."""
+    if chance.random() < 0.2:
+        return chance.choice((*ANYWHERE, truncated))(chance, content)
+    if chance.random() < 0.02:
+        return chance.choice((b"[", b'{"a":')) * 100_000
+    tree = json.loads(content)
+    for _ in range(chance.choice((1, 1, 2))):
+        tree = changed_value(chance, tree, _of_json(chance))
+    return json.dumps(tree).encode()
 
 
 def changed_arrays(chance: random.Random, content: bytes) -> bytes:

@@ -27,6 +27,7 @@ from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError
 from raysgd.torch import TorchTrainer
 from raysgd.torch.checkpoints import checkpoint_file
 from raysgd.torch.objects import rng as random_states
+from tests.torch.load_changed_files import KINDS
 from tests.torch.mutations import archived, sealed
 from tests.torch.operators_for_tests import equal
 from tests.torch.test_torch_trainer_state import stateful
@@ -417,10 +418,10 @@ def test_versions_of_layers_that_are_none_change_nothing(trained: TorchTrainer, 
 # ------------------------------------------------------------------------------------------------ many files
 
 
-def load_changed_files(num_files: int, first_seed: int) -> dict[str, Any]:
+def load_changed_files(kind: str, num_files: int, first_seed: int) -> dict[str, Any]:
     """What became of so many files, in a process with little memory."""
     found = subprocess.run(
-        [sys.executable, "-m", "tests.torch.load_changed_files", str(num_files), str(first_seed)],
+        [sys.executable, "-m", "tests.torch.load_changed_files", kind, str(num_files), str(first_seed)],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -434,10 +435,16 @@ def load_changed_files(num_files: int, first_seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_200_changed_files_do_no_harm() -> None:
-    assert load_changed_files(200, first_seed=0)["refused"]["CheckpointCorruptedError"] > 40
+@pytest.mark.parametrize("kind", KINDS)
+def test_75_changed_files_of_each_kind_do_no_harm(kind: str) -> None:
+    counts = load_changed_files(kind, 75, first_seed=0)
+    assert counts["taken"] > 5
+    assert sum(counts["refused"].values()) > 25
 
 
 @pytest.mark.soak
-def test_100_000_changed_files_do_no_harm() -> None:
-    assert load_changed_files(100_000, first_seed=1_000_000)["taken"] > 1000
+@pytest.mark.parametrize("first_seed", range(1_000_000, 1_010_000, 1000))
+@pytest.mark.parametrize("kind", KINDS)
+def test_10_000_changed_files_of_each_kind_do_no_harm(kind: str, first_seed: int) -> None:
+    """In processes of 1,000 files, which are repeated with `python -m tests.torch.load_changed_files KIND 1 SEED`."""
+    assert load_changed_files(kind, 1000, first_seed)["taken"] > 50

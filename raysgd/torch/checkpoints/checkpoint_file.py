@@ -89,7 +89,6 @@ _IF_TRUSTED = (
 )
 _UNKNOWN_GLOBAL = re.compile(r"GLOBAL (\S+)")  # finds the name of the rejected class in PyTorch's error message
 _allowing_former = threading.Lock()
-_checking_sparse = threading.Lock()  # held while PyTorch's option to check sparse tensors, a global variable, is set
 
 
 def as_in_file(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -299,9 +298,7 @@ def _load_strictly(source: str | IO[bytes], maps: bool = False) -> Any:
         Exception: The file is damaged.
     """
     try:
-        # PyTorch does not check by default that the indices of sparse tensors lie inside the tensors.
-        with _checking_sparse, torch.sparse.check_sparse_tensor_invariants():
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=maps)
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=maps)
     except pickle.UnpicklingError as error:
         found = _UNKNOWN_GLOBAL.search(str(error))
         if found is None:  # no class was rejected, so the file is damaged

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from raysgd.core.files import flush_to_disk, remove_leftovers
 from raysgd.core.reading.strict_reading import corrupted, require
-from raysgd.exceptions import CheckpointCorruptedError
+from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError
 from raysgd.torch.checkpoints import checkpoint_file
 from raysgd.torch.checkpoints.divided_state import DividedState, Index, MakeRoom, Tensors, begin_of, content_of
 from raysgd.torch.objects.rng import RNG
@@ -295,15 +295,18 @@ def opened(path: str, weights_only: bool, *, for_rank: bool = False) -> DividedF
     """
     rest = checkpoint_file.read(Path(path, REST), weights_only=weights_only)
     facts = rest.pop(DIVIDED, None)
-    if not isinstance(facts, Mapping) or facts.get("version") != FORMAT_VERSION:
+    version = facts.get("version") if isinstance(facts, Mapping) else None
+    if not isinstance(version, int) or version != FORMAT_VERSION:
         raise corrupted(path, f"`{REST}` has an unknown format; another version of raysgd may have written it")
-    if facts.get("has_ranks") and not for_rank:
-        rest = {**rest, RESUME: {**dict(rest.get(RESUME) or {}), RNG: _rank_states(path)}}
     try:
+        if facts.get("has_ranks") and not for_rank:
+            rest = {**rest, RESUME: {**dict(rest.get(RESUME) or {}), RNG: _rank_states(path)}}
         _check_index(facts["index"], facts["files"])
         folder = DividedFolder(path, rest, facts["index"], [tuple(each) for each in facts["files"]])
         folder.outline()
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (OSError, MemoryError, CheckpointCorruptedError, UnsafeCheckpointError):
+        raise
+    except Exception as error:  # a damaged index may cause any exception
         raise corrupted(path, f"`{REST}` contradicts itself ({str(error)[:100]})") from error
     return folder
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import codecs
 import collections
 import io
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -181,6 +180,7 @@ def unpacked(loaded: Any, num_bytes: int) -> Any:
     Raises:
         DamagedFileError: The state is nested too deeply, would take more than 16 times the file's size in memory, or
             has a malformed value.
+        RuntimeError: A sparse tensor has values outside of its shape.
     """
     check_depth(loaded)
     return _Unpacking(num_bytes * _MAX_EXPANSION).of(loaded)
@@ -205,15 +205,25 @@ class _Unpacking:
         """
         if isinstance(value, FormerValue):
             return value.value
+        if isinstance(value, bytes | bytearray):
+            self._count(id(value), len(value))
+        elif isinstance(value, torch.Tensor | dict | list | tuple | set | frozenset):
+            if id(value) not in self._done:
+                self._done[id(value)] = value, value  # record the value first, because it may contain itself
+                self._done[id(value)] = value, self._part(value)
+            return self._done[id(value)][1]
+        return value
+
+    def _part(self, value: Any) -> Any:
+        for attribute in _checked_attributes(value).values():
+            self.of(attribute)
         if isinstance(value, torch.Tensor):
             self._count_tensor(value)
-        elif isinstance(value, bytes | bytearray):
-            self._count(id(value), len(value))
-        elif type(value) in (dict, collections.OrderedDict, list, tuple):
-            if id(value) not in self._done:
-                self._done[id(value)] = value, value  # record the container first, because it may contain itself
-                self._done[id(value)] = value, self._container(value)
-            return self._done[id(value)][1]
+            return value
+        if type(value) in (dict, collections.OrderedDict, list, tuple):
+            return self._container(value)
+        for item in value.values() if isinstance(value, dict) else value:
+            self.of(item)
         return value
 
     def _container(self, value: Any) -> Any:
@@ -229,14 +239,13 @@ class _Unpacking:
         if isinstance(value, list):
             value[:] = [self.of(item) for item in value]
             return value
-        _check_attributes(value)
         for key, item in value.items():
             require(not isinstance(key, FormerValue), "an array is a key")
             value[key] = self.of(item)
         return value
 
     def _count_tensor(self, tensor: torch.Tensor) -> None:
-        _check_attributes(tensor)
+        _check_sparse(tensor)
         if tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested):
             place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
             self._count(place, tensor.numel() * tensor.element_size())
@@ -248,11 +257,29 @@ class _Unpacking:
             require(self._num_bytes_left >= 0, "what it holds is many times as large as the file")
 
 
-def _check_attributes(value: Any) -> None:
-    """Check that no attribute of an object from a file has the name of one of the object's methods.
+def _checked_attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object from a file.
 
     Raises:
-        DamagedFileError: An attribute would replace a method.
+        DamagedFileError: An attribute has the name of one of the object's methods, and would replace it.
     """
-    names: Iterable[str] = getattr(value, "__dict__", ())
-    require(not any(hasattr(type(value), name) for name in names), "an attribute has the name of a method")
+    attributes: dict[str, Any] = getattr(value, "__dict__", {})
+    require(not any(hasattr(type(value), name) for name in attributes), "an attribute has the name of a method")
+    return attributes
+
+
+def _check_sparse(tensor: torch.Tensor) -> None:
+    """Check that the values of a sparse tensor lie inside its shape, which PyTorch's reader does not do by default.
+
+    Raises:
+        RuntimeError: A value lies outside, so that functions of PyTorch would write to other memory.
+    """
+    size, layout = tensor.shape, tensor.layout
+    if layout == torch.sparse_coo:
+        indices, values = tensor._indices(), tensor._values()
+        torch.sparse_coo_tensor(indices, values, size, check_invariants=True, is_coalesced=tensor.is_coalesced())
+    elif layout != torch.strided:
+        has_rows = layout in (torch.sparse_csr, torch.sparse_bsr)
+        pointers = tensor.crow_indices() if has_rows else tensor.ccol_indices()
+        indices = tensor.col_indices() if has_rows else tensor.row_indices()
+        torch.sparse_compressed_tensor(pointers, indices, tensor.values(), size, layout=layout, check_invariants=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LRScheduler
 
 from raysgd.core.arguments import is_integer
 from raysgd.torch.objects.slots import IMPLEMENTATION, check_slots, is_number
@@ -317,9 +318,40 @@ def check_schedulers(schedulers: Sequence[Any], states: Any) -> None:
         )
     for scheduler, saved in zip(schedulers, states, strict=True):
         own = scheduler.state_dict()
-        foreign = [str(name)[:50] for name in saved if name not in own and hasattr(scheduler, str(name))]
+        foreign = [
+            str(name)[:50]
+            for name in saved
+            if not isinstance(name, str) or (name not in own and hasattr(scheduler, name))
+        ]
         require(not foreign, f"the state of a scheduler would replace its {foreign}")
         _check_kinds(own, saved, "the scheduler's")
+        if type(scheduler).__module__ == LRScheduler.__module__:
+            needed = [name for name in _NEEDED_OF_SCHEDULERS if name in own and name not in saved]
+            names = [*needed, *(name for name in saved if name in own and not _is_like(own[name], saved[name]))]
+            require(not names, f"{names} of a `{type(scheduler).__name__}` are missing or have another form")
+
+
+_NEEDED_OF_SCHEDULERS = ("lr_lambdas", "_schedulers", "_scale_fn_custom")
+"""Names that schedulers of PyTorch expect in a state. They do not miss others."""
+
+
+def _is_like(own: Any, saved: Any) -> bool:
+    """Return True if a saved value has the form of a value in the state of a PyTorch scheduler.
+
+    Args:
+        own: The current value.
+        saved: The saved value.
+    """
+    if isinstance(own, list | tuple):
+        return isinstance(saved, list | tuple) and len(saved) == len(own) and all(map(_is_like, own, saved))
+    if isinstance(own, Mapping):
+        if not isinstance(saved, Mapping):
+            return False
+        if all(map(is_number, own)):  # how often each milestone occurs
+            return all(is_number(each) for pair in saved.items() for each in pair)
+        return all(_is_like(value, saved[name]) for name, value in own.items() if name in saved)
+    is_of_kind = isinstance(saved, str) if isinstance(own, str) else own is not None and is_number(saved)
+    return saved is None or is_of_kind
 
 
 def check_precision(own: Mapping[str, Any], saved: Any) -> None:

@@ -85,7 +85,7 @@ def is_number(value: Any) -> bool:
 def _look_of(value: Any) -> Hashable:
     """Return what a step may depend on in a slot, apart from the sizes and the values of large tensors."""
     if isinstance(value, torch.Tensor):
-        return value.item() if is_number(value) else value.dtype
+        return value.item() if type(value) is torch.Tensor and is_number(value) else value.dtype
     return value if isinstance(value, int | float) else id(value)
 
 

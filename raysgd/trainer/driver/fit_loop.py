@@ -29,7 +29,7 @@ from raysgd.trainer.driver.leaving import Leaving, answer_signal
 from raysgd.trainer.driver.pauses import Pauses
 from raysgd.trainer.driver.saving import RunCheckpoints
 from raysgd.trainer.driver.trainer_port import TrainerPort
-from raysgd.trainer.messages.begun import BegunEpoch
+from raysgd.trainer.messages.begun import BegunEpoch, open_steps_from_data
 from raysgd.trainer.messages.epochs import VALIDATES
 
 AUTO = "auto"
@@ -433,8 +433,9 @@ class FitRun:
             if resume_from == AUTO:
                 location = self._checkpoints.find(self._run)
             if location is not None:
-                sidecar = self._checkpoints.load(location)
+                sidecar = self._checkpoints.read_sidecar(location)
                 if sidecar is None:
+                    self._checkpoints.load(location)
                     logger.warning(
                         "`resume_from`: `%s` has no `%s` beside it. The training state is loaded, but the run begins "
                         "without the earlier rows of its history and the states of callbacks. Bring that file back to "
@@ -443,8 +444,7 @@ class FitRun:
                         files.shown(sidecar_location(location)),
                     )
                 else:
-                    self._take_over(sidecar)
-                    self._reports.go_on_from(sidecar.open_steps)
+                    self._take_over(sidecar, location)
             elif self._trainer.begun is not None and self._trainer.begun.global_step == self._training.global_step():
                 self._training.go_on_inside(self._trainer.begun)
             self._run.epoch = self._training.epochs_done() - (
@@ -471,9 +471,21 @@ class FitRun:
                     argument,
                 )
 
-    def _take_over(self, sidecar: Sidecar) -> None:
-        self.history.take_over(sidecar.history)
+    def _take_over(self, sidecar: Sidecar, location: str | None = None) -> None:
+        """Continue the run in a sidecar.
+
+        Args:
+            sidecar: Content of the sidecar. If it is damaged, nothing is loaded into the workers.
+            location: Checkpoint to load into the workers. None if they have this state already.
+        """
+        begun = None if sidecar.begun is None else BegunEpoch.from_data(sidecar.begun)
+        open_steps = open_steps_from_data(sidecar.open_steps)
         self._calls.load_states(sidecar.callbacks)
+        if location is not None:
+            self._checkpoints.load(location)
+        self.history.take_over(sidecar.history)
         self._pending = sidecar.pending
-        if sidecar.begun is not None:
-            self._training.go_on_inside(BegunEpoch.from_data(sidecar.begun))
+        if begun is not None:
+            self._training.go_on_inside(begun)
+        if location is not None:
+            self._reports.go_on_from(open_steps)

@@ -18,7 +18,7 @@ from raysgd.core.engine.worker import is_sendable
 from raysgd.exceptions import OnFailure, RaySGDError, UnpicklableError
 from raysgd.trainer.driver.calls import Listener, StepMetricsReader, StepReader
 from raysgd.trainer.driver.trainer_port import TrainerPort
-from raysgd.trainer.messages.begun import summaries_as_data, summaries_from_data
+from raysgd.trainer.messages.begun import OpenSteps, summaries_as_data
 
 if TYPE_CHECKING:
     from raysgd.journal.keeper import JournalKeeper
@@ -145,11 +145,10 @@ class StepReports:
         by_rank = () if self._steps is None else self._steps.open()
         return [by_rank[0][0], *summaries_as_data(metrics for _, metrics in by_rank)] if by_rank else None
 
-    def go_on_from(self, open_steps: list[Any] | None) -> None:
-        """Let the workers add their next steps to the metrics that `open_steps` returned in an earlier run."""
-        if open_steps and self._step_metrics is not None:
-            step, *by_rank = open_steps
-            self._step_metrics.begun = int(step), summaries_from_data(by_rank)
+    def go_on_from(self, begun: OpenSteps | None) -> None:
+        """Let the workers add their next steps to the metrics of steps that an earlier run has not reported."""
+        if begun is not None and self._step_metrics is not None:
+            self._step_metrics.begun = begun
             self._trainer.use_worker_callbacks(self._worker_callbacks)
 
     @property

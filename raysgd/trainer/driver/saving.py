@@ -191,11 +191,14 @@ class RunCheckpoints:
             locations.append(left)
         return max(locations, key=place_of, default=None)
 
-    def load(self, location: str) -> Sidecar | None:
-        """Load a checkpoint into the workers, and return the content of its sidecar, or None if it has no sidecar."""
+    def read_sidecar(self, location: str) -> Sidecar | None:
+        """Return the content of a checkpoint's sidecar, or None if it has no sidecar."""
+        return self._sidecars.read(location)
+
+    def load(self, location: str) -> None:
+        """Load a checkpoint into the workers."""
         self.trainer.load(location)
         self.newest = location
-        return self._sidecars.read(location)
 
 
 def load_into_all(

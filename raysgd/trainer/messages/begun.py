@@ -12,6 +12,8 @@ from typing import Any
 from raysgd.core.numbers.meters import MetricSummary
 
 _BY_RANK = ("by_rank", "lost")
+_DAMAGES = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
+"""Errors that damaged data may cause."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ class BegunEpoch:
                 objects=tuple(map(str, data.get("objects", ()))),
                 **{name: summaries_from_data(data[name]) for name in _BY_RANK},
             )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"what stands of an epoch that was left is damaged: {error!r}") from error
+        except _DAMAGES as error:
+            raise ValueError(f"The progress of an epoch beside the checkpoint is damaged: {error!r}") from error
 
 
 def summaries_as_data(summaries: Iterable[MetricSummary]) -> list[dict[str, Any]]:
@@ -102,9 +104,28 @@ def summaries_from_data(data: Iterable[Mapping[str, Any]]) -> tuple[MetricSummar
     """Return the metrics that `summaries_as_data` converted to data.
 
     Raises:
-        KeyError, TypeError, ValueError: The data is damaged.
+        Exception: The data is damaged, as in `_DAMAGES`.
     """
     return tuple(map(_from_data, data))
+
+
+OpenSteps = tuple[int, tuple[MetricSummary, ...]]
+"""Step of a checkpoint, and each rank's metrics of steps that loggers have not received yet."""
+
+
+def open_steps_from_data(data: Sequence[Any] | None) -> OpenSteps | None:
+    """Return the open steps in a sidecar, or None if there are none.
+
+    Raises:
+        ValueError: The data is damaged.
+    """
+    if not data:
+        return None
+    step, *by_rank = data
+    try:
+        return int(step), summaries_from_data(by_rank)
+    except _DAMAGES as error:
+        raise ValueError(f"The metrics of steps in the file beside the checkpoint are damaged: {error!r}") from error
 
 
 def _as_data(metrics: MetricSummary) -> dict[str, Any]:
