@@ -350,8 +350,9 @@ def _is_like(own: Any, saved: Any) -> bool:
         if all(map(is_number, own)):  # how often each milestone occurs
             return all(is_number(each) for pair in saved.items() for each in pair)
         return all(_is_like(value, saved[name]) for name, value in own.items() if name in saved)
-    is_of_kind = isinstance(saved, str) if isinstance(own, str) else own is not None and is_number(saved)
-    return saved is None or is_of_kind
+    if own is None or isinstance(own, str):
+        return isinstance(saved, type(own))
+    return is_number(saved)
 
 
 def check_precision(own: Mapping[str, Any], saved: Any) -> None:
