@@ -347,7 +347,7 @@ DAMAGES: list[tuple[tuple[Any, ...], Any, str]] = [
     (("optimizers", 0, "state", 0), 7, "state of an optimizer's parameter is"),
     (("optimizers", 0, "state", 0, "exp_avg"), torch.zeros(2, 9), "'exp_avg' of a parameter has another shape"),
     (("optimizers", 0, "state", 0, "exp_avg"), torch.zeros(1), "'exp_avg' of a parameter has another shape or type"),
-    (("optimizers", 0, "state", 0, "step"), -1, "`Adam` cannot load this state"),
+    (("optimizers", 0, "state", 0, "step"), -9, "'step' of a parameter"),
     (("optimizers", 0, "state", 0), {"step": 1}, "`Adam` cannot load this state"),
     (("optimizers", 0), {"param_groups": [{"params": [0, 1, 2, 3]}]}, "lacks betas, eps, lr, weight_decay"),
     (("schedulers",), 3, "'schedulers' is a `int`"),

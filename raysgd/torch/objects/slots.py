@@ -111,7 +111,10 @@ def _is_slot(name: Any, value: Any, made: Any, shape: tuple[int, ...], is_fused:
         is_plain = value.layout == torch.strided and not (value.is_meta or value.is_nested)
         is_of_kind = value.is_complex() if made is not None and made.is_complex() else value.is_floating_point()
         return is_plain and is_of_kind and tuple(value.shape) == wanted
-    return is_number(value)
+    if name != "step" or not is_number(value):
+        return is_number(value)
+    # With a negative number of steps, some optimizers divide by zero after a few steps.
+    return not (isinstance(value, torch.Tensor) and value.is_complex()) and bool(value >= 0)
 
 
 def _step(

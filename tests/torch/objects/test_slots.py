@@ -72,6 +72,7 @@ FAULTS: list[tuple[type, dict[str, Any], Change]] = [
     (torch.optim.Adam, {}, lambda state: state["state"][0].update(exp_avg=torch.zeros(4, 5, dtype=torch.int64))),
     (torch.optim.Adam, {}, lambda state: state["state"][0].update(step=torch.tensor(-1.0))),
     (torch.optim.Adam, {}, lambda state: state["state"][0].update(step=torch.zeros(2))),
+    (torch.optim.Adamax, {}, lambda state: state["state"][0].update(step=torch.tensor(-2.0))),
     (torch.optim.Adam, {}, lambda state: state["state"][0].pop("exp_avg_sq")),
     (torch.optim.Adam, {}, lambda state: state["param_groups"][0].update(amsgrad=True)),
     (torch.optim.Adam, {}, lambda state: state["param_groups"][0].update(lr=torch.tensor(1j))),
