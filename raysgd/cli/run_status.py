@@ -25,13 +25,13 @@ from raysgd.callbacks.sidecar import ENDING, Sidecar, Sidecars, place_of
 from raysgd.core.history import readable
 from raysgd.core.history.history import History
 from raysgd.core.text.cards import named_lines
+from raysgd.core.text.printable import printable
 from raysgd.core.writers.files import report_in
 from raysgd.storage import Folder, open_folder
 
 _RUN = re.compile(r"run_\d{3,}")
 _CHECKPOINT = "checkpoint_"
 _TAIL_OF_ERROR = 12
-_LONGEST = 300
 _MOST_METRICS = 4
 _MOST_FOLDERS = 3
 _SILENT_S = 600.0
@@ -285,13 +285,3 @@ def _ago(at: float, now: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit} old"
     return f"{seconds:.0f} s old"
-
-
-def printable(text: str) -> str:
-    r"""Escape and shorten text from a file, so that it cannot move the cursor of a terminal or change its colors.
-
-    >>> print(printable("loss\x1b[31m"))
-    loss\x1b[31m
-    """
-    safe = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[:_LONGEST])
-    return safe if len(text) <= _LONGEST else f"{safe}..."

@@ -256,10 +256,15 @@ def inside(folder: Path, name: str | Path) -> Path:
         OSError: A link leads out of `folder`.
     """
     place = folder / name
-    if not Path(os.path.realpath(place)).is_relative_to(os.path.realpath(folder)):
+    if not is_inside(place, folder):
         leads_out = "this is a link, or lies behind one, that leads out of the run's folder: remove the link"
         raise OSError(errno.ELOOP, leads_out, str(place))
     return place
+
+
+def is_inside(path: Path, folder: Path) -> bool:
+    """Return True if a path, after all links, is in a folder."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def make_folder(name: str, path: str | os.PathLike[str]) -> None:

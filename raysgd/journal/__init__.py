@@ -21,6 +21,8 @@ line of a leg says where in that order the leg starts, and how its samples are d
 - weight (4 bytes): the weight of the mean, such as the number of samples. 0 if no step ends with this batch, and -1 if
   the step has no loss.
 
+`steps.crc` has the checksums of blocks of 256 records: see `raysgd.journal.steps`. Earlier versions wrote no such file.
+
 This package writes and reads the journal. `raysgd.replay` finds the samples of a step and repeats steps. Runs without a
 folder import neither package.
 """

@@ -1,25 +1,34 @@
-"""Writes and reads the two files of a journal, the record of a run's steps. Reading runs no code from the files."""
+"""Writes and reads the files of a journal, the record of a run's steps. Reading runs no code from the files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from raysgd.core.files import inside
+from raysgd.core.files import check_local, inside, is_inside
+from raysgd.core.text.printable import printable
+from raysgd.journal.entries import (
+    CHECKPOINT,
+    GAP,
+    LEG,
+    RUN,
+    CheckpointLine,
+    GapLine,
+    Leg,
+    RunLine,
+    read_line,
+)
+from raysgd.journal.steps import CHECKS_FILE, NO_NORM, STEPS, STEPS_FILE, Steps, cut_steps, read_steps, write_steps
 
-FOLDER, LINES_FILE, STEPS_FILE = "journal", "journal.jsonl", "steps.bin"
-RUN, LEG, CHECKPOINT, GAP = "run", "leg", "checkpoint", "gap"
+FOLDER, LINES_FILE = "journal", "journal.jsonl"
 FORMAT = 1
-NO_NORM, NO_LOSS = -1.0, -1.0
-STEPS = np.dtype([("loss", "<f8"), ("norm", "<f4"), ("weight", "<f4")])
-Steps = np.ndarray[Any, np.dtype[Any]]
-
-Line = Mapping[str, Any]
+_MOST_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -40,46 +49,28 @@ class StepRecord:
     weight: float
 
 
-@dataclass(frozen=True)
-class Leg:
-    """A leg: a part of an epoch that one group of workers ran.
-
-    Attributes:
-        after: Number of the step after which the leg starts.
-        entry: The line of the journal that describes the leg.
-        run: The line of the journal that describes the program that ran the leg.
-        until: Number of the last step of the leg.
-    """
-
-    after: int
-    entry: Line
-    run: Line
-    until: int
-
-    @property
-    def epoch(self) -> int:
-        """Number of the epoch that the leg is a part of, from 1."""
-        return int(self.entry["pass"]) + 1
-
-
 class JournalWriter:
     """Writes the journal of a run. When the run goes back to an earlier step, records of later steps are replaced.
 
     Args:
         folder: The folder of the run.
         header: The line of the journal that describes this program, without `kind` and `format`.
+        is_continued: Function that returns True if the journal in the folder has the earlier steps of this run.
+            Otherwise, it is of another run, and replaced.
 
     Raises:
         OSError: A link leads out of the folder.
     """
 
-    def __init__(self, folder: Path, header: Line) -> None:
-        self._folder, self._header = folder / FOLDER, header
-        for name in (LINES_FILE, STEPS_FILE):
+    def __init__(
+        self, folder: Path, header: Mapping[str, Any], is_continued: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._folder, self._header, self._is_continued = folder / FOLDER, header, is_continued
+        for name in (LINES_FILE, STEPS_FILE, CHECKS_FILE):
             inside(folder, f"{FOLDER}/{name}")
         self._has_begun = False
 
-    def begin_leg(self, entry: Line) -> None:
+    def begin_leg(self, entry: Mapping[str, Any]) -> None:
         """Record that a group of workers starts to train after a step, and remove earlier records of later steps.
 
         Args:
@@ -90,16 +81,13 @@ class JournalWriter:
         """
         after = int(entry["step"])
         self._folder.mkdir(parents=True, exist_ok=True)
-        lines, steps = self._folder / LINES_FILE, self._folder / STEPS_FILE
         if not self._has_begun:
-            if after == 0:  # a run that starts at step 0 replaces the journal of an earlier run in this folder
-                lines.unlink(missing_ok=True)
+            if after == 0 or not self._is_continued():
+                for name in (LINES_FILE, STEPS_FILE, CHECKS_FILE):
+                    (self._folder / name).unlink(missing_ok=True)
             self._append({"kind": RUN, "format": FORMAT, **self._header})
             self._has_begun = True
-        steps.touch()
-        if steps.stat().st_size > after * STEPS.itemsize:
-            with steps.open("r+b") as file:
-                file.truncate(after * STEPS.itemsize)
+        cut_steps(self._folder, after)
         self._append({"kind": LEG, **entry})
 
     def write_steps(self, numbers: np.ndarray[Any, np.dtype[Any]], records: Steps) -> None:
@@ -112,15 +100,7 @@ class JournalWriter:
         Raises:
             OSError: The file cannot be written.
         """
-        after = int(numbers[0]) - 1
-        block = np.zeros(int(numbers[-1]) - after, STEPS)  # a weight of 0 means that there is no step
-        with (self._folder / STEPS_FILE).open("r+b") as file:
-            file.seek(after * STEPS.itemsize)
-            earlier = _as_steps(file.read(block.nbytes))
-            block[: len(earlier)] = earlier
-            block[numbers - numbers[0]] = records
-            file.seek(after * STEPS.itemsize)
-            file.write(block.tobytes())
+        write_steps(self._folder, numbers, records)
 
     def note_checkpoint(self, location: str, step: int) -> None:
         """Record that a checkpoint was saved after a step. Do nothing before the first call to `begin_leg`.
@@ -146,7 +126,7 @@ class JournalWriter:
         if self._has_begun:
             self._append({"kind": GAP, "first_step": first, "last_step": last})
 
-    def _append(self, line: Line) -> None:
+    def _append(self, line: Mapping[str, Any]) -> None:
         with (self._folder / LINES_FILE).open("a+b") as file:
             file.seek(max(0, file.tell() - 1))
             if file.read() not in (b"", b"\n"):  # a full disk or a kill has cut off the last line, so remove its rest
@@ -165,8 +145,8 @@ class Journal:
         folder: The folder of the run.
         legs: The legs of the run, in the order of steps. A leg is a part of an epoch that one group of workers ran. If
             steps were repeated, only their last repetition is included.
-        checkpoints: Paths or URIs of checkpoints, by the step after which they were saved. Relative paths are
-            relative to the folder of the run.
+        checkpoints: Paths or URIs of checkpoints, by the step after which they were saved, as the run wrote them. They
+            may be anything. Use `raysgd.replay.checkpoints` to find the file.
         steps: Mean loss, gradient norm, and weight of the mean loss (such as the number of samples) by batch number, as
             a structured array. The weight is 0 for a batch that does not end a step.
 
@@ -176,6 +156,7 @@ class Journal:
     """
 
     def __init__(self, folder: str | Path) -> None:
+        check_local("run", folder, "Copy the folder of the run to this machine.")
         self.folder = Path(folder).expanduser()
         place = self.folder / FOLDER
         if not (place / LINES_FILE).is_file():
@@ -183,35 +164,34 @@ class Journal:
                 f"`{folder}` has no journal. `TorchTrainer.fit` keeps one if you pass `folder=...`, or if a callback "
                 "writes to the folder of the run; `TFTrainer` keeps none."
             )
-        self.steps = _read_steps(place / STEPS_FILE)
-        legs, self.checkpoints = list[tuple[int, Line, Line]](), dict[int, str]()
-        self._gap_ends = list[int]()  # numbers of steps at which a range of steps without records ends
-        run: Line = {}
+        for path in (place / name for name in (LINES_FILE, STEPS_FILE, CHECKS_FILE)):
+            if not is_inside(path, self.folder) or (path.exists() and not path.is_file()):
+                raise ValueError(f"`{path}` is a link out of the folder of the run, or no regular file.")
+        self.legs, self.checkpoints, self._gap_ends = _read_lines(place / LINES_FILE)
         try:
-            for line in _lines(place / LINES_FILE):
-                if line["kind"] == RUN:
-                    run = line
-                    _check_format(line)
-                elif line["kind"] == CHECKPOINT:
-                    self.checkpoints[int(line["step"])] = str(line["location"])
-                elif line["kind"] == GAP:
-                    self._gap_ends.append(int(line["last_step"]))
-                elif line["kind"] == LEG:
-                    after = int(line["step"])
-                    self._gap_ends = [end for end in self._gap_ends if end <= after]
-                    legs = [each for each in legs if each[0] < after]
-                    self.checkpoints = {step: at for step, at in self.checkpoints.items() if step <= after}
-                    legs.append((after, line, run))
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"`{place / LINES_FILE}` is damaged: {error!r}.") from error
-        ends = [*(after for after, _, _ in legs), len(self.steps)][1:]
-        self.legs = [Leg(*leg, until) for leg, until in zip(legs, ends, strict=True)]
+            self.steps = read_steps(place)
+        except FileNotFoundError:
+            if self.legs:
+                raise ValueError(
+                    f"`{place / STEPS_FILE}` is missing: it has the losses of the steps. Copy the whole folder of the "
+                    "run."
+                ) from None
+            self.steps = np.zeros(0, STEPS)
+        self._numbers = np.flatnonzero(self.steps["weight"]) + 1
+        if len(self._numbers) and (not self.legs or self._numbers[0] <= self.legs[0].after):
+            begin = f"begins after step {self.legs[0].after}" if self.legs else "is missing"
+            raise ValueError(
+                f"`{place}` is damaged: `{STEPS_FILE}` has step {self._numbers[0]}, and the line of the first leg in "
+                f"`{LINES_FILE}` {begin}."
+            )
+        ends = [*(leg.after for leg in self.legs), len(self.steps)][1:]
+        self.legs = [replace(leg, until=until) for leg, until in zip(self.legs, ends, strict=True)]
+        self._begins = [leg.after for leg in self.legs]
 
     @property
     def last_step(self) -> int:
         """Number of the last step, or 0 if the journal has no steps."""
-        taken = np.flatnonzero(self.steps["weight"])
-        return int(taken[-1]) + 1 if len(taken) else 0
+        return int(self._numbers[-1]) if len(self._numbers) else 0
 
     def step(self, number: int) -> StepRecord | None:
         """Return the record of a step, or None if the journal has no step with this number."""
@@ -222,7 +202,8 @@ class Journal:
 
     def numbers(self) -> list[int]:
         """Return the numbers of all steps in the journal, in ascending order."""
-        return [int(place) + 1 for place in np.flatnonzero(self.steps["weight"])]
+        numbers: list[int] = self._numbers.tolist()
+        return numbers
 
     def check_step(self, number: int) -> StepRecord:
         """Return the record of a step.
@@ -235,7 +216,7 @@ class Journal:
             return found
         numbers = self.numbers()
         if not numbers:
-            obstacle = next((each.entry["obstacle"] for each in self.legs if each.entry.get("obstacle")), None)
+            obstacle = next((leg.obstacle for leg in self.legs if leg.obstacle), None)
             raise ValueError(f"The journal has no steps{'' if obstacle is None else f': {obstacle}'}.")
         near = min(numbers, key=lambda each: (abs(each - number), each))
         raise ValueError(
@@ -245,40 +226,70 @@ class Journal:
 
     def leg_of(self, number: int) -> Leg:
         """Return the leg that contains a step. A leg is a part of an epoch that one group of workers ran."""
-        return next(each for each in reversed(self.legs) if each.after < number)
+        return self.legs[bisect_left(self._begins, number) - 1]
 
     def begin_of(self, number: int) -> int:
         """Return the number of the batch before the first batch of a step.
 
         With gradient accumulation, a step has several batches. Return 0 for the first step of the run.
         """
-        leg = self.leg_of(number)
-        taken = np.flatnonzero(self.steps["weight"][leg.after : number - 1])
-        begin = leg.after + (int(taken[-1]) + 1 if len(taken) else 0)
-        return max(begin, *(end for end in self._gap_ends if end < number), 0)
+        begins = (
+            self._begins[bisect_left(self._begins, number) - 1],
+            *self._numbers[: np.searchsorted(self._numbers, number)][-1:].tolist(),
+            *self._gap_ends[: bisect_left(self._gap_ends, number)][-1:],
+        )
+        return max(begins)
 
 
-def _read_steps(path: Path) -> Steps:
-    return _as_steps(path.read_bytes() if path.is_file() else b"")
+def _read_lines(path: Path) -> tuple[list[Leg], dict[int, str], list[int]]:
+    """Read all lines of a journal. A later leg replaces what earlier lines say about the steps after its beginning.
 
+    Returns:
+        The legs in the order of steps; the locations of the checkpoints by step; and the last steps of the ranges of
+        steps whose records may be missing, in ascending order.
 
-def _as_steps(content: bytes) -> Steps:
-    return np.frombuffer(content[: len(content) // STEPS.itemsize * STEPS.itemsize], STEPS)
-
-
-def _lines(path: Path) -> Iterator[Line]:
-    """Yield the lines of a journal. A line without a line break was not written completely, and is left out."""
-    for number, text in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+    Raises:
+        ValueError: A line is damaged.
+    """
+    run: RunLine | None = None
+    lines = list[Leg | CheckpointLine | GapLine]()
+    for number, entries in _objects_in(path):
+        if isinstance(entries, dict) and entries.get("kind") == RUN and entries.get("format") != FORMAT:
+            raise ValueError(
+                f"`{path}` has format {printable(repr(entries.get('format')))}, and this version of raysgd reads "
+                f"format {FORMAT}: use the version that wrote it, {printable(str(entries.get('raysgd')))}."
+            )
         try:
-            line = json.loads(text)
+            line = read_line(entries, run)
+        except ValueError as error:
+            raise ValueError(f"line {number} of `{path}` is damaged: {error}.") from error
+        if isinstance(line, RunLine):
+            run = line
+        else:
+            lines.append(line)
+    if run is None:
+        raise ValueError(f"`{path}` is damaged: no line describes the program of the run.")
+    legs, checkpoints, gap_ends, begin = list[Leg](), dict[int, str](), list[int](), float("inf")
+    for line in reversed(lines):
+        if isinstance(line, CheckpointLine):
+            if line.step <= begin:
+                checkpoints.setdefault(line.step, line.location)
+        elif isinstance(line, GapLine):
+            if line.last_step <= begin:
+                gap_ends.append(line.last_step)
+        elif line.after < begin:
+            legs.append(line)
+            begin = line.after
+    return legs[::-1], dict(sorted(checkpoints.items())), sorted(gap_ends)
+
+
+def _objects_in(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the lines of a journal with their numbers. A line without a line break was cut off, and is left out."""
+    if path.stat().st_size > _MOST_BYTES:
+        raise ValueError(f"`{path}` is damaged: it has more than {_MOST_BYTES} bytes.")
+    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            entries = json.loads(text.decode("utf-8"))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"line {number} of `{path}` is damaged: {error}.") from error
-        yield line
-
-
-def _check_format(line: Line) -> None:
-    if line["format"] != FORMAT:
-        raise ValueError(
-            f"The journal has format {line['format']}, and this version of raysgd reads format {FORMAT}: use the "
-            f"version that wrote it, {line.get('raysgd')}."
-        )
+        yield number, entries

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from raysgd._version import __version__
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.transfers import ask_all
 from raysgd.core.text.secrets import masked
-from raysgd.journal.journal import NO_LOSS, NO_NORM, STEPS, JournalWriter, Line, Steps
+from raysgd.journal.journal import Journal, JournalWriter
 from raysgd.journal.recorder import (
     Attempt,
     Column,
@@ -27,6 +27,7 @@ from raysgd.journal.recorder import (
     exact_sum,
     reports_after,
 )
+from raysgd.journal.steps import NO_LOSS, NO_NORM, STEPS, Steps
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class StepBook:
         self._changed: set[Attempt] = set()
         self.last_step = 0
 
-    def begin(self, report: LegReport) -> Line | None:
+    def begin(self, report: LegReport) -> Mapping[str, Any] | None:
         """Record the start of a leg, and return its line for the journal.
 
         Do nothing and return None if the leg is outdated or was reported before.
@@ -155,16 +156,22 @@ class JournalKeeper:
         folder: Function that returns the folder of the run.
         controller: Controller of the workers.
         header: Function that returns the line of the journal that describes this program, as `header_of` does.
+        is_of_trainer: Function that returns True if this trainer has written the journal in the folder of the run.
 
     Attributes:
         recorder: The worker callback that records the steps in each worker.
     """
 
     def __init__(
-        self, folder: Callable[[], Path], controller: ElasticController, header: Callable[[], dict[str, Any]]
+        self,
+        folder: Callable[[], Path],
+        controller: ElasticController,
+        header: Callable[[], dict[str, Any]],
+        is_of_trainer: Callable[[], bool] = lambda: False,
     ) -> None:
         self.recorder = StepRecorder()
         self._folder, self._controller, self._header = folder, controller, header
+        self._is_of_trainer = is_of_trainer
         self._writer: JournalWriter | None = None
         self._book, self._received = StepBook(), dict[str, int]()
         self._fetched_at, self._is_off, self._gap_end = 0.0, False, 0
@@ -242,8 +249,34 @@ class JournalKeeper:
 
     def _open_writer(self) -> JournalWriter:
         if self._writer is None:
-            self._writer = JournalWriter(self._folder(), self._header())
+            self._writer = JournalWriter(self._folder(), self._header(), self._is_continued)
         return self._writer
+
+    def _is_continued(self) -> bool:
+        """Return True if the run continues the run of the journal in its folder.
+
+        This is so if this trainer has written the journal, or if the last file that the trainer saved or loaded is in
+        the folder of the run, or beside a checkpoint that the journal lists.
+        """
+        if self._is_of_trainer():
+            return True
+        try:
+            journal = Journal(self._folder())
+        except FileNotFoundError:
+            return True
+        except ValueError:  # damaged: the user may want to look at it
+            return True
+        last_file = self._controller.snapshots.last_file
+        at = None if last_file is None else self._relative(last_file)
+        if at is not None:
+            is_inside = "://" not in at and not Path(at).is_absolute()
+            if is_inside or _folder_of(at) in map(_folder_of, journal.checkpoints.values()):
+                return True
+        reason = "the trainer has trained elsewhere before"
+        if last_file is not None:
+            reason = f"{last_file} is neither in that folder nor beside a checkpoint that the journal lists"
+        logger.warning("the journal in %s is of another run, so this run replaces it: %s", self._folder(), reason)
+        return False
 
     @property
     def last_step(self) -> int:
@@ -269,13 +302,17 @@ class JournalKeeper:
     def _relative(self, location: str) -> str:
         """Return a location to write to the journal. It stays valid if the user moves the folder of the run.
 
-        A path inside the folder of the run is returned relative to this folder. Any other path or URI is returned as it
-        is, but without secrets.
+        A path inside the folder of the run is returned relative to this folder. Any other path is returned as an
+        absolute path, and a URI without secrets.
         """
-        try:
-            return str(Path(location).expanduser().absolute().relative_to(self._folder()))
-        except ValueError:
+        if "://" in location:
             return masked(location)
+        path = Path(location).expanduser().absolute()
+        return str(path.relative_to(self._folder())) if path.is_relative_to(self._folder()) else masked(str(path))
+
+
+def _folder_of(location: str) -> str:
+    return location.rpartition("/")[0]
 
 
 def header_of(settings: Any) -> dict[str, Any]:
@@ -290,7 +327,7 @@ def header_of(settings: Any) -> dict[str, Any]:
     shown = masked(given)
     kept = {str(name) for name, value in given.items() if _is_plain(value) and shown.get(name) == value}
     options = {
-        each.name: dataclasses.asdict(cast("Any", value)) if dataclasses.is_dataclass(value) else value
+        each.name: _plain_entries(dataclasses.asdict(cast("Any", value))) if dataclasses.is_dataclass(value) else value
         for each in dataclasses.fields(settings)
         if each.name not in _NOT_OPTIONS
         for value in [getattr(settings, each.name)]
@@ -301,8 +338,12 @@ def header_of(settings: Any) -> dict[str, Any]:
         "operator": f"{operator_cls.__module__}:{operator_cls.__qualname__}",
         "config": {name: value for name, value in given.items() if name in kept},
         "config_left_out": sorted(masked(str(name)) for name in given if str(name) not in kept),
-        "options": {name: value for name, value in options.items() if _is_plain(value) and masked(value) == value},
+        "options": _plain_entries(options),
     }
+
+
+def _plain_entries(entries: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entries.items() if _is_plain(value) and masked(value) == value}
 
 
 def _is_plain(value: Any) -> bool:

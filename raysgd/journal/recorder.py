@@ -18,7 +18,7 @@ import numpy as np
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.core.numbers.meters import PendingMetric
 from raysgd.core.numbers.metric_meters import PLAIN_NUMBERS, NumberMeter, ToFloats
-from raysgd.journal.journal import NO_NORM
+from raysgd.journal.steps import NO_NORM
 
 _MOST_WAITING = 100_000
 TRAIN_LOSS = "train_loss"

@@ -14,21 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from raysgd.journal.journal import Journal, Leg
+from raysgd.journal.entries import TRAINER_ARGUMENTS, Leg, RunOptions
+from raysgd.journal.journal import Journal
 from raysgd.torch.torch_trainer import TorchTrainer
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.configuration.batch_options import BatchOptions
 
 _FORM = "write `--program train.py:MyOperator`, a file or module and the operator class in it"
-_STEP_OPTIONS = (
-    "accumulate_grad_batches",
-    "clip_grad_norm",
-    "clip_grad_value",
-    "sync_batchnorm",
-    "compile",
-    "activation_checkpointing",
-)
-_OPTIONS = ("seed", "add_dist_sampler", "scheduler_step_freq", "use_fp16", "precision")
 
 
 def load_class(program: str | type[TrainingOperator]) -> type[TrainingOperator]:
@@ -88,11 +80,24 @@ class Program:
         operator: The operator class, or its location, such as "train.py:MyOperator".
         config: Entries that are added to the config in the journal, or replace entries of this config. The journal
             lacks objects and secrets.
+        options: Arguments of the trainer, which replace those in the journal. The journal lacks those that can name
+            code.
+
+    Raises:
+        ValueError: There is no such operator class, or an option cannot be passed again.
     """
 
-    def __init__(self, operator: str | type[TrainingOperator], config: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        operator: str | type[TrainingOperator],
+        config: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         self.operator_cls = load_class(operator)
-        self._config = dict(config or {})
+        self._config, self._options = dict(config or {}), dict(options or {})
+        unknown = [name for name in self._options if name not in TRAINER_ARGUMENTS]
+        if unknown:
+            raise ValueError(f"`options` has {unknown[0]!r}: allowed are {', '.join(TRAINER_ARGUMENTS)}.")
 
     @contextmanager
     def trainer(self, journal: Journal, leg: Leg, **others: Any) -> Iterator[TorchTrainer]:
@@ -106,21 +111,34 @@ class Program:
         Raises:
             ValueError: A single process cannot repeat the steps of this run, or an entry of the config is missing.
         """
-        batch_options = batch_options_for(leg)
-        cls = type("TorchTrainer", (_Trainer,), {"_batch_options": batch_options})
-        options = leg.run["options"]
-        given = {name: options[name] for name in _OPTIONS}
-        given |= {name: options["step_options"][name] for name in _STEP_OPTIONS}
-        given |= {
+        given = {**self.arguments_for(leg), **others}
+        cls = type("TorchTrainer", (_Trainer,), {"_batch_options": batch_options_for(leg)})
+        with cls(training_operator_cls=self.operator_cls, use_local=True, **given) as trainer:
+            yield trainer
+
+    def arguments_for(self, leg: Leg) -> dict[str, Any]:
+        """Return the arguments of a trainer in this process that can repeat the steps of a part of an epoch.
+
+        Raises:
+            ValueError: A single process cannot repeat these steps, or an entry of the config is missing.
+        """
+        batch_options, options = batch_options_for(leg), leg.run.options
+        missing = [name for name in options.left_out if name not in self._options]
+        if missing:
+            raise ValueError(
+                f"the journal does not hold {', '.join(f'`{name}`' for name in missing)} of the trainer, or it could "
+                "name code: pass what the run had with `--options file.json`, or with "
+                f"`options={{'{missing[0]}': ...}}` in Python."
+            )
+        return {
+            **{name: getattr(options, name) for name in TRAINER_ARGUMENTS},
+            **self._options,
             "split_batches": batch_options.split_batches,
             "micro_batch_size": batch_options.micro_batch_size,
             "deterministic": batch_options.deterministic,
-            "use_gpu": "auto" if options["use_gpu"] else False,
+            "use_gpu": "auto" if options.use_gpu else False,
             "config": self.config_of(leg),
-            **others,
         }
-        with cls(training_operator_cls=self.operator_cls, use_local=True, **given) as trainer:
-            yield trainer
 
     def config_of(self, leg: Leg) -> dict[str, Any]:
         """Return the config of the run: the entries in the journal, and the entries that the user passed.
@@ -131,8 +149,8 @@ class Program:
             ValueError: An entry of the config is missing in the journal, because it is an object or a secret, and the
                 user did not pass it.
         """
-        config = {**leg.run["config"], **self._config}
-        missing = [name for name in leg.run["config_left_out"] if name not in config]
+        config = {**leg.run.config, **self._config}
+        missing = [name for name in leg.run.config_left_out if name not in config]
         if missing:
             raise ValueError(
                 f"the journal does not hold the entries {', '.join(map(repr, missing))} of the config, which are "
@@ -150,26 +168,27 @@ def batch_options_for(leg: Leg) -> BatchOptions:
     Raises:
         ValueError: One process cannot compute the same steps.
     """
-    options, num_workers = leg.run["options"], leg.entry["num_workers"]
+    options, num_workers = leg.run.options, leg.num_workers
     _refuse(options)
-    batch_options = BatchOptions(**options["batch_options"])
+    batch_options = BatchOptions(
+        options.split_batches, options.micro_batch_size, options.deterministic, options.num_shards
+    )
     if batch_options.is_global or num_workers == 1:
         return replace(batch_options, num_shards=batch_options.num_shards if batch_options.deterministic else 1)
     # Each worker had its own batch. The single process treats these batches as the shards of one global batch.
-    window = options["step_options"]["accumulate_grad_batches"]
-    if window > 1:
+    if leg.window > 1:
         raise ValueError(
-            f"the run had {num_workers} workers with `accumulate_grad_batches={window}` and without "
+            f"the run had {num_workers} workers with `accumulate_grad_batches={leg.window}` and without "
             "`split_batches=True`, with which one process could take these steps."
         )
     return BatchOptions(deterministic=True, num_shards=num_workers)
 
 
-def _refuse(options: Mapping[str, Any]) -> None:
+def _refuse(options: RunOptions) -> None:
     for applies, what in (
-        (options["strategy"] != "ddp", f'`strategy="{options["strategy"]}"`'),
-        (options["use_horovod"], '`backend="horovod"`'),
-        (options["precision"] == "apex" or options["use_fp16"] == "apex", "Apex"),
+        (options.strategy != "ddp", f'`strategy="{options.strategy}"`'),
+        (options.use_horovod, '`backend="horovod"`'),
+        (options.precision == "apex" or options.use_fp16 == "apex", "Apex"),
     ):
         if applies:
             raise ValueError(f"a run with {what} cannot be replayed, because one process does not take its steps.")

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from raysgd.core.history.history import History
+from raysgd.core.text.printable import printable
+from raysgd.core.text.secrets import masked
 from raysgd.journal import jumps
 from raysgd.journal.journal import Journal, StepRecord
 from raysgd.journal.jumps import Jump
@@ -69,11 +71,14 @@ class Why:
         if self.samples is None:
             lines.append(f"samples: {self.obstacle}")
         for rank, own in enumerate(self.samples or ()):
-            lines.append(f"rank {rank}: {', '.join(map(str, own)) if own else 'no sample'}")
+            lines.append(f"rank {rank}: {', '.join(printable(str(each), None) for each in own) or 'no sample'}")
         if self.losses is not None:
-            weights = self.checkpoint or "`setup`, because no checkpoint before the step is left"
-            lines += ["", f"loss of each sample by itself, with the weights of {weights}:", ""]
-            rows = [[f"{each.loss:.6g}", str(each.sample), str(each.rank)] for each in self.losses[:_MOST_SAMPLES]]
+            weights = masked(self.checkpoint or "`setup`, because no checkpoint before the step is left")
+            lines += ["", f"loss of each sample by itself, with the weights of {printable(weights, None)}:", ""]
+            rows = [
+                [f"{each.loss:.6g}", printable(str(each.sample), None), str(each.rank)]
+                for each in self.losses[:_MOST_SAMPLES]
+            ]
             lines += _table(["loss", "sample", "rank"], rows)
             if len(self.losses) > _MOST_SAMPLES:
                 lines.append(f"  ({len(self.losses) - _MOST_SAMPLES} more are lower)")
@@ -117,6 +122,8 @@ def why(
     program: Any = None,
     recompute: bool = False,
     config: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    checkpoints: str | os.PathLike[str] | None = None,
 ) -> Why:
     """Look up a step of a run: its loss, the losses of neighboring steps, and the samples of each rank.
 
@@ -128,6 +135,8 @@ def why(
         recompute: Whether to compute the loss of each sample by itself, in evaluation mode, with the weights of the
             nearest checkpoint before the step. If there is none, the initial weights from `setup` are used.
         config: Entries of the config that are missing in the journal: objects and secrets.
+        options: Arguments of the trainer that are missing in the journal, such as a dict for `compile`.
+        checkpoints: Path or URI of the folder with the checkpoints, if they are not in the folder of the run.
 
     Raises:
         FileNotFoundError: The run has no journal.
@@ -141,7 +150,7 @@ def why(
     if recompute and program is None:
         raise ValueError("`recompute` needs the program of the run: pass `--program train.py:MyOperator`.")
     if recompute:
-        found, of_step, checkpoint = recomputed(journal, step, Program(program, config))
+        found, of_step, checkpoint = recomputed(journal, step, Program(program, config, options), checkpoints)
         losses, samples = tuple(found), of_step.by_rank
     else:
         try:
@@ -149,13 +158,13 @@ def why(
         except NeedsProgramError as error:
             obstacle = str(error)
             if program is not None:
-                with Program(program, config).trainer(journal, leg) as trainer:
+                with Program(program, config, options).trainer(journal, leg) as trainer:
                     samples = samples_of(journal, step, data_of(trainer)).by_rank
                 obstacle = None
         except ValueError as error:
             obstacle = str(error)
     around = tuple(_around(journal, step))
-    return Why(record, around, leg.epoch, leg.entry["num_workers"], samples, obstacle, losses, checkpoint)
+    return Why(record, around, leg.epoch, leg.num_workers, samples, obstacle, losses, checkpoint)
 
 
 def find_jumps(run: str | os.PathLike[str] | History) -> JumpsFound:

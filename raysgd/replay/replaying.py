@@ -9,21 +9,25 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
+from itertools import groupby
 from typing import Any
 
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.core.history.history import History
-from raysgd.journal.journal import Journal, Leg
+from raysgd.core.text.printable import printable
+from raysgd.core.text.secrets import masked
+from raysgd.journal.entries import Leg
+from raysgd.journal.journal import Journal, StepRecord
+from raysgd.replay.checkpoints import nearest_checkpoint
+from raysgd.replay.comparing import Comparison, compare, options_of, records_of, rounding_of, sizes_of
 from raysgd.replay.program import Program, batch_options_for
 from raysgd.replay.questions import journal_of
-from raysgd.replay.sample_losses import data_of, nearest_checkpoint, whole_batch
+from raysgd.replay.sample_losses import data_of, whole_batch
 from raysgd.replay.samples import samples_of
 from raysgd.torch.objects import rng
 from raysgd.torch.torch_trainer import TorchTrainer
 
-TOLERANCE = 1e-3
-"""Largest relative difference between two losses that rounding can explain, without `deterministic=True`."""
 _SAME_DATA = ("kind", "order", "seed", "num_samples", "batch_size", "drop_last", "stream")
 
 
@@ -35,49 +39,71 @@ class Replayed:
         step: The last step that was replayed.
         begin: The step after which the replay started.
         checkpoint: The checkpoint from which the replay started, or None if it started at the beginning of the run.
-        is_exact: True if the loss and the gradient norm of each compared step are bitwise equal to the values in the
-            journal.
-        difference: Largest relative difference between the loss of a step and the loss in the journal.
-        first_different: The first step whose loss or norm is not bitwise equal, or None if all are equal.
-        tolerance: Largest relative difference that rounding can explain. 0 with `deterministic=True`.
-        incomplete: Steps that were not compared, because a worker of the run was lost before the driver had this
-            worker's part of the loss.
+        comparison: How the losses and norms of the steps differ from those in the journal, as a `Comparison`.
+        records: The losses and norms of the replay, in the order of steps.
         state: The training state after the last step, as `trainer.state_dict()` returns it.
     """
 
     step: int
     begin: int
     checkpoint: str | None
-    is_exact: bool
-    difference: float
-    first_different: int | None
-    tolerance: float
-    incomplete: tuple[int, ...]
+    comparison: Comparison
+    records: tuple[StepRecord, ...]
     state: Mapping[str, Any]
 
     @property
+    def is_exact(self) -> bool:
+        """True if the loss and the gradient norm of each compared step have the bits that the run had."""
+        return self.comparison.bits_at is None
+
+    @property
     def is_same(self) -> bool:
-        """True if losses and norms are bitwise equal or, with a tolerance, if the losses differ by at most that."""
-        return self.is_exact or (self.tolerance > 0 and self.difference <= self.tolerance)
+        """True if no loss or norm differs more than rounding explains, with `deterministic=True` in no bit."""
+        return self.comparison.step is None
+
+    @property
+    def first_different(self) -> int | None:
+        """The first step whose loss or norm differs more than rounding explains, or None."""
+        return self.comparison.step
+
+    @property
+    def difference(self) -> float:
+        """Largest difference between the loss of a step and the loss in the journal, relative to the loss."""
+        return self.comparison.largest
+
+    @property
+    def incomplete(self) -> tuple[int, ...]:
+        """Steps that were not compared, because the mean loss of the run has another weight.
+
+        This is so if a worker was lost before the driver had this worker's part of the loss.
+        """
+        return self.comparison.incomplete
 
     def __str__(self) -> str:
         """Return a description of the result as text."""
-        begin = f"from {self.checkpoint}" if self.checkpoint else "from the beginning of the run"
+        found = self.comparison
+        begin = (
+            f"from {printable(masked(self.checkpoint), None)}" if self.checkpoint else "from the beginning of the run"
+        )
         lines = [f"replayed steps {self.begin + 1} to {self.step}, {begin}"]
+        largest = f"the largest difference of a loss is {found.largest:.2g} of it"
         if self.is_exact:
             lines.append("each loss has the bits that the run had")
-        elif self.is_same:
-            lines.append(
-                f"the largest difference of a loss is {self.difference:.2g} of it, which rounding explains (up to "
-                f"{self.tolerance:g}); `deterministic=True` keeps the bits"
-            )
+        elif found.values is None:
+            lines.append(f"{largest}, {found.cause}; `deterministic=True` keeps the bits")
         else:
+            limit = "" if found.rounding is None else " more than rounding explains"
             lines.append(
-                f"the replay is not the run: step {self.first_different} is the first that differs, and the largest "
-                f"difference of a loss is {self.difference:.2g} of it (allowed: {self.tolerance:g})"
+                f"the replay is not the run: step {found.step} is the first that differs{limit}, with a {found.what} "
+                f"of {found.values[0]:.6g} in the run and {found.values[1]:.6g} in the replay; {largest}"
             )
+            if found.bits_at != found.step:
+                lines.append(f"rounding explains the other bits from step {found.bits_at} on")
+            if found.rounding is not None:
+                lines.append("dropout and batch norms of several workers are repeated only with `deterministic=True`")
         if self.incomplete:
-            lines.append(f"not compared, because a lost worker had a part: {', '.join(map(str, self.incomplete))}")
+            steps = ", ".join(map(str, self.incomplete))
+            lines.append(f"not compared, because the mean of the run has another weight: {steps}")
         return "\n".join(lines)
 
 
@@ -89,13 +115,18 @@ class _ReachedStep(BaseException):
 
 
 class _StopAfter(Callback):
-    """Callback that ends the replay after a given step, and stores the training state after this step."""
+    """Callback that ends the replay after a given step, and saves the training state after this step.
+
+    Args:
+        step: Number of the step.
+        file: Where to save the state for the trainer that continues. None to keep it in `state`.
+    """
 
     _pauses = True
 
-    def __init__(self, step: int) -> None:
-        self._step = step
-        self.state: Mapping[str, Any] | None = None
+    def __init__(self, step: int, file: str | None) -> None:
+        self._step, self._file = step, file
+        self.state: Mapping[str, Any] = {}
 
     def _pause_at(self, global_step: int) -> int | None:
         return self._step if global_step < self._step else None
@@ -103,7 +134,10 @@ class _StopAfter(Callback):
     def _on_pause(self, run: Run, global_step: int) -> None:
         if global_step >= self._step:
             assert run.trainer is not None, "class-based trainers call it"
-            self.state = run.trainer.state_dict()
+            if self._file is None:
+                self.state = run.trainer.state_dict()
+            else:
+                run.save(self._file)
             raise _ReachedStep
 
 
@@ -157,6 +191,8 @@ def replay(
     *,
     program: Any,
     config: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    checkpoints: str | os.PathLike[str] | None = None,
     debug: bool = False,
     worker_callbacks: tuple[WorkerCallback, ...] = (),
     begin: int | None = None,
@@ -168,10 +204,13 @@ def replay(
         step: Number of the last step to replay, from 1.
         program: The operator class of the run, or its location, such as "train.py:MyOperator".
         config: Entries of the config that are missing in the journal: objects and secrets.
+        options: Arguments of the trainer that are missing in the journal, such as a dict for `compile`.
+        checkpoints: Path or URI of the folder with the checkpoints, if they are not in the folder of the run.
         debug: Whether to stop in the debugger `pdb` before `train_batch` of the step.
         worker_callbacks: Worker callbacks that are called around each step of the replay.
-        begin: Start from the newest checkpoint that was saved at or before this step. Default: start from the newest
-            checkpoint from before `step`. If there is no such checkpoint, start at the beginning of the run.
+        begin: Start from the newest checkpoint in the folder of the run that was saved at or before this step. Default:
+            start from the newest checkpoint from before `step`. If there is no such checkpoint, start at the beginning
+            of the run.
 
     Returns:
         The comparison with the journal, and the training state after the step.
@@ -183,62 +222,68 @@ def replay(
     """
     journal = journal_of(run)
     journal.check_step(step)
-    checkpoint = nearest_checkpoint(journal, step if begin is None else begin + 1)
+    checkpoint = nearest_checkpoint(
+        journal, step if begin is None else begin + 1, checkpoints, only_inside=begin is not None
+    )
     start = 0 if checkpoint is None else checkpoint[0]
     legs = [each for each in journal.legs if each.until > start and each.after < step]
-    _check_legs(journal, legs, checkpoint)
-    last, chosen = legs[-1], Program(program, config)
-    with chosen.trainer(journal, legs[0]) as trainer, tempfile.TemporaryDirectory(prefix="raysgd-") as temporary:
-        stopping = _StopAfter(step)
-        callbacks: list[Any] = [stopping, *worker_callbacks]
-        if debug:
-            samples = samples_of(journal, step, data_of(trainer))
-            load = lambda: whole_batch(data_of(trainer), samples)  # noqa: E731
-            callbacks.append(_Debugging(journal.begin_of(step), step, load))
-        _train(trainer, last, checkpoint, temporary, callbacks)
-        assert stopping.state is not None, "the run reached the step"
-        return _compared(journal, Journal(temporary), start, step, checkpoint, stopping.state)
+    _check_legs(legs, checkpoint)
+    chosen, file = Program(program, config, options), None if checkpoint is None else checkpoint[1]
+    # If options change in a run, such as the global batch after the loss of a worker, another trainer continues.
+    parts = [list(part) for _, part in groupby(legs, lambda leg: (batch_options_for(leg), chosen.arguments_for(leg)))]
+    with tempfile.TemporaryDirectory(prefix="raysgd-") as temporary:
+        for number, part in enumerate(parts, start=1):
+            is_last = number == len(parts)
+            until, begin_of_next = (step, None) if is_last else (part[-1].until, f"{temporary}/{number}.ckpt")
+            stopping = _StopAfter(until, begin_of_next)
+            callbacks: list[Any] = [stopping, *worker_callbacks]
+            with chosen.trainer(journal, part[0]) as trainer:
+                if debug and is_last:
+                    samples = samples_of(journal, step, data_of(trainer))
+                    load = lambda: whole_batch(data_of(trainer), samples)  # noqa: B023, E731
+                    callbacks.append(_Debugging(journal.begin_of(step), step, load))
+                _train(trainer, part[-1], until, file, temporary, callbacks)
+            file = begin_of_next
+        return _compared(journal, Journal(temporary), legs, start, step, checkpoint, stopping.state)
 
 
-def _train(
-    trainer: TorchTrainer, leg: Leg, checkpoint: tuple[int, str] | None, folder: str, callbacks: list[Any]
-) -> None:
-    options: dict[str, Any] = {"validation_freq": leg.run["validation_freq"], "log_every_n_steps": 0}
-    if checkpoint is not None:
-        options["resume_from"] = checkpoint[1]
+def _train(trainer: TorchTrainer, leg: Leg, until: int, file: str | None, folder: str, callbacks: list[Any]) -> None:
+    """Train from a checkpoint, or from the beginning, until `_StopAfter` ends the replay after the step `until`."""
+    epochs = leg.run.epochs
     try:
-        trainer.fit(leg.run["epochs"], folder=folder, callbacks=callbacks, progress=False, **options)
+        trainer.fit(
+            epochs,
+            folder=folder,
+            callbacks=callbacks,
+            progress=False,
+            resume_from=file,
+            validation_freq=leg.run.validation_freq,
+            log_every_n_steps=0,
+            max_steps=until if epochs is None else None,
+        )
     except _ReachedStep:
         return
     raise ValueError("the program ended its run before the step: it is not the program of the run.")
 
 
-def _check_legs(journal: Journal, legs: list[Leg], checkpoint: tuple[int, str] | None) -> None:
+def _check_legs(legs: list[Leg], checkpoint: tuple[int, str] | None) -> None:
     """Check that one process can repeat the steps in all of these parts of epochs.
 
     Args:
-        journal: The journal of the run.
         legs: The parts of epochs to repeat. Each part was run by one group of workers.
         checkpoint: Step and location of the checkpoint from which to start, or None to start at the beginning.
 
     Raises:
         ValueError: One process cannot repeat some steps. The message gives the reason.
     """
-    first = legs[0]
     for leg in legs:
-        if leg.entry["is_of_call"] or leg.run["has_dataset"]:
+        if leg.is_of_call or leg.run.has_dataset:
             raise ValueError("the run trained on the `dataset` of `fit`, which is not part of the program.")
-        if leg.entry["obstacle"] is not None:
-            raise ValueError(f"the run cannot be replayed: {leg.entry['obstacle']}.")
-        if batch_options_for(leg) != batch_options_for(first):
-            raise ValueError(
-                f"the run went from {first.entry['num_workers']} to {leg.entry['num_workers']} workers after step "
-                f"{leg.after}, which changed its global batch: replay a step before that, or after a checkpoint that "
-                "follows. With `split_batches=True` the global batch stays."
-            )
-    if checkpoint is None and first.after > 0:
+        if leg.obstacle is not None:
+            raise ValueError(f"the run cannot be replayed: {leg.obstacle}.")
+    if checkpoint is None and legs[0].after > 0:
         raise ValueError(
-            f"the journal begins after step {first.after}, and no checkpoint before the step is left. "
+            f"the journal begins after step {legs[0].after}, and no checkpoint before the step is left. "
             "`Checkpointing(keep_last=None)` keeps all."
         )
 
@@ -246,6 +291,7 @@ def _check_legs(journal: Journal, legs: list[Leg], checkpoint: tuple[int, str] |
 def _compared(
     journal: Journal,
     replayed: Journal,
+    legs: list[Leg],
     begin: int,
     step: int,
     checkpoint: tuple[int, str] | None,
@@ -258,6 +304,7 @@ def _compared(
     Args:
         journal: The journal of the run.
         replayed: The journal of the replay.
+        legs: The parts of epochs that were repeated.
         begin: The step after which the replay started.
         step: The last step of the replay.
         checkpoint: Step and location of the checkpoint from which the replay started, or None.
@@ -267,38 +314,23 @@ def _compared(
         ValueError: The replay trained on different data, or did not take one of the steps.
     """
     numbers = [number for number in journal.numbers() if begin < number <= step]
-    is_deterministic = journal.leg_of(step).run["options"]["batch_options"]["deterministic"]
-    difference, first, incomplete = 0.0, None, list[int]()
     for number in numbers:
         _check_data(journal, replayed, number)
-        then, now = journal.check_step(number), replayed.step(number)
-        if now is None:
+        if replayed.step(number) is None:
             raise ValueError(f"the replay took no step {number}: the program is not that of the run.")
-        if then.weight != now.weight:
-            incomplete.append(number)
-            continue
-        norms_differ = then.norm is not None and now.norm is not None and then.norm != now.norm
-        if _bits(then.loss) == _bits(now.loss) and not norms_differ:
-            continue
-        first = number if first is None else first
-        gap = abs(then.loss - now.loss) / max(abs(then.loss), 1e-12)
-        difference = max(difference, gap if gap == gap else float("inf"))
+    rounding = rounding_of(legs, are_exact=all(options_of(leg).deterministic for leg in legs))
+    then, now = (records_of(each, numbers) for each in (journal, replayed))
+    comparison = compare(then, now, rounding, sizes_of(journal))
     place = None if checkpoint is None else checkpoint[1]
-    tolerance = 0.0 if is_deterministic else TOLERANCE
-    return Replayed(step, begin, place, first is None, difference, first, tolerance, tuple(incomplete), state)
+    return Replayed(step, begin, place, comparison, tuple(now), state)
 
 
 def _check_data(journal: Journal, replayed: Journal, number: int) -> None:
     then, now = journal.leg_of(number), replayed.leg_of(number)
     for name in _SAME_DATA:
-        before, after = then.entry["data"].get(name), now.entry["data"].get(name)
-        if before != after and not (name == "batch_size" and then.entry["data"].get("rule") is None):
-            advice = " Pass the `seed` of the run to its trainer." if name == "seed" else ""
+        before, after = getattr(then.data, name, None), getattr(now.data, name, None)
+        if before != after and not (name == "batch_size" and getattr(then.data, "rule", None) is None):
             raise ValueError(
-                f"the replay trains on other data than the run: {name} {after!r} instead of {before!r}.{advice} "
+                f"the replay trains on other data than the run: {name} {after!r} instead of {before!r}. "
                 "The file of a checkpoint holds the seed; without one, the run needs `seed=` to be repeated."
             )
-
-
-def _bits(loss: float) -> str:
-    return "nan" if loss != loss else loss.hex()

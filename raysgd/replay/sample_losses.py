@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from raysgd.journal.journal import Journal
+from raysgd.replay.checkpoints import nearest_checkpoint
 from raysgd.replay.program import Program
 from raysgd.replay.samples import StepSamples, samples_of
 from raysgd.streams.source import StreamData
@@ -35,37 +36,22 @@ class SampleLoss:
     loss: float
 
 
-def nearest_checkpoint(journal: Journal, step: int, *, may_be_at: bool = False) -> tuple[int, str] | None:
-    """Return the newest checkpoint from before a step: the step after which it was saved, and its path or URI.
-
-    Skip checkpoints whose local files were deleted. Return None if there is no such checkpoint.
-
-    Args:
-        journal: The journal of the run.
-        step: Number of the step.
-        may_be_at: Whether to also accept a checkpoint that was saved right after the step.
-    """
-    for at in sorted(journal.checkpoints, reverse=True):
-        place = journal.checkpoints[at]
-        path = place if "://" in place else str(journal.folder / place)
-        if (at < step or (may_be_at and at == step)) and ("://" in place or Path(path).exists()):
-            return at, path
-    return None
-
-
 def data_of(trainer: TorchTrainer) -> Any:
     """Return the training data that a trainer's operator has registered. The trainer must train in this process."""
     operator: TrainingOperator = trainer.get_local_operator()
     return operator._raysgd.data.train
 
 
-def recomputed(journal: Journal, step: int, program: Program) -> tuple[list[SampleLoss], StepSamples, str | None]:
+def recomputed(
+    journal: Journal, step: int, program: Program, checkpoints: str | os.PathLike[str] | None = None
+) -> tuple[list[SampleLoss], StepSamples, str | None]:
     """Compute the loss of each sample of a step by itself, in evaluation mode.
 
     Args:
         journal: The journal of the run.
         step: Number of the step.
         program: The operator class and the config of the run.
+        checkpoints: Path or URI of the folder with the checkpoints, if they are not in the folder of the run.
 
     Returns:
         The losses, NaN first and then in descending order; the samples of each rank; and the path or URI of the
@@ -75,7 +61,7 @@ def recomputed(journal: Journal, step: int, program: Program) -> tuple[list[Samp
         ValueError: The samples cannot be determined, one process cannot repeat the steps of this run, or the loss of a
             single sample cannot be computed.
     """
-    leg, checkpoint = journal.leg_of(step), nearest_checkpoint(journal, step)
+    leg, checkpoint = journal.leg_of(step), nearest_checkpoint(journal, step, checkpoints)
     with program.trainer(journal, leg) as trainer:
         data = data_of(trainer)
         samples = samples_of(journal, step, data)

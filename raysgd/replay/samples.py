@@ -5,12 +5,13 @@ For streams and the user's own samplers, the data that the program registers is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from raysgd.core.arrays.division import Division
-from raysgd.journal.journal import Journal, Leg
+from raysgd.journal.entries import Leg, LoaderLayout, OtherLayout, StreamLayout
+from raysgd.journal.journal import Journal
 from raysgd.streams.global_reader import GlobalReader
 from raysgd.streams.lane_reader import StreamPass, StreamPosition
 from raysgd.streams.lanes import LanePosition, LaneSlice
@@ -25,6 +26,9 @@ from raysgd.torch.data.sample_order import (
     ShuffledOrder,
 )
 from raysgd.torch.data.sampling import ShardedLoader
+
+_MOST_SAMPLES = 2**24
+_MOST_SHARES = 2**32  # each worker looks at the shares of all workers
 
 
 class NeedsProgramError(ValueError):
@@ -76,19 +80,17 @@ def samples_of(journal: Journal, step: int, data: Any = None) -> StepSamples:
         ValueError: The samples cannot be found, or `data` is not the data of the run.
     """
     leg, begin = journal.leg_of(step), journal.begin_of(step)
-    layout = leg.entry["data"]
-    if leg.entry["is_of_call"] and data is not None:
+    if leg.is_of_call and data is not None:
         raise ValueError("the run trained on the `dataset` of `fit`, and the program registers other data.")
     batches = range(begin - leg.after, step - leg.after)  # numbers of the step's batches, from the start of the leg
-    if layout["kind"] == "loader":
-        return _of_loader(leg, batches, _order_of(layout, data))
-    if layout["kind"] == "stream":
+    if isinstance(leg.data, LoaderLayout):
+        return _of_loader(leg, leg.data, batches, _order_of(leg.data, data))
+    if isinstance(leg.data, StreamLayout):
         if not isinstance(data, StreamData):
             raise NeedsProgramError("the rows of a stream stand in its files: pass `--program`, which registers it.")
-        return _of_stream(leg, batches, data)
+        return _of_stream(leg, leg.data, batches, data)
     raise ValueError(
-        f"the library did not divide the train data, a `{layout.get('name')}`, so it does not know which samples a "
-        "step had."
+        f"the library did not divide the train data, a `{leg.data.name}`, so it does not know which samples a step had."
     )
 
 
@@ -99,56 +101,61 @@ def range_of(journal: Journal, step: int) -> tuple[Any, ...]:
     both runs. Comparing the tuples is faster than generating the shuffled order to compare the samples themselves.
     """
     leg, begin = journal.leg_of(step), journal.begin_of(step)
-    entry, layout = leg.entry, leg.entry["data"]
-    data = tuple(str(layout.get(name)) for name in ("kind", "order", "seed", "num_samples", "stream", "name"))
+    layout = leg.data
+    data = tuple(str(getattr(layout, name, None)) for name in ("kind", "order", "num_samples", "stream", "name"))
+    if getattr(layout, "order", None) != SequentialOrder.name:
+        data = *data, str(getattr(layout, "seed", None))
     first, after = begin - leg.after, step - leg.after
-    if layout.get("is_of_batches"):
-        return *data, entry["pass"], entry["consumed"], first, after
-    if layout["kind"] == "loader":
-        plan = plan_of(leg, range(layout["num_samples"]))
-        return *data, entry["pass"], *(plan.consumed_after(min(each, plan.num_steps)) for each in (first, after))
-    size = layout.get("batch_size") or 1
-    return *data, entry["pass"], entry["consumed"] + first * size, entry["consumed"] + after * size
+    if isinstance(layout, LoaderLayout) and layout.is_of_batches:
+        return *data, leg.pass_index, leg.consumed, first, after
+    if isinstance(layout, LoaderLayout):
+        plan = plan_of(leg, layout, range(layout.num_samples))
+        return *data, leg.pass_index, *(plan.consumed_after(min(each, plan.num_steps)) for each in (first, after))
+    size = 1 if isinstance(layout, OtherLayout) else layout.batch_size
+    return *data, leg.pass_index, leg.consumed + first * size, leg.consumed + after * size
 
 
-def _order_of(layout: Mapping[str, Any], data: Any) -> SampleOrder:
+def _order_of(layout: LoaderLayout, data: Any) -> SampleOrder:
     if isinstance(data, ShardedLoader):
-        order, then, now = data.sampler.order, layout["order"], data.sampler.order.name
-        if (then, layout["num_samples"]) != (now, data.num_samples):
+        order, then, now = data.sampler.order, layout.order, data.sampler.order.name
+        if (then, layout.num_samples) != (now, data.num_samples):
             raise ValueError(
                 f"the program registers other data than the run had: {data.num_samples} samples, {now}, and not "
-                f"{layout['num_samples']}, {then}."
+                f"{layout.num_samples}, {then}."
             )
         return order
-    if layout["order"] == SequentialOrder.name:
-        return SequentialOrder(layout["num_samples"])
-    if layout["order"] == ShuffledOrder.name:
-        return ShuffledOrder(layout["num_samples"])
-    raise NeedsProgramError(f"the order comes from your own {layout['order']}: pass `--program`, which makes it.")
+    if layout.order == SequentialOrder.name:
+        return SequentialOrder(layout.num_samples)
+    if layout.order == ShuffledOrder.name:
+        return ShuffledOrder(layout.num_samples)
+    raise NeedsProgramError(f"the order comes from your own {layout.order}: pass `--program`, which makes it.")
 
 
-def plan_of(leg: Leg, indices: Indices) -> PassPlan:
+def plan_of(leg: Leg, layout: LoaderLayout, indices: Indices) -> PassPlan:
     """Return the plan by which a group of workers divided the rest of a pass over the data.
 
     Args:
         leg: The part of the epoch that the group ran.
+        layout: The data of the leg.
         indices: The indices of all samples, in the order of the pass.
     """
-    entry, layout = leg.entry, leg.entry["data"]
-    size, num_workers = layout["batch_size"], entry["num_workers"]
+    size, num_workers = layout.batch_size, leg.num_workers
     bounds = indices.bounds if isinstance(indices, JoinedBatches) else None
-    if layout["rule"] is None:
+    if layout.rule is None:
         division: Any = Division(size * num_workers, num_workers, cap=size)
     else:
         largest = indices.largest if isinstance(indices, JoinedBatches) else size
-        division = GlobalBatchRule(**layout["rule"]).division(largest, num_workers)
-    return PassPlan(len(indices), entry["consumed"], division, layout["drop_last"], pad=True, bounds=bounds)
+        division = GlobalBatchRule(**asdict(layout.rule)).division(largest, num_workers)
+    return PassPlan(len(indices), leg.consumed, division, layout.drop_last, pad=True, bounds=bounds)
 
 
-def _of_loader(leg: Leg, batches: range, order: SampleOrder) -> StepSamples:
-    indices = order.indices(leg.entry["data"]["seed"], leg.entry["pass"])
-    plan, by_rank = plan_of(leg, indices), list[tuple[Any, ...]]()
-    for rank in range(leg.entry["num_workers"]):
+def _of_loader(leg: Leg, layout: LoaderLayout, batches: range, order: SampleOrder) -> StepSamples:
+    indices = order.indices(layout.seed, leg.pass_index)
+    plan, by_rank = plan_of(leg, layout, indices), list[tuple[Any, ...]]()
+    first, last = (plan.consumed_after(min(each, plan.num_steps)) for each in (batches.start, batches.stop))
+    if last - first > min(_MOST_SAMPLES, _MOST_SHARES // leg.num_workers):
+        raise ValueError(f"the step has {last - first} samples on {leg.num_workers} workers: too many to list them.")
+    for rank in range(leg.num_workers):
         of_rank: list[Any] = []
         for number in batches:
             start, shares = plan.shares_of_step(number, rank)
@@ -166,14 +173,14 @@ class _NamedRows(BatchMaker):
         return [(StreamRow(shard, number), steps(row, shard, number)) for shard, number, row in self.rows(wanted)]
 
 
-def _of_stream(leg: Leg, batches: range, data: StreamData) -> StepSamples:
-    entry, layout = leg.entry, leg.entry["data"]
-    position = {"consumed": entry["consumed"], "is_mid_pass": True, **layout}
-    data.check_position(position)
-    of_pass, num_workers = data.open_pass(entry["pass"], layout["seed"]), entry["num_workers"]
-    num_skipped, begin = batches.start, _begin_of(entry, layout)
+def _of_stream(leg: Leg, layout: StreamLayout, batches: range, data: StreamData) -> StepSamples:
+    place = {"consumed": leg.consumed, "stream": layout.stream, "turn": layout.turn, "lanes": layout.lanes}
+    data.check_position({"is_mid_pass": True, **place})
+    of_pass, num_workers = data.open_pass(leg.pass_index, layout.seed), leg.num_workers
+    lanes = None if layout.lanes is None else tuple(LanePosition(*lane) for lane in layout.lanes)
+    num_skipped, begin = batches.start, StreamPosition(leg.consumed, layout.turn, lanes)
     if of_pass.is_known:  # the lengths of all shards are known, so the number of rows is enough to find the position
-        begin, num_skipped = StreamPosition(entry["consumed"] + batches.start * data.batch_size), 0
+        begin, num_skipped = StreamPosition(leg.consumed + batches.start * data.batch_size), 0
     by_rank: list[list[Any]] = [[] for _ in range(num_workers)]
     for number, rows in enumerate(_global_batches(of_pass, begin, data.batch_size)):
         if number >= num_skipped:
@@ -184,12 +191,6 @@ def _of_stream(leg: Leg, batches: range, data: StreamData) -> StepSamples:
             break
     places = tuple(tuple(place for place, _ in own) for own in by_rank)
     return StepSamples(places, tuple(tuple(row for _, row in own) for own in by_rank))
-
-
-def _begin_of(entry: Mapping[str, Any], layout: Mapping[str, Any]) -> StreamPosition:
-    lanes = layout["lanes"]
-    places = None if lanes is None else tuple(LanePosition(*lane) for lane in lanes)
-    return StreamPosition(entry["consumed"], layout["turn"], places)
 
 
 def _global_batches(of_pass: StreamPass, begin: StreamPosition, size: int) -> Iterator[list[Any]]:

@@ -427,7 +427,8 @@ class TestOtherCallsDuringARun:
             if row["epoch"] == 5:
                 trainer.load(tmp_path / "first.pt")
         assert [record.getMessage() for record in caplog.records] == [
-            "epoch 6 of this run is epoch 2 of the trainer, because something else was trained or loaded meanwhile. "
+            "epoch 6 of this run is epoch 2 of the trainer, because something else was trained or loaded meanwhile, "
+            "or the data changed inside an epoch. "
             'Files say the latter to `resume_from`. `load(path, parts=["models"])` loads no epoch'
         ]
 

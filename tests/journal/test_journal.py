@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,8 +20,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.callbacks import Callback, Checkpointing, CSVLogger, GradientNorms, HTMLReport, Run
 from raysgd.exceptions import WorkerError
-from raysgd.journal.journal import NO_LOSS, NO_NORM, STEPS, STEPS_FILE, Journal, JournalWriter, StepRecord
+from raysgd.journal.entries import RunLine, RunOptions, read_line
+from raysgd.journal.journal import Journal, JournalWriter, StepRecord
+from raysgd.journal.keeper import header_of
+from raysgd.journal.steps import CHECKS_FILE, NO_LOSS, NO_NORM, STEPS, STEPS_FILE
 from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.torch.constants import VALID_SCHEDULER_STEP
+from raysgd.torch.driver.arguments import STRATEGIES
+from raysgd.torch.objects.precision import PRECISIONS
+from raysgd.torch.operator.settings import TorchSettings
+from raysgd.torch.parallel.options import StepOptions
+from raysgd.trainer.configuration.batch_options import BatchOptions
+from tests.journal.made import DATA, HEADER, leg_line
+from tests.journal.test_steps import change_byte
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
 
 Make = Callable[..., TorchTrainer]
@@ -90,8 +103,8 @@ def test_a_resumed_run_goes_on_in_the_same_journal(make_local: Make, tmp_path: P
     assert resumed.steps.tolist() == whole.steps[:15].tolist()
     assert list(resumed.checkpoints) == [5, 10, 15]
     assert [leg.after for leg in resumed.legs] == [0, 5, 10]
-    assert resumed.legs[1].run["epochs"] == 4
-    assert resumed.legs[2].run["epochs"] == 3
+    assert resumed.legs[1].run.epochs == 4
+    assert resumed.legs[2].run.epochs == 3
 
 
 def test_a_run_from_the_beginning_replaces_the_journal(make_local: Make, tmp_path: Path) -> None:
@@ -100,17 +113,63 @@ def test_a_run_from_the_beginning_replaces_the_journal(make_local: Make, tmp_pat
     journal = Journal(tmp_path)
     assert journal.last_step == 5
     assert len(journal.legs) == 1
-    assert journal.legs[0].run["config"] == {"lr": 0.5}
+    assert journal.legs[0].run.config == {"lr": 0.5}
+
+
+def test_a_run_that_continues_another_one_replaces_the_journal_of_a_third(
+    make_local: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saving: dict[str, Any] = {"folder": tmp_path / "first", "callbacks": [Checkpointing(keep_last=None)]}
+    make_local(LinearOperator).fit(2, **saving)
+    make_local(LinearOperator, config={"lr": 0.5}).fit(4, folder=tmp_path / "here")
+    file = tmp_path / "first" / "checkpoints" / "epoch_0002.ckpt"
+    make_local(LinearOperator).fit(3, folder=tmp_path / "here", resume_from=file)
+    journal = Journal(tmp_path / "here")
+    assert journal.numbers() == [11, 12, 13, 14, 15]
+    assert [leg.run.config for leg in journal.legs] == [{}]
+    assert f"the journal in {tmp_path / 'here'} is of another run, so this run replaces it: {file} is" in caplog.text
+    with pytest.raises(ValueError, match="the journal has steps 11 to 15, and none with this number"):
+        journal.check_step(3)
+
+
+def test_a_trainer_goes_on_in_its_own_journal_only(make_local: Make, tmp_path: Path) -> None:
+    make_local(LinearOperator, config={"lr": 0.5}).fit(4, folder=tmp_path / "other")
+    trainer = make_local(LinearOperator)
+    for _ in range(2):
+        trainer.fit(1, folder=tmp_path / "own")
+    trainer.fit(1, folder=tmp_path / "other")
+    assert Journal(tmp_path / "own").numbers() == [*range(1, 11)]
+    assert Journal(tmp_path / "other").numbers() == [*range(11, 16)]
+
+
+def test_checkpoints_may_be_in_another_folder(
+    make_local: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for epochs, place in ((1, "files"), (2, tmp_path / "files")):
+        saving = Checkpointing(place, keep_last=None)
+        make_local(LinearOperator).fit(epochs, folder="run", callbacks=[saving], resume_from="auto")
+    journal = Journal(tmp_path / "run")
+    assert journal.numbers() == [*range(1, 11)]
+    assert [*journal.checkpoints.values()] == [str(tmp_path / "files" / f"epoch_000{number}.ckpt") for number in (1, 2)]
+    assert not caplog.text
 
 
 def test_the_config_is_kept_without_secrets_and_objects(make_local: Make, tmp_path: Path) -> None:
     config = {"lr": 0.1, "api_key": "abc", "loss": torch.nn.MSELoss(), "betas": (0.9, 0.99)}
     make_local(LinearOperator, config=config, clip_grad_norm=2.0).fit(1, folder=tmp_path)
     run = Journal(tmp_path).legs[0].run
-    assert run["config"] == {"lr": 0.1, "betas": [0.9, 0.99]}
-    assert run["config_left_out"] == ["api_key", "loss"]
-    assert run["options"]["step_options"]["clip_grad_norm"] == 2.0
+    assert run.config == {"lr": 0.1, "betas": [0.9, 0.99]}
+    assert run.config_left_out == ("api_key", "loss")
+    assert run.options.clip_grad_norm == 2.0
     assert "abc" not in (tmp_path / "journal" / "journal.jsonl").read_text()
+
+
+def test_an_option_that_is_no_plain_data_leaves_the_others_in_the_journal(make_local: Make, tmp_path: Path) -> None:
+    compiling = {"backend": lambda module, inputs: module.forward}
+    make_local(LinearOperator, compile=compiling, clip_grad_norm=2.0).fit(1, folder=tmp_path)
+    options = Journal(tmp_path).legs[0].run.options
+    assert (options.left_out, options.clip_grad_norm) == (("compile",), 2.0)
 
 
 class OwnEpoch(TrainingOperator):
@@ -206,9 +265,9 @@ def test_a_journal_is_not_written_through_a_link_that_leads_out_of_the_folder(tm
 
 
 def test_records_may_come_in_any_order_and_leave_gaps(tmp_path: Path) -> None:
-    writer = JournalWriter(tmp_path, {"raysgd": "1"})
+    writer = JournalWriter(tmp_path, HEADER)
     writer.note_checkpoint("nothing.ckpt", 0)  # before the first step, there is nothing to note it in
-    writer.begin_leg({"step": 0})
+    writer.begin_leg(leg_line(0))
     writer.write_steps(np.array([3, 6]), np.array([(0.5, NO_NORM, 4), (0.25, NO_NORM, 4)], STEPS))
     assert Journal(tmp_path).numbers() == [3, 6]
     writer.write_steps(np.array([2, 5]), np.array([(0.1 + 0.2, 7.5, 3), (math.nan, NO_NORM, NO_LOSS)], STEPS))
@@ -221,12 +280,12 @@ def test_records_may_come_in_any_order_and_leave_gaps(tmp_path: Path) -> None:
 
 
 def test_lost_steps_are_no_batches_of_the_next_step(tmp_path: Path) -> None:
-    writer = JournalWriter(tmp_path, {})
-    writer.begin_leg({"step": 0})
+    writer = JournalWriter(tmp_path, HEADER)
+    writer.begin_leg(leg_line(0))
     writer.write_steps(np.array([1, 2, 3, 7, 9]), np.array([(0.5, NO_NORM, 4)] * 5, STEPS))
     writer.note_gap(4, 6)
     assert [Journal(tmp_path).begin_of(step) for step in (3, 7, 9)] == [2, 6, 7]
-    writer.begin_leg({"step": 4})  # the steps from 5 are repeated
+    writer.begin_leg(leg_line(4))  # the steps from 5 are repeated
     writer.write_steps(np.array([7]), np.array([(0.5, NO_NORM, 4)], STEPS))
     assert Journal(tmp_path).begin_of(7) == 4
 
@@ -234,12 +293,12 @@ def test_lost_steps_are_no_batches_of_the_next_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rest", ['{"kind": "checkp', '{"kind": "leg", "step": 3}', "\0\0\0"])
 def test_a_line_that_was_cut_off_is_left_out_and_replaced_by_the_next(tmp_path: Path, rest: str) -> None:
     lines = tmp_path / "journal" / "journal.jsonl"
-    JournalWriter(tmp_path, {}).begin_leg({"step": 0})
+    JournalWriter(tmp_path, HEADER).begin_leg(leg_line(0))
     with lines.open("a") as file:
         file.write(rest)
     assert [leg.after for leg in Journal(tmp_path).legs] == [0]
-    writer = JournalWriter(tmp_path, {})
-    writer.begin_leg({"step": 2})
+    writer = JournalWriter(tmp_path, HEADER)
+    writer.begin_leg(leg_line(2))
     writer.note_checkpoint("a.ckpt", 2)
     assert [leg.after for leg in Journal(tmp_path).legs] == [0, 2]
     assert Journal(tmp_path).checkpoints == {2: "a.ckpt"}
@@ -251,17 +310,161 @@ def test_a_folder_without_a_journal_is_refused(tmp_path: Path) -> None:
         Journal(tmp_path)
 
 
+EARLIER = Path(__file__).parents[1] / "earlier_files" / "files" / "journals"
+RUN_LINE = {"kind": "run", "format": 1, **HEADER}
+
+
+def written(folder: Path, *lines: Any) -> Path:
+    """Write the lines of a journal without steps. A string is a line as it is."""
+    path = folder / "journal" / "journal.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    (path.parent / STEPS_FILE).touch()
+    return folder
+
+
+def damaged_leg(**entries: Any) -> list[Any]:
+    return [RUN_LINE, {"kind": "leg", **leg_line(), **entries}]
+
+
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("lines", "message"),
     [
-        ('{"kind": "leg"', "line 1 of .* is damaged"),
-        ('{"kind": "leg"}', "journal.jsonl` is damaged: KeyError\\('step'\\)"),
-        ('["leg"]', "is damaged"),
-        (json.dumps({"kind": "run", "format": 2, "raysgd": "9.0"}), "format 2, and this version .* format 1: use .* 9"),
+        ([], r"journal.jsonl` is damaged: no line describes the program"),
+        (['{"kind": "leg"'], "line 1 of .*journal.jsonl` is damaged: Expecting"),
+        (["[" * 200 + "]" * 200], "line 1 of .* is damaged: need an object in braces"),
+        ([{**RUN_LINE, "config": json.loads('{"a":' * 150 + "1" + "}" * 150)}], "need at most 100 objects and lists"),
+        ([RUN_LINE, {"kind": "leg"}], "line 2 of .* is damaged: `step` is missing"),
+        ([RUN_LINE, {"kind": ["leg"]}], "line 2 of .* is damaged: `kind` is a list: need one of 'run', 'leg'"),
+        ([{"kind": "leg", **leg_line()}], "line 1 of .* is damaged: no line before it describes the program"),
+        (damaged_leg(num_workers=True), "line 2 of .* is damaged: `num_workers` is True: need an integer from 1 to 10"),
+        (damaged_leg(data={"kind": "x\x1b"}), r"`data.kind` is 'x\\x1b': need one of 'loader'"),
+        (damaged_leg(data={**DATA, "rule": {"cap": 0}}), "`data.rule.cap` is 0: need an integer from 1"),
+        (damaged_leg(consumed=21), "`consumed` is 21, and the pass has 20 samples"),
+        ([RUN_LINE, {"kind": "checkpoint", "step": 1, "location": "a\0b"}], r"`location` is 'a\\x00b': need a path"),
+        ([{**RUN_LINE, "options": {**HEADER["options"], "strategy": "x"}}], "`options.strategy` is 'x': need one of"),
+        ([{**RUN_LINE, "format": 2, "raysgd": "9.0"}], "format 2, and this version .* format 1: use .* 9.0"),
     ],
 )
-def test_a_damaged_journal_is_refused(tmp_path: Path, line: str, message: str) -> None:
-    (tmp_path / "journal").mkdir()
-    (tmp_path / "journal" / "journal.jsonl").write_text(f"{line}\n")
+def test_a_damaged_journal_is_refused_with_file_line_and_entry(tmp_path: Path, lines: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        Journal(written(tmp_path, *lines))
+
+
+def test_a_line_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    folder = written(tmp_path, RUN_LINE)
+    with (folder / "journal" / "journal.jsonl").open("ab") as file:
+        file.write(b"\xff\xfe\n")
+    with pytest.raises(ValueError, match=r"line 2 of .* is damaged: 'utf-8' codec"):
+        Journal(folder)
+
+
+def test_steps_without_a_file_or_a_leg_are_refused(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path, HEADER)
+    writer.begin_leg(leg_line(0))
+    writer.write_steps(np.array([1, 2]), np.array([(0.5, NO_NORM, 4)] * 2, STEPS))
+    lines = (tmp_path / "journal" / "journal.jsonl").read_text()
+    written(tmp_path, RUN_LINE, {"kind": "leg", **leg_line(1)})
+    with pytest.raises(ValueError, match=r"has step 1, and the line of the first leg .* begins after step 1"):
         Journal(tmp_path)
+    (tmp_path / "journal" / "journal.jsonl").write_text(lines)
+    (tmp_path / "journal" / STEPS_FILE).unlink()
+    with pytest.raises(ValueError, match=r"steps.bin` is missing: it has the losses of the steps. Copy the whole"):
+        Journal(tmp_path)
+
+
+def test_a_uri_is_no_folder_of_a_run() -> None:
+    with pytest.raises(
+        ValueError, match=r"need a path on a local or mounted disk, not a URI. Copy the folder of the run"
+    ):
+        Journal("s3://bucket/run")
+
+
+def test_an_option_that_could_name_code_is_not_taken_from_a_journal(tmp_path: Path) -> None:
+    step_options = {**HEADER["options"]["step_options"], "compile": {"options": {"cpp.cxx": [None, "evil"]}}}
+    del step_options["clip_grad_norm"]  # the program had an object there
+    line = {**RUN_LINE, "options": {**HEADER["options"], "step_options": step_options}}
+    options = Journal(written(tmp_path, line, {"kind": "leg", **leg_line()})).legs[0].run.options
+    assert (options.compile, options.clip_grad_norm) == (False, None)
+    assert options.left_out == ("clip_grad_norm", "compile")
+
+
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "strategy": STRATEGIES,
+    "scheduler_step_freq": (None, *sorted(VALID_SCHEDULER_STEP)),
+    "precision": (None, *(name for name in PRECISIONS if name != "apex")),
+    "use_fp16": (False, True, 1),
+    "use_gpu": (False, True),
+    "use_horovod": (False, True),
+    "add_dist_sampler": (False, True),
+    "seed": (None, 0, 2**31 - 1),
+}
+STEP_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "accumulate_grad_batches": (1, 1000),
+    "clip_grad_norm": (None, 2, 0.5),
+    "clip_grad_value": (None, 1),
+    "sync_batchnorm": (False, True),
+    "compile": (False, True),
+    "activation_checkpointing": (False, True),
+}
+BATCH_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "split_batches": (False, True),
+    "deterministic": (False, True),
+    "num_shards": (1, 10_000),
+}
+
+
+def read_back(**options: Any) -> RunOptions:
+    """Return the options of a trainer as they are read from the journal that it writes."""
+    line = {"kind": "run", **header_of(TorchSettings(LinearOperator, {}, **options))}
+    run = read_line(json.loads(json.dumps({**HEADER, **line})), None)
+    assert isinstance(run, RunLine)
+    assert run.options.left_out == ()
+    return run.options
+
+
+def test_each_value_of_an_option_is_read_as_it_was_written() -> None:
+    for name, values in OPTIONS.items():
+        assert [getattr(read_back(**{name: value}), name) for value in values] == [*values]
+    for name, values in STEP_OPTIONS.items():
+        options = (read_back(step_options=StepOptions(**{name: value})) for value in values)
+        assert [getattr(each, name) for each in options] == [*values]
+    for name, values in BATCH_OPTIONS.items():
+        options = (read_back(batch_options=BatchOptions(**{name: value})) for value in values)
+        assert [getattr(each, name) for each in options] == [*values]
+    assert read_back(batch_options=BatchOptions(deterministic=True, micro_batch_size=3)).micro_batch_size == 3
+
+
+@pytest.mark.parametrize(("run", "steps", "checkpoints"), [("dataset", 20, [10, 20]), ("stream", 12, [3, 6, 9, 12])])
+def test_journals_of_earlier_versions_are_read(run: str, steps: int, checkpoints: list[int]) -> None:
+    journal = Journal(EARLIER / run)
+    assert journal.numbers() == list(range(1, steps + 1))
+    assert [*journal.checkpoints] == checkpoints
+    assert journal.legs[-1].run.options.left_out == ()
+
+
+def test_a_run_goes_on_in_a_journal_of_an_earlier_version(tmp_path: Path) -> None:
+    earlier = EARLIER / "dataset"
+    folder = shutil.copytree(earlier, tmp_path / "run")
+    writer = JournalWriter(folder, HEADER)
+    writer.begin_leg(leg_line(15))
+    writer.write_steps(np.array([16]), np.array([(0.5, NO_NORM, 4)], STEPS))
+    assert Journal(folder).steps[:15].tolist() == Journal(earlier).steps[:15].tolist()
+    change_byte(folder / "journal" / STEPS_FILE, 3)
+    with pytest.raises(ValueError, match="steps 1 to 256 do not have their checksum"):
+        Journal(folder)
+
+
+@pytest.mark.parametrize("name", ["journal.jsonl", STEPS_FILE, CHECKS_FILE])
+def test_a_link_out_of_the_folder_of_the_run_and_a_pipe_are_not_read(tmp_path: Path, name: str) -> None:
+    path = written(tmp_path / "run", RUN_LINE, {"kind": "leg", **leg_line()}) / "journal" / name
+    content = path.read_bytes() if path.exists() else b""
+    path.unlink(missing_ok=True)
+    (tmp_path / "outside").write_bytes(content)
+    path.symlink_to(tmp_path / "outside")
+    with pytest.raises(ValueError, match=rf"{name}` is a link out of the folder of the run, or no regular file"):
+        Journal(tmp_path / "run")
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises((ValueError, FileNotFoundError), match=r"no regular file|has no journal"):
+        Journal(tmp_path / "run")

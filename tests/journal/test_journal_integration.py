@@ -76,7 +76,7 @@ def test_steps_that_are_trained_again_replace_the_earlier_ones(
     assert np.array_equal(killed.steps["loss"][whole], calm.steps["loss"][whole])
     # What the lost worker had not told goes with it: at most the steps of its last epoch until then.
     assert set(np.flatnonzero(~whole) + 1) <= {9, 10, 11, 12}
-    begun = [(leg.after, leg.entry["num_workers"]) for leg in killed.legs]
+    begun = [(leg.after, leg.num_workers) for leg in killed.legs]
     assert begun[:2] == [(0, 3), (8, 3)]
     assert begun[-1][0] == 16
     assert ((12, 2) in begun) == in_place, "otherwise the epoch begins again, on new workers"
@@ -100,8 +100,8 @@ def test_a_run_that_resumes_inside_an_epoch_on_fewer_workers_has_the_same_journa
     assert left.last_step == 11
     assert left.checkpoints[11] == "checkpoints/epoch_0001_step_000003.ckpt"
     resumed = journal_of(tmp_path / "left", Checkpointing(), **options, num_workers=2, resume=True)
-    assert [(leg.after, leg.entry["num_workers"]) for leg in resumed.legs] == [(0, 3), (8, 3), (11, 2), (16, 2)]
-    assert resumed.legs[2].entry["consumed"] == 36
+    assert [(leg.after, leg.num_workers) for leg in resumed.legs] == [(0, 3), (8, 3), (11, 2), (16, 2)]
+    assert resumed.legs[2].consumed == 36
     assert resumed.numbers() == calm.numbers() == list(range(1, 25))
     assert resumed.steps["loss"] == pytest.approx(calm.steps["loss"], rel=1e-5)
     assert np.array_equal(resumed.steps["weight"], calm.steps["weight"])

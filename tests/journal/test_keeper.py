@@ -10,9 +10,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from raysgd.journal.journal import FOLDER, LINES_FILE, NO_NORM, Journal
+from raysgd.journal.journal import FOLDER, LINES_FILE, Journal
 from raysgd.journal.keeper import JournalKeeper
 from raysgd.journal.recorder import LegReport, News, StepBlock
+from raysgd.journal.steps import NO_NORM
+from tests.journal.made import HEADER, leg_line
 
 
 class Clock:
@@ -42,7 +44,7 @@ class Group:
     def fetch(self, rank: int, function: Any, received: Any) -> Any:
         def result(timeout_s: float) -> Any:
             if rank == self.size - 1:
-                leg = LegReport((1, 1), {"step": 0, "num_workers": self.size, "pass": 0})
+                leg = LegReport((1, 1), leg_line(0, num_workers=self.size))
                 one, two = np.ones(2), np.full(2, 2.0)
                 steps = StepBlock((1, 1), np.array([1, 2]), two, one, one * NO_NORM)
                 return News("last", 3, [leg, steps], self.lost)
@@ -56,7 +58,7 @@ def test_the_driver_waits_for_all_silent_workers_together(tmp_path: Path, monkey
     clock = Clock()
     for module in ("raysgd.journal.keeper", "raysgd.core.engine.transfers"):
         monkeypatch.setattr(f"{module}.time", clock)
-    keeper = JournalKeeper(lambda: tmp_path, cast("Any", Group(64, clock)), lambda: {"raysgd": "1"})
+    keeper = JournalKeeper(lambda: tmp_path, cast("Any", Group(64, clock)), lambda: HEADER)
     keeper(is_done=False)
     assert clock.now == pytest.approx(101.0)
     assert [Journal(tmp_path).check_step(step).loss for step in (1, 2)] == [2.0, 2.0]
@@ -66,7 +68,7 @@ def test_steps_that_were_lost_are_told_once_in_the_log_and_at_each_change_in_the
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     group = Group(1, Clock())
-    keeper = JournalKeeper(lambda: tmp_path, cast("Any", group), lambda: {"raysgd": "1"})
+    keeper = JournalKeeper(lambda: tmp_path, cast("Any", group), lambda: HEADER)
     keeper.fetch()
     assert not caplog.messages
     for group.lost in ((3, 7), (3, 7), (3, 9)):

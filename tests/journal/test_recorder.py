@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from raysgd.core.numbers.meters import NUM_SAMPLES, AverageMeterCollection
-from raysgd.journal.journal import NO_NORM
 from raysgd.journal.recorder import LegReport, StepBlock, StepRecorder, exact_sum
+from raysgd.journal.steps import NO_NORM
 from raysgd.torch.objects import metric_objects
 from raysgd.torch.objects.moving import read_tensors
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.journal.journal import NO_NORM
 from raysgd.journal.keeper import StepBook
 from raysgd.journal.recorder import LegReport, StepBlock
+from raysgd.journal.steps import NO_NORM
 
 
 def leg(attempt: tuple[int, int], after: int, num_workers: int = 2) -> LegReport:

@@ -12,19 +12,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.callbacks import Checkpointing
+from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.cli.main import main
 from raysgd.core.history.history import History
-from raysgd.journal.journal import Leg
+from raysgd.journal.steps import CHECKS_FILE, STEPS
 from raysgd.replay import find_jumps, replay, why
 from raysgd.replay.program import batch_options_for, load_class
-from raysgd.replay.replaying import Replayed
 from raysgd.torch import TorchTrainer, TrainingOperator
+from tests.journal.made import made_leg
 from tests.journal.test_journal import OwnEpoch
 from tests.replay import programs
 from tests.replay.programs import Plain
@@ -86,11 +88,59 @@ def test_replay_says_that_another_program_is_not_the_run(plain_run: Path) -> Non
     assert "the replay is not the run: step 1 is the first that differs" in found.output
 
 
-@pytest.mark.parametrize(("tolerance", "is_same"), [(0.0, False), (1e-3, True)])
-def test_a_replay_with_another_norm_is_the_run_only_with_a_tolerance(tolerance: float, is_same: bool) -> None:
-    found = Replayed(2, 0, None, False, 0.0, 2, tolerance, (), {})
-    assert found.is_same == is_same
-    assert ("step 2 is the first that differs" in str(found)) != is_same
+class OtherRate(WorkerCallback):
+    """Uses another learning rate in one step, which the program does not."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_gradients(self, operator: Any, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.3 if operator.global_step + 1 == self.step else 0.1
+
+
+@pytest.mark.parametrize("options", [{"deterministic": True}, {"split_batches": True}])
+def test_a_replay_names_the_first_step_that_rounding_does_not_explain(
+    make_local: Make, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    trainer = make_local(Plain, seed=2, **options)
+    trainer.fit(2, folder=tmp_path, callbacks=[Checkpointing(keep_last=None), OtherRate(14)])
+    assert replay(tmp_path, 14, program=Plain).is_exact
+    found = replay(tmp_path, 18, program=Plain)
+    assert (found.is_same, found.first_different) == (False, 15)
+    assert "step 15 is the first that differs" in str(found)
+    assert ("more than rounding explains" in str(found)) == ("deterministic" not in options)
+
+
+def test_other_bits_than_those_of_the_run_are_no_other_run(make_local: Make, tmp_path: Path) -> None:
+    make_local(Plain, seed=2, split_batches=True).fit(1, folder=tmp_path)
+    file = tmp_path / "journal" / "steps.bin"
+    steps = np.fromfile(file, STEPS)
+    steps["loss"][3] *= 1 + 1e-7
+    steps.tofile(file)
+    file.with_name(CHECKS_FILE).unlink()
+    found = replay(tmp_path, 10, program=Plain)
+    assert (found.is_exact, found.is_same, found.first_different) == (False, True, None)
+    assert "rounding explains; `deterministic=True` keeps the bits" in str(found)
+
+
+def test_a_run_that_only_steps_limit_can_be_replayed(make_local: Make, tmp_path: Path) -> None:
+    make_local(Plain, seed=2).fit(max_steps=16, folder=tmp_path, callbacks=[Checkpointing(keep_last=None)])
+    for step, begin in ((5, None), (10, None), (16, None), (16, 0)):
+        assert replay(tmp_path, step, program=Plain, begin=begin).is_exact
+
+
+def test_a_part_of_a_run_is_replayed_with_the_options_that_it_had(make_local: Make, tmp_path: Path) -> None:
+    """The second program has another batch size, and clips."""
+    saving = Checkpointing(keep_last=None)
+    make_local(Plain, seed=2).fit(2, max_steps=14, folder=tmp_path, callbacks=[saving])
+    options: dict[str, Any] = {"config": {"batch_size": 8}, "clip_grad_norm": 0.3}
+    make_local(Plain, seed=2, **options).fit(
+        3, folder=tmp_path, callbacks=[Checkpointing(keep_last=None)], resume_from="auto"
+    )
+    found = replay(tmp_path, 30, program=Plain, begin=0)
+    assert (found.begin, found.is_exact) == (0, True), str(found)
+    assert found.records[-1].norm is not None
 
 
 def test_bisect_of_a_run_with_itself_finds_nothing(plain_run: Path) -> None:
@@ -221,26 +271,13 @@ def test_a_journal_that_begins_late_needs_a_checkpoint(make_local: Make, tmp_pat
         replay(tmp_path, 12, program=Plain)
 
 
-def leg_with(num_workers: int, options: dict[str, Any], **step_options: Any) -> Any:
-    batch_options = {
-        "split_batches": False,
-        "micro_batch_size": None,
-        "deterministic": False,
-        "num_shards": num_workers,
-    }
-    known = {"strategy": "ddp", "use_horovod": False, "precision": None, "use_fp16": False}
-    step = {"accumulate_grad_batches": 1, **step_options}
-    run_line = {"options": {**known, "batch_options": batch_options, "step_options": step, **options}}
-    return Leg(0, {"num_workers": num_workers}, run_line, 10)
-
-
 @pytest.mark.parametrize(
     ("leg", "message"),
     [
-        (leg_with(2, {"strategy": "fsdp"}), '`strategy="fsdp"` cannot be replayed'),
-        (leg_with(2, {"use_horovod": True}), '`backend="horovod"` cannot be replayed'),
-        (leg_with(1, {"precision": "apex"}), "Apex cannot be replayed"),
-        (leg_with(2, {}, accumulate_grad_batches=4), "2 workers with `accumulate_grad_batches=4` and without"),
+        (made_leg(2, strategy="fsdp"), '`strategy="fsdp"` cannot be replayed'),
+        (made_leg(2, use_horovod=True), '`backend="horovod"` cannot be replayed'),
+        (made_leg(1, precision="apex"), "Apex cannot be replayed"),
+        (made_leg(2, window=4), "2 workers with `accumulate_grad_batches=4` and without"),
     ],
 )
 def test_what_one_process_cannot_do_is_refused(leg: Any, message: str) -> None:

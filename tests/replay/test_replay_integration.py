@@ -15,7 +15,8 @@ import torch
 
 from raysgd import Recovery
 from raysgd.callbacks import Checkpointing
-from raysgd.replay import find_jumps, replay, why
+from raysgd.journal.journal import Journal
+from raysgd.replay import bisect, find_jumps, replay, why
 from raysgd.torch import TorchTrainer
 from raysgd.torch.checkpoints import checkpoint_file
 from tests.journal.test_journal_integration import Kill
@@ -101,13 +102,48 @@ def test_without_deterministic_the_weights_are_those_of_the_run_up_to_rounding(
         torch.testing.assert_close(tensor, weights[name], rtol=1e-4, atol=1e-5)
 
 
-def test_a_resize_that_changed_the_global_batch_is_refused(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_resize_that_changed_the_global_batch_is_replayed(ray_cluster: None, tmp_path: Path) -> None:
     recovery = Recovery(wait_for_workers=False, resize_interval_s=600.0)
     with TorchTrainer(training_operator_cls=Plain, recovery=recovery, num_workers=3, **OPTIONS) as trainer:
         trainer.fit(3, folder=tmp_path, callbacks=[Kill(2, "step:1")])
-    assert replay(tmp_path, 4, program=Plain).is_same
-    with pytest.raises(ValueError, match=r"from 3 to 2 workers after step 5, which changed its global batch"):
-        replay(tmp_path, 8, program=Plain)
+    numbers = {leg.num_workers: leg.after for leg in Journal(tmp_path).legs}
+    assert [*numbers] == [3, 2]
+    found = replay(tmp_path, Journal(tmp_path).last_step, program=Plain)
+    assert (found.begin, found.is_same) == (0, True), str(found)
+
+
+def test_a_run_that_resumed_on_other_workers_has_the_bits_of_its_replay(ray_cluster: None, tmp_path: Path) -> None:
+    options = {**OPTIONS, "deterministic": True, "split_batches": True}
+    for num_workers, num_steps in ((2, 7), (3, 24)):
+        with TorchTrainer(training_operator_cls=Noisy, num_workers=num_workers, **options) as trainer:
+            saving = Checkpointing(keep_last=None)
+            trainer.fit(3, max_steps=num_steps, folder=tmp_path, callbacks=[saving], resume_from="auto")
+    found = replay(tmp_path, 24, program=Noisy, begin=0)
+    assert (found.begin, found.is_exact) == (0, True), str(found)
+
+
+@pytest.mark.parametrize(
+    ("program", "expected", "said"),
+    [
+        (Plain, (None, None), "no difference in 20 steps that rounding does not explain"),
+        (Noisy, (1, "loss"), "run B differs from its replay from step 1 on: a replay has the dropout"),
+        (Normed, (1, "loss"), "run B differs from its replay from step 1 on: a replay has the dropout"),
+    ],
+)
+def test_another_number_of_workers_is_no_fault_of_a_run(
+    ray_cluster: None, tmp_path: Path, program: Any, expected: Any, said: str
+) -> None:
+    folders = {num_workers: tmp_path / str(num_workers) for num_workers in (1, 3)}
+    for num_workers, folder in folders.items():
+        options = {**OPTIONS, "num_workers": num_workers, "split_batches": True}
+        with TorchTrainer(training_operator_cls=program, **options) as trainer:
+            trainer.fit(2, folder=folder, callbacks=[Checkpointing(keep_last=None)])
+    found = bisect(*folders.values(), program=program)
+    assert (found.step, found.what, found.left) == (*expected, None), str(found)
+    assert said in str(found)
+    by_files = bisect(*folders.values())
+    assert (by_files.step, by_files.what) == expected
+    assert ("the runs had 1 and 3 workers: dropout and batch norms" in str(by_files)) == (expected[0] is not None)
 
 
 @pytest.mark.parametrize(("kind", "num_workers"), [("nan", 2), ("scale", 3), ("label", 2)])

@@ -78,7 +78,7 @@ def check(
     with TorchTrainer(training_operator_cls=operator_cls, config=config, **chosen) as trainer:
         trainer.fit(3, folder=tmp_path / "run", callbacks=callbacks)
     journal, seen, program = Journal(tmp_path / "run"), seen_in(tmp_path / "log"), operator_cls
-    assert any(leg.entry["num_workers"] == 2 for leg in journal.legs) or "kill" not in config
+    assert any(leg.num_workers == 2 for leg in journal.legs) or "kill" not in config
     for step in journal.numbers():
         without = why(tmp_path / "run", step)
         if needs_program:

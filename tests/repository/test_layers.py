@@ -36,7 +36,7 @@ STANDS_ON = {
     "trainer": "callbacks core exceptions journal storage",
     "tf": "compat core detached exceptions storage streams trainer utils",
     "torch": "callbacks compat core detached exceptions storage streams trainer utils",
-    "replay": "callbacks core journal streams torch trainer",
+    "replay": "callbacks core journal storage streams torch trainer",
     "cli": "_version air callbacks compat core detached replay storage torch utils",
     "operators": "core streams torch utils",
     "train": "air callbacks compat core detached exceptions storage streams tf torch trainer utils",

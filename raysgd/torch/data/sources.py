@@ -137,26 +137,41 @@ class DividedLoaderSource:
             )
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """Return the entries for a snapshot: the seed, the size of a pass and, if needed, a hash of the pass's order.
+        """Return the entries for a snapshot: the seed, the size of a pass and, within a pass, the name of its order.
 
-        The hash is needed only within a pass whose order a user's sampler generated, to check the order on resuming.
+        If a user's sampler generated the order of the pass, a hash of the order is added, to check it on resuming.
 
         Args:
             consumed: Number of samples of the pass that were used.
             is_mid_pass: True if the snapshot is taken within a pass.
         """
-        origin = {"seed": self.seed, **self._size}
-        order = self._order_before or self._sharded.sampler.fingerprint() if is_mid_pass else None
+        origin: dict[str, Any] = {"seed": self.seed, **self._size}
+        if not is_mid_pass:
+            return origin
+        origin["order_name"] = self.order.name
+        order = self._order_before or self._sharded.sampler.fingerprint()
         return origin if order is None else {**origin, "order": order}
 
     def load_state(self, position: Mapping[str, Any]) -> bool:
-        """Restore the position in the data from a snapshot. Return False if the data's size has changed since then.
+        """Restore the position in the data from a snapshot.
+
+        Return False if the position does not fit: the size of the data has changed since then or, within a pass, the
+        kind of order.
 
         Args:
             position: Position from the snapshot, with the entries that `state` returned.
         """
         if any(position.get(name) != number for name, number in self._size.items()):
             logger.warning("the size of the train data has changed since the state was saved: starting a new epoch")
+            return False
+        before = position.get("order_name", self.order.name)
+        if position["is_mid_pass"] and before != self.order.name:
+            logger.warning(
+                "the order of the train data has changed since the state was saved inside an epoch, from %s to %s: "
+                "starting a new epoch",
+                before,
+                self.order.name,
+            )
             return False
         self.seed = position["seed"]
         self._order_before = position.get("order") if position["is_mid_pass"] else None

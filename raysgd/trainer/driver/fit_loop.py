@@ -240,7 +240,7 @@ class FitRun:
     def _rows(self) -> Iterator[dict[str, Any]]:
         self._resume()
         if self._reports.journal_folder is not None:
-            self.history.journal = self._reports.journal_folder
+            self.history.journal = self._trainer.history.journal = self._reports.journal_folder
         is_asked = self._options.validate == ASYNC
         self._run.validates_beside = is_asked and self._results.validates and self._trainer.validates_beside()
         with self._told_of_the_run():

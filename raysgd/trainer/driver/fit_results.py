@@ -93,7 +93,8 @@ class EpochResults:
         if number != self._run.epoch and self._trainer.once.is_first("epochs"):
             logger.warning(
                 "epoch %d of this run is epoch %d of the trainer, because something else was trained or loaded "
-                'meanwhile. Files say the latter to `resume_from`. `load(path, parts=["models"])` loads no epoch',
+                "meanwhile, or the data changed inside an epoch. Files say the latter to `resume_from`. "
+                '`load(path, parts=["models"])` loads no epoch',
                 self._run.epoch,
                 number,
             )

@@ -78,10 +78,12 @@ class StepReports:
             return None
         from raysgd.journal.keeper import JournalKeeper, header_of  # imported here: not needed without a folder
 
+        before, is_taken_over = trainer.history.journal, trainer.kept is not None
         journal = JournalKeeper(
             lambda: run.folder,
             trainer.calls.controller,
             lambda: {**header_of(trainer.settings()), "epochs": run.epochs, **entries},
+            lambda: is_taken_over or before == str(run.folder),
         )
         self._worker_callbacks.append(journal.recorder)
         self.readers.append(journal)

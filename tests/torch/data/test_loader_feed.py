@@ -80,7 +80,8 @@ def test_a_saved_position_leads_to_the_samples_that_were_not_used(drawn_below: i
     first, second = shuffled_feed(drawn_below), shuffled_feed(drawn_below)
     used = take(first, 8)
     position = first.position()
-    assert position == {"pass_index": 1, "consumed": 4, "is_mid_pass": True, "seed": 3, "num_samples": 12}
+    at = {"pass_index": 1, "consumed": 4, "is_mid_pass": True}
+    assert position == {**at, "seed": 3, "num_samples": 12, "order_name": "shuffled"}
     second.go_to(first.epoch, position)
     assert second.position() == position, "also before anything is drawn"
     rest = take(second)
@@ -127,6 +128,28 @@ def test_a_position_in_other_data_is_left_alone(caplog: pytest.LogCaptureFixture
     feed.go_to(other.epoch, other.position())
     assert len(take(feed)) == 12
     assert "the size of the train data has changed" in caplog.text
+
+
+def test_a_position_inside_another_order_begins_a_new_epoch_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    shuffled, feed, of_before = feed_of(), feed_of(shuffle=False), feed_of(shuffle=False)
+    take(shuffled, 2)
+    position = shuffled.position() or {}
+    feed.go_to(shuffled.epoch, position)
+    assert take(feed) == list(range(12))
+    assert "the order of the train data has changed" in caplog.text
+    assert "from shuffled to sequential: starting a new epoch" in caplog.text
+    caplog.clear()
+    of_before.go_to(shuffled.epoch, {name: value for name, value in position.items() if name != "order_name"})
+    assert take(of_before) == list(range(4, 12)), "files of earlier versions do not have the name of the order"
+    assert not caplog.text
+
+
+def test_between_two_epochs_the_order_may_change(caplog: pytest.LogCaptureFixture) -> None:
+    shuffled, feed = feed_of(), feed_of(shuffle=False)
+    take(shuffled)
+    feed.go_to(shuffled.epoch, shuffled.position())
+    assert take(feed) == list(range(12))
+    assert not caplog.text
 
 
 class Counts(Sampler[int]):

@@ -1,0 +1,64 @@
+"""Finds the checkpoints that a journal names, in the folder of the run, or in a folder that the user names.
+
+A journal may come from a stranger, and name any path or store. Nothing else that it names is opened.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from raysgd.core.files import is_inside
+from raysgd.core.text.printable import printable
+from raysgd.core.text.secrets import masked
+from raysgd.journal.journal import Journal
+from raysgd.storage import open_folder
+
+
+def checkpoint_in_run(journal: Journal, step: int) -> Path | None:
+    """Return the path of the checkpoint that was saved after a step, which may have been deleted.
+
+    Return None if the journal names a store, or a path that leads out of the folder of the run, also through a link.
+    """
+    path = journal.folder / journal.checkpoints[step]
+    return path if "://" not in journal.checkpoints[step] and is_inside(path, journal.folder) else None
+
+
+def nearest_checkpoint(
+    journal: Journal, step: int, folder: str | os.PathLike[str] | None = None, *, only_inside: bool = False
+) -> tuple[int, str] | None:
+    """Return the newest checkpoint from before a step: the step after which it was saved, and its path or URI.
+
+    Skip checkpoints whose files were deleted. Return None if there is no such checkpoint.
+
+    Args:
+        journal: The journal of the run.
+        step: Number of the step.
+        folder: Path or URI of the folder with the checkpoints. Default: they are in the folder of the run.
+        only_inside: True to skip checkpoints that are not in the folder of the run. Otherwise, the user has to say
+            where they are.
+
+    Raises:
+        ValueError: The newest checkpoint is not in the folder of the run, and the user named no other folder.
+        StorageError: The storage is unreachable.
+    """
+    before = [at for at in sorted(journal.checkpoints, reverse=True) if at < step]
+    if folder is not None:
+        opened = open_folder(folder, argument="checkpoints")
+        if not opened.exists():
+            raise ValueError(f"`checkpoints={masked(str(folder))!r}`: there is no such folder.")
+        names = set(opened.names())
+        named = ((at, journal.checkpoints[at].rpartition("/")[2].partition("?")[0]) for at in before)
+        at, place = next(((at, opened / name) for at, name in named if name in names), (0, None))
+        return None if place is None else (at, place.path if place.is_local else place.uri)
+    for at in before:
+        path = checkpoint_in_run(journal, at)
+        if path is None and not only_inside:
+            where = printable(masked(journal.checkpoints[at]).partition("?")[0])
+            raise ValueError(
+                f"the checkpoint of step {at} is not in the folder of the run, but at `{where}`. To read it, pass its "
+                "folder with `--checkpoints FOLDER`, or with `checkpoints=...` in Python."
+            )
+        if path is not None and os.path.exists(path):
+            return at, str(path)
+    return None
