@@ -262,9 +262,7 @@ class JournalKeeper:
             return True
         try:
             journal = Journal(self._folder())
-        except FileNotFoundError:
-            return True
-        except ValueError:  # damaged: the user may want to look at it
+        except (FileNotFoundError, ValueError):  # there is none, or a damaged one, which the user may want to look at
             return True
         last_file = self._controller.snapshots.last_file
         at = None if last_file is None else self._relative(last_file)
@@ -307,8 +305,9 @@ class JournalKeeper:
         """
         if "://" in location:
             return masked(location)
-        path = Path(location).expanduser().absolute()
-        return str(path.relative_to(self._folder())) if path.is_relative_to(self._folder()) else masked(str(path))
+        path, folder = Path(location).expanduser(), self._folder().resolve()
+        path = path.parent.resolve() / path.name
+        return str(path.relative_to(folder)) if path.is_relative_to(folder) else masked(str(path))
 
 
 def _folder_of(location: str) -> str:
