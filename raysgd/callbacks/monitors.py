@@ -156,8 +156,10 @@ class GradientNorms(WorkerCallback):
 
     def _check_state(self, operator: Any, state: Any) -> None:
         totals = state.get("totals") if isinstance(state, Mapping) else None
-        is_table = isinstance(totals, list) and all(isinstance(row, list) and len(row) == 5 for row in totals)
-        if not is_table or not all(isinstance(each, int | float) for row in totals for each in row):
+        if not isinstance(totals, list) or not all(
+            isinstance(row, list) and len(row) == 5 and all(isinstance(each, int | float) for each in row)
+            for row in totals
+        ):
             raise ValueError("The state of gradient norms does not match, so nothing was loaded: it has no totals.")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
