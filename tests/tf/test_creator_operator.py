@@ -46,7 +46,7 @@ class Fit:
                 with self.runner._hosted.synchronizer.exchanges.surfacing_errors():
                     return self.operator.train_epoch([])
             except LostError:
-                self.stream.break_off()
+                self.runner._hosted.loop.break_off()
 
     def weights(self) -> Any:
         model = self.operator.model
@@ -142,3 +142,27 @@ def test_a_callback_that_begins_where_a_fit_goes_on_does_not_change_its_learning
     other.stream.resume(parts.stream.state())
     other.run()
     np.testing.assert_allclose(other.weights(), whole.weights(), atol=1e-6)
+
+
+@pytest.mark.keras_in_turns("keras3", "keras2")
+def test_weights_that_a_layer_changes_in_an_interrupted_step_are_as_before_it(keras_here: Any) -> None:
+    whole, parts = (Fit([], layers="batch_norm") for _ in range(2))
+    whole.run()
+    seen = []
+
+    def look() -> None:
+        if parts.stream.num_steps_completed == 6 and not seen:
+            seen.append([np.array(each) for each in parts.operator.model.non_trainable_weights])
+            seen.append(parts.runner._hosted.state.read()["models"][0])
+            raise LostError
+
+    parts.stream.at_boundary = look
+    with pytest.raises(LostError), parts.runner._hosted.synchronizer.exchanges.surfacing_errors():
+        parts.operator.train_epoch([])
+    parts.runner._hosted.loop.break_off()
+    before = [np.array(each) for each in parts.operator.model.weights]
+    assert all(map(np.array_equal, seen[1], before)), "a snapshot in the step has the same"
+    now = [np.array(each) for each in parts.operator.model.non_trainable_weights]
+    assert not any(map(np.array_equal, now, seen[0]))
+    parts.run()
+    np.testing.assert_allclose(parts.weights(), whole.weights(), atol=1e-6)

@@ -40,8 +40,9 @@ class KerasState(ReplicaState):
 
     def _parts(self) -> dict[str, Any]:
         models = self._operator._models
+        undo = self._operator._raysgd.context.synchronizer.undo
         return {
-            "models": [[_array(variable) for variable in registration.weights_of(model)] for model in models],
+            "models": [[*map(_array, undo.values_of(registration.weights_of(model)))] for model in models],
             "optimizers": [
                 [_array(variable) for variable in registration.variables_of_optimizer(optimizer)]
                 for optimizer in self._operator._optimizers

@@ -416,6 +416,7 @@ class FitLoop(OperatorLoop):
 
     def break_off(self) -> None:
         self.fit.break_off()
+        self._synchronizer.undo.put_back()
 
     def progress_text(self) -> str:
         place = self.fit.state()

@@ -152,6 +152,12 @@ def weights_of(model: Any) -> list[Any]:
     return list(model.weights) if model.built else []
 
 
+def weights_changed_by_layers(model: Any) -> list[Any]:
+    """Return the non-trainable weights, except those of frozen layers, which may be large and do not change."""
+    frozen = {id(weight) for layer in layers_in(model) if not layer.trainable for weight in layer.weights}
+    return [weight for weight in model.non_trainable_weights if id(weight) not in frozen]
+
+
 def take_weights_in(model: Any) -> None:
     """Update the cached values that a model's layers have computed from their weights.
 

@@ -28,6 +28,7 @@ from raysgd.tf.parallel.averaging import REFUSALS, ExchangeRecord, GradientAvera
 from raysgd.tf.parallel.global_losses import GlobalLosses, refuse_by_name
 from raysgd.tf.parallel.global_metrics import GlobalMetrics, check_aggregation
 from raysgd.tf.parallel.step import TFStep, TracedStep, applying_zeros, repeat_with_zeros
+from raysgd.tf.parallel.undo import StepUndo
 
 
 class Synchronizer:
@@ -45,6 +46,7 @@ class Synchronizer:
         step: The current training step, if raysgd's own loop draws the batches.
         validation_step: The current validation step. In a validation, the ranks do not step together.
         exchanges: Counts the gradient all-reduces and measures the time between them.
+        undo: Undoes what an interrupted step of Keras's `fit` has changed before its all-reduce.
         losses: Scales losses that are not means over samples. None if there will never be other replicas.
         watches: False if models and optimizers are left unchanged, because there will never be other replicas.
     """
@@ -54,7 +56,7 @@ class Synchronizer:
     def __init__(self, world: World, num_workers: int = 1, counts_steps: bool = False) -> None:
         is_one_of_many = world.is_distributed or num_workers > 1
         self.watches = is_one_of_many or counts_steps
-        self.step, self.validation_step = TFStep(), TFStep()
+        self.step, self.validation_step, self.undo = TFStep(), TFStep(), StepUndo()
         self.exchanges = ExchangeRecord(group_of(world))
         if not self.watches:
             return
@@ -151,6 +153,7 @@ class Synchronizer:
                 registration.build_optimizer(optimizer, variables)
             averaged = self._averaged(optimizer, variables, gradients, averager)
             with _after(averaged):
+                self.undo.end_step()
                 return inner(averaged, trainable_variables)
 
         return apply
@@ -163,6 +166,7 @@ class Synchronizer:
             gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
             averaged = self._averaged(optimizer, variables, gradients, averager)
             with _after(averaged):
+                self.undo.end_step()
                 return inner(list(zip(averaged, variables, strict=True)), *args, **kwargs)
 
         return apply_gradients
@@ -213,11 +217,12 @@ class Synchronizer:
             registration.replace_method(model, name, function)
 
     def _training_step(self, model: Any) -> Callable[[Any], Any]:
-        """Wrap a model's `train_step` so that it raises an error if no watched optimizer applies its gradients."""
+        """Wrap a model's `train_step` so that it can be undone, and raises an error if nothing applies gradients."""
         inner = model.train_step
 
         def train_step(data: Any) -> Any:
-            result = inner(data)
+            with self.undo.begin_step(registration.weights_changed_by_layers(model)):
+                result = inner(data)
             if not self._traced.num_applied and _has_variables_to_train(model):
                 with self.exchanges.noting(*REFUSALS):
                     raise IncompatibleModelError(
