@@ -154,8 +154,10 @@ def weights_of(model: Any) -> list[Any]:
 
 def weights_changed_by_layers(model: Any) -> list[Any]:
     """Return the non-trainable weights, except those of frozen layers, which may be large and do not change."""
-    frozen = {id(weight) for layer in layers_in(model) if not layer.trainable for weight in layer.weights}
-    return [weight for weight in model.non_trainable_weights if id(weight) not in frozen]
+    layers = [layer for layer in layers_in(model) if layer.built]
+    frozen = {id(weight) for layer in layers if not layer.trainable for weight in layer.weights}
+    weights = {id(weight): weight for layer in layers for weight in layer.non_trainable_weights}
+    return [weight for number, weight in weights.items() if number not in frozen]
 
 
 def take_weights_in(model: Any) -> None:
