@@ -145,6 +145,8 @@ def main() -> int:
             before = gpu_memory()
             limit_s = case.limit_s if num_gpus else 4 * case.limit_s  # a machine without GPUs has fewer cores, too
             result = run_apart(case, args.device, args.backend, environment, min(limit_s, left_s))
+            if result["status"] == "hung" and left_s < limit_s:
+                result |= {"status": "cannot run", "why": "the time of this part ended"}
             result["ranks_on_a_gpu"] = ranks_on_a_gpu(case, num_gpus)
             if num_gpus and (left := {pid: used for pid, used in gpu_memory().items() if pid not in before}):
                 result |= {"status": "failed", "left_on_gpus": left}
