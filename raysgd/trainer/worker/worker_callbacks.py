@@ -213,7 +213,7 @@ class InstalledCallbacks:
                 state.
         """
         states = state.get(CALLBACKS, {})
-        if not isinstance(states, Mapping):
+        if not isinstance(states, Mapping) or not all(isinstance(key, str) for key in states):
             raise ValueError(f"The state's {CALLBACKS!r} does not have the states of callbacks. Nothing was loaded.")
         self._check(states, operator)
 
