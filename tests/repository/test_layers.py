@@ -143,7 +143,8 @@ INSIDE = {
     "trainer.worker": (
         "data ledger",
         "state worker_callbacks",
-        "hosted operator",
+        "operator",
+        "hosted",
         "training_call",
         "training",
         "runner",
