@@ -53,7 +53,7 @@ def saving(location: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """
     text = _uris.checked_text("path", location)
     if _uris.is_local(text):
-        with replacing(_path_of(text).rstrip(os.sep)) as file:
+        with replacing(_path_of(text).rstrip(os.sep) or os.sep) as file:
             yield file
     else:
         folder, name = _folder_and_name(text)

@@ -384,7 +384,7 @@ def test_damage_beside_a_file_is_named(make_local: Make, told: Callable[..., Non
     content = json.loads(beside.read_text())
     del content["begun"]["by_rank"]
     beside.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="an epoch that was left is damaged"):
+    with pytest.raises(ValueError, match="The progress of an epoch beside the checkpoint is damaged"):
         fit(make_local, tmp_path)
 
 

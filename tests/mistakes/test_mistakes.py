@@ -59,10 +59,10 @@ TYPES = [
     ),
     Mistake("config is a list", lambda _: local(config=[1]), TypeError, "need a dict"),
     Mistake(
-        "a model as creator", creators(model_creator=torch.nn.Linear(1, 1)), ValueError, "`def model_creator(config)"
+        "a model as creator", creators(model_creator=torch.nn.Linear(1, 1)), ValueError, "def model_creator(config):"
     ),
-    Mistake("a class of optimizers", creators(optimizer_creator=torch.optim.SGD), ValueError, "(model, config):`"),
-    Mistake("data as creator", creators(data_creator=[1, 2]), ValueError, "Write `def data_creator(config):`"),
+    Mistake("a class of optimizers", creators(optimizer_creator=torch.optim.SGD), ValueError, "(model, config):"),
+    Mistake("data as creator", creators(data_creator=[1, 2]), ValueError, "def data_creator(config):"),
     Mistake("samples as loader", in_setup("registers_samples"), TypeError, "DataLoader(dataset, batch"),
     Mistake("a class as optimizer", in_setup("registers_a_class"), TypeError, "the class `SGD` instead of an object"),
     Mistake("a class as loss", in_setup("registers_the_class_of_a_loss"), TypeError, "such as `torch.nn.MSELoss()`"),
@@ -122,7 +122,7 @@ DEVICES_AND_RESOURCES = [
         "NCCL on parts",
         lambda _: TorchTrainer(Careless, num_workers=2, num_gpus_per_worker=0.5, backend="nccl"),
         ValueError,
-        'Pass `backend="gloo"`',
+        'pass `backend="gloo"`',
     ),
     Mistake("a backend", lambda _: local(backend="mpi"), ValueError, '"auto", "gloo", "nccl" and "horovod"'),
     Mistake("no workers", lambda _: TorchTrainer(Careless, num_workers=0), ValueError, "need an integer from 1"),

@@ -90,14 +90,15 @@ def choose_gpus(
     if backend == "auto":
         is_possible = num_gpus >= 1 or (choice.is_shared and not why_ranks_cannot_share(driver.multi_rank, driver.nccl))
         return GpuChoice(num_gpus, "nccl" if is_possible else "gloo")
-    if choice.is_shared and num_workers > 1:
+    share = num_gpus or num_gpus_per_worker  # NCCL is refused for a part of a GPU also where there are no GPUs
+    if share < 1 and num_workers > 1:
         if backend == "nccl" and not _is_set(driver.multi_rank):  # each worker checks the version that it has loaded
             obstacle = why_ranks_cannot_share(driver.multi_rank, driver.nccl)
             raise ValueError(
-                f'`backend="nccl"` for workers that share a GPU (`num_gpus_per_worker={num_gpus:g}`): {obstacle} '
+                f'`backend="nccl"` for workers that share a GPU (`num_gpus_per_worker={share:g}`): {obstacle} '
                 'Or pass `backend="gloo"`, or omit it.'
             )
-        if backend == "horovod" and use_gpu == "auto":
+        if backend == "horovod" and use_gpu == "auto" and num_gpus:
             raise ValueError(
                 f'`use_gpu="auto"` with `backend="horovod"` and {num_workers} workers: there are fewer GPUs, which '
                 "Horovod's workers cannot share. Pass `use_gpu=False` to train on CPUs, fewer `num_workers`, or "

@@ -86,10 +86,6 @@ class _Loss(NamedTuple):
     counts_labels: bool = False
     is_exact: bool = True
 
-    def interests(self, only_labels: bool) -> bool:
-        """Return True if a listener must be notified of calls: to all losses, or only to losses over labels."""
-        return self.counts_labels if only_labels else self.is_exact
-
 
 _FUSED = getattr(torch.nn, "LinearCrossEntropyLoss", None)  # newer PyTorch; its inputs are features, not scores
 _LOSSES: dict[Any, _Loss] = {
@@ -209,7 +205,7 @@ class LossCalls:
         takes_hooks = _takes_hooks(criterion) and not (self.makes_all and _known(criterion))
         for part in dict.fromkeys(_observed(criterion)) if takes_hooks else ():
             loss = _known(part)
-            if loss is not None and loss.interests(only_labels):
+            if loss is not None and (loss.counts_labels if only_labels else loss.is_exact):
                 hear = partial(self._hear, listener, loss)
                 handles.append(part.register_forward_hook(hear, with_kwargs=True))
         self._listeners.append((listener, only_labels))
@@ -234,7 +230,7 @@ class LossCalls:
                 self._called = criterion, _source(criterion), _known(criterion)
             _, source, loss = self._called
             for listener, only_labels in self._listeners:
-                if loss is not None and loss.interests(only_labels):
+                if loss is not None and (loss.counts_labels if only_labels else loss.is_exact):
                     self._tell(listener, loss, source, (output, target), {}, result)
         return result
 
