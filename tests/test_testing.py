@@ -62,13 +62,12 @@ def test_a_trap_may_spring_every_time_until_it_is_taken_back() -> None:
 def test_a_step_of_several_micro_batches_is_one_step() -> None:
     begun, sprung = list[bool](), list[int]()
     stream = SimpleNamespace(
-        _ends_of_step=lambda is_first: (is_first, True),
-        _begin_batch=lambda leg, is_first, is_last: begun.append(is_first),
+        _begin_batch=lambda leg, item, plan: begun.append(item.is_first),
     )
     hosted: Any = SimpleNamespace(feed=SimpleNamespace(train_stream=stream), loop=SimpleNamespace(stream=None))
     Trap(lambda: sprung.append(len(begun)), "step", num_before=1).before_each_step(hosted)
     for is_first in (True, False, False, True, False):
-        stream._begin_batch(None, is_first, False)
+        stream._begin_batch(None, SimpleNamespace(is_first=is_first), None)
     assert (sprung, len(begun)) == ([3], 5)
 
 

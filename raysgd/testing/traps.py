@@ -88,7 +88,7 @@ class Trap:
             if stream not in streams:
                 streams[:] = [stream]
                 if hasattr(stream, "_begin_batch"):  # also called for each further micro-batch of a step
-                    self.before(stream, "_begin_batch", lambda leg, item, *_: stream._ends_of_step(item)[0])
+                    self.before(stream, "_begin_batch", lambda leg, item, *_: item.is_first)
                 else:
                     self.before(stream, "before_exchange")
             return stream

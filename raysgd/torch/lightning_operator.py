@@ -210,13 +210,13 @@ class LightningOperator(TrainingOperator):
         self._parts: list[dict[str, Any]] = []  # metrics of each part of the current batch, if the batch is split
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             batch = self._to_device(batch)
-            self._values.begin_batch(is_counted=not leg.batch.is_padding)
+            self._values.begin_batch(is_counted=not leg.plan.is_padding)
             if self._is_stopped_at(batch, batch_idx):
                 self._skip_rest(iterator)
                 break
             metrics = self.train_batch(batch, {**self._raysgd.info_of_batch(batch_idx), **info})
             self._raysgd.end_batch(metrics, batch)
-            if leg.batch.is_boundary:
+            if leg.plan.sync_gradients:
                 self._progress.end_batch(self.global_step)
         meters.count_pending()
         self._progress.end_batch(self.global_step)
@@ -234,12 +234,12 @@ class LightningOperator(TrainingOperator):
         leg = self._raysgd.parallel.leg
         leg.skip()  # if the module ran no backward pass, record that it skipped the batch
         if self._scheduler_dicts:
-            num_samples = 0 if leg.batch.is_padding else self._raysgd.num_samples(batch)
+            num_samples = 0 if leg.plan.is_padding else self._raysgd.num_samples(batch)
             numbers = numbers_in(output, self._values.loss_name)
             self._parts.append({NUM_SAMPLES: num_samples, **numbers, **self._values.of_batch})
-            if leg.batch.is_boundary and not self._raysgd.precision.has_skipped():
+            if leg.plan.sync_gradients and not self._raysgd.precision.has_skipped():
                 self._step_schedulers(PER_BATCH, self._progress.batches_of_epoch(self.global_step + 1), *self._parts)
-            if leg.batch.is_last_part:
+            if leg.plan.ends_global_batch:
                 self._parts.clear()
         self._hooks.call("on_train_batch_end", output, batch, batch_idx, dataloader_idx=0)
         return self._values.metrics_of(output)
@@ -266,13 +266,13 @@ class LightningOperator(TrainingOperator):
             if loss is None:
                 parallel = self._raysgd.parallel
                 parallel.leg.end_waiting()
-                if parallel.leg.window > 1:
+                if parallel.leg.rules.has_several:
                     parallel.leg.share(None, parallel.num_ranks)
                 return None
             self._backward(loss, optimizer)
             return loss.detach()
 
-        if optimizer is None or not self._raysgd.parallel.leg.batch.is_boundary:
+        if optimizer is None or not self._raysgd.parallel.leg.plan.sync_gradients:
             closure()
         else:
             stepping = self._trainer.strategy._lightning_optimizers[0]
@@ -286,8 +286,8 @@ class LightningOperator(TrainingOperator):
 
     def _keeps_gradients(self, optimizer: Any) -> bool:
         leg = self._raysgd.parallel.leg
-        keeps: bool = leg.window > 1 and leg.adds_to(optimizer)
-        if leg.window > 1:
+        keeps: bool = leg.rules.has_several and leg.adds_to(optimizer)
+        if leg.rules.has_several:
             leg.note_backward((optimizer,))
         return keeps
 
@@ -322,7 +322,7 @@ class LightningOperator(TrainingOperator):
         parallel, leg = self._raysgd.parallel, self._raysgd.parallel.leg
         leg.use()
         leg.end_forward()
-        if leg.window > 1:
+        if leg.rules.has_several:
             loss = loss * leg.share(None, parallel.num_ranks)
         with self.timers.record("grad"):
             if self._hooks.overrides("backward") or arguments or options:

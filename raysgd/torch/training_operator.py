@@ -132,7 +132,7 @@ class TrainingOperator(RegisteringOperator):
             internals.begin_metrics()
             metrics = train_batch(batch, {**internals.info_of_batch(batch_idx), **info})
             internals.end_batch(metrics, batch)
-            if by_batch and leg.batch.is_boundary:
+            if by_batch and leg.plan.sync_gradients:
                 schedulers.step_after_batch(by_batch, internals.precision, leg.batch)
         meters.count_pending()
         summary = meters.summary()
@@ -181,7 +181,7 @@ class TrainingOperator(RegisteringOperator):
                     self.backward(loss)
                 else:
                     backward_with(self, loss, weight)
-            if internals.parallel.leg.batch.is_boundary:
+            if internals.parallel.leg.plan.sync_gradients:
                 with self.timers.record("apply"):
                     self.optimizer_step()
         return metrics

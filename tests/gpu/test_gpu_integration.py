@@ -28,6 +28,7 @@ from raysgd.torch.torch_runner import TorchRunner
 from raysgd.train import Trainer
 from raysgd.train.torch import TorchConfig
 from raysgd.trainer.messages.epochs import EpochRequest
+from raysgd.trainer.worker.step_loop import BatchPlan
 from tests.helpers.run_if import RunIf
 from tests.torch import operators_for_tests
 from tests.torch.operators_for_tests import BatchNormOperator, LinearOperator, equal
@@ -204,7 +205,7 @@ def test_gradients_travel_by_nccl() -> None:
     parallel = DDP()
     model = parallel.wrap(torch.nn.Linear(2, 1, bias=False).cuda(), [torch.cuda.current_device()], {})
     parallel.begin_leg([model], may_run_backward=True)
-    parallel.leg.begin_batch(0.5, 1)
+    parallel.leg.begin_batch(BatchPlan(1, sample_weight=0.5))
     model(torch.ones(1, 2, device="cuda")).sum().backward()
     assert model.module.weight.grad.tolist() == [[0.5, 0.5]]
     with parallel.evaluating([model]), torch.no_grad():

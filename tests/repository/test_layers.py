@@ -141,6 +141,7 @@ INSIDE = {
         "trainer",
     ),
     "trainer.worker": (
+        "step_loop",
         "data ledger",
         "state worker_callbacks",
         "operator",

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from raysgd.core.arrays.division import Division
 from raysgd.core.connections.group import EarlyVotes, Group
@@ -24,6 +24,7 @@ from raysgd.tf.parallel.step import TFStep
 from raysgd.trainer.worker.data import batch_streams
 from raysgd.trainer.worker.data.batch_streams import NO_BATCH
 from raysgd.trainer.worker.data.feed import has_divided_source
+from raysgd.trainer.worker.step_loop import BatchPlan
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,13 @@ class StreamItem:
     num_samples: int
     num_global: int
     weights: tuple[float, float] = (0.0, 0.0)
+    is_first: ClassVar[bool] = True
+    is_last_part: ClassVar[bool] = True
+    is_last_of_pass: ClassVar[bool | None] = None
+
+    def plan(self, starts_step: bool, sync_gradients: bool) -> BatchPlan:
+        """Return how the batch counts. Each batch is a step of the optimizer."""
+        return BatchPlan(self.num_samples, self.num_global, is_padding=not self.num_samples)
 
 
 class Passes:
@@ -323,7 +331,7 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
         self.consumed = self._completed = consumed
         return iter(self.source.open(self.pass_index, consumed))
 
-    def _begin_batch(self, leg: TFStep, item: StreamItem, is_last: bool) -> Any:
+    def _begin_batch(self, leg: TFStep, item: StreamItem, plan: BatchPlan) -> Any:
         leg.begin_batch(item.num_samples, item.num_global, item.weights)
         self.consumed += item.num_global
         return item.batch

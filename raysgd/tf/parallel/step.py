@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from raysgd.exceptions import IncompatibleModelError
+from raysgd.trainer.worker.step_loop import BatchPlan
 
 Exchange = Callable[[], object]
 """A function that repeats an all-reduce of a step with zeros, on a rank that has no samples."""
@@ -109,20 +110,12 @@ class TFStep:
             return self.num_global / self.num_samples
         return divisor / joint * self.num_global / self.num_samples if joint and np.isclose(divisor, own) else 1.0
 
-    is_boundary = True  # each batch is an optimizer step
+    accumulate = 1  # each batch is an optimizer step
 
     @property
-    def batch(self) -> TFStep:
-        """The object that describes the current batch: this object, because each step has exactly one batch.
-
-        See `CurrentLeg`.
-        """
-        return self
-
-    @property
-    def is_padding(self) -> bool:
-        """True if this rank has no samples in the step."""
-        return self.num_samples == 0
+    def plan(self) -> BatchPlan:
+        """How the current batch counts."""
+        return BatchPlan(self.num_samples, self.num_global, is_padding=self.num_samples == 0)
 
 
 def applying_zeros(optimizer: Any, variables: Sequence[Any], gradients: Sequence[Any]) -> Exchange:

@@ -26,6 +26,7 @@ from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.ranks import RankSums
 from raysgd.torch.parallel.strategy import Summation
 from raysgd.trainer.worker.data.batch_streams import NO_BATCH, BatchStream
+from raysgd.trainer.worker.step_loop import BatchPlan
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,11 @@ class DrawnItem(NamedTuple):
     is_last_part: bool = True
     seeds: tuple[int, int] | None = None
     is_last_of_pass: bool | None = None
+
+    def plan(self, starts_step: bool, sync_gradients: bool) -> BatchPlan:
+        """Return how the batch counts, and whether a step of the optimizer starts or ends with it."""
+        ends = self.is_first, self.is_last_part, starts_step, sync_gradients
+        return BatchPlan(self.num_samples, self.total, self.weight, *ends, self.seeds, self.num_samples == 0)
 
 
 class DividedLoaderSource:
@@ -414,30 +420,16 @@ class TorchBatchStream(BatchStream[DrawnItem, Leg]):
         self._num_steps_in_pass, self._began_at, self._before = 0, consumed, None
         return iter(self.source.open(self.pass_index, consumed))
 
-    def _is_last_of_pass(self, item: DrawnItem) -> bool:
-        if item.is_last_of_pass is None and self.leg.window > 1:
-            return super()._is_last_of_pass(item)
-        self._ahead = []
-        return bool(item.is_last_of_pass)
+    @property
+    def looks_ahead(self) -> bool:  # type: ignore[override]
+        return self.leg.rules.has_several
 
-    def _ends_of_step(self, item: DrawnItem) -> tuple[bool, bool]:
-        return item.is_first, item.is_last_part
-
-    def _begin_batch(self, leg: Leg, item: DrawnItem, is_last: bool) -> Any:
-        batch, weight, num_samples, total, is_first, is_last_part, seeds, _ = item
-        if total is None and leg.window > 1:
-            total = count_samples(batch)
-        leg.begin_batch(
-            weight,
-            num_samples,
-            total,
-            is_last=is_last,
-            is_first_part=is_first,
-            is_last_part=is_last_part,
-            seeds=seeds,
-        )
-        self._num_steps_in_pass += is_first
-        return batch
+    def _begin_batch(self, leg: Leg, item: DrawnItem, plan: BatchPlan) -> Any:
+        if plan.total_samples is None and leg.rules.has_several:
+            plan = plan._replace(total_samples=count_samples(item.batch))
+        leg.begin_batch(plan)
+        self._num_steps_in_pass += plan.starts_global_batch
+        return item.batch
 
 
 def tell_epoch(loader: Any, pass_index: int) -> None:

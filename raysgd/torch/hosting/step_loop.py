@@ -34,6 +34,7 @@ from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.worker.data.loop import Loop
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import is_stock
+from raysgd.trainer.worker.step_loop import StepRules
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +168,7 @@ class StepLoop(Loop):
                 batches, or batches are split, although several optimizers are registered. Or a step has several batches
                 with `deterministic=True`.
         """
-        operator, most_parts, shards = self._operator, 1, None
+        operator, micro_batches, num_shards = self._operator, 1, 0
         internals, window = operator._raysgd, operator.accumulate_grad_batches(epoch_idx)
         if not is_integer(window) or window < 1:
             raise ValueError(
@@ -184,20 +185,18 @@ class StepLoop(Loop):
         wrapped = internals.registered.wrapped
         if source is not None and self._feed.rule is not None:
             num_shards = source.num_shards
-            most_parts = 1 if num_shards else source.most_batches
+            micro_batches = 1 if num_shards else source.most_batches
             if num_shards and window > 1:
                 raise ValueError(
                     f"`accumulate_grad_batches={window}` does not work with `deterministic=True`: multiply the global "
                     "batch size by this number, and pass `micro_batch_size`."
                 )
-            if num_shards:
-                shards = LogicalShards(num_shards, internals.world.rank, internals.world.size, wrapped)
+        world = internals.world
         self.latest_leg = leg = self._parallel.begin_leg(
             wrapped,
             self._may_run_backward,
-            window=window * most_parts,
-            most_parts=most_parts,
-            shards=shards,
+            rules=StepRules(self._parallel.synchronizes, window, micro_batches, num_shards),
+            shards=LogicalShards(num_shards, world.rank, world.size, wrapped) if num_shards else None,
             undo=self.undo if self.undo.is_told_of_batches else None,
             may_defer=internals.precision.can_defer,
         )
@@ -218,13 +217,13 @@ class StepLoop(Loop):
         """
         leg, name = self._parallel.leg, type(self._operator).__name__
         if leg.accumulated is not None:
-            leg.batch = leg.batch.end()  # the optimizer may step although the window is not full
+            leg.end_batch()  # the optimizer may step although the window is not full
             step_with(self._operator, *self._optimizers)
-        if leg.window > 1 and num_batches and not leg.is_used:
+        if leg.rules.has_several and num_batches and not leg.is_used:
             raise ValueError(
-                f"`{leg.option}` had no effect: `{name}` computes its gradients by itself. Call `self.backward(loss)` "
-                "and `self.optimizer_step()` in `train_batch`, for every batch (a `LightningModule` needs automatic "
-                "optimization), or accumulate yourself and omit the option."
+                f"`{leg.rules.option}` had no effect: `{name}` computes its gradients by itself. Call "
+                "`self.backward(loss)` and `self.optimizer_step()` in `train_batch`, for every batch (a "
+                "`LightningModule` needs automatic optimization), or accumulate yourself and omit the option."
             )
         if num_batches and self._operator._raysgd.hooks.may_miss_clipping and not leg.has_clipped:
             raise ValueError(

@@ -285,14 +285,14 @@ class TorchHostedOperator(HostedOperator):
         self._modes = self._prediction = None
         leg = stream.leg = self.loop.begin_leg(run.epoch_idx, stream.source)
         internals, parallel = self.internals, self.parallel
-        if leg.has_several_batches and is_plain(self.operator, "train_epoch", "train_batch", "forward", "backward"):
+        if leg.rules.weighs and is_plain(self.operator, "train_epoch", "train_batch", "forward", "backward"):
             refuse_sum(internals.criterion)
         # Before each pass over the data, check that user code has called `rewrap` if it froze or unfroze parameters, or
         # added parameter groups.
         stream.prepare = partial(internals.trained.check, self.operator._freezes_in_batches)
         internals.loss_calls.makes_all = is_plain(self.operator, *_TRAINING_RUNGS)
         noting = internals.loss_calls.on(
-            internals.criterion, lambda call: leg.weights.note_labels(leg.batch, call), only_labels=True
+            internals.criterion, lambda call: leg.weights.note_labels(leg.batch, leg.plan, call), only_labels=True
         )
         try:
             can_continue = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
@@ -330,7 +330,7 @@ class TorchHostedOperator(HostedOperator):
         stack, models, leg = ExitStack(), self.internals.registered.wrapped, self.parallel.leg
         stack.enter_context(with_advice(models, leg if is_divided else None))
         if is_divided and is_distributed and not self.parallel.is_sharded:
-            stack.enter_context(comparing_sizes(lambda: leg.batch.weight != 1.0))
+            stack.enter_context(comparing_sizes(lambda: leg.plan.sample_weight != 1.0))
         return stack
 
     @contextmanager

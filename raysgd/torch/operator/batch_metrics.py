@@ -64,7 +64,7 @@ class BatchMetrics(Internals):
 
     def info_of_batch(self, batch_idx: int) -> dict[str, Any]:
         """Return the entries that the library adds to the `batch_info` of a training batch."""
-        is_padding = self.parallel.leg.batch.is_padding
+        is_padding = self.parallel.leg.plan.is_padding
         return {"batch_idx": batch_idx, "global_step": self._operator.global_step, IS_PADDING: is_padding}
 
     def parts_of_forward(self, returned: Any) -> tuple[Any, torch.Tensor, Any]:
@@ -110,7 +110,7 @@ class BatchMetrics(Internals):
         if not self._reports_ahead or self.leg is None:
             return metrics
         self._reported = metrics = self.completed(metrics, None)
-        if not self.leg.batch.is_padding:
+        if not self.leg.plan.is_padding:
             values = dict(metrics)
             self.latest_metrics = metrics
             self.meters.add_pending(values, values.pop(NUM_SAMPLES))
@@ -131,7 +131,7 @@ class BatchMetrics(Internals):
             metrics = self.completed(metrics, batch)
         elif leg.batch.is_by_samples:
             self._check_count(metrics[NUM_SAMPLES])
-        if not leg.batch.is_padding:
+        if not leg.plan.is_padding:
             if not waits:
                 if reported is not None:
                     self.meters.pending.pop()
@@ -139,9 +139,9 @@ class BatchMetrics(Internals):
             if BATCH_WEIGHT in metrics:
                 self._compare_weight(metrics)
         if self.callbacks.noting_batches:
-            pending = None if leg.batch.is_padding else self.meters.pending[-1][0]
-            self.callbacks.note_batch(self._operator, pending, leg.batch.is_boundary)
-        self._operator.global_step += leg.batch.is_last_part
+            pending = None if leg.plan.is_padding else self.meters.pending[-1][0]
+            self.callbacks.note_batch(self._operator, pending, leg.plan.sync_gradients)
+        self._operator.global_step += leg.plan.ends_global_batch
 
     def completed(self, metrics: Any, batch: Any) -> Any:
         if self.leg is not None and metrics == {} and not (self.logged or self.leg.batch.is_by_samples):
@@ -178,7 +178,7 @@ class BatchMetrics(Internals):
         The two numbers differ if a `collate_fn` adds or omits samples. If the loader's number is unknown, or if the
         batch is padding, both are the number that the batch contains.
         """
-        drawn = self.leg.batch.num_samples if self.leg is not None else None
+        drawn = self.leg.plan.num_samples if self.leg is not None else None
         if drawn:
             return drawn, batches.samples_of(batch, drawn)
         found = batches.count_samples(batch)
@@ -186,12 +186,12 @@ class BatchMetrics(Internals):
 
     def _check_count(self, num_samples: Any) -> None:
         """Raise if `train_batch` returned a `num_samples` that differs from the weight of the batch's gradients."""
-        batch = self.leg.batch
-        matters = self.leg.has_several_batches and not batch.is_padding
-        if matters and num_samples != batch.samples is not None:
+        leg = self.leg
+        drawn = leg.rules.samples_in_step(leg.plan) if leg.plan.num_samples is None else leg.plan.num_samples
+        if leg.rules.weighs and not leg.plan.is_padding and num_samples != drawn is not None:
             raise ValueError(
                 f"`{type(self._operator).__name__}.train_batch` returned `num_samples` {num_samples}, and gradients "
-                f"count by the {batch.samples} samples of the batch: call `self.backward(loss, weight=num_samples)` "
+                f"count by the {drawn} samples of the batch: call `self.backward(loss, weight=num_samples)` "
                 "with what the loss is the mean over, or return as many samples as the batch has."
                 f"{defined_at(type(self._operator), 'train_batch')}"
             )

@@ -30,6 +30,7 @@ import torch
 from raysgd.core.numbers.metric_meters import as_weight
 from raysgd.torch.objects.criteria import NO_CALL, LossCall
 from raysgd.torch.parallel.batch import Batch
+from raysgd.trainer.worker.step_loop import BatchPlan
 
 
 class BatchWeights:
@@ -48,21 +49,22 @@ class BatchWeights:
         self._uncounted: Any = False
         self._amounts: list[Any] = []  # the numbers of labels in the loss of the latest such batch
 
-    def note_labels(self, batch: Batch, call: LossCall) -> None:
+    def note_labels(self, batch: Batch, plan: BatchPlan, call: LossCall) -> None:
         """Record a call to a loss that averages over labels, so that the batch can be weighted by its labels."""
         if call.amount is None or not torch.is_grad_enabled():
             return
-        if not batch.is_padding:
+        if not plan.is_padding:
             batch.amounts.append(call.amount)
         if self._matter:
             self._labels = call._replace(output=None, target=None)  # do not keep the batch's large tensors in memory
-            batch.has_uncounted = batch.has_uncounted | (not batch.is_padding and call.is_uneven)
+            batch.has_uncounted = batch.has_uncounted | (not plan.is_padding and call.is_uneven)
 
-    def weight_of(self, batch: Batch, loss: torch.Tensor, given: Any) -> Any:
+    def weight_of(self, batch: Batch, plan: BatchPlan, loss: torch.Tensor, given: Any) -> Any:
         """Return the weight of a batch, or None to weight it by its number of samples.
 
         Args:
             batch: Batch whose backward pass is about to run.
+            plan: How the batch counts.
             loss: Loss of the batch. If it is the result of the latest recorded criterion call, labels are the weight.
             given: Weight from user code, or None.
 
@@ -77,7 +79,7 @@ class BatchWeights:
         weight = labels.amount if given is None else as_weight("weight", given)
         if not self._is_deterministic:
             batch.has_uncounted = False
-            return 0.0 if batch.is_padding else weight if isinstance(weight, torch.Tensor) else float(weight)
+            return 0.0 if plan.is_padding else weight if isinstance(weight, torch.Tensor) else float(weight)
         if given is None and labels.is_uneven is not True:  # labels on a GPU are checked when the call ends
             self.check_labels(batch)
             return None

@@ -201,7 +201,7 @@ class DDP(Strategy):
         self.exchanged.clear()
         with super().further_pass(parameters):
             yield
-        if self.leg.batch.is_boundary:
+        if self.leg.plan.sync_gradients:
             models = [{*map(id, each.model.parameters())} for each in self._wrapped]
             done = set().union(*(ids for ids in models if ids & self.exchanged))
             self.average_deferred([parameter for parameter in parameters if id(parameter) not in done])

@@ -142,9 +142,9 @@ def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Futur
     exchanges, leg, is_last = parallel.exchanges, parallel.leg, bucket.is_last()
     with exchanges.noting():
         future = exchanges.track(function(given, bucket), is_last)
-        if is_last and leg.rows is not None:
+        if is_last:
             try:
-                leg.rows.send(leg.batch)
+                leg.send_rows()
             except MeshBroken as error:
                 # After a `MeshBroken`, the library shuts down the mesh but not gloo's connections. Other ranks may be
                 # waiting on gloo's connections, so raise an error after which both are shut down.
@@ -160,15 +160,15 @@ def _average_at_once(parallel: Strategy, group: Group, bucket: Any) -> Any:
     """
     gradients, leg, exchanges = bucket.buffer(), parallel.leg, parallel.exchanges
     told, numbers = parallel.multiply_by_weight(gradients, is_told=True), gradients.numpy()
-    rows = leg.rows if bucket.is_last() else None
+    is_last = bucket.is_last()
     with exchanges.noting(), exchanges.ledger.exchanging(group):
         if told is not None:
             gather = partial(_add_up_with_amounts, group, numbers, told)
-            if rows is None or not rows.send(leg.batch, gather):
+            if not (is_last and leg.send_rows(gather)):
                 gather(_NO_ROW)
-        elif rows is None or not rows.send(leg.batch, partial(group.add_up_with, numbers)):
+        elif not (is_last and leg.send_rows(partial(group.add_up_with, numbers))):
             group.add_up(numbers)
-    exchanges.num_made += bucket.is_last()
+    exchanges.num_made += is_last
     return completed(gradients.div_(float(group.size) if told is None else told.divisor(group.size)))
 
 

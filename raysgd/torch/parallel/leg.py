@@ -21,33 +21,27 @@ from raysgd.torch.parallel.batch_weight import BatchWeights, Counted, Omitted, W
 from raysgd.torch.parallel.logical_shards import LogicalShards
 from raysgd.torch.parallel.step_rows import StepRows
 from raysgd.torch.parallel.undo import Undo
+from raysgd.trainer.worker.data.rank_rows import Gather
+from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES, BatchPlan, StepRules
 
 
 class Leg:
     """Tracks the current batch and step in a leg, the part of a training call that one worker group runs.
 
-    A step is an optimizer step. A window is the set of batches whose gradients are accumulated for one step. A global
-    batch is the batch of all ranks together. Each rank may split its share of the global batch into several batches.
-    With `deterministic=True`, each global batch is divided into logical shards, whose number does not depend on the
-    number of ranks. The class implements the protocol `CurrentLeg`.
+    A step is an optimizer step. A window is the set of batches whose gradients are accumulated for one step. With
+    `deterministic=True`, each global batch is divided into logical shards, whose number does not depend on the number
+    of ranks. The class implements the protocol `CurrentLeg`.
 
     Args:
-        window: Largest number of batches of a rank in a step. A step has fewer batches if the rank splits its shares
-            into fewer than `most_parts` batches, or if the epoch or the call ends.
-        most_parts: Largest number of batches into which a rank may split its share of a global batch.
+        rules: What holds for all steps of the leg.
         shards: Adds up the gradients of logical shards; None without logical shards.
-        is_global: True if gradients are averaged over the ranks. A batch is then weighted relative to the batches of
-            the other ranks.
         undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
 
     Attributes:
-        window: Largest number of batches of a rank in a step.
-        most_parts: Largest number of batches into which a rank may split its share of a global batch.
+        rules: What holds for all steps of the leg.
+        plan: How the batch counts that the training code requested last.
         shards: Adds up the gradients of logical shards; None without logical shards.
-        is_global: True if gradients are averaged over the ranks.
         undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
-        has_several_batches: True if a step has several batches, on this rank or on several ranks, so that the weights
-            of batches matter.
         defer: Function that is called before each batch if the step accumulates gradients or has logical shards. It
             gets True if the all-reduce of the batch's gradients can wait for a later batch. None if the strategy cannot
             let it wait.
@@ -57,7 +51,7 @@ class Leg:
             part of each global batch. None if there are no such models.
         weights: Finds the weight of each batch.
         rows: Exchanges metrics between the ranks in each step; None if the ranks exchange no metrics.
-        batch: The batch that the training code requested last.
+        batch: What has happened to the batch that the training code requested last.
         began_at: Time at which this rank began to draw the batch; 0 once the batch's first backward pass has started.
         own_s: Seconds from `began_at` to the backward pass, summed over all batches. In this time, the rank does not
             wait for other ranks.
@@ -74,21 +68,13 @@ class Leg:
     """
 
     def __init__(
-        self,
-        window: int = 1,
-        *,
-        most_parts: int = 1,
-        shards: LogicalShards | None = None,
-        is_global: bool = False,
-        undo: Undo | None = None,
+        self, rules: StepRules = StepRules(), *, shards: LogicalShards | None = None, undo: Undo | None = None
     ) -> None:
-        self.window, self.most_parts, self.shards = window, most_parts, shards
-        self.is_global, self.undo = is_global, undo
-        self.has_several_batches = window > 1 or is_global or shards is not None
+        self.rules, self.plan, self.shards, self.undo = rules, BETWEEN_BATCHES, shards, undo
         self.defer: Callable[[bool], None] | None = None
         self.check: Callable[[], None] | None = None
         self.refresh: Callable[[], None] | None = None
-        self.weights = BatchWeights(self.has_several_batches, shards is not None)
+        self.weights = BatchWeights(rules.weighs, shards is not None)
         self.rows: StepRows | None = None
         self.batch = Batch()
         self.began_at = self.own_s = 0.0
@@ -100,98 +86,73 @@ class Leg:
         self.omitted: Omitted | None = None
         self._is_weighted = False  # True in a backward pass whose loss was already multiplied by its weight
         self._num_waiting, self._is_by_samples = 0, True
+        self._num_complete = 0  # number of global batches of the step that are complete after the latest batch
+
+    @property
+    def accumulate(self) -> int:
+        return self.rules.accumulate
 
     # ------------------------------------------------------------------------------------ from batch to batch
 
-    def begin_batch(
-        self,
-        weight: float,
-        num_samples: int | None,
-        total: int | None = None,
-        *,
-        is_last: bool = True,
-        is_first_part: bool = True,
-        is_last_part: bool = True,
-        seeds: tuple[int, int] | None = None,
-    ) -> None:
+    def begin_batch(self, plan: BatchPlan) -> None:
         """Start the batch that the training code has requested from the data.
 
         Everything that happens before a batch happens here, in this order: the method checks that the previous step has
-        ended, copies rank 0's buffers, lets `undo` copy what the step may change, creates the `Batch` and compares its
-        weight with the previous batch's, turns the all-reduce of its gradients on or off, and starts the logical shard.
+        ended, copies rank 0's buffers, lets `undo` copy what the step may change, compares the batch's weight with the
+        previous batch's, turns the all-reduce of its gradients on or off, and starts the logical shard.
 
         Args:
-            weight: Weight of this rank's gradient in the mean over the ranks.
-            num_samples: Number of this rank's samples in the batch; 0 for padding, None if unknown.
-            total: Number of samples in the batches on which all ranks train at the same time; None if unknown. With
-                logical shards, the number of samples in the entire global batch.
-            is_last: True if the epoch or the call ends with this batch.
-            is_first_part: True if the global batch starts with this batch.
-            is_last_part: True if the global batch ends with this batch.
-            seeds: With logical shards, the seeds for the random numbers in the batch and after the step.
+            plan: How the batch counts.
 
         Raises:
             ValueError: With accumulation, the previous batch has another weight and still needs its backward pass. Or
                 user code did not step the optimizer after the last batch of the previous step.
             RuntimeError: Without accumulation, the previous batch has another weight and still needs its backward pass.
         """
-        before, shards = self.batch, self.shards
-        if self.accumulated is not None and before.is_boundary and before.had_backward:
+        before, shards, rules = self.plan, self.shards, self.rules
+        if self.accumulated is not None and before.sync_gradients and self.batch.had_backward:
             raise ValueError(
-                f"`{self.option}`: `self.optimizer_step()` was not called for the last batch of a step. Call it after "
+                f"`{rules.option}`: `self.optimizer_step()` was not called for the last batch of a step. Call it after "
                 "`self.backward(loss)` for every batch, or omit the option and accumulate yourself."
             )
-        if self.refresh is not None and before.is_last_part:
+        if self.refresh is not None and before.ends_global_batch:
             self.refresh()
-        if self.undo is not None and before.is_boundary:
+        if self.undo is not None and plan.starts_step:
             self.undo.begin_step()
-
-        index, is_boundary, of_step = 0, shards is None or is_last_part, None
-        if self.window > 1:
-            assert total is not None
-            index = (0 if before.is_boundary else before.index) + is_last_part
-            is_boundary = is_last_part and (is_last or index * self.most_parts >= self.window)
-            of_step = total if self.is_global or num_samples is None else num_samples
-        batch = Batch(
-            weight,
-            num_samples,
-            of_step,
-            number=before.number + 1,
-            index=index,
-            is_last_part=is_last_part,
-            is_boundary=is_boundary,
-        )
-        if self._num_waiting and not self._weighs_like(batch):
-            raise self._drawn_too_early(weight)
-        self.batch = batch
-        if self.window > 1 or self.is_global:
+        if self._num_waiting and not self._weighs_like(plan):
+            raise self._drawn_too_early(plan)
+        self.plan, self.batch = plan, Batch(self.batch.number + 1)
+        self._num_complete = (0 if plan.starts_step else self._num_complete) + plan.ends_global_batch
+        if rules.has_several or rules.averages:
             self._num_waiting += 1
-            batch.needs_backward = True
+            self.batch.needs_backward = True
 
-        if self.defer is not None and (shards is not None or self.window > 1):
-            self.defer(shards is not None or not is_boundary)
-        if shards is not None and seeds is not None:
-            shards.begin_shard(is_first_part, seeds[0], (num_samples or 0) / total if total else 0.0, seeds[1])
+        if self.defer is not None and (shards is not None or rules.has_several):
+            self.defer(shards is not None or not plan.sync_gradients)
+        if shards is not None and plan.seeds is not None:
+            fraction = (plan.num_samples or 0) / plan.total_samples if plan.total_samples else 0.0
+            shards.begin_shard(plan.starts_global_batch, plan.seeds[0], fraction, plan.seeds[1])
 
-    def _weighs_like(self, batch: Batch) -> bool:
+    def _weighs_like(self, plan: BatchPlan) -> bool:
         """Return True if a batch has the same weight in its step as the previous batch.
 
         In addition, both batches or neither must be padding, and both or neither must end the step.
         """
-        last = self.batch
-        if (batch.is_boundary, batch.is_padding) != (last.is_boundary, last.is_padding):
+        last, of_step = self.plan, self.rules.samples_in_step
+        if (plan.sync_gradients, plan.is_padding) != (last.sync_gradients, last.is_padding):
             return False
-        return not self._is_by_samples or (batch.weight, batch.total) == (last.weight, last.total)
+        return not self._is_by_samples or (plan.sample_weight, of_step(plan)) == (last.sample_weight, of_step(last))
 
-    def _drawn_too_early(self, weight: float) -> Exception:
-        if self.window > 1:
+    def _drawn_too_early(self, plan: BatchPlan) -> Exception:
+        if self.rules.has_several:
             return ValueError(
-                f"`{self.option}`: `self.backward` was not called for the batch that was drawn before this one. Call "
-                "`self.backward(loss)` and `self.optimizer_step()` for each batch, with `0 * loss` to skip one; "
-                "to accumulate yourself, omit the option."
+                f"`{self.rules.option}`: `self.backward` was not called for the batch that was drawn before this "
+                "one. Call `self.backward(loss)` and `self.optimizer_step()` for each batch, with `0 * loss` to skip "
+                "one; to accumulate yourself, omit the option."
             )
         return RuntimeError(
-            f"A batch with weight {weight:g} was drawn while a batch with weight {self.batch.weight:g} waits for "
+            f"A batch with weight {plan.sample_weight:g} was drawn while a batch with weight "
+            f"{self.plan.sample_weight:g} waits for "
             "its backward pass, so the next loss would get the wrong weight. Draw one batch, train on it, then draw "
             "the next. To skip a batch, call `self.skip_batch()`. To draw ahead, pass `drop_last=True` to the loader."
         )
@@ -204,7 +165,11 @@ class Leg:
         """
         self.began_at = 0.0
         if not self._num_waiting:
-            self.batch = self.batch.end()
+            self.end_batch()
+
+    def end_batch(self) -> None:
+        """Let backward passes and steps from now on belong to no batch."""
+        self.plan, self.batch = BETWEEN_BATCHES, self.batch.end()
 
     def end_forward(self) -> None:
         """Stop measuring the time that this rank spends on the batch without waiting for other ranks (`own_s`).
@@ -245,9 +210,9 @@ class Leg:
         Raises:
             ValueError: With accumulation, every batch needs a backward pass.
         """
-        if self.batch.needs_backward and self.window > 1:
+        if self.batch.needs_backward and self.rules.has_several:
             raise ValueError(
-                f"`{self.option}`: a batch was skipped, but `self.backward` was not called for it. Call "
+                f"`{self.rules.option}`: a batch was skipped, but `self.backward` was not called for it. Call "
                 "`self.backward(loss)` and `self.optimizer_step()` for every batch (a `LightningModule` needs "
                 "automatic optimization). To skip a batch, pass `0 * loss`. To compute gradients yourself, omit the "
                 "option."
@@ -267,13 +232,13 @@ class Leg:
         Raises:
             ValueError: With accumulation, `optimizer_step` was already called for this batch.
         """
-        if self.is_global or self.window > 1:
+        if self.rules.averages or self.rules.has_several:
             self.use(by_samples=weight is None)
-        if self.window > 1 and self.batch.was_asked_to_step:
+        if self.rules.has_several and self.batch.was_asked_to_step:
             raise ValueError(
                 "`self.backward` was called after `self.optimizer_step` for the same batch and optimizer. With "
-                f"`{self.option}` every batch belongs to one step: call each method once for a batch, or omit the "
-                "option."
+                f"`{self.rules.option}` every batch belongs to one step: call each method once for a batch, or omit "
+                "the option."
             )
         batch, ids = self.batch, {*map(id, optimizers)}
         self.is_used = True
@@ -286,12 +251,7 @@ class Leg:
 
     def adds_to(self, optimizer: Any) -> bool:
         """Return True if a backward pass of this batch adds to the gradients that the optimizer's parameters have."""
-        return self.accumulated is not None if self.window > 1 else id(optimizer) in self.batch.computed
-
-    @property
-    def option(self) -> str:
-        """Name of the trainer's option that combines several batches into one step, for error messages."""
-        return f"accumulate_grad_batches={self.window}" if self.most_parts == 1 else "micro_batch_size"
+        return self.accumulated is not None if self.rules.has_several else id(optimizer) in self.batch.computed
 
     def share(self, weight: Any, num_ranks: int, *, is_of_criterion: bool = False) -> float:
         """Add the batch to those accumulated for a step (the window). Return the factor by which to multiply its loss.
@@ -305,20 +265,20 @@ class Leg:
             ValueError: Some batches of the window are weighted by samples and others are not, or user code passed two
                 different weights for a batch.
         """
-        batch, weight = self.batch, None if weight is None else float(weight)
-        total, amount = batch.total if weight is None else None, weight
+        batch, plan, weight = self.batch, self.plan, None if weight is None else float(weight)
+        total, amount = self.rules.samples_in_step(plan) if weight is None else None, weight
         if amount is None:
             total = num_ranks if total is None else total  # it is None before the first and after the last batch
-            amount = total / num_ranks * (batch.weight if self.is_global else 1.0)
+            amount = total / num_ranks * (plan.sample_weight if self.rules.averages else 1.0)
         if self.accumulated is None:
             usual = self.usual if total is None else total / num_ranks
-            self.accumulated = Window(weight is not None, self.window * usual or 1.0)
+            self.accumulated = Window(weight is not None, self.rules.num_batches * usual or 1.0)
         window = self.accumulated
-        window.is_exchanged, window.is_of_criterion = batch.is_boundary, is_of_criterion
+        window.is_exchanged, window.is_of_criterion = plan.sync_gradients, is_of_criterion
         if window.is_weighted != (weight is not None):
             raise ValueError(
-                f"`self.backward` was called with `weight=` for some of the {self.window} batches of an optimizer step "
-                "and without it for others: pass it for all of them, or for none."
+                f"`self.backward` was called with `weight=` for some of the {self.rules.num_batches} batches of an "
+                "optimizer step and without it for others: pass it for all of them, or for none."
             )
         if window.last is None or window.last[0] != batch.number or not batch.number:
             window.last = batch.number, weight
@@ -333,6 +293,25 @@ class Leg:
             )
         return amount / window.reference
 
+    def send_rows(self, gather: Gather | None = None) -> bool:
+        """Exchange metrics (rows) with the other ranks, once per optimizer step and only in the step's last batch.
+
+        Called when the last gradients of a backward pass are about to be sent.
+
+        Args:
+            gather: Function that sends a row and returns the rows of all ranks. Default: gather over the mesh.
+
+        Returns:
+            True if this call exchanged rows.
+        """
+        if self.rows is None:
+            return False
+        is_first, self.batch.is_exchanged = not self.batch.is_exchanged, True
+        is_due = is_first and self.plan.sync_gradients
+        if is_due:
+            self.rows.send(gather)
+        return is_due
+
     def note_omitted(self, is_omitted: bool, num_ranks: int) -> None:
         """Record whether user code skips the batch on this rank. Called for each batch if user code may skip batches.
 
@@ -340,12 +319,13 @@ class Leg:
             is_omitted: True if this rank skips the batch.
             num_ranks: Number of ranks over which gradients are averaged.
         """
-        batch = self.batch
-        if self.window == 1 or self.omitted is None:
-            self.omitted = Omitted(self.window)
-        drawn = float(batch.total or num_ranks)
-        own = drawn / num_ranks * batch.weight if self.is_global else drawn
-        self.omitted.note(max(0, batch.index - batch.is_last_part), drawn, own if is_omitted else 0.0)
+        plan, rules = self.plan, self.rules
+        if not rules.has_several or self.omitted is None:
+            self.omitted = Omitted(rules.num_batches)
+        drawn = float(rules.samples_in_step(plan) or num_ranks)
+        own = drawn / num_ranks * plan.sample_weight if rules.averages else drawn
+        index = max(0, self._num_complete - plan.ends_global_batch) if rules.has_several else 0
+        self.omitted.note(index, drawn, own if is_omitted else 0.0)
 
     def stepped(self, optimizer: Any) -> None:
         """Record that `optimizer` has stepped, so that the next backward pass clears the old gradients."""
@@ -375,11 +355,11 @@ class Leg:
         Args:
             is_told: True if the caller can send amounts along with the gradients.
         """
-        if self.window > 1 or self._is_weighted:
+        if self.rules.has_several or self._is_weighted:
             weight = 1.0
         elif self.counted is None:
             self.use()
-            weight = self.batch.weight
+            weight = self.plan.sample_weight
         elif is_told and not self.counted.is_known:
             return self.counted.amount / self.counted.reference, self.counted
         else:

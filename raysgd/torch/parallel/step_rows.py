@@ -13,7 +13,6 @@ import numpy as np
 
 from raysgd.core.connections.group import Array
 from raysgd.core.connections.torch import mesh_group
-from raysgd.torch.parallel.batch import Batch
 from raysgd.trainer.worker.data.epoch_run import METRICS, EpochRun
 from raysgd.trainer.worker.data.rank_rows import Gather, RowExchange
 
@@ -32,26 +31,17 @@ class StepRows:
     def __init__(self, row_exchange: RowExchange, run: EpochRun) -> None:
         self._row_exchange, self._run = row_exchange, run
 
-    def send(self, batch: Batch, gather: Gather | None = None) -> bool:
-        """Exchange metrics (rows) with the other ranks, once per optimizer step and only in the step's last batch.
-
-        Called when the last gradients of a backward pass are about to be sent.
+    def send(self, gather: Gather | None = None) -> None:
+        """Exchange metrics (rows) with the other ranks.
 
         Args:
-            batch: Batch whose gradients are being sent.
             gather: Function that sends a row and returns the rows of all ranks. Default: gather over the mesh.
-
-        Returns:
-            True if this call exchanged rows.
 
         Raises:
             MeshBroken: A connection to another rank ended.
         """
-        if not batch.claim_rows():
-            return False
         run = self._run
         run.rows.note(run.num_completed, self._row_exchange.exchange({METRICS: run.meters.tally()}, gather))
-        return True
 
 
 def gather_rows(size: int) -> Gather | None:

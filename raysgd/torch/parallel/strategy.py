@@ -34,6 +34,7 @@ from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.step_rows import StepRows, gather_rows
 from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.data.rank_rows import Gather, RowExchange
+from raysgd.trainer.worker.step_loop import StepRules
 
 # A function that starts to sum a tensor of integers over the ranks, in place. It returns a function that waits for the
 # sum.
@@ -80,7 +81,7 @@ class Strategy:
     is_sharded = False
 
     def __init__(self, has_others: bool = True, tells_rows: bool = False) -> None:
-        self.leg = Leg(is_global=self.synchronizes)
+        self.leg = Leg(StepRules(self.synchronizes))
         self.tells_rows = tells_rows
         self._row_exchange: tuple[Gather, RowExchange] | None = None  # for the current worker group; None until needed
         self.has_others = has_others
@@ -130,6 +131,7 @@ class Strategy:
         models: Sequence[torch.nn.Module],
         may_run_backward: bool,
         *,
+        rules: StepRules | None = None,
         may_defer: bool = True,
         **options: Any,
     ) -> Leg:
@@ -139,10 +141,11 @@ class Strategy:
             models: Wrapped models.
             may_run_backward: True if user code may run backward passes. User code may catch exceptions that a backward
                 pass raises. Therefore, each step then checks whether its gradient communication succeeded.
+            rules: What holds for all steps. Default: a step has one batch of each rank.
             may_defer: True if the gradients of all batches of a step may be all-reduced together, in the last batch.
             options: Further arguments of `Leg`.
         """
-        leg = self.leg = Leg(is_global=self.synchronizes, **options)
+        leg = self.leg = Leg(StepRules(self.synchronizes) if rules is None else rules, **options)
         leg.defer = self._deferrer(models, may_run_backward) if may_defer else None
         if leg.defer is not None:
             leg.defer(False)
@@ -160,7 +163,7 @@ class Strategy:
         """
         if self.leg.defer is not None:
             self.leg.defer(False)
-        self.leg = Leg(is_global=self.synchronizes)
+        self.leg = Leg(StepRules(self.synchronizes))
 
     def _deferrer(self, models: Sequence[torch.nn.Module], may_run_backward: bool) -> Callable[[bool], None] | None:
         """Return a function that gets True to defer the gradient communication of the next batch to a later batch.

@@ -47,7 +47,7 @@ def with_advice(models: Iterable[torch.nn.Module], divided: Leg | None = None) -
     except (RuntimeError, ValueError) as error:
         if _UNUSED in str(error):
             error.args = (f"{_of_unused_parameters(models)}\n\nPyTorch says: {error}",)
-        elif _SINGLE in str(error) and divided is not None and divided.batch.num_samples in (0, 1):
+        elif _SINGLE in str(error) and divided is not None and divided.plan.num_samples in (0, 1):
             error.args = (f"{SINGLE_SAMPLE}\n\nPyTorch says: {error}",)
         elif _DTYPES.search(str(error)) and {"double", "float"} <= {*_WORDS.findall(str(error).lower())}:
             error.args = (f"{error}. {_FLOAT64}",)

@@ -82,14 +82,14 @@ class Gradients:
     ) -> None:
         leg, cleared, is_given = self._parallel.leg, [*chosen, *bystanders], weight is not None
         # Without other batches in the step, on this rank or on others, the weight of the batch does not matter.
-        if not (is_given or leg.has_several_batches):
+        if not (is_given or leg.rules.weighs):
             self._clear(chosen, bystanders)
             leg.note_backward(cleared)
             if self._parallel.has_others:
                 leg.end_forward()
             self._precision.backward(loss, chosen[0])
             return
-        weight = leg.weights.weight_of(leg.batch, loss, weight)
+        weight = leg.weights.weight_of(leg.batch, leg.plan, loss, weight)
         if leg.shards is not None:
             self._compute_shard(loss, cleared, list(trained()))
             return
@@ -97,7 +97,7 @@ class Gradients:
         is_further = leg.note_backward(cleared, weight)
         leg.end_forward()
         with _silenced(trained()) if isinstance(weight, float) and not weight else _NOTHING:
-            if leg.window > 1:
+            if leg.rules.has_several:
                 share = leg.share(weight, self._parallel.num_ranks, is_of_criterion=not is_given)
                 self._pass(loss * share, chosen[0], cleared, is_further)
                 assert leg.accumulated is not None
@@ -130,7 +130,8 @@ class Gradients:
         if not self._parallel.synchronizes or (counted is None and not is_further):
             self._precision.backward(loss, optimizer)
         elif is_further:  # weight the loss, because the communication hook would also weight the older gradients
-            factor = counted.factor() if counted is not None else leg.batch.weight if leg.window == 1 else 1.0
+            of_samples = 1.0 if leg.rules.has_several else leg.plan.sample_weight
+            factor = of_samples if counted is None else counted.factor()
             with self._parallel.further_pass(p for each in cleared for p in self._precision.parameters(each)):
                 self._precision.backward(loss * factor, optimizer)
         else:
@@ -166,15 +167,15 @@ class Gradients:
             ValueError: These gradients were cleared, or the optimizer may already have stepped with them.
         """
         leg = self._parallel.leg
-        if leg.window == 1 and not self._hooks.sees(optimizer):
+        if not leg.rules.has_several and not self._hooks.sees(optimizer):
             raise ValueError(
                 f"`self.backward` was called again for a batch, and it is unknown whether `{type(optimizer).__name__}` "
                 "has stepped, which is not registered or no `torch.optim.Optimizer`: call `self.optimizer_step()` to "
                 "step it, or add the losses up and call `self.backward` once."
             )
-        if leg.window > 1 and self._parallel.are_cleared(self._precision.parameters(optimizer)):
+        if leg.rules.has_several and self._parallel.are_cleared(self._precision.parameters(optimizer)):
             raise ValueError(
-                f"`{leg.option}`: the gradients of earlier batches of this step are gone. `self.backward` clears "
+                f"`{leg.rules.option}`: the gradients of earlier batches of this step are gone. `self.backward` clears "
                 "gradients where a step begins: remove `zero_grad()` from `train_batch`. To leave a batch out, "
                 "multiply its loss by 0."
             )
@@ -189,9 +190,9 @@ class Gradients:
         window = self._parallel.leg.accumulated
         if window is not None and window.seen not in (None, self._versions(optimizer)):
             raise ValueError(
-                f"`{self._parallel.leg.option}`: gradients were changed after `self.backward`, where they are not the "
-                "means over the samples of the step yet. Change them in your own `optimizer_step`, before `super()."
-                "optimizer_step()`, or pass `clip_grad_norm` or `clip_grad_value` to the trainer."
+                f"`{self._parallel.leg.rules.option}`: gradients were changed after `self.backward`, where they are "
+                "not the means over the samples of the step yet. Change them in your own `optimizer_step`, before "
+                "`super().optimizer_step()`, or pass `clip_grad_norm` or `clip_grad_value` to the trainer."
             )
 
     def _versions(self, optimizer: Any) -> list[tuple[int, int]]:
@@ -211,13 +212,12 @@ class Gradients:
             each.zero_grad()
         self._precision.backward(loss * leg.shards.fraction, optimizers[0])
         parameters = [each for each in trained if each.requires_grad]
-        if not leg.batch.is_padding:
+        if not leg.plan.is_padding:
             leg.shards.keep(parameters)
-        if leg.batch.is_boundary:
+        if leg.plan.sync_gradients:
             self._parallel.note_exchange("gradients were exchanged")
             with self._parallel.exchanges.noting():
-                if leg.rows is not None:
-                    leg.rows.send(leg.batch)
+                leg.send_rows()
                 leg.shards.add_up(parameters, leg.shards.seed_of_step)
             self._parallel.exchanges.num_made += 1
 
@@ -284,22 +284,22 @@ class Gradients:
         Called before a user's `optimizer_step`. With gradient accumulation, a step is due in its last batch only.
         """
         leg = self._parallel.leg
-        leg.batch.was_asked_to_step |= leg.window > 1
-        for optimizer in optimizers if leg.batch.is_boundary else ():
-            if leg.window > 1:
+        leg.batch.was_asked_to_step |= leg.rules.has_several
+        for optimizer in optimizers if leg.plan.sync_gradients else ():
+            if leg.rules.has_several:
                 self.complete(optimizer)
             self._precision.unscale(optimizer)
-        return leg.batch.is_boundary
+        return leg.plan.sync_gradients
 
     def apply(self, optimizers: Iterable[Any]) -> None:
         """Step the optimizers if the current batch is the last batch of an optimizer step."""
         leg = self._parallel.leg
         for optimizer in optimizers:
-            if leg.window > 1:
+            if leg.rules.has_several:
                 leg.batch.was_asked_to_step = True
-            if not leg.batch.is_boundary:
+            if not leg.plan.sync_gradients:
                 continue
-            if leg.window > 1:
+            if leg.rules.has_several:
                 self.complete(optimizer)
             if id(optimizer) not in leg.batch.left_out:
                 self._hooks.step(optimizer)

@@ -126,13 +126,13 @@ class OptimizerHooks:
             return None
 
         name, leg = type(optimizer).__name__, self._parallel.leg
-        if leg.is_global:
+        if leg.rules.averages:
             raise ValueError(
                 f"`{name}.step` was given a closure, which an optimizer calls as often as this worker's loss makes "
                 "it, and the workers would step differently: use one worker, or an optimizer that needs no closure, "
                 "and call `self.backward(loss)` and `self.optimizer_step()`."
             )
-        if leg.window > 1 or leg.shards is not None:
+        if leg.rules.has_several or leg.shards is not None:
             raise ValueError(
                 f"`{name}.step` was given a closure, which computes the gradients of a whole step, and here a step has "
                 "several batches: omit `accumulate_grad_batches`, `micro_batch_size` or `deterministic=True`."
@@ -150,9 +150,9 @@ class OptimizerHooks:
         if all(parameter.grad is None for parameter in self._precision.parameters(optimizer)):
             return  # a step without gradients changes nothing; some programs step once before they step a scheduler
         leg = self._parallel.leg
-        if not self._steps_itself and leg.window > 1 and leg.adds_to(optimizer):
+        if not self._steps_itself and leg.rules.has_several and leg.adds_to(optimizer):
             raise ValueError(
-                f"`{leg.option}`: your code calls `step` of `{type(optimizer).__name__}`, and its gradients "
+                f"`{leg.rules.option}`: your code calls `step` of `{type(optimizer).__name__}`, and its gradients "
                 "wait for more batches: call `self.optimizer_step()` for every batch instead."
             )
         self._about_to_step.add(id(optimizer))

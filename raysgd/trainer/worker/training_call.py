@@ -159,7 +159,7 @@ class TrainingCall(EpochRun):
             "consumed": consumed,
             "num_workers": hosted.world.size,
             "attempt": [request.call, request.attempt],
-            "window": leg.window,
+            "window": leg.rules.num_batches,
             "is_of_call": stream is not feed.train_stream,
             "data": stream.source.layout(consumed, is_begun),
             "obstacle": own and f"{own} `train_epoch`, which takes the steps itself",

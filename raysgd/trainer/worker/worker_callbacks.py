@@ -104,11 +104,11 @@ class InstalledCallbacks:
 
         def after(metrics: Any) -> Any:
             of_step = metrics
-            if window or not leg.batch.is_boundary:
+            if window or not leg.plan.sync_gradients:
                 meters = window.pop() if window else operator._raysgd.new_meters()
-                of_step = _over_batches(meters, metrics, leg.batch.is_boundary)
-                window.extend([] if leg.batch.is_boundary else [meters])
-            return _after_step(watching, operator, metrics, of_step) if leg.batch.is_boundary else metrics
+                of_step = _over_batches(meters, metrics, leg.plan.sync_gradients)
+                window.extend([] if leg.plan.sync_gradients else [meters])
+            return _after_step(watching, operator, metrics, of_step) if leg.plan.sync_gradients else metrics
 
         return after if watching else None
 

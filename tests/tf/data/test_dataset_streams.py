@@ -75,12 +75,12 @@ def test_a_batch_without_samples_is_not_handed_out() -> None:
     step, log = TFStep(), []
 
     def take_part(batch: Any) -> None:
-        log.append(("taken", batch, step.is_padding))
+        log.append(("taken", batch, step.plan.is_padding))
         step.use()
 
     stream = TFBatchStream(WithPadding(), step, lambda: 0, take_part)
     for batch in stream.take(None):
-        log.append(("handed out", batch, step.is_padding))
+        log.append(("handed out", batch, step.plan.is_padding))
         step.use()
     assert log == [("handed out", "real", False), ("taken", "padding", True)]
     assert (step.num_samples, stream.num_steps_completed, stream.completed) == (None, 2, 4)

@@ -221,17 +221,17 @@ def test_a_length_that_is_not_there_is_none(loader: Any, length: int | None) -> 
 def test_each_batch_comes_with_its_share_of_the_step() -> None:
     leg = Leg()
     stream = TorchBatchStream(DividedLoaderSource(divided(7, batch_size=2, world_size=2), SEED), leg, Passes())
-    shares = [(_bare(batch), leg.batch.weight, leg.batch.num_samples) for batch in stream.take(None)]
+    shares = [(_bare(batch), leg.plan.sample_weight, leg.plan.num_samples) for batch in stream.take(None)]
     assert shares == [([0, 1], 1.0, 2), ([4, 5], 2 * 2 / 3, 2)]
     second = TorchBatchStream(DividedLoaderSource(divided(7, batch_size=2, rank=1, world_size=2), SEED), leg, Passes())
-    shares = [(_bare(batch), leg.batch.weight, leg.batch.num_samples) for batch in second.take(None)]
+    shares = [(_bare(batch), leg.plan.sample_weight, leg.plan.num_samples) for batch in second.take(None)]
     assert shares == [([2, 3], 1.0, 2), (6, 2 / 3, 1)]
 
 
 def test_a_rank_without_samples_in_the_last_step_knows_that_its_batch_is_padding() -> None:
     leg = Leg()
     stream = TorchBatchStream(DividedLoaderSource(divided(3, rank=1, world_size=2), SEED), leg, Passes())
-    assert [(leg.batch.weight, leg.batch.is_padding) for _ in stream.take(None)] == [(1.0, False), (0.0, True)]
+    assert [(leg.plan.sample_weight, leg.plan.is_padding) for _ in stream.take(None)] == [(1.0, False), (0.0, True)]
 
 
 def test_a_batch_counts_by_the_samples_that_were_drawn_whatever_a_collator_returns() -> None:
@@ -241,7 +241,7 @@ def test_a_batch_counts_by_the_samples_that_were_drawn_whatever_a_collator_retur
     sharded = shard_loader(loader, rank=0, world_size=1, training=True)
     assert isinstance(sharded, ShardedLoader)
     stream = TorchBatchStream(DividedLoaderSource(sharded, SEED), leg, Passes())
-    assert [(len(batch[0]), leg.batch.num_samples) for batch in stream.take(None)] == [(3, 4), (2, 3)]
+    assert [(len(batch[0]), leg.plan.num_samples) for batch in stream.take(None)] == [(3, 4), (2, 3)]
 
 
 class Growing(torch.utils.data.Dataset[int]):

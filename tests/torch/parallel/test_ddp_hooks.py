@@ -24,6 +24,7 @@ from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
 from raysgd.torch.parallel.exchanges import Exchanges
 from raysgd.trainer.worker.ledger import Ledger
+from raysgd.trainer.worker.step_loop import BatchPlan
 from tests.torch.wrapping import a_model, gradient, reformed, two_layers
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -112,7 +113,7 @@ def test_gradients_of_padding_do_not_count_even_if_they_are_nan(hook: Any) -> No
     parallel = DDP()
     model = parallel.wrap(a_model(), None, {} if hook is None else {COMM_HOOK: hook})
     parallel.begin_leg([model], may_run_backward=False)
-    parallel.leg.begin_batch(0.0, 0, 4)
+    parallel.leg.begin_batch(BatchPlan(0, 4, 0.0, is_padding=True))
     model(torch.full((1, 2), torch.nan)).sum().backward()
     assert model.module.weight.grad.tolist() == [[0.0, 0.0]]
 

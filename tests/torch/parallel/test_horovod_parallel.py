@@ -18,9 +18,9 @@ from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch import TorchTrainer
 from raysgd.torch.driver import arguments
-from raysgd.torch.parallel.batch import Batch
 from raysgd.torch.parallel.horovod_parallel import HorovodParallel
 from raysgd.torch.parallel.leg import Leg
+from raysgd.trainer.worker.step_loop import BatchPlan, StepRules
 from tests.helpers.fakes import meeting
 from tests.torch.operators_for_tests import LinearOperator, equal
 
@@ -277,9 +277,9 @@ def test_a_gradient_is_weighted_on_its_way_out(parallel: HorovodParallel) -> Non
     gradient = torch.ones(3)
     assert parallel.compress(gradient)[0] is gradient
     assert parallel.decompress(gradient, None) is gradient
-    parallel.leg.batch = Batch(0.5)
+    parallel.leg.plan = BatchPlan(sample_weight=0.5)
     assert parallel.compress(gradient)[0].tolist() == [0.5] * 3
-    parallel.leg = Leg(2)
+    parallel.leg = Leg(StepRules(accumulate=2))
     assert parallel.compress(gradient)[0] is gradient, "its loss was multiplied"
     strided = torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     assert parallel.compress(strided)[0].is_contiguous(), "Horovod takes no other"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 
 from raysgd.torch.parallel.leg import Leg
+from raysgd.trainer.worker.step_loop import StepRules
+from tests.torch.planning import begin_next
 
 OPTIMIZER = object()
 
 
 def joint(window: int) -> Leg:
-    return Leg(window, is_global=True)
+    return Leg(StepRules(averages=True, accumulate=window))
 
 
 def backward(leg: Leg) -> float:
@@ -22,24 +27,24 @@ def backward(leg: Leg) -> float:
 def test_a_batch_of_a_window_cannot_be_left_out(num_before: int) -> None:
     leg = joint(2)
     for _ in range(num_before):
-        leg.begin_batch(1.0, 4, 4, is_last=False)
+        begin_next(leg, 4, 4, is_last=False)
         backward(leg)
-    leg.begin_batch(1.0, 4, 4, is_last=False)
+    begin_next(leg, 4, 4, is_last=False, number=1 + num_before)
     with pytest.raises(ValueError, match=r"`accumulate_grad_batches=2`: a batch was skipped.* pass `0 \* loss`"):
         leg.skip()
 
 
 def test_a_window_that_no_optimizer_has_stepped_with_is_an_error_at_the_next_batch() -> None:
     leg = joint(2)
-    for _ in range(2):
-        leg.begin_batch(1.0, 4, 4, is_last=False)
+    for number in (1, 2):
+        begin_next(leg, 4, 4, is_last=False, number=number)
         backward(leg)
     with pytest.raises(ValueError, match=r"`self.optimizer_step\(\)` was not called for the last batch of a step"):
-        leg.begin_batch(1.0, 4, 4, is_last=False)
+        begin_next(leg, 4, 4, is_last=False)
 
 
 def hand_out(leg: Leg, weight: float = 1.0, num_samples: int = 4) -> None:
-    leg.begin_batch(weight, num_samples, 8, is_last=False)
+    begin_next(leg, num_samples, 8, weight=weight, is_last=False)
 
 
 def test_a_stream_that_ends_before_its_last_batch_was_used_leaves_that_its_weight() -> None:
@@ -66,13 +71,15 @@ def test_where_user_code_weights_batches_only_padding_counts_otherwise() -> None
 
 
 def test_the_first_exchange_of_the_last_batch_of_a_step_is_one_to_tell_others_with() -> None:
-    leg = joint(2)
+    leg, rows = joint(2), cast("Any", SimpleNamespace(send=lambda gather: None))
     found = []
     for index in range(4):
-        leg.begin_batch(1.0, 4, 8, is_last=index == 3)
-        found.append([leg.batch.claim_rows() for _ in range(3)])
+        leg.rows = rows
+        begin_next(leg, 4, 8, is_last=index == 3, number=1 + index % 2)
+        found.append([leg.send_rows() for _ in range(3)])
         leg.use()
     assert found == [[False] * 3, [True, False, False]] * 2
     leg = joint(1)
-    leg.begin_batch(1.0, 4, 8)
-    assert leg.batch.claim_rows()
+    leg.rows = rows
+    begin_next(leg, 4, 8)
+    assert leg.send_rows()

@@ -20,8 +20,10 @@ from raysgd.torch.step.optimizer_hooks import OptimizerHooks
 from raysgd.torch.torch_runner import TorchRunner
 from raysgd.trainer.configuration.batch_options import BatchOptions
 from raysgd.trainer.messages.epochs import EpochRequest
+from raysgd.trainer.worker.step_loop import StepRules
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 from tests.torch.operators_for_tests import LinearOperator, dataset
+from tests.torch.planning import begin_next
 
 
 class Bench:
@@ -43,10 +45,12 @@ class Bench:
         self.apply()
 
     def open_call(self, window: int) -> None:
-        self.parallel.leg = Leg(window)
+        self.parallel.leg = Leg(StepRules(accumulate=window))
 
-    def begin(self, **begin: Any) -> None:
-        self.parallel.leg.begin_batch(1.0, 2, 2, **begin)
+    def begin(self, is_last: bool = True) -> None:
+        leg = self.parallel.leg
+        self.number = 1 if leg.plan.sync_gradients else self.number + 1
+        begin_next(leg, 2, 2, is_last=is_last, number=self.number)
 
     def backward(self, value: float, weight: float | None = None) -> None:
         loss = (self.parameter * value).sum()
@@ -125,7 +129,7 @@ def test_each_call_of_a_closure_begins_with_no_gradients() -> None:
 @pytest.mark.parametrize(("is_global", "window", "words"), [(True, 1, "use one worker"), (False, 2, "omit")])
 def test_a_closure_is_refused_where_a_step_takes_more_than_this_batch(is_global: bool, window: int, words: str) -> None:
     bench = Bench()
-    bench.parallel.leg = Leg(window, is_global=is_global)
+    bench.parallel.leg = Leg(StepRules(is_global, window))
     with pytest.raises(ValueError, match=rf"^`SGD.step` was given a closure.*{words}"):
         bench.optimizer.step(lambda: pytest.fail("it was called"))
 
@@ -156,7 +160,7 @@ def test_gradients_that_wait_are_stepped_by_the_rung_alone() -> None:
     bench = accumulating()
     with pytest.raises(ValueError, match=r"your code calls `step` of `SGD`, .* call `self.optimizer_step\(\)`"):
         bench.optimizer.step()
-    bench.parallel.leg.most_parts = 3
+    bench.parallel.leg.rules = StepRules(micro_batches=3)
     with pytest.raises(ValueError, match="`micro_batch_size`: your code"):
         bench.optimizer.step()
     assert bench.parameter.item() == 0.0

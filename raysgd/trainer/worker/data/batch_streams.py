@@ -16,28 +16,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
+from raysgd.trainer.worker.step_loop import BatchPlan, PlannedItem, planned
+
 NO_BATCH = object()
 """Placeholder for the batch of a step in which this rank has no samples. The call still counts the step."""
 _REDRAW_EVERY_S = 0.1
-
-
-class BatchInStep(Protocol):
-    """The batch of one rank in a step that all ranks take together."""
-
-    @property
-    def num_samples(self) -> int | None:
-        """Number of samples in the batch, not counting padding. None if unknown."""
-
-    @property
-    def is_padding(self) -> bool:
-        """True if no sample in this batch counts.
-
-        The rank has no samples left. It trains on the batch only to take part in the other ranks' all-reduces.
-        """
-
-    @property
-    def is_boundary(self) -> bool:
-        """True if the optimizer steps after this batch. With gradient accumulation, this is a step's last batch."""
 
 
 class CurrentLeg(Protocol):
@@ -52,8 +35,12 @@ class CurrentLeg(Protocol):
     began_at: float
 
     @property
-    def batch(self) -> BatchInStep:
-        """The most recent batch that the stream yielded."""
+    def plan(self) -> BatchPlan:
+        """How the current batch counts."""
+
+    @property
+    def accumulate(self) -> int:
+        """Number of global batches whose gradients are accumulated for a step of the optimizer."""
 
     def skip(self) -> None:
         """Leave the most recent batch out of training."""
@@ -68,7 +55,7 @@ class CurrentLeg(Protocol):
         """Called when the stream has yielded all batches of a training or validation call."""
 
 
-ItemT = TypeVar("ItemT")
+ItemT = TypeVar("ItemT", bound=PlannedItem)
 LegT = TypeVar("LegT", bound=CurrentLeg)
 
 
@@ -93,7 +80,10 @@ class BatchStream(ABC, Generic[ItemT, LegT]):
             then started.
         pass_index: Index of the most recently started pass.
         num_steps_taken: Number of steps that were started, including steps in which this rank has no batch.
+        looks_ahead: True if the next item is drawn early to learn whether a pass ends, where an item does not say so.
     """
+
+    looks_ahead = True
 
     def __init__(
         self,
@@ -111,7 +101,7 @@ class BatchStream(ABC, Generic[ItemT, LegT]):
         self._ahead: list[ItemT | None] = []  # items that were drawn but not yielded yet; None ends the pass
         self._to_resume: tuple[int, int] | None = None
         self._num_open = 0  # number of global batches that were started since the last confirmed optimizer step
-        self._is_last_of_step = True  # True if the most recently drawn batch is the last of its step
+        self._ends_pass = False  # True if the pass ends with the item that was drawn last
         self.at_boundary: Callable[[], None] | None = None
         self.prepare: Callable[[], None] = lambda: None
         self.has_one_pass = self._has_begun = False
@@ -132,13 +122,13 @@ class BatchStream(ABC, Generic[ItemT, LegT]):
         """
 
     @abstractmethod
-    def _begin_batch(self, leg: LegT, item: ItemT, is_last: bool) -> Any:
+    def _begin_batch(self, leg: LegT, item: ItemT, plan: BatchPlan) -> Any:
         """Make a batch of an item, count its samples, record the batch in `leg`, and return it.
 
         Args:
             leg: Tracks the current batch.
             item: The item that was drawn from the source.
-            is_last: True if this batch is the last of the pass or of the call.
+            plan: How the batch counts.
         """
 
     @property
@@ -172,7 +162,7 @@ class BatchStream(ABC, Generic[ItemT, LegT]):
         if self.is_mid_pass:
             self.resume(self.pass_index, self.completed)
         self.num_steps_taken = self.num_steps_completed
-        self._items, self._num_open, self._is_last_of_step = None, 0, True
+        self._items, self._num_open = None, 0
 
     def resume(self, pass_index: int, consumed: int) -> None:
         """Let the next batch come from the given position in a pass.
@@ -181,8 +171,7 @@ class BatchStream(ABC, Generic[ItemT, LegT]):
             pass_index: Index of the pass.
             consumed: Number of samples at the start of the pass that were used already.
         """
-        self._items, self._is_last_of_step = None, True
-        self.pass_index, self._to_resume = pass_index, (pass_index, consumed)
+        self._items, self.pass_index, self._to_resume = None, pass_index, (pass_index, consumed)
 
     def take(self, num_steps: int | None) -> Iterator[Any]:
         """Yield the batches of `num_steps` steps, spanning as many passes as needed.
@@ -194,45 +183,51 @@ class BatchStream(ABC, Generic[ItemT, LegT]):
             num_steps: Number of steps. None for the rest of the current pass, or for a whole new pass if the last one
                 is complete.
         """
-        num_drawn, just_opened, leg = 0, False, self.leg
-        self._undo_padding = None
-        if self._items is not None and num_steps != 0:
+        leg, self._undo_padding = self.leg, None
+        drawn = self._drawn(is_one_pass=num_steps is None) if num_steps != 0 else iter(())
+        for item, plan in planned(drawn, leg.accumulate, num_steps):
+            # If a rank was lost, this raises an error before the step counts as started.
+            batch = self._begin_batch(leg, item, plan)
+            self.num_steps_taken += plan.starts_global_batch
+            if self._ends_pass:
+                self._items = None  # the next call starts a new pass
+            if batch is not NO_BATCH:
+                self._num_open += plan.starts_global_batch
+                if plan.is_padding:
+                    yield from self._undoing_padding(batch)
+                else:
+                    yield batch
+                if plan.sync_gradients:
+                    self.confirm_step()
+                    if self.at_boundary is not None:
+                        self.at_boundary()
+        leg.end_stream()
+
+    def _drawn(self, is_one_pass: bool) -> Iterator[tuple[ItemT, bool]]:
+        """Yield items, pass after pass, and whether the pass ends with the item: False where that is unknown."""
+        num_begun, just_opened = 0, False
+        if self._items is not None:
             self.prepare()
-        while num_steps is None or num_drawn < num_steps or not self._is_last_of_step:
+        while True:
             if self._items is None:
-                if num_steps is None and num_drawn:
-                    break
+                if is_one_pass and num_begun:
+                    return
                 self._items, self._ahead, just_opened = self._open(), [], True
-            leg.began_at = time.perf_counter()
+            self.leg.began_at = time.perf_counter()
             if not self._ahead:
                 self._ahead.append(next(self._items, None))
             item = self._ahead[0]  # keep the item in `_ahead` until it is yielded: drawing the next one may fail
             if item is None:
                 self._items = None
                 if just_opened:
-                    break
+                    return
                 continue
-            just_opened = False
-            is_first_of_step, self._is_last_of_step = self._ends_of_step(item)
-            num_drawn += is_first_of_step
-            is_last_of_call = num_drawn == num_steps and self._is_last_of_step
-            is_last_of_pass = self._is_last_of_pass(item)
-            # If a rank was lost, this raises an error before the step counts as started.
-            batch = self._begin_batch(leg, item, is_last_of_pass or is_last_of_call)
-            self.num_steps_taken += is_first_of_step
-            if is_last_of_pass:
-                self._items = None  # the next call starts a new pass
-            if batch is not NO_BATCH:
-                self._num_open += is_first_of_step
-                if leg.batch.is_padding:
-                    yield from self._undoing_padding(batch)
-                else:
-                    yield batch
-                if leg.batch.is_boundary:
-                    self.confirm_step()
-                    if self.at_boundary is not None:
-                        self.at_boundary()
-        leg.end_stream()
+            just_opened, is_last = False, item.is_last_of_pass
+            is_unknown = is_last is None and self.looks_ahead
+            self._ahead = [next(self._items, None)] if is_unknown else []
+            self._ends_pass = self._ahead[0] is None if is_unknown else bool(is_last)
+            num_begun += item.is_first
+            yield item, self._ends_pass
 
     def _open(self) -> Iterator[ItemT]:
         if self.has_one_pass and self._has_begun:
@@ -244,19 +239,6 @@ class BatchStream(ABC, Generic[ItemT, LegT]):
         else:
             self.pass_index, consumed = self._next_pass(), 0
         return self._begin_pass(consumed)
-
-    def _ends_of_step(self, item: ItemT) -> tuple[bool, bool]:
-        """Return two bools: True if a step of all ranks starts with this item, and True if such a step ends with it."""
-        return True, True
-
-    def _is_last_of_pass(self, item: ItemT) -> bool:
-        """Return True if the item at the front of `_ahead` is the last of the pass.
-
-        To find out, draw the next item, which replaces the item in `_ahead`.
-        """
-        assert self._items is not None, "the item comes from the open pass"
-        self._ahead = [next(self._items, None)]
-        return self._ahead[0] is None
 
     def _undoing_padding(self, batch: Any) -> Iterator[Any]:
         undo = self._undo_padding = None if self._undo is None else self._undo()
@@ -290,8 +272,8 @@ class WatchedBatches:
 
         A padding batch repeats samples, because this worker has no samples left while other workers have some.
         """
-        is_padding: bool = self._stream.leg.batch.is_padding
-        return is_padding
+        plan: BatchPlan = self._stream.leg.plan
+        return plan.is_padding
 
     def __iter__(self) -> Iterator[Any]:
         self.was_touched = True

@@ -16,13 +16,27 @@ from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.worker.data import batch_streams
 from raysgd.trainer.worker.data.batch_streams import NO_BATCH, BatchStream, WatchedBatches, redrawing
+from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES, BatchPlan
+
+
+class Item(int):
+    """A number that is a step; a negative one is padding."""
+
+    is_first = is_last_part = True
+    is_last_of_pass: bool | None = None
+
+    def plan(self, starts_step: bool, sync_gradients: bool) -> BatchPlan:
+        return BatchPlan(is_padding=self < 0)
+
+
+class NoItem(Item):
+    """A step in which this rank has no samples."""
 
 
 class Step:
-    """A step whose negative batches are padding."""
+    """Notes what it is told."""
 
-    is_boundary = True
-    is_padding = False
+    accumulate, plan = 1, BETWEEN_BATCHES
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -33,10 +47,6 @@ class Step:
     def end_stream(self) -> None:
         self.log.append("no batch follows")
 
-    @property
-    def batch(self) -> Step:
-        return self
-
 
 class Numbers(BatchStream[Any, Step]):
     """Batches out of a list; the position is the number of batches."""
@@ -44,11 +54,10 @@ class Numbers(BatchStream[Any, Step]):
     completed = 0
 
     def _begin_pass(self, consumed: int) -> Iterator[Any]:
-        return iter(self.source[consumed:])
+        return iter([NoItem() if each is NO_BATCH else Item(each) for each in self.source[consumed:]])
 
-    def _begin_batch(self, leg: Step, item: Any, is_last: bool) -> Any:
-        leg.is_padding = item is not NO_BATCH and item < 0
-        return item
+    def _begin_batch(self, leg: Step, item: Any, plan: BatchPlan) -> Any:
+        return NO_BATCH if isinstance(item, NoItem) else item
 
 
 class Counter:
@@ -119,8 +128,8 @@ def test_a_step_without_a_batch_counts_and_is_not_handed_out() -> None:
 def test_a_look_ahead_that_fails_loses_no_batch() -> None:
     class Flaky(Numbers):
         def _begin_pass(self, consumed: int) -> Iterator[Any]:
-            yield 1
-            yield 2
+            yield Item(1)
+            yield Item(2)
             raise OSError("no file")
 
     stream = Flaky([], Step(), lambda: 0)
@@ -134,7 +143,7 @@ def test_a_look_ahead_that_fails_loses_no_batch() -> None:
 
 def test_a_step_that_fails_before_its_batch_is_handed_out_has_not_begun() -> None:
     class Broken(Numbers):
-        def _begin_batch(self, leg: Step, item: Any, is_last: bool) -> Any:
+        def _begin_batch(self, leg: Step, item: Any, plan: BatchPlan) -> Any:
             raise ConnectionError("noticed ahead of the batch")
 
     stream = Broken([1, 2], Step(), lambda: 0)
