@@ -130,11 +130,12 @@ class _Lock:
         import fcntl
 
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # the folder may come from someone else
+        descriptor = os.open(self._path, flags, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Another program may have removed this file between the two calls above. Its lock would then be worthless.
-            if os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
+            if os.path.samestat(os.fstat(descriptor), os.lstat(self._path)):
                 os.truncate(descriptor, 0)
                 os.pwrite(descriptor, _about_this_process(), 0)
                 self._descriptor = descriptor

@@ -166,3 +166,12 @@ def test_a_disk_without_locks_has_a_counter(tmp_path: Path, monkeypatch: pytest.
     with owning(open_folder(tmp_path)):
         assert "count" in json.loads((tmp_path / FILE).read_text())
     assert not (tmp_path / FILE).exists()
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.write_text("mine")
+    (folder / FILE).symlink_to(elsewhere)
+    own(open_folder(folder))
+    assert elsewhere.read_text() == "mine"
