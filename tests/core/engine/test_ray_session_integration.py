@@ -73,5 +73,8 @@ def test_a_program_that_ends_ray_first_keeps_its_status_and_starts_no_other(
     environment = {**os.environ, "RAY_ADDRESS": str(ray.get_runtime_context().gcs_address)}
     command = [sys.executable, "-c", PROGRAM, how, str(tmp_path / "file.pt")]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert (done.returncode, done.stdout.splitlines()) == (0, [*ENDS[how], "Ray is ended"]), done.stderr
+    # A save that was quicker than the end of Ray has nothing to say.
+    is_saved = how == "save in the background" and (tmp_path / "file.pt").exists()
+    said = [] if is_saved else ENDS[how]
+    assert (done.returncode, done.stdout.splitlines()) == (0, [*said, "Ray is ended"]), done.stderr
     assert done.stderr.count("Connecting to existing Ray cluster") == 1, done.stderr
