@@ -415,6 +415,20 @@ def test_versions_of_layers_that_are_none_change_nothing(trained: TorchTrainer, 
         trained.load_state_dict({**state, "models": [model]})
 
 
+def test_a_file_does_not_replace_parameters(trained: TorchTrainer) -> None:
+    """PyTorch would, if the state of a layer says so. The optimizer would go on with the former ones."""
+    state = trained.state_dict()
+    versions = {
+        name: {**entry, "assign_to_params_buffers": True} for name, entry in state["models"][0]._metadata.items()
+    }
+    model = collections.OrderedDict(state["models"][0])
+    model._metadata = versions  # type: ignore[attr-defined]
+    before = list(trained.get_local_operator().model.parameters())
+    trained.load_state_dict({**state, "models": [model]})
+    after = list(trained.get_local_operator().model.parameters())
+    assert [*map(id, after)] == [*map(id, before)]
+
+
 # ------------------------------------------------------------------------------------------------ many files
 
 

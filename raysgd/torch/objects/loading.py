@@ -31,6 +31,9 @@ When such a value is loaded, the module may keep a reference to the value.
 def load_model(model: torch.nn.Module, saved: Mapping[str, Any], *, is_whole: bool = True) -> None:
     """Load a state dict into a model. The model keeps no reference to the state dict.
 
+    Of the attribute `_metadata`, only the versions of modules are used. Otherwise, it could make PyTorch replace the
+    model's parameters, which the optimizer would then no longer train.
+
     Args:
         model: Model that gets the state.
         saved: State dict that `check_model` has accepted.
@@ -41,7 +44,12 @@ def load_model(model: torch.nn.Module, saved: Mapping[str, Any], *, is_whole: bo
         for name, value in saved.items()
         if isinstance(value, torch.Tensor) and not name.endswith(_EXTRA_STATE)
     }
-    model.load_state_dict(copy.deepcopy(saved, copies), strict=is_whole)
+    state = copy.deepcopy(saved, copies)
+    if (metadata := getattr(state, "_metadata", None)) is not None:
+        state._metadata = {  # type: ignore[attr-defined]
+            name: {key: value for key, value in entry.items() if key == "version"} for name, entry in metadata.items()
+        }
+    model.load_state_dict(state, strict=is_whole)
 
 
 def load_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> None:
