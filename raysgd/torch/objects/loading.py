@@ -9,6 +9,7 @@ prefixes.
 from __future__ import annotations
 
 import copy
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -201,15 +202,33 @@ def _takes(own: torch.Tensor, saved: Any) -> bool:
         own: Tensor of the model. An uninitialized parameter or buffer of a lazy module accepts any shape.
         saved: The saved value.
     """
-    if not isinstance(saved, torch.Tensor) or saved.is_meta != own.is_meta:
+    if is_lazy(saved):
+        return is_lazy(own)
+    if type(saved) not in (torch.Tensor, torch.nn.Parameter, type(own)) or saved.is_meta != own.is_meta:
         return False
-    return is_lazy(own) or (not is_lazy(saved) and own.shape == saved.shape and own.layout == saved.layout)
+    is_like = is_lazy(own) or (not saved.is_nested and own.shape == saved.shape and own.layout == saved.layout)
+    if own.is_quantized or saved.is_quantized:
+        return is_like and own.dtype == saved.dtype and own.qscheme() == saved.qscheme()
+    return is_like and _can_be_copied(saved.dtype, own.dtype)
+
+
+@functools.cache
+def _can_be_copied(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return True if PyTorch can copy a tensor of one dtype into a tensor of another dtype."""
+    try:
+        torch.empty(1, dtype=target, device="cpu").copy_(torch.zeros(1, dtype=source, device="cpu"))
+    except RuntimeError:  # includes NotImplementedError
+        return False
+    return True
 
 
 def _shown(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return f"a `{type(value).__name__}`"
-    return "any shape" if is_lazy(value) else str(tuple(value.shape))
+    if is_lazy(value):
+        return "any shape"
+    shape = "nested" if value.is_nested else str(tuple(value.shape))
+    return shape if _can_be_copied(value.dtype, torch.float32) else f"{shape} of {value.dtype}"
 
 
 def _check_versions(metadata: Any) -> None:

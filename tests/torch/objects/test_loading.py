@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,6 +49,36 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def test_a_lazy_module_without_shapes_is_refused_by_one_that_has_them() -> None:
     with pytest.raises(ValueError, match=r"shapes: .*any shape"):
         check_model(torch.nn.Linear(3, 2), torch.nn.LazyLinear(2).state_dict())
+
+
+UNLIKE: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda bias: torch.zeros(2, dtype=torch.uint8).view(torch.bits8),
+    lambda bias: torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    lambda bias: torch.quantize_per_tensor(bias, 0.1, 0, torch.qint8),
+    lambda bias: torch.nested.nested_tensor([bias]),
+    lambda bias: bias.as_subclass(Weight),
+]
+
+
+class Weight(torch.Tensor):
+    """Runs code of its own when it is copied."""
+
+
+@pytest.mark.parametrize("unlike", UNLIKE)
+@pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:The PyTorch API of nested tensors")
+def test_tensors_that_cannot_be_copied_are_refused(unlike: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model = torch.nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="nothing was loaded"):
+        check_model(model, {**model.state_dict(), "bias": unlike(model.bias.detach())})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int64])
+def test_a_model_gets_weights_of_other_dtypes(dtype: torch.dtype) -> None:
+    model = torch.nn.Linear(3, 2)
+    saved = {name: torch.ones_like(value).to(dtype) for name, value in model.state_dict().items()}
+    check_model(model, saved)
+    load_model(model, saved)
+    assert model.weight.tolist() == [[1.0] * 3] * 2
 
 
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
