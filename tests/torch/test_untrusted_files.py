@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError
 from raysgd.torch import TorchTrainer
@@ -207,6 +209,39 @@ def test_functions_of_numpy_are_not_read_out_of_files_with_a_checksum(tmp_path: 
     checkpoint_file.write(tmp_path / "file", state_with(np.arange(3)))
     with pytest.raises(UnsafeCheckpointError, match=r"needs `numpy\._?core\.multiarray\._reconstruct`"):
         checkpoint_file.read(tmp_path / "file")
+
+
+class Opens:
+    """A file that makes a mesh of devices, which makes a process group, which opens a port."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DeviceMesh, ("cpu", [0])
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_classes_that_torch_allows_by_itself_are_not_called(is_sealed: bool, tmp_path: Path) -> None:
+    allowed = set(torch.serialization.get_safe_globals())
+    assert DeviceMesh in allowed
+    state = {"epoch": 1, "operator": Opens(), "models": [], "optimizers": []}
+    checkpoint_file.write(tmp_path / "file", state) if is_sealed else torch.save(state, tmp_path / "file")
+    with pytest.raises(UnsafeCheckpointError, match=r"needs `torch\.distributed"):
+        checkpoint_file.read(tmp_path / "file")
+    with pytest.raises(ValueError, match="cannot restore without running code"):
+        checkpoint_file.packed(state)
+    assert not torch.distributed.is_initialized()
+    assert set(torch.serialization.get_safe_globals()) == allowed
+
+
+def test_classes_that_the_program_allows_are_read(tmp_path: Path) -> None:
+    torch.save({"epoch": 1, "operator": Allowed(), "models": [], "optimizers": []}, tmp_path / "file")
+    with torch.serialization.safe_globals([Allowed]):
+        assert type(checkpoint_file.read(tmp_path / "file")["operator"]) is Allowed
+    with pytest.raises(UnsafeCheckpointError, match="Allowed"):
+        checkpoint_file.read(tmp_path / "file")
+
+
+class Allowed:
+    """A class of the program."""
 
 
 def test_many_tensors_in_one_memory_are_not_made_large(tmp_path: Path) -> None:

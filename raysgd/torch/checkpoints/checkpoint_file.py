@@ -31,7 +31,6 @@ import mmap
 import os
 import pickle
 import re
-import threading
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -52,8 +51,8 @@ from raysgd.core.reading.strict_reading import (
 )
 from raysgd.exceptions import CheckpointCorruptedError as CheckpointCorruptedError
 from raysgd.exceptions import UnsafeCheckpointError as UnsafeCheckpointError
+from raysgd.torch.checkpoints.plain_state import only_plain, unpacked
 from raysgd.torch.checkpoints.plain_state import packed as packed
-from raysgd.torch.checkpoints.plain_state import unpacked
 from raysgd.trainer.worker.state.replica_state import RESUME
 
 if TYPE_CHECKING:
@@ -87,8 +86,9 @@ _IF_TRUSTED = (
     "If you trust the source of the file, pass `weights_only=False`, as in `load(path, weights_only=False)`; never do "
     "so for other files."
 )
-_UNKNOWN_GLOBAL = re.compile(r"GLOBAL (\S+)")  # finds the name of the rejected class in PyTorch's error message
-_allowing_former = threading.Lock()
+_UNKNOWN_GLOBAL = re.compile(
+    r"(?:GLOBAL |``(?=torch\.distributed))([^\s`]+)"
+)  # finds what PyTorch's error message rejects
 
 
 def as_in_file(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,8 +216,7 @@ def mapped_with_place(
             with refusals_of(name, _IF_TRUSTED):
                 if is_archive:
                     _check_archive(place, before.st_size)
-                with contextlib.nullcontext() if seal is not None else _former_functions():
-                    loaded = _load_strictly(place, maps)
+                loaded = _load_strictly(place, maps, is_former=seal is None)
                 loaded = unpacked(loaded, before.st_size)
         else:
             loaded = _load_trusted(place, maps, name, is_sealed=seal is not None)
@@ -290,15 +289,23 @@ def _load_trusted(source: str, maps: bool, name: str, is_sealed: bool) -> Any:
         raise corrupted(name, f"torch cannot read it ({in_short(error)})") from error
 
 
-def _load_strictly(source: str | IO[bytes], maps: bool = False) -> Any:
+def _load_strictly(source: str | IO[bytes], maps: bool = False, is_former: bool = False) -> Any:
     """Load a file with PyTorch's `weights_only` reader.
+
+    Args:
+        source: Path of the file, or the open file.
+        maps: True to map tensors from the file.
+        is_former: True to load NumPy values from files of `ray.util.sgd`. Such files name NumPy functions that would be
+            unsafe to call. Safe functions of raysgd are called instead.
 
     Raises:
         NotPlainError: The file needs a class or function that the reader does not allow.
         Exception: The file is damaged.
     """
+    former: list[Any] = [(function, name) for name, function in FORMER_FUNCTIONS.items()]
     try:
-        return torch.load(source, map_location="cpu", weights_only=True, mmap=maps)
+        with only_plain([*former, FormerValue] if is_former else []):
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=maps)
     except pickle.UnpicklingError as error:
         found = _UNKNOWN_GLOBAL.search(str(error))
         if found is None:  # no class was rejected, so the file is damaged
@@ -333,17 +340,6 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[Any, torch.Tensor]:
     if type(found) is not dict or not all(type(each) is torch.Tensor for each in found.values()):
         raise ValueError("it has values that are not tensors")
     return found
-
-
-@contextlib.contextmanager
-def _former_functions() -> Iterator[None]:
-    """During the `with` block, let PyTorch's `weights_only` reader load NumPy values from files of `ray.util.sgd`.
-
-    Such files name NumPy functions that would be unsafe to call. Safe functions of raysgd are called instead.
-    """
-    functions: list[Any] = [(function, name) for name, function in FORMER_FUNCTIONS.items()]
-    with _allowing_former, torch.serialization.safe_globals([*functions, FormerValue]):
-        yield
 
 
 def seal_of(hexdigest: str) -> bytes:

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import codecs
 import collections
+import contextlib
 import io
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -35,13 +38,41 @@ _MAX_EXPANSION = 16
 The ratio of a valid file may exceed 1, because tensors in a file may share memory.
 """
 
+_changing_allowed = threading.RLock()
+
+
+@contextlib.contextmanager
+def only_plain(more: list[Any]) -> Iterator[None]:
+    """During the `with` block, change which classes and functions PyTorch's `weights_only` reader may call.
+
+    PyTorch itself adds the classes of `torch.distributed`, as soon as they are imported. A file could call them, for
+    example to create a process group, which opens a port. What users added stays allowed.
+
+    Args:
+        more: Functions and classes to allow as well, as for `torch.serialization.add_safe_globals`.
+    """
+    with _changing_allowed:
+        distributed = torch.serialization.safe_globals(
+            [
+                each
+                for each in torch.serialization.get_safe_globals()
+                if str(getattr(each, "__module__", "")).startswith("torch.distributed.")
+            ]
+        )
+        distributed.__exit__(None, None, None)  # the public function to remove some classes
+        try:
+            with torch.serialization.safe_globals(more):
+                yield
+        finally:
+            distributed.__enter__()
+
 
 def packed(state: Any, *, allow_pickle: bool = False) -> Any:
     """Return a plain state with the content of `state`. Containers are copied, tensors are not.
 
     NumPy scalars become Python numbers, and NumPy arrays become dicts with the key `raysgd_numpy` and a tensor. A value
     whose type may not be plain is saved and loaded once, to test whether PyTorch's reader accepts it. The reader also
-    accepts classes that were passed to `torch.serialization.add_safe_globals`.
+    accepts classes that your program passed to `torch.serialization.add_safe_globals`.
 
     Args:
         state: State to write.
@@ -149,7 +180,8 @@ class _Packing:
             stream = io.BytesIO()
             torch.save(sample, stream)
             stream.seek(0)
-            torch.load(stream, weights_only=True)
+            with only_plain([]):
+                torch.load(stream, weights_only=True)
         except Exception as error:  # pickling a user's object may raise any exception
             raise ValueError(
                 f"`{path}` is a `{type(value).__module__}.{type(value).__qualname__}`, which a checkpoint "
