@@ -58,17 +58,24 @@ def load_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> None:
 
     An optimizer keeps references to the tensors that are passed to its `load_state_dict`. Therefore, this function
     passes the optimizer's own tensors, filled with the saved values, and copies of all other tensors. A copy has memory
-    for each of its elements, even if the elements of the saved tensor share memory.
+    for each of its elements, even if the elements of the saved tensor share memory, and the memory format of its
+    parameter. Fused optimizers expect both.
     """
     groups = getattr(optimizer, "param_groups", ())
     taken = {_address(parameter) for group in groups for parameter in group["params"]}
     copies: dict[int, Any] = {}
+    own = optimizer.state_dict()
+    own_entries, entries = own.get("state", {}), saved.get("state", {})
+    saved_groups = saved.get("param_groups", ()) if "param_groups" in own else ()
     with torch.no_grad():
-        _fill(optimizer.state_dict().get("state"), saved.get("state"), copies, taken)
+        for group, saved_group in zip(groups, saved_groups, strict=False):
+            for parameter, index in zip(group["params"], saved_group["params"], strict=False):
+                _fill(own_entries.get(index), entries.get(index), copies, taken, parameter)
+        _fill(own_entries, entries, copies, taken)
     optimizer.load_state_dict(copy.deepcopy(saved, copies))
 
 
-def _fill(own: Any, saved: Any, copies: dict[int, Any], taken: set[int]) -> None:
+def _fill(own: Any, saved: Any, copies: dict[int, Any], taken: set[int], parameter: torch.Tensor | None = None) -> None:
     """Copy each tensor in `saved` into the tensor under the same keys in `own`, if `_is_alike` returns True for them.
 
     Clone the other tensors.
@@ -79,26 +86,35 @@ def _fill(own: Any, saved: Any, copies: dict[int, Any], taken: set[int]) -> None
         copies: Dict to which this function adds each filled tensor in `own`, and each clone, by the ID of the saved
             tensor.
         taken: Addresses of memory that must not be written to, because it was already filled or belongs to a parameter.
+        parameter: Parameter to which `saved` belongs.
     """
     if isinstance(saved, Mapping):
         for key, value in saved.items():
-            _fill(own.get(key) if isinstance(own, Mapping) else None, value, copies, taken)
+            _fill(own.get(key) if isinstance(own, Mapping) else None, value, copies, taken, parameter)
     elif type(saved) is torch.Tensor and id(saved) not in copies:
         if _is_alike(own, saved) and _address(own) not in taken:
             taken.add(_address(own))
             copies[id(saved)] = own.copy_(saved)
         else:
-            copies[id(saved)] = copied(saved)
+            copies[id(saved)] = copied(saved, parameter)
 
 
-def copied(value: Any) -> Any:
+def copied(value: Any, parameter: torch.Tensor | None = None) -> Any:
     """Return a copy of a value in an optimizer's state. A copied tensor has memory for each of its elements.
 
     A deep copy of a tensor in a file would not: its elements may share memory, which a fused optimizer does not expect.
+
+    Args:
+        value: The value.
+        parameter: Parameter to which the value belongs. A tensor of its shape gets its memory format, too.
     """
     if type(value) is not torch.Tensor:
         return copy.deepcopy(value)
-    return value.detach().clone().requires_grad_(value.requires_grad)
+    made = value.detach().clone()
+    is_plain = type(parameter) in (torch.Tensor, torch.nn.Parameter) and not value.is_nested
+    if is_plain and parameter.shape == value.shape and parameter.layout == value.layout == torch.strided:
+        made = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(made)
+    return made.requires_grad_(value.requires_grad)
 
 
 def _is_alike(own: Any, saved: Any) -> bool:

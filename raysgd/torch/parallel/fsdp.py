@@ -485,7 +485,7 @@ def _divided(entry: Any, parameter: Any) -> Any:
     if not isinstance(entry, Mapping):
         return copy.deepcopy(entry)
     if not isinstance(parameter, DTensor):
-        return {name: copied(value) for name, value in entry.items()}
+        return {name: copied(value, parameter) for name, value in entry.items()}
     return {name: _divided_tensor(value, parameter) for name, value in entry.items()}
 
 

@@ -99,6 +99,31 @@ def test_an_optimizer_goes_on_as_the_saved_one_did(make_optimizer: Any, num_own_
     assert not kept & {tensor.data_ptr() for tensor in tensors_in(saved)}
 
 
+@pytest.mark.parametrize("own_format", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize("saved_format", [torch.channels_last, torch.contiguous_format])
+def test_slots_get_the_memory_format_of_their_parameter(own_format: Any, saved_format: Any) -> None:
+    """A fused optimizer takes for granted that they have it."""
+
+    def made(memory_format: Any) -> tuple[torch.nn.Module, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Conv2d(3, 4, 3).to(memory_format=memory_format)
+        return model, torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+
+    def step_of(model: torch.nn.Module, optimizer: Any) -> torch.Tensor:
+        optimizer.zero_grad()
+        model(torch.arange(108.0).view(1, 3, 6, 6)).sin().sum().backward()
+        optimizer.step()
+        return model.weight.detach().clone()  # type: ignore[operator]
+
+    (source_model, source), (model, optimizer) = made(saved_format), made(own_format)
+    step_of(source_model, source)
+    load_model(model, source_model.state_dict())
+    load_optimizer(optimizer, source.state_dict())
+    weight = model.weight
+    assert optimizer.state[weight]["exp_avg"].stride() == weight.stride()  # type: ignore[operator]
+    torch.testing.assert_close(step_of(model, optimizer), step_of(source_model, source))
+
+
 def test_an_optimizer_keeps_the_memory_that_it_has() -> None:
     _, source = trained(OPTIMIZERS[0], 3, seed=0)
     _, optimizer = trained(OPTIMIZERS[0], 2, seed=1)
