@@ -20,7 +20,8 @@ def checkpoint_in_run(journal: Journal, step: int) -> Path | None:
 
     Return None if the journal names a store, or a path that leads out of the folder of the run, also through a link.
     """
-    path = journal.folder / journal.checkpoints[step]
+    # An absolute path, because `open_folder` and Arrow would take a relative path such as `s3:/name` for a URI.
+    path = Path(os.path.abspath(journal.folder)) / journal.checkpoints[step]
     return path if "://" not in journal.checkpoints[step] and is_inside(path, journal.folder) else None
 
 

@@ -129,6 +129,20 @@ def test_a_checkpoint_outside_of_the_folder_is_read_only_from_where_the_user_say
         assert shown.checkpoint == str(tmp_path / "elsewhere" / "epoch_0001.ckpt")
 
 
+@pytest.mark.parametrize("scheme", ["s3", "file"])
+def test_no_location_becomes_a_uri_beside_a_relative_folder(
+    honest: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    location = f"{scheme}:/evil/epoch_0001.ckpt?endpoint_override=127.0.0.1:9&scheme=http"
+    (honest / location).parent.mkdir(parents=True)
+    (honest / "checkpoints" / "epoch_0001.ckpt").rename(honest / location)
+    change(honest, "checkpoint", lambda line: line.update(location=location))
+    monkeypatch.setattr("raysgd.storage._filesystems.opened", lambda *_: pytest.fail("a store was opened"))
+    monkeypatch.chdir(honest)
+    assert nearest_checkpoint(Journal("."), 12) == (10, str(honest / location))
+    assert why(".", 12, program=Plain, recompute=True).checkpoint == str(honest / location)
+
+
 def test_checkpoints_that_were_deleted_are_skipped(honest: Path) -> None:
     checkpoints = honest / "checkpoints"
     (checkpoints / "epoch_0001.ckpt").unlink()
