@@ -17,6 +17,7 @@ from raysgd.callbacks.early_stopping import Mode, WatchedMetric
 from raysgd.core import arguments as checks
 from raysgd.core.files import inside
 from raysgd.core.numbers.ranking import MAX, BestCheckpoints, SavedCheckpoint
+from raysgd.core.text.printable import printable
 from raysgd.core.text.secrets import masked
 from raysgd.exceptions import RaySGDError, StorageError
 from raysgd.storage import Folder, open_folder
@@ -510,11 +511,19 @@ def _as_state(saved: list[Saved]) -> dict[str, Any]:
 
 
 def _read(state: Mapping[str, Any]) -> list[Saved]:
-    return [
-        SavedCheckpoint(
-            (int(each["epoch"]), int(each.get("step", 0))),
-            None if each["score"] is None else float(each["score"]),
-            str(each["name"]),
-        )
-        for each in state["saved"]
-    ]
+    """Return the checkpoints in a state.
+
+    The state may come from a stranger, and the files that it names may be deleted. It therefore must name each file as
+    this callback does.
+
+    Raises:
+        ValueError: A name is not the one that this callback gives a checkpoint of the same epoch and step.
+    """
+    saved = []
+    for each in state["saved"]:
+        number = int(each["epoch"]), int(each.get("step", 0))
+        name = _name_of(*number)
+        if each["name"] != name:
+            raise ValueError(f"the name of a checkpoint is {printable(repr(each['name']))}, not {name!r}")
+        saved.append(SavedCheckpoint(number, None if each["score"] is None else float(each["score"]), name))
+    return saved

@@ -148,6 +148,19 @@ class TestResuming:
         make_local().fit(0, callbacks=[Checkpointing(tmp_path)])
         assert Checkpointing(tmp_path).newest_checkpoint(Run(name="x")) == str(tmp_path / "epoch_0002.ckpt")
 
+    def test_a_list_that_names_files_of_the_user_deletes_none(self, make_local: Make, tmp_path: Path) -> None:
+        make_local().fit(1, callbacks=[Checkpointing(tmp_path / "theirs")])
+        beside = tmp_path / "theirs" / "epoch_0001.ckpt.run.json"
+        content = json.loads(beside.read_text())
+        content["callbacks"][0]["state"]["saved"] = [{"name": "thesis.txt", "epoch": 0, "score": None}]
+        beside.write_text(json.dumps(content))
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "thesis.txt").write_text("")
+        resumed = str(tmp_path / "theirs" / "epoch_0001.ckpt")
+        with pytest.raises(CallbackError, match="the name of a checkpoint is 'thesis.txt', not 'epoch_0000.ckpt'"):
+            make_local().fit(2, callbacks=[Checkpointing(tmp_path / "mine", keep_last=1)], resume_from=resumed)
+        assert files_in(tmp_path / "mine") == ["thesis.txt"]
+
     def test_in_the_folder_of_the_run(self, make_local: Make, tmp_path: Path) -> None:
         for epochs in (2, 3):
             trainer = make_local()
