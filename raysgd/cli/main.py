@@ -12,6 +12,7 @@ import click
 from raysgd._version import __version__
 from raysgd.cli import detached_commands, replay_commands
 from raysgd.compat.migrate.command import migrate
+from raysgd.core.text.printable import printable_lines
 
 _LABELS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "problem": ("problem", "red")}
 
@@ -60,7 +61,7 @@ def status(run_folder: str | None) -> None:
     try:
         click.echo(run_status.read_status(run_folder))
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        raise click.ClickException(str(error)) from error
+        raise click.ClickException(printable_lines(str(error))) from error
 
 
 for command in (

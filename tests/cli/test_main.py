@@ -82,6 +82,14 @@ def test_a_path_that_can_be_none_is_an_error_without_a_traceback(path: str) -> N
     assert isinstance(found.exception, SystemExit)
 
 
+def test_control_codes_in_names_of_a_folder_are_escaped_in_errors(tmp_path: Path) -> None:
+    folder = tmp_path / "a\x1b[2Jname"
+    folder.mkdir()
+    found = run("status", str(folder))
+    assert found.exit_code == 1
+    assert "a\\x1b[2Jname` is not the folder of a run" in found.output
+
+
 @pytest.mark.integration
 def test_the_doctor_trains_on_two_workers_of_the_cluster(ray_cluster: None) -> None:
     found = run("doctor")

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from raysgd.core.text.printable import printable_lines
+
 LEVEL_VARIABLE = "RAYSGD_LOG_LEVEL"
 
 _NAME = "raysgd"
@@ -35,7 +37,10 @@ class WorkerLogLine:
 
 
 class DefaultHandler(logging.Handler):
-    """Writes raysgd's log lines to stderr, unless the user has configured a handler for them."""
+    """Writes raysgd's log lines to stderr, unless the user has configured a handler for them.
+
+    Control codes of terminals are escaped, because a line may quote a file from a stranger.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +48,7 @@ class DefaultHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if not self._is_handled_elsewhere(record.name):
-            print(self.format(record), file=sys.stderr)
+            print(printable_lines(self.format(record)), file=sys.stderr)
 
     def _is_handled_elsewhere(self, name: str) -> bool:
         logger: logging.Logger | None = logging.getLogger(name)

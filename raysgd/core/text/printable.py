@@ -1,4 +1,4 @@
-"""Escapes text from files before a command shows it in a terminal."""
+"""Escapes text from files before a command or a log line shows it in a terminal."""
 
 from __future__ import annotations
 

@@ -53,6 +53,11 @@ def test_warnings_are_shown_unless_the_user_set_up_something_else(set_up: str, l
     assert all(line.endswith(end) for line, end in zip(shown, expected, strict=True))
 
 
+def test_control_codes_are_escaped_and_line_breaks_stay() -> None:
+    shown = run("import logging, raysgd; logging.getLogger('raysgd').warning('two\\nlines %s', '\\x1b[2J\\r')").stderr
+    assert shown.endswith("two\nlines \\x1b[2J\\r\n")
+
+
 def test_an_unknown_level_is_named_with_those_there_are() -> None:
     shown = run("import raysgd", RAYSGD_LOG_LEVEL="loud").stderr
     assert "`RAYSGD_LOG_LEVEL=loud` has no effect: use one of DEBUG, INFO, WARNING, ERROR." in shown
