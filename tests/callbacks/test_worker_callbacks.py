@@ -276,6 +276,13 @@ class TestFaults:
         assert trainer._life.settings.worker_callbacks is installed
         assert "mean_weight" in trainer.train()
 
+    def test_in_the_beginning_leave_none_where_there_were_none(self, make_local: Make) -> None:
+        trainer = make_local()
+        with pytest.raises(CallbackError, match="gone"):
+            trainer._changes.use_worker_callbacks([Mean(), FailsIn("on_begin")])
+        assert not trainer.get_local_operator()._raysgd.callbacks.are_there
+        assert "mean_weight" not in trainer.train()
+
     def test_what_cannot_be_sent_is_named(self, make_local: Make) -> None:
         class Holds(Padding):
             def __init__(self) -> None:

@@ -151,4 +151,8 @@ def _packed(value: float) -> int | str:
 
 
 def _unpacked(value: Any) -> float:
-    return float.fromhex(value) if isinstance(value, str) else value
+    number = float.fromhex(value) if isinstance(value, str) else value
+    if type(number) not in (int, float):
+        raise TypeError(f"a number is a `{type(number).__name__}`")
+    float(number)  # raises OverflowError for a number that could not be added to others
+    return number

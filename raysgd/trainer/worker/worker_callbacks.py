@@ -55,14 +55,16 @@ class InstalledCallbacks:
 
         A copy then loads the state that is stored under its `state_key`, if there is one. The state is from an earlier
         callback or from a checkpoint.
+
+        If a copy fails in `on_begin` or rejects its state, the installed callbacks stay.
         """
         states = self.states()
-        self._callbacks = [copy.deepcopy(each) for each in callbacks]
-        self.are_there = bool(self._callbacks)
-        self.noting_batches, self._noting_norms = self._with("_on_batch"), self._with("_on_norm")
-        for each in self._callbacks:
+        copies = [copy.deepcopy(each) for each in callbacks]
+        for each in copies:
             call_event(each, "on_begin", operator)
-        self._check(states, operator)
+        _check_states(copies, states, operator)
+        self._callbacks, self.are_there = copies, bool(copies)
+        self.noting_batches, self._noting_norms = self._with("_on_batch"), self._with("_on_norm")
         self._claim(states)
 
     # ---------------------------------------------------------------------------------------------- around a step
@@ -215,13 +217,7 @@ class InstalledCallbacks:
         states = state.get(CALLBACKS, {})
         if not isinstance(states, Mapping) or not all(isinstance(key, str) for key in states):
             raise ValueError(f"The state's {CALLBACKS!r} does not have the states of callbacks. Nothing was loaded.")
-        self._check(states, operator)
-
-    def _check(self, states: Mapping[str, Any], operator: Any) -> None:
-        for each in self._callbacks:
-            state = states.get(key_of(each))
-            if state is not None:
-                each._check_state(operator, state)
+        _check_states(self._callbacks, states, operator)
 
     def apply(self, state: Mapping[str, Any], operator: Any) -> None:
         """Load the callbacks' states from a state dict.
@@ -253,6 +249,13 @@ class InstalledCallbacks:
             if state is not None:
                 call_event(each, "load_state_dict", state)
         return [each for each in self._callbacks if key_of(each) not in states]
+
+
+def _check_states(callbacks: Sequence[WorkerCallback], states: Mapping[str, Any], operator: Any) -> None:
+    for each in callbacks:
+        state = states.get(key_of(each))
+        if state is not None:
+            each._check_state(operator, state)
 
 
 def _after_step(callbacks: Sequence[WorkerCallback], operator: Any, metrics: Any, of_step: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 
 from raysgd.core.engine.shared.replica import taken_over
 from raysgd.core.numbers.meters import MetricSummary
-from raysgd.trainer.messages.begun import BegunEpoch
+from raysgd.trainer.messages.begun import BegunEpoch, open_steps_from_data
 
 
 def summary(loss: float, num_samples: int) -> MetricSummary:
@@ -54,3 +54,10 @@ def test_metric_objects_are_left_out_and_their_names_are_kept() -> None:
 def test_damage_is_said(data: Any) -> None:
     with pytest.raises(ValueError, match="is damaged"):
         BegunEpoch.from_data(data)
+
+
+@pytest.mark.parametrize("number", [10**400, [1], None, True, "0x1p9999"], ids=["huge", "list", "none", "bool", "hex"])
+def test_what_no_meter_can_add_is_damage(number: Any) -> None:
+    steps = [4, {"values": {"train_loss": 1.0}, "totals": {"train_loss": [number, 1]}}]
+    with pytest.raises(ValueError, match="are damaged"):
+        open_steps_from_data(steps)
