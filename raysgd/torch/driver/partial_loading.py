@@ -14,13 +14,13 @@ from raysgd.core.engine.snapshots import Snapshot
 from raysgd.torch.checkpoints import checkpoint_file, divided_folder, divided_state, weights_file
 from raysgd.torch.hosting.torch_state import CRITERION, REMADE
 from raysgd.torch.objects.loading import with_plain_names
+from raysgd.torch.objects.precision import STATE_KEYS
 from raysgd.trainer.worker.state.replica_state import RESUME
 
 PARTS = ("models", "criterion", "optimizers", "schedulers", "precision", "operator", "progress")
 """Names of the parts of a checkpoint that `load(parts=...)` accepts."""
 
 _WEIGHTS = ("models",)
-_NOT_PRECISION = frozenset({"epoch", "operator", "models", "optimizers", "schedulers", CRITERION, RESUME, REMADE})
 
 Shape = tuple[int, ...]
 
@@ -143,7 +143,7 @@ def _taken(part: str, saved: Mapping[str, Any]) -> dict[str, Any]:
         resume = {RESUME: saved[RESUME]} if RESUME in saved else {}
         return {"epoch": _part(saved, "epoch"), **resume}
     if part == "precision":
-        return {name: value for name, value in saved.items() if name not in _NOT_PRECISION}
+        return {name: saved[name] for name in STATE_KEYS if name in saved}
     return {part: _part(saved, part)}
 
 

@@ -19,7 +19,10 @@ logger = logging.getLogger(__name__)
 
 _NOTHING = nullcontext()
 _SHORT = (torch.bfloat16, torch.float16)
-_STATE_KEYS_OF_OLD = "amp"  # key for the state of Apex in checkpoints of the old library, `ray.util.sgd`
+_NATIVE, _APEX = "amp_native", "amp_apex"
+_STATE_KEY_OF_OLD = "amp"  # key for the state of Apex in checkpoints of the old library, `ray.util.sgd`
+STATE_KEYS = (_NATIVE, _APEX, _STATE_KEY_OF_OLD)
+"""Keys in a checkpoint under which the state of a precision may be."""
 
 
 class Precision:
@@ -126,7 +129,7 @@ class NativeAmp(Precision):
         self.namespace = SimpleNamespace(autocast=self.forward_context, GradScaler=make_scaler)
         self.scaler = make_scaler()
         self.skips_overflows = self.scaler.is_enabled()
-        self.state_key = "amp_native" if scales else None
+        self.state_key = _NATIVE if scales else None
         self._num_optimizers = 1
         self._stepped: set[int] = set()
         self._unscaled: set[int] = set()
@@ -244,7 +247,7 @@ class Apex(Precision):
 
     is_mixed = True
     flag = "apex"
-    state_key = "amp_apex"
+    state_key = _APEX
     skips_overflows = True
     can_defer = False
 
@@ -324,7 +327,7 @@ def saved_state(precision: Precision, state: dict[str, Any]) -> dict[str, Any] |
         return None
     found = state.get(precision.state_key)
     if found is None and precision.flag == "apex":
-        found = state.get(_STATE_KEYS_OF_OLD)
+        found = state.get(_STATE_KEY_OF_OLD)
     return found
 
 

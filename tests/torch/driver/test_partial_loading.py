@@ -107,6 +107,15 @@ class TestParts:
         operator: Any = trainer.get_local_operator()
         assert (operator.note, len(operator.seen)) == ("saved", 5), "two more of five batches"
 
+    def test_precision_takes_neither_states_of_callbacks_nor_unknown_parts(
+        self, make_local: Make, trained: Any, tmp_path: Path
+    ) -> None:
+        torch.save({**torch.load(trained[0]), "callbacks": {"Mine": 1}, "other": 2}, tmp_path / "more.pt")
+        trainer = make_local(Body)
+        before = trainer.state_dict()
+        trainer.load(tmp_path / "more.pt", parts=("precision",))
+        assert equal(trainer.state_dict(), before)
+
     @pytest.mark.parametrize(
         ("options", "error", "message"),
         [
