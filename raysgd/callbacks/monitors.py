@@ -19,6 +19,7 @@ from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
 from raysgd.core.numbers.metric_meters import NUM_SAMPLES, is_metric_object
 from raysgd.storage import open_folder
 
+_MOST_STEPS = 2**53
 _SECONDS = ("seconds", "time_this_iter_s", "_time_this_iter_s")
 """Names of the elapsed seconds in the results of epochs, in reports of `fit()`, and in reports of `Trainer.run`."""
 
@@ -156,14 +157,28 @@ class GradientNorms(WorkerCallback):
 
     def _check_state(self, operator: Any, state: Any) -> None:
         totals = state.get("totals") if isinstance(state, Mapping) else None
-        if not isinstance(totals, list) or not all(
-            isinstance(row, list) and len(row) == 5 and all(isinstance(each, int | float) for each in row)
-            for row in totals
-        ):
+        num_optimizers = len(optimizers_of(operator))
+        if not isinstance(totals, list) or not all(_is_row(row, num_optimizers) for row in totals):
             raise ValueError("The state of gradient norms does not match, so nothing was loaded: it has no totals.")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._totals = {int(index): entry for index, *entry in state["totals"]}
+
+
+def _is_row(row: Any, num_optimizers: int) -> bool:
+    """Return True if a row in a saved state has an optimizer's index, and its four totals.
+
+    The norms may be infinite or NaN, as in a run without a loss scale that diverges. The numbers of steps may not.
+    """
+    if not isinstance(row, list) or len(row) != 5 or not all(type(each) in (int, float) for each in row):
+        return False
+    index, total, count, largest, num_overflows = row
+    return (
+        type(index) is int
+        and 0 <= index < num_optimizers
+        and all(0 <= each <= _MOST_STEPS for each in (count, num_overflows))
+        and all(type(each) is float or abs(each) <= _MOST_STEPS for each in (total, largest))
+    )
 
 
 def _norm_of(operator: Any, optimizer: Any) -> Any:

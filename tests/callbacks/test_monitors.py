@@ -27,7 +27,7 @@ from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
 from raysgd.exceptions import WorkersLostError
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.trainer.driver.calls import StepMetricsReader
-from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
+from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator, equal
 
 Make = Callable[..., TorchTrainer]
 
@@ -114,6 +114,36 @@ class TestGradientNorms:
         assert "grad_norm" not in always
         broken = fit("fp32", 2)
         assert (math.isnan(broken["grad_norm"]), "num_overflows" in broken) == (True, False)
+
+    @pytest.mark.parametrize(
+        "row",
+        [
+            [math.nan, 0, 0, 0, 0],
+            [0.0, 0, 0, 0, 0],
+            [1, 0, 0, 0, 0],
+            [0, 10**400, 0, 0, 0],
+            [0, 0, math.nan, 0, 0],
+            [0, 0, 0, 0, math.nan],
+        ],
+    )
+    def test_a_damaged_state_is_refused_before_anything_is_loaded(self, make_local: Make, row: list[Any]) -> None:
+        trainer = make_local()
+        trainer.fit(1, callbacks=[GradientNorms()])
+        state = trainer.state_dict()
+        state["models"][0] = {name: each + 1 for name, each in state["models"][0].items()}
+        trainer._changes.use_worker_callbacks([norms := GradientNorms()])
+        before = trainer.state_dict()
+        state["callbacks"] = {norms.state_key(): {"totals": [row]}}
+        with pytest.raises(ValueError, match="The state of gradient norms does not match, so nothing was loaded"):
+            trainer.load_state_dict(state)
+        assert equal(trainer.state_dict(), before)
+
+    def test_norms_of_a_run_that_diverges_are_loaded(self, make_local: Make) -> None:
+        trainer = make_local()
+        trainer._changes.use_worker_callbacks([norms := GradientNorms()])
+        state = {**trainer.state_dict(), "callbacks": {norms.state_key(): {"totals": [[0, math.nan, 2.0, math.inf, 0.0]]}}}
+        trainer.load_state_dict(state)
+        assert math.isnan(trainer.train()["grad_norm"])
 
     def test_each_epoch_has_its_own(self, make_local: Make) -> None:
         first, second = make_local().fit(2, callbacks=[GradientNorms()])
