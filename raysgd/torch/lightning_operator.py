@@ -528,5 +528,9 @@ class LightningOperator(TrainingOperator):
             self._progress.load_state_dict(state_dict)
             self._hooks.call("on_load_checkpoint", state_dict)
 
+    def _check_saved_state(self, state_dict: Any) -> None:
+        if state_dict is not None:
+            self._progress.check_state(state_dict)
+
 
 __all__ = ["LightningOperator"]

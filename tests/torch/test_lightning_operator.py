@@ -984,6 +984,19 @@ def test_steps_that_are_no_batches_are_counted_on_in_another_trainer(train_local
     assert module.global_step == 2 * NUM_BATCHES
 
 
+@pytest.mark.parametrize(
+    "state", [5, {"raysgd_progress": [1]}, {"raysgd_progress": [0, "x", 0, 0]}, {"raysgd_progress": [1, 0, 0, 10**400]}]
+)
+def test_damaged_counts_are_refused_before_anything_is_loaded(train_local: Train, state: Any) -> None:
+    trainer, module = train_local()
+    damaged = {**trainer.state_dict(), "operator": state}
+    trainer.train()
+    before = [each.clone() for each in module.state_dict().values()]
+    with pytest.raises(ValueError, match="does not match, so nothing was loaded"):
+        trainer.load_state_dict(damaged)
+    assert all(map(torch.equal, before, module.state_dict().values()))
+
+
 def test_a_scheduler_of_every_few_batches_goes_on_in_another_trainer(train_local: Train, tmp_path: Path) -> None:
     trainer, _ = train_local(scheduled(interval="step", frequency=3))
     trainer.train()

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from raysgd.core.arguments import is_integer
 from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
 from raysgd.core.numbers.metric_meters import weight_of
+from raysgd.trainer.worker.state.state_checks import check_count, require
 from raysgd.utils import NUM_SAMPLES
 
 _AGGREGATES = {"min": "MinMetric", "max": "MaxMetric", "sum": "SumMetric"}
@@ -243,3 +245,18 @@ class LightningProgress:
         """Load the counts that `state_dict` returned. An empty dict means one optimizer step per batch so far."""
         default = (self._num_batches, 0, self._epoch, self._began_at)
         self._num_batches, self._ahead, self._epoch, self._began_at = state.get(_KEY, default)
+
+    @staticmethod
+    def check_state(state: Any) -> None:
+        """Check that `load_state_dict` can load a state.
+
+        Raises:
+            ValueError: The state is not a mapping, or the counts in it are damaged.
+        """
+        require(isinstance(state, Mapping), f"the state of `LightningOperator` is a `{type(state).__name__}`, not a dict")
+        counts = state.get(_KEY, (0, 0, 0, 0))
+        require(isinstance(counts, list | tuple) and len(counts) == 4, f"`{_KEY}` is not a list of four counts")
+        num_batches, ahead, epoch, began_at = counts
+        require(is_integer(ahead), f"`{_KEY}` has a `{type(ahead).__name__}`, not a count of steps")
+        for count in (num_batches, 0 if epoch is None else epoch, began_at, num_batches + ahead):
+            check_count(_KEY, count)

@@ -282,6 +282,9 @@ class BaseOperator:
     def load_state_dict(self, state_dict: Any) -> None:
         """Load the state that `state_dict` returned, which may be None."""
 
+    def _check_saved_state(self, state_dict: Any) -> None:
+        """Raise a `ValueError` if `load_state_dict` would refuse a state. Called before anything is loaded."""
+
     def world_changed(self) -> None:
         """Called on every worker after the group of workers has changed. `world_size` is the new number of workers.
 

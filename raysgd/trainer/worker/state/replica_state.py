@@ -137,7 +137,7 @@ class ReplicaState(ABC):
         self._feed.check_position((state.get(RESUME) or {}).get("position"))
         self._check_parts(state)
         self._operator._raysgd.callbacks.check(state, self._operator)
-        state["operator"]
+        self._operator._check_saved_state(state["operator"])
 
     def apply(self, state: Mapping[str, Any]) -> None:
         """Load a state dict that `check` has checked. No reference to the state dict is kept.
