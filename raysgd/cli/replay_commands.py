@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from raysgd.core.text.printable import printable_lines
+from raysgd.exceptions import RaySGDError
 
 Command = Callable[..., None]
 
@@ -36,7 +37,7 @@ def _with_entries(command: Command) -> Command:
         try:
             entries = {"config": _object_in("--config", config), "options": _object_in("--options", options)}
             command(**entries, **arguments)
-        except (OSError, ValueError, ModuleNotFoundError) as error:
+        except (OSError, ValueError, ModuleNotFoundError, RaySGDError) as error:
             raise click.ClickException(printable_lines(str(error))) from error
 
     return with_entries

@@ -216,11 +216,29 @@ def _weights_at(journal: Journal, step: int) -> Any:
     """Return the weights in the checkpoint that a run saved after a step, without the statistics of batch norms.
 
     Return None if the checkpoint was deleted, is not in the folder of the run, or is a folder instead of a file.
+
+    Raises:
+        ValueError: The checkpoint is damaged, or its models have tensors of a kind that cannot be compared.
     """
     path = checkpoint_in_run(journal, step)
     if path is None or not os.path.isfile(path):
         return None
-    return _without_statistics(checkpoint_file.read(path)["models"])
+    models = checkpoint_file.read(path).get("models")
+    if not isinstance(models, list) or not all(map(_is_comparable, models)):
+        raise ValueError(f"`{path}`: its models are not a list of dicts of dense tensors, so they cannot be compared.")
+    return _without_statistics(models)
+
+
+def _is_comparable(model: Any) -> bool:
+    """Return True if a model in a file, which may come from a stranger, is a dict whose tensors have bytes to compare."""
+    return isinstance(model, Mapping) and all(
+        isinstance(name, str)
+        and not (
+            isinstance(each, torch.Tensor)
+            and (each.layout is not torch.strided or each.is_quantized or each.device.type == "meta")
+        )
+        for name, each in model.items()
+    )
 
 
 def _without_statistics(models: Any) -> list[dict[str, Any]]:

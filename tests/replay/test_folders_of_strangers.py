@@ -200,3 +200,33 @@ def test_a_step_with_too_many_samples_is_not_listed(honest: Path, entries: dict[
     change(honest, "leg", lambda line: (line.update(num_workers=10_000), line["data"].update(entries)))
     found = run("why", honest, "--step", 3)
     assert "samples on 10000 workers: too many to list them" in found.output
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        5,
+        [5],
+        [{5: torch.ones(2)}],
+        [{"weight": torch.eye(2).to_sparse()}],
+        [{"weight": torch.empty(3, device="meta")}],
+    ],
+    ids=["number", "list", "name", "sparse", "meta"],
+)
+def test_models_that_cannot_be_compared_are_refused(honest: Path, tmp_path: Path, models: Any) -> None:
+    shutil.copytree(honest, other := tmp_path / "other")
+    path = other / "checkpoints" / "epoch_0001.ckpt"
+    torch.save({**torch.load(path), "models": models}, path)
+    found = run("bisect", honest, other)
+    assert found.exit_code == 1
+    assert found.output.startswith("Error: ")
+    assert isinstance(found.exception, SystemExit)
+
+
+def test_errors_of_the_library_have_no_traceback(honest: Path) -> None:
+    path = honest / "checkpoints" / "epoch_0001.ckpt"
+    torch.save({**torch.load(path), "optimizers": [{"state": {0: 5}, "param_groups": []}]}, path)
+    found = run("replay", honest, "--step", 12, "--program", PROGRAM)
+    assert found.exit_code == 1
+    assert "Error: " in found.output
+    assert isinstance(found.exception, SystemExit)
