@@ -350,6 +350,7 @@ def damaged(state: dict[str, Any], *path: Any, value: Any) -> dict[str, Any]:
 DAMAGES: list[tuple[tuple[Any, ...], Any, str]] = [
     (("epoch",), "one", "`epoch` is a `str`, not a count"),
     (("epoch",), -1, "`epoch` is -1, not a count"),
+    (("resume", "global_step"), 2**53, "`global_step` is 9007199254740992, not a count"),
     (("epoch",), True, "`epoch` is a `bool`"),
     (("resume",), [1], "is a `list`, not a dict"),
     (("resume", "global_step"), -3, "`global_step`"),

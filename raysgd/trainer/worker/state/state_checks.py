@@ -7,7 +7,7 @@ from typing import Any
 
 from raysgd.core.arguments import is_integer
 
-_MAX_COUNT = 2**62
+_MAX_COUNT = 2**53
 
 
 def require(holds: bool, finding: str) -> None:
