@@ -26,6 +26,7 @@ from raysgd.core.history import readable
 from raysgd.core.history.history import History
 from raysgd.core.text.cards import named_lines
 from raysgd.core.text.printable import printable
+from raysgd.core.text.secrets import masked
 from raysgd.core.writers.files import report_in
 from raysgd.storage import Folder, open_folder
 
@@ -70,12 +71,12 @@ def read_status(path: str, now: float | None = None) -> str:
     folder = open_folder(path, argument="RUN_FOLDER")
     if not folder.exists():
         is_file = folder.is_local and folder.local_path.exists()
-        raise ValueError(f"`{path}` {'is a file, not a folder' if is_file else 'does not exist'}. {EXPECTED}.")
+        raise ValueError(f"`{masked(path)}` {'is a file, not a folder' if is_file else 'does not exist'}. {EXPECTED}.")
     status = _status_of(folder, time.time() if now is None else now)
     if status is None:
         names = folder.names()
         content = f"has {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else "is empty"
-        raise ValueError(f"`{path}` is not the folder of a run: it {printable(content)}. {EXPECTED}.")
+        raise ValueError(f"`{masked(path)}` is not the folder of a run: it {printable(content)}. {EXPECTED}.")
     return status
 
 
@@ -188,7 +189,7 @@ def _class_run(folder: Folder, names: set[str], now: float) -> str | None:
     elif newest is not None and newest.epochs is not None and newest.epoch >= newest.epochs:
         state = "finished"
     else:
-        ended = history.records[-1].began_at + history.records[-1].seconds if history.records else 0.0
+        ended = _number(history.records[-1].began_at) + _number(history.records[-1].seconds) if history.records else 0.0
         state = _running("newest checkpoint", ended, now)
     return _shown(folder, "trainer.fit()", state, facts)
 

@@ -231,6 +231,17 @@ class TestTheEndOfARunOfAClassBasedTrainer:
         with TorchTrainer(training_operator_cls=LinearOperator, use_local=True) as trainer:
             yield trainer
 
+    @pytest.mark.parametrize("name", ["began_at", "seconds"])
+    def test_a_time_that_is_no_time_is_no_traceback(self, trainer: TorchTrainer, tmp_path: Path, name: str) -> None:
+        trainer.fit(1, callbacks=[Checkpointing(tmp_path)])
+        beside, index = tmp_path / "epoch_0001.ckpt.run.json", tmp_path / "checkpoints.json"
+        content = json.loads(beside.read_text())
+        content["epochs"] = 2
+        content["history"]["records"][-1][name] = 10**400
+        beside.write_text(json.dumps(content))
+        index.unlink()
+        assert "epochs:      1" in status_of(tmp_path)
+
     def fail(self, run: Run) -> None:
         raise ValueError("no disk at s3://key:hidden@bucket\nand more")
 
@@ -304,6 +315,12 @@ def test_a_folder_in_a_store_is_read_by_its_uri() -> None:
         memory.rm("/status-bucket", recursive=True)
     assert "loss=0.125" in text
     assert "finished" in text
+
+
+def test_a_key_in_a_uri_is_not_shown() -> None:
+    with pytest.raises(ValueError, match=r"does not exist|is not the folder of a run") as info:
+        status_of("memory://id:hidden@bucket/run")
+    assert "hidden" not in str(info.value)
 
 
 def test_what_could_be_read_without_an_end_is_refused(tmp_path: Path) -> None:
