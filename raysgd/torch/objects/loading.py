@@ -278,12 +278,15 @@ def with_own_options(optimizer: Any, saved: Mapping[str, Any]) -> Mapping[str, A
 
 
 def _with_own_options(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {
-        name: value.item() if isinstance(value, torch.Tensor) and isinstance(own.get(name), int | float) else value
-        for name, value in saved.items()
-        if name not in IMPLEMENTATION
-    }
+    kept = {name: _as_own(own.get(name), value) for name, value in saved.items() if name not in IMPLEMENTATION}
     return {**kept, **{name: own[name] for name in IMPLEMENTATION if name in own}}
+
+
+def _as_own(own: Any, saved: Any) -> Any:
+    """Return a saved option, with numbers in place of tensors where the program's option has numbers."""
+    if isinstance(own, tuple) and isinstance(saved, list | tuple) and len(saved) == len(own):
+        return tuple(map(_as_own, own, saved))
+    return saved.item() if isinstance(saved, torch.Tensor) and isinstance(own, int | float) else saved
 
 
 def _options_of(optimizer: Any, num_groups: int) -> list[dict[str, Any]]:
@@ -413,6 +416,18 @@ def check_precision(own: Mapping[str, Any], saved: Any) -> None:
         missing = sorted(own.keys() - saved.keys())
         require(not missing, f"the state of mixed precision lacks {missing}")
         _check_kinds(own, saved, "mixed precision's")
+        for name, value in own.items():
+            if isinstance(value, int | float):
+                is_usable = _is_counted if name in ("growth_interval", "_growth_tracker") else _is_float32
+                require(is_usable(saved[name]), f"mixed precision's {name!r} is not a number in its range")
+
+
+def _is_counted(value: Any) -> bool:
+    return is_integer(value) and 0 <= value < 2**31
+
+
+def _is_float32(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= torch.finfo(torch.float32).max
 
 
 def _check_kinds(own: Mapping[str, Any], saved: Mapping[str, Any], whose: str) -> None:

@@ -42,6 +42,8 @@ def check_slots(optimizer: Any, saved: Mapping[str, Any], parameters: Sequence[S
     """
     kind, groups, entries = type(optimizer), saved["param_groups"], saved["state"]
     is_known = f"{kind.__module__}.".startswith("torch.optim.")
+    indices = {index for group in groups for index in group["params"]}
+    require(not is_known or entries.keys() <= indices, "an optimizer has a state for what is not its parameter")
     if isinstance(optimizer, torch.optim.LBFGS):  # it has slots for one flat tensor, under the first parameter
         [every] = parameters
         parameters = [[torch.empty(sum(each.numel() for each in every), dtype=every[0].dtype, device="meta")]]
@@ -85,8 +87,8 @@ def is_number(value: Any) -> bool:
 def _look_of(value: Any) -> Hashable:
     """Return what a step may depend on in a slot, apart from the sizes and the values of large tensors."""
     if isinstance(value, torch.Tensor):
-        return value.item() if type(value) is torch.Tensor and is_number(value) else value.dtype
-    return value if isinstance(value, int | float) else id(value)
+        return value.dtype, value.item() if type(value) is torch.Tensor and is_number(value) else None
+    return type(value), value if isinstance(value, int | float) else id(value)
 
 
 def _is_slot(name: Any, value: Any, made: Any, shape: tuple[int, ...], is_fused: bool) -> bool:
@@ -114,7 +116,8 @@ def _is_slot(name: Any, value: Any, made: Any, shape: tuple[int, ...], is_fused:
     if name != "step" or not is_number(value):
         return is_number(value)
     # With a negative number of steps, some optimizers divide by zero after a few steps.
-    return not (isinstance(value, torch.Tensor) and value.is_complex()) and bool(value >= 0)
+    is_counted = not isinstance(value, torch.Tensor) or value.is_floating_point() or value.dtype == torch.int64
+    return is_counted and bool(value >= 0)
 
 
 def _step(

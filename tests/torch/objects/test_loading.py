@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd.torch.objects.loading import check_model, load_model, load_optimizer
+from raysgd.torch.objects.loading import check_model, check_precision, load_model, load_optimizer
 
 OPTIMIZERS = [
     lambda parameters: torch.optim.Adam(parameters, lr=0.1, amsgrad=True),
@@ -130,6 +130,32 @@ def test_an_optimizer_keeps_the_memory_that_it_has() -> None:
     before = [tensor.data_ptr() for tensor in tensors_in(optimizer.state_dict()["state"])]
     load_optimizer(optimizer, source.state_dict())
     assert [tensor.data_ptr() for tensor in tensors_in(optimizer.state_dict()["state"])] == before
+
+
+SCALER = {"scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("_growth_tracker", 2**40),
+        ("_growth_tracker", float("nan")),
+        ("_growth_tracker", -1),
+        ("growth_interval", 1.5),
+        ("growth_interval", 10**30),
+        ("scale", 10**400),
+        ("scale", float("inf")),
+        ("scale", 1e300),
+        ("scale", torch.tensor([[2.0]])),
+        ("growth_factor", torch.tensor(2.0)),
+        ("growth_factor", True),
+    ],
+)
+def test_a_gradient_scaler_gets_only_numbers_that_it_can_use(name: str, value: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    check_precision(scaler.state_dict(), SCALER)
+    with pytest.raises(ValueError, match=f"mixed precision's '{name}'"):
+        check_precision(scaler.state_dict(), {**SCALER, name: value})
 
 
 class Sharing(torch.optim.SGD):

@@ -67,12 +67,16 @@ def test_a_slot_of_another_shape_or_type_is_refused(kind: type) -> None:
                     load(trained(kind, 0, **options)[1], {**state, "state": slots})
 
 
+ONES = ((0, 1.0), (1, True))
 FAULTS: list[tuple[type, dict[str, Any], Change]] = [
     (torch.optim.Adam, {"fused": True}, lambda state: state["state"][0].update(exp_avg=torch.zeros(1))),
     (torch.optim.Adam, {}, lambda state: state["state"][0].update(exp_avg=torch.zeros(4, 5, dtype=torch.int64))),
     (torch.optim.Adam, {}, lambda state: state["state"][0].update(step=torch.tensor(-1.0))),
     (torch.optim.Adam, {}, lambda state: state["state"][0].update(step=torch.zeros(2))),
     (torch.optim.Adamax, {}, lambda state: state["state"][0].update(step=torch.tensor(-2.0))),
+    (torch.optim.Adam, {}, lambda state: state["state"][0].update(step=torch.tensor(250, dtype=torch.uint8))),
+    (torch.optim.Adam, {}, lambda state: [state["state"][at].update(step=torch.tensor(one)) for at, one in ONES]),
+    (torch.optim.Adagrad, {}, lambda state: state["state"].update(x={"y": 1})),
     (torch.optim.Adam, {}, lambda state: state["state"][0].pop("exp_avg_sq")),
     (torch.optim.Adam, {}, lambda state: state["param_groups"][0].update(amsgrad=True)),
     (torch.optim.Adam, {}, lambda state: state["param_groups"][0].update(lr=torch.tensor(1j))),
@@ -95,6 +99,7 @@ def test_a_state_with_which_no_step_can_be_taken_is_refused(fault: int) -> None:
         load(trained(kind, 0, **options)[1], changed(optimizer, change))
 
 
+TENSORS = (torch.tensor(0.9), torch.tensor(0.99))
 HONEST: list[tuple[type, dict[str, Any], Change]] = [
     # of PyTorch 1, which counted steps with a plain number, and kept a buffer without momentum
     (torch.optim.Adam, {}, lambda state: state["state"][0].update(step=3)),
@@ -102,6 +107,7 @@ HONEST: list[tuple[type, dict[str, Any], Change]] = [
     # of a program with other options
     (torch.optim.Adam, {"amsgrad": True}, lambda state: state["param_groups"][0].update(capturable=True)),
     (torch.optim.Adam, {}, lambda state: state["param_groups"][0].update(lr=torch.tensor(0.1))),
+    (torch.optim.Adam, {"foreach": True}, lambda state: state["param_groups"][0].update(betas=TENSORS)),
     (torch.optim.SGD, {"momentum": 0.9}, lambda state: state["param_groups"][0].update(momentum=0)),
     (torch.optim.Adam, {}, lambda state: state["param_groups"][0].pop("decoupled_weight_decay")),
     # of a parameter that had no gradient yet
