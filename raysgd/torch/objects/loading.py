@@ -111,8 +111,9 @@ def copied(value: Any, parameter: torch.Tensor | None = None) -> Any:
     if type(value) is not torch.Tensor:
         return copy.deepcopy(value)
     made = value.detach().clone()
-    is_plain = type(parameter) in (torch.Tensor, torch.nn.Parameter) and not value.is_nested
-    if is_plain and parameter.shape == value.shape and parameter.layout == value.layout == torch.strided:
+    if parameter is None or type(parameter) not in (torch.Tensor, torch.nn.Parameter) or value.is_nested:
+        return made.requires_grad_(value.requires_grad)
+    if parameter.shape == value.shape and parameter.layout == value.layout == torch.strided:
         made = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(made)
     return made.requires_grad_(value.requires_grad)
 
@@ -418,7 +419,7 @@ def check_precision(own: Mapping[str, Any], saved: Any) -> None:
         _check_kinds(own, saved, "mixed precision's")
         for name, value in own.items():
             if isinstance(value, int | float):
-                is_usable = _is_counted if name in ("growth_interval", "_growth_tracker") else _is_float32
+                is_usable = _is_counted if name in ("growth_interval", "_growth_tracker") else _is_factor
                 require(is_usable(saved[name]), f"mixed precision's {name!r} is not a number in its range")
 
 
@@ -426,8 +427,8 @@ def _is_counted(value: Any) -> bool:
     return is_integer(value) and 0 <= value < 2**31
 
 
-def _is_float32(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= torch.finfo(torch.float32).max
+def _is_factor(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value <= torch.finfo(torch.float32).max
 
 
 def _check_kinds(own: Mapping[str, Any], saved: Mapping[str, Any], whose: str) -> None:

@@ -146,6 +146,7 @@ SCALER = {"scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth
         ("scale", 10**400),
         ("scale", float("inf")),
         ("scale", 1e300),
+        ("scale", 0.0),
         ("scale", torch.tensor([[2.0]])),
         ("growth_factor", torch.tensor(2.0)),
         ("growth_factor", True),
