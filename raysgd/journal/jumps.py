@@ -22,6 +22,7 @@ absolute values instead. The distances that correspond to the factor of 1,000 an
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -40,6 +41,7 @@ _MOST = 1000.0  # an increase of the loss by a factor of over 1,000 is a jump, e
 _TOGETHER = 5
 _NEW_RANGE = 100
 _LEAST_LOSS = 1e-12
+_MOST_LOG = math.log(sys.float_info.max)
 
 
 @dataclass(frozen=True)
@@ -155,9 +157,13 @@ def _scale_of(losses: Sequence[float]) -> tuple[_Function, _Function, float]:
     """
     known = [loss for loss in losses if math.isfinite(loss)]
     if min(known, default=0.0) >= 0:
-        return (lambda loss: math.log(max(loss, _LEAST_LOSS))), math.exp, math.log(_MOST)
+        return (lambda loss: math.log(max(loss, _LEAST_LOSS))), _exp, math.log(_MOST)
     size = _median(sorted(map(abs, known))) or 1.0
     return (lambda loss: loss / size), (lambda value: value * size), _MOST
+
+
+def _exp(value: float) -> float:
+    return math.inf if value > _MOST_LOG else math.exp(value)
 
 
 def _median(ordered: Sequence[float]) -> float:

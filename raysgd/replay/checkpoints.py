@@ -40,7 +40,8 @@ def nearest_checkpoint(
             where they are.
 
     Raises:
-        ValueError: The newest checkpoint is not in the folder of the run, and the user named no other folder.
+        ValueError: The newest checkpoint is not in the folder of the run, and the user named no other folder. Or it is a
+            link out of the folder that the user named.
         StorageError: The storage is unreachable.
     """
     before = [at for at in sorted(journal.checkpoints, reverse=True) if at < step]
@@ -51,7 +52,13 @@ def nearest_checkpoint(
         names = set(opened.names())
         named = ((at, journal.checkpoints[at].rpartition("/")[2].partition("?")[0]) for at in before)
         at, place = next(((at, opened / name) for at, name in named if name in names), (0, None))
-        return None if place is None else (at, place.path if place.is_local else place.uri)
+        if place is None or not place.is_local:
+            return None if place is None else (at, place.uri)
+        if not is_inside(place.local_path, opened.local_path):
+            raise ValueError(
+                f"`{place}` is a link out of its folder. Pass the folder to which it leads with `--checkpoints`."
+            )
+        return at, place.path
     for at in before:
         path = checkpoint_in_run(journal, at)
         if path is None and not only_inside:

@@ -141,7 +141,10 @@ class TestGradientNorms:
     def test_norms_of_a_run_that_diverges_are_loaded(self, make_local: Make) -> None:
         trainer = make_local()
         trainer._changes.use_worker_callbacks([norms := GradientNorms()])
-        state = {**trainer.state_dict(), "callbacks": {norms.state_key(): {"totals": [[0, math.nan, 2.0, math.inf, 0.0]]}}}
+        state = {
+            **trainer.state_dict(),
+            "callbacks": {norms.state_key(): {"totals": [[0, math.nan, 2.0, math.inf, 0.0]]}},
+        }
         trainer.load_state_dict(state)
         assert math.isnan(trainer.train()["grad_norm"])
 

@@ -125,3 +125,8 @@ def test_a_jump_of_negative_losses_is_found_at_any_scale(scale: float) -> None:
     assert jump.first == 300
     assert jump.usual == pytest.approx(-scale, rel=0.05)
     assert jump.limit < losses[300]
+
+
+def test_losses_near_the_largest_number_have_a_range() -> None:
+    [jump] = find_jumps([1.7e308] * 60 + [math.inf])
+    assert (jump.first, jump.limit) == (60, math.inf)

@@ -129,6 +129,15 @@ def test_a_checkpoint_outside_of_the_folder_is_read_only_from_where_the_user_say
         assert shown.checkpoint == str(tmp_path / "elsewhere" / "epoch_0001.ckpt")
 
 
+def test_a_link_out_of_the_folder_that_the_user_names_is_not_followed(honest: Path, tmp_path: Path) -> None:
+    path = honest / "checkpoints" / "epoch_0001.ckpt"
+    path.rename(tmp_path / "secret.ckpt")
+    path.symlink_to(tmp_path / "secret.ckpt")
+    found = run("replay", honest, "--step", 12, "--program", PROGRAM, "--checkpoints", honest / "checkpoints")
+    assert found.exit_code == 1
+    assert "is a link out of its folder" in found.output
+
+
 @pytest.mark.parametrize("scheme", ["s3", "file"])
 def test_no_location_becomes_a_uri_beside_a_relative_folder(
     honest: Path, monkeypatch: pytest.MonkeyPatch, scheme: str

@@ -253,7 +253,9 @@ class LightningProgress:
         Raises:
             ValueError: The state is not a mapping, or the counts in it are damaged.
         """
-        require(isinstance(state, Mapping), f"the state of `LightningOperator` is a `{type(state).__name__}`, not a dict")
+        require(
+            isinstance(state, Mapping), f"the state of `LightningOperator` is a `{type(state).__name__}`, not a dict"
+        )
         counts = state.get(_KEY, (0, 0, 0, 0))
         require(isinstance(counts, list | tuple) and len(counts) == 4, f"`{_KEY}` is not a list of four counts")
         num_batches, ahead, epoch, began_at = counts
