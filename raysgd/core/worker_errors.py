@@ -9,6 +9,7 @@ from typing import Any
 
 from raysgd.core.text.frames import shows_all_frames, with_code
 from raysgd.core.text.log_lines import named
+from raysgd.core.text.secrets import masked
 from raysgd.exceptions import TrainingFailedError, WorkerError, WorkerFault, made_from_parts, slots_of
 
 _MOST_NODES = 8
@@ -21,6 +22,9 @@ class _DescribedError(WorkerError):
 
     def __str__(self) -> str:
         return describe_faults(self.faults, self.aftermath)
+
+    def __repr__(self) -> str:
+        return masked(super().__repr__())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return worker_error, (self.faults, self.aftermath)

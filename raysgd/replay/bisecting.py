@@ -230,7 +230,7 @@ def _weights_at(journal: Journal, step: int) -> Any:
 
 
 def _is_comparable(model: Any) -> bool:
-    """Return True if a model in a file, which may come from a stranger, is a dict whose tensors have bytes to compare."""
+    """Return True if a model in a file is a dict, and all its tensors have bytes to compare."""
     return isinstance(model, Mapping) and all(
         isinstance(name, str)
         and not (

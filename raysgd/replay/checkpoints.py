@@ -40,8 +40,8 @@ def nearest_checkpoint(
             where they are.
 
     Raises:
-        ValueError: The newest checkpoint is not in the folder of the run, and the user named no other folder. Or it is a
-            link out of the folder that the user named.
+        ValueError: The newest checkpoint is not in the folder of the run, and the user named no other folder. Or it is
+            a link out of the folder that the user named.
         StorageError: The storage is unreachable.
     """
     before = [at for at in sorted(journal.checkpoints, reverse=True) if at < step]

@@ -157,7 +157,7 @@ class TestResuming:
         (tmp_path / "mine").mkdir()
         (tmp_path / "mine" / "thesis.txt").write_text("")
         resumed = str(tmp_path / "theirs" / "epoch_0001.ckpt")
-        with pytest.raises(CallbackError, match="the name of a checkpoint is 'thesis.txt', not 'epoch_0000.ckpt'"):
+        with pytest.raises(CallbackError, match=r"the name of a checkpoint is 'thesis\.txt', not 'epoch_0000\.ckpt'"):
             make_local().fit(2, callbacks=[Checkpointing(tmp_path / "mine", keep_last=1)], resume_from=resumed)
         assert files_in(tmp_path / "mine") == ["thesis.txt"]
 

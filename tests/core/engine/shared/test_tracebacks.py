@@ -168,3 +168,9 @@ def test_the_error_of_an_iterator_is_cut_too_and_leaving_it_is_none() -> None:
     items = Opened().epochs()
     next(items)
     items.close()  # type: ignore[attr-defined]
+
+
+def test_neither_form_of_an_error_of_a_worker_shows_a_key() -> None:
+    error = worker_error((describe_fault(ValueError("no file at s3://id:hidden@bucket"), 0, "here", portable=True),))
+    assert "s3://***@bucket" in str(error)
+    assert repr(error) == "WorkerError(ValueError)('no file at s3://***@bucket')"
