@@ -37,7 +37,7 @@ STANDS_ON = {
     "tf": "compat core detached exceptions storage streams trainer utils",
     "torch": "callbacks compat core detached exceptions storage streams trainer utils",
     "replay": "callbacks core journal storage streams torch trainer",
-    "cli": "_version air callbacks compat core detached replay storage torch utils",
+    "cli": "_version air callbacks compat core detached exceptions replay storage torch utils",
     "operators": "core streams torch utils",
     "train": "air callbacks compat core detached exceptions storage streams tf torch trainer utils",
     "util": "core tf torch",
