@@ -68,18 +68,6 @@ class Gradients:
             trained: Function that returns all trained parameters.
         """
         unscaled = [each for each in (*chosen, *bystanders) if self._precision.scale_again(each)]
-        self._compute(loss, chosen, bystanders, weight, trained)
-        for each in unscaled:  # a user's `optimizer_step` computes these gradients
-            self._precision.unscale(each)
-
-    def _compute(
-        self,
-        loss: torch.Tensor,
-        chosen: list[Any],
-        bystanders: list[Any],
-        weight: Any,
-        trained: Callable[[], Iterable[torch.Tensor]],
-    ) -> None:
         leg, cleared, is_given = self._parallel.leg, [*chosen, *bystanders], weight is not None
         # Without other batches in the step, on this rank or on others, the weight of the batch does not matter.
         if not (is_given or leg.rules.weighs):
@@ -88,30 +76,47 @@ class Gradients:
             if self._parallel.has_others:
                 leg.end_forward()
             self._precision.backward(loss, chosen[0])
-            return
-        weight = leg.weights.weight_of(leg.batch, leg.plan, loss, weight)
-        if leg.shards is not None:
-            self._compute_shard(loss, cleared, list(trained()))
-            return
-        self._clear(chosen, bystanders)
+        else:
+            weight = leg.weights.weight_of(leg.batch, leg.plan, loss, weight)
+            if leg.shards is not None:
+                self._compute_shard(loss, cleared, list(trained()))
+            else:
+                self._clear(chosen, bystanders)
+                with _silenced(trained()) if isinstance(weight, float) and not weight else _NOTHING:
+                    self._compute_weighted(loss, chosen[0], cleared, weight, is_given)
+        for each in unscaled:  # a user's `optimizer_step` computes these gradients
+            self._precision.unscale(each)
+
+    def _compute_weighted(
+        self, loss: torch.Tensor, optimizer: Any, cleared: list[Any], weight: Any, is_given: bool
+    ) -> None:
+        """Compute the gradients of a batch whose weight matters.
+
+        Args:
+            loss: Loss of the batch.
+            optimizer: Optimizer that the loss trains.
+            cleared: Optimizers whose gradients were cleared for this backward pass, or to which the pass adds.
+            weight: Weight of the batch; None to weight it by its number of samples.
+            is_given: True if the weight comes from user code.
+        """
+        leg = self._parallel.leg
         is_further = leg.note_backward(cleared, weight)
         leg.end_forward()
-        with _silenced(trained()) if isinstance(weight, float) and not weight else _NOTHING:
-            if leg.rules.has_several:
-                share = leg.share(weight, self._parallel.num_ranks, is_of_criterion=not is_given)
-                self._pass(loss * share, chosen[0], cleared, is_further)
-                assert leg.accumulated is not None
-                leg.accumulated.seen = self._versions(chosen[0])
-            elif weight is None:
-                self._pass(loss, chosen[0], cleared, is_further)
-            else:
-                counted = Counted(weight, leg.usual, self._parallel.num_ranks, self._parallel.start_total(weight))
-                self._pass(loss, chosen[0], cleared, is_further, counted)
-                total = counted.total if is_given or counted.is_known else None
-                if is_given and total == 0.0:  # user code passed weight 0 on all ranks
-                    self._leave_out(cleared)
-                elif not isinstance(total, torch.Tensor) and total:
-                    leg.usual = total / self._parallel.num_ranks
+        if leg.rules.has_several:
+            share = leg.share(weight, self._parallel.num_ranks, is_of_criterion=not is_given)
+            self._pass(loss * share, optimizer, cleared, is_further)
+            assert leg.accumulated is not None
+            leg.accumulated.seen = self._versions(optimizer)
+        elif weight is None:
+            self._pass(loss, optimizer, cleared, is_further)
+        else:
+            counted = Counted(weight, leg.usual, self._parallel.num_ranks, self._parallel.start_total(weight))
+            self._pass(loss, optimizer, cleared, is_further, counted)
+            total = counted.total if is_given or counted.is_known else None
+            if is_given and total == 0.0:  # user code passed weight 0 on all ranks
+                self._leave_out(cleared)
+            elif not isinstance(total, torch.Tensor) and total:
+                leg.usual = total / self._parallel.num_ranks
 
     def _pass(
         self, loss: torch.Tensor, optimizer: Any, cleared: list[Any], is_further: bool, counted: Counted | None = None
