@@ -147,7 +147,7 @@ except ImportError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    assert re.search(r'pip install "lightning>=', done.stdout)
+    assert re.search(r'pip install "lightning[!>]=', done.stdout)
 
 
 class Named(Line):
