@@ -1,7 +1,7 @@
 """Writes tables of the pages: `python docs/make_tables.py`.
 
 Those of names in `migration.md` come from the one table that raysgd has, those of goodput and of the record run in
-`performance.md` from what was measured, in `measured/`.
+`performance.md` from what was measured, in `measured/`. `index.md` is made from README and from the menu of the site.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from raysgd.compat.paths import Group, gone, table
 
@@ -108,6 +110,22 @@ def with_tables(page: str) -> str:
     return _replaced(page, {"moved": moved_modules(), "gone": gone_names()})
 
 
+def index() -> str:
+    """The first page of the site: README up to its installation, where to start, and a list of all pages."""
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    start = "## Start from what you have\n"
+    first, doors = readme.partition("## Install\n")[0], readme.partition(start)[2].partition("\n\nThen ")[0]
+    here = re.sub(r"\]\((?!https?:)(?=[^)]*\))", "](../", first + start + doors).replace("](../docs/", "](")
+    menu = yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8"))["nav"][1:]
+    groups = [f"- **{name}**: {', '.join(map(_linked, pages))}" for group in menu for name, pages in group.items()]
+    return "\n".join([here, "\n## All pages\n", *groups]) + "\n"
+
+
+def _linked(page: str | dict[str, str]) -> str:
+    [(title, path)] = page.items() if isinstance(page, dict) else [("All recipes", page)]
+    return f"[{title}]({path})"
+
+
 def _replaced(page: str, tables: dict[str, str]) -> str:
     for name, rows in tables.items():
         begin, end = f"<!-- begin table {name} -->", f"<!-- end table {name} -->"
@@ -118,3 +136,4 @@ def _replaced(page: str, tables: dict[str, str]) -> str:
 if __name__ == "__main__":
     for path, with_its_tables in {PAGE: with_tables, MEASURED_PAGE: with_measured}.items():
         path.write_text(with_its_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
+    (DOCS / "index.md").write_text(index(), encoding="utf-8")

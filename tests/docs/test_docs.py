@@ -76,7 +76,9 @@ def name_of(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The names under which the headings of a page can be linked to."""
+    """The names under which the headings of a page, or the tests of a file, can be linked to."""
+    if page.suffix == ".py":
+        return set(re.findall(r"^def (test_\w+)", page.read_text(encoding="utf-8"), flags=re.MULTILINE))
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -148,7 +150,7 @@ def test_the_pages_continue_the_program_of_the_tutorial(page: Path) -> None:
 def test_the_map_leads_to_every_page() -> None:
     maps = [ROOT / "docs" / name for name in ("index.md", "decisions.md", "recipes/index.md")]
     linked = {(page.parent / link.partition("#")[0]).resolve() for page in maps for link in LINK.findall(prose(page))}
-    assert [name_of(page) for page in PAGES if page not in linked] == ["docs/index.md"]
+    assert [name_of(page) for page in PAGES if page not in linked] == ["README.md", "docs/index.md"]
 
 
 def test_every_public_exception_is_in_the_table_of_errors() -> None:

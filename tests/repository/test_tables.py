@@ -50,6 +50,23 @@ def is_there(name: str) -> bool:
     return found is not None
 
 
+def test_the_first_page_of_the_site_is_made_from_the_readme() -> None:
+    made = runpy.run_path(str(DOCS / "make_tables.py"))
+    assert (DOCS / "index.md").read_text(encoding="utf-8") == made["index"](), "run `python docs/make_tables.py`"
+
+
+CELL = re.compile(r"\]\((?:\.\./(?:tests|examples)/|[\w-]+\.md)[^)]*\)|^as for |^not tested|^nothing$|^without|^at |^a copy|^yes$")
+
+
+def test_each_cell_of_the_table_of_programs_shows_something_or_says_that_nothing_does() -> None:
+    """That the files and tests that it links exist is in `tests/docs/test_docs.py`."""
+    page = (DOCS / "kinds.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in page.splitlines() if row.startswith("| ")]
+    assert len(rows) == 14
+    assert all("(../tests/" in row[1] for row in rows[1:]), "what a death costs is shown by a test"
+    assert [cell for row in rows[1:] for cell in row[1:] if not CELL.search(cell)] == []
+
+
 def test_the_tables_of_goodput_and_of_the_record_show_what_was_measured() -> None:
     made = runpy.run_path(str(DOCS / "make_tables.py"))
     page = (DOCS / "performance.md").read_text(encoding="utf-8")
