@@ -1,7 +1,7 @@
 """Writes tables of the pages: `python docs/make_tables.py`.
 
-Those of names in `migration.md` come from the one table that raysgd has, those of goodput and of the record run in
-`performance.md` from what was measured, in `measured/`. `index.md` is made from README and from the menu of the site.
+Those of names in `reference/old-names.md` come from the one table that raysgd has, those of goodput and of the record
+run in `performance.md` from what was measured, in `measured/`. `index.md` is made from README and from the menu.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import yaml
 from raysgd.compat.paths import Group, gone, table
 
 DOCS = Path(__file__).parent
-PAGE = DOCS / "migration.md"
+PAGE = DOCS / "reference" / "old-names.md"
 GROUPS: tuple[Group, ...] = ("sgd", "train")
 MEASURED_PAGE = DOCS / "performance.md"
 BUSY_LOAD = 2

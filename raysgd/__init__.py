@@ -126,6 +126,8 @@ def PyTorchTrainer(*args: Any, **kwargs: Any) -> NoReturn:
     """Raise an error that says to use `TorchTrainer`, the new name of the `ray.util.sgd` class `PyTorchTrainer`.
 
     Raises:
-        DeprecationWarning: Always.
+        RemovedNameError: Always.
     """
-    raise DeprecationWarning("`raysgd.PyTorchTrainer` was renamed: use `raysgd.TorchTrainer` instead.")
+    from raysgd.exceptions import RemovedNameError
+
+    raise RemovedNameError("`raysgd.PyTorchTrainer` was renamed: use `raysgd.TorchTrainer` instead.")

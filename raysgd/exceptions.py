@@ -72,6 +72,14 @@ class InvalidCountError(ValueError, AssertionError):
     """
 
 
+class RemovedNameError(DeprecationWarning, ValueError):
+    """An argument, a method or a class of an older version was used. The message names its successor.
+
+    The last versions of `ray.util.sgd` raised `DeprecationWarning` itself. A program that catches wrong arguments
+    catches ``ValueError``.
+    """
+
+
 class NotRegisteredError(RuntimeError, ValueError):
     """The training operator needs an object, such as a model or a data loader, that its `setup` did not register."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from raysgd.core.arguments import with_entries
+from raysgd.exceptions import RemovedNameError
 from raysgd.torch.driver import arguments
 from raysgd.torch.torch_trainer import TorchTrainer
 from raysgd.trainer.configuration.placement import Placement
@@ -38,7 +39,7 @@ class BaseTorchTrainable(tune_trial.trainer_trainable("`BaseTorchTrainable`")): 
         fails immediately, and Tune's `FailureConfig` decides whether to run it again.
         """
         if hasattr(self, "_train"):
-            raise DeprecationWarning(
+            raise RemovedNameError(
                 f"`{type(self).__name__}._train` is no longer called: rename it to `step`, as in `ray.tune.Trainable`."
             )
         trained = self.trainer.train(max_retries=0, profile=True)

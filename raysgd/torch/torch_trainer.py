@@ -27,6 +27,7 @@ from raysgd.core.engine.snapshots import Snapshot
 from raysgd.core.history.history import Kind
 from raysgd.detached.cluster import start
 from raysgd.detached.protocol import Detached
+from raysgd.exceptions import RemovedNameError
 from raysgd.storage import files
 from raysgd.streams.source import check_stream_of_call
 from raysgd.streams.stream import Stream
@@ -129,7 +130,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
     Raises:
         ValueError, TypeError: An argument is invalid; nothing was started.
         ImportError: `backend`, `use_fp16` or `precision` needs a package that is not installed; nothing was started.
-        DeprecationWarning: An argument of an older version was passed.
+        RemovedNameError: An argument of an older version was passed.
         ReservationTimeoutError: Ray did not reserve the workers' resources in time. This error is a `TimeoutError`.
         WorkerError: The operator's `setup` raised an exception. The error is also an instance of that exception's
             class.
@@ -533,9 +534,9 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         """Raise an error that says to use `load`. Older versions had this method.
 
         Raises:
-            DeprecationWarning: Always.
+            RemovedNameError: Always.
         """
-        raise DeprecationWarning("`TorchTrainer.restore` was renamed: use `load`.")
+        raise RemovedNameError("`TorchTrainer.restore` was renamed: use `load`.")
 
 
 former_names(__name__)

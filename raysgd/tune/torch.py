@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from raysgd.exceptions import RemovedNameError
 from raysgd.torch.constants import NCCL_TIMEOUT_S
 from raysgd.train.torch import TorchConfig
 from raysgd.tune._distributed import distributed_checkpoint_dir, is_distributed_trainable, make_distributed
@@ -44,7 +45,7 @@ def DistributedTrainableCreator(
         use_gpu: No longer supported. Use `num_gpus_per_worker` instead.
 
     Raises:
-        DeprecationWarning: `use_gpu` is True.
+        RemovedNameError: `use_gpu` is True.
         ValueError: `func` cannot be called with a config and `checkpoint_dir`, or an argument is out of range.
         ImportError: Ray Tune is not installed.
 
@@ -56,7 +57,7 @@ def DistributedTrainableCreator(
         >>> ray.tune.Tuner(trainable_cls, param_space={"num_epochs": 3}).fit()  # doctest: +SKIP
     """
     if use_gpu:
-        raise DeprecationWarning("`use_gpu` is no longer used: pass `num_gpus_per_worker=1` to give workers GPUs.")
+        raise RemovedNameError("`use_gpu` is no longer used: pass `num_gpus_per_worker=1` to give workers GPUs.")
     if backend not in ("gloo", "nccl"):
         raise ValueError(f'`backend={backend!r}`: allowed are "gloo" and "nccl".')
     config = TorchConfig(backend=backend, timeout_s=timeout_s)  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ STANDS_ON = {
     "util": "core tf torch",
     "__main__": "cli",
     "data": "core streams tf torch util",
-    "tune": "air callbacks core storage torch train trainer",
+    "tune": "air callbacks core exceptions storage torch train trainer",
     "v2": "core exceptions train",
 }
 """The parts of the package, the lowest first, each with the parts that it imports from: all of them stand before it."""

@@ -16,18 +16,18 @@ from raysgd.compat.paths import RAY_TRAIN
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def test_the_names_of_the_migration_page_are_those_of_the_table() -> None:
+def test_the_names_of_the_page_of_old_names_are_those_of_the_table() -> None:
     made = runpy.run_path(str(DOCS / "make_tables.py"))
-    page = (DOCS / "migration.md").read_text(encoding="utf-8")
+    page = (DOCS / "reference" / "old-names.md").read_text(encoding="utf-8")
     assert made["with_tables"](page) == page, "run `python docs/make_tables.py`"
     assert page.count("| `ray.") > 60
 
 
-def test_what_the_migration_page_calls_gone_from_ray_is_gone() -> None:
+def test_what_the_page_of_old_names_calls_gone_from_ray_is_gone() -> None:
     ray = pytest.importorskip("ray")
     if not ray.__version__.startswith(RAY_TRAIN):
         pytest.skip(f"the table is about Ray {RAY_TRAIN}, and this is {ray.__version__}")
-    page = (DOCS / "migration.md").read_text(encoding="utf-8")
+    page = (DOCS / "reference" / "old-names.md").read_text(encoding="utf-8")
     table = page.partition("| gone from Ray |")[2].partition("\n\n")[0]
     names = [name for row in table.splitlines() for name in re.findall(r"`(ray\.[\w.]+)`", row.split("|")[1:2][0])]
     assert len(names) > 20
@@ -55,7 +55,9 @@ def test_the_first_page_of_the_site_is_made_from_the_readme() -> None:
     assert (DOCS / "index.md").read_text(encoding="utf-8") == made["index"](), "run `python docs/make_tables.py`"
 
 
-CELL = re.compile(r"\]\((?:\.\./(?:tests|examples)/|[\w-]+\.md)[^)]*\)|^as for |^not tested|^nothing$|^without|^at |^a copy|^yes$")
+CELL = re.compile(
+    r"\]\((?:\.\./(?:tests|examples)/|[\w-]+\.md)[^)]*\)|^as for |^not tested|^nothing$|^without|^at |^a copy|^yes$"
+)
 
 
 def test_each_cell_of_the_table_of_programs_shows_something_or_says_that_nothing_does() -> None:

@@ -388,8 +388,9 @@ def test_an_operator_that_is_made_by_hand_is_told_to_pass_the_class() -> None:
 
 
 def test_creators_are_refused_before_the_missing_operator_class() -> None:
-    with pytest.raises(DeprecationWarning, match="`raysgd migrate`"):
+    with pytest.raises(DeprecationWarning, match="`raysgd migrate`") as raised:
         TorchTrainer(model_creator=print)  # type: ignore[call-arg]
+    assert isinstance(raised.value, ValueError)
     with pytest.raises(TypeError, match="training_operator_cls"):
         TorchTrainer(model_creator=None)  # type: ignore[call-arg]
 

@@ -1,7 +1,7 @@
 """Resolves defaults of `TorchTrainer`'s arguments and checks the arguments, before any worker starts.
 
 A check raises `ValueError` or `TypeError`, with a message that says what was passed, what is allowed, and what to do.
-A missing Horovod raises `ImportError`. Arguments of older versions raise `DeprecationWarning`. The settings classes,
+A missing Horovod raises `ImportError`. Arguments of older versions raise `RemovedNameError`. The settings classes,
 such as `TorchSettings`, check individual options. This module checks combinations of options, and options that can only
 be checked in the driver.
 """
@@ -22,6 +22,7 @@ from raysgd.core.connections.torch import view_of_driver
 from raysgd.core.engine.gpus import GpuChoice
 from raysgd.core.engine.placement import choose_gpus_of_cluster, gpus_of_nodes
 from raysgd.core.text.log_lines import Once
+from raysgd.exceptions import RemovedNameError
 from raysgd.torch import constants
 from raysgd.torch.data import call_data
 from raysgd.torch.objects.precision import choose_precision
@@ -462,10 +463,10 @@ def take_creators(given: dict[str, Any]) -> None:
     """Remove creator functions, which `TorchTrainer` accepted in older versions, from the keyword arguments in `given`.
 
     Raises:
-        DeprecationWarning: A creator function was passed.
+        RemovedNameError: A creator function was passed.
     """
     if any([given.pop(name, None) for name in _CREATORS]):
-        raise DeprecationWarning(
+        raise RemovedNameError(
             "Creator functions are no longer arguments of `TorchTrainer`: make an operator class from them with "
             "`TrainingOperator.from_creators(...)` and pass it as `training_operator_cls`. `raysgd migrate` does so."
         )
@@ -475,7 +476,7 @@ def take_others(given: dict[str, Any]) -> Any:
     """Remove arguments of older versions, except creator functions, from the keyword arguments in `given`.
 
     Raises:
-        DeprecationWarning: One of these arguments is not None. Two cases are allowed: `serialize_data_creation`, and an
+        RemovedNameError: One of these arguments is not None. Two cases are allowed: `serialize_data_creation`, and an
             empty dict of options for data loaders.
 
     Returns:
@@ -504,4 +505,4 @@ def take_others(given: dict[str, Any]) -> Any:
 
 def _take(given: dict[str, Any], name: str, instead: str) -> None:
     if given.pop(name, None) is not None:
-        raise DeprecationWarning(f"`{name}` is no longer an argument of `TorchTrainer`: {instead}.")
+        raise RemovedNameError(f"`{name}` is no longer an argument of `TorchTrainer`: {instead}.")
