@@ -23,8 +23,8 @@ from raysgd.core.text import log_lines
 
 if TYPE_CHECKING:
     from raysgd.core.engine.shared.group_events import GroupEvent
-    from raysgd.core.engine.status import TrainerStatus
     from raysgd.core.history.history import CallRecord, History
+    from raysgd.core.history.status import TrainerStatus
     from raysgd.detached.cluster import attach, detached_trainers
     from raysgd.detached.protocol import Detached
     from raysgd.exceptions import Preempted
@@ -67,7 +67,7 @@ lazy_names(
         "CallRecord": "raysgd.core.history.history",
         "History": "raysgd.core.history.history",
         "GroupEvent": "raysgd.core.engine.shared.group_events",
-        "TrainerStatus": "raysgd.core.engine.status",
+        "TrainerStatus": "raysgd.core.history.status",
         "attach": "raysgd.detached.cluster",
         "detached_trainers": "raysgd.detached.cluster",
     },

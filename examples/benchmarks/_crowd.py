@@ -25,10 +25,10 @@ from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.connection import Connection, NoConnection
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.replica import Capture
-from raysgd.core.engine.shared.time_spent import TimeSpent
 from raysgd.core.engine.shared.types import ClusterView, Heartbeat, NodeView, ReplicaProgress, StateHandover, World
 from raysgd.core.engine.worker import RemoteWorker, WorkerAnswer, WorkerProcess
 from raysgd.core.numbers.meters import MetricSummary
+from raysgd.core.numbers.time_spent import TimeSpent
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
 
 NUM_HOSTS = 2

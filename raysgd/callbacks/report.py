@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd._version import __version__
 from raysgd.callbacks.callback import Run, WritesFiles
-from raysgd.core.engine.shared import time_spent
 from raysgd.core.files import check_path, replacing
 from raysgd.core.history import readable
 from raysgd.core.history.history import History, evenly, plain
+from raysgd.core.numbers import time_spent
 from raysgd.core.text import cards
 from raysgd.core.text.cards import safe
 from raysgd.core.text.log_lines import Once

@@ -310,14 +310,14 @@ TABLE = (
     PrivateNames(
         "ray._private.worker",
         ("print_to_stdstream", "_global_node", "_connect_or_shutdown_lock"),
-        "core.engine.placement, core.engine.ray_session, detached.cluster, detached.protocol",
+        "core.engine.placement, core.cluster.ray_session, detached.cluster, detached.protocol",
         "Ray prints what it knows of each lost worker; a detached trainer ends with a program that has started Ray; "
         "`ray.shutdown()` during a background call may end the program",
     ),
     PrivateNames(
         "ray._private.auto_init_hook",
         ("enable_auto_connect",),
-        "core.engine.ray_session",
+        "core.cluster.ray_session",
         "a call in the background may start another Ray after `ray.shutdown()`",
     ),
     PrivateNames(

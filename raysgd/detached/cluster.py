@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raysgd._version import __version__
-from raysgd.core.engine.keeper import NAMESPACE
+from raysgd.core.cluster.keeper import NAMESPACE
 from raysgd.core.engine.placement import init_ray
-from raysgd.core.engine.shared.tracebacks import hides_library_frames
 from raysgd.core.private_names import find_name
 from raysgd.core.text import log_lines
+from raysgd.core.text.tracebacks import hides_library_frames
 from raysgd.detached.handle import ANSWER_S, DetachedTrainer, actor_name, find, is_answering, kill
 from raysgd.detached.process import TrainerProcess
 from raysgd.detached.protocol import Detached, packed_arguments, unpacked_answer

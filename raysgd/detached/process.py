@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._version import __version__
-from raysgd.core.engine import keeper as outliving
+from raysgd.core.cluster import keeper as outliving
 from raysgd.detached.call_log import OF_ITERATORS, CallLog, Journal, LoggedCall, journal_path
 from raysgd.detached.protocol import Detached, Output, Piece, RemoteIterator, packed_answer, unpacked_arguments
 from raysgd.exceptions import OnFailure, TrainerLostError

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.core import arguments as checks
-from raysgd.core.engine.shared.faults import describe_fault, has_user_code
 from raysgd.core.engine.worker import cannot_import, is_sendable, node_here, packed_bytes
 from raysgd.core.text import log_lines
+from raysgd.core.text.faults import describe_fault, has_user_code
 from raysgd.core.text.frames import shows_all_frames
 from raysgd.core.text.log_lines import WorkerLogLine
 from raysgd.exceptions import UnpicklableError, WorkerFault

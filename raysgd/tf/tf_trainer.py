@@ -21,9 +21,9 @@ from raysgd.compat.names import former_names
 from raysgd.core import arguments as checks
 from raysgd.core.connections.tensorflow import GROWTH, TensorFlowConnection, keras_of_driver
 from raysgd.core.engine.shared.call import Call
-from raysgd.core.engine.shared.tracebacks import hide_library_frames
 from raysgd.core.engine.snapshots import Snapshot
 from raysgd.core.history.history import Kind
+from raysgd.core.text.tracebacks import hide_library_frames
 from raysgd.detached.cluster import start
 from raysgd.detached.protocol import Detached
 from raysgd.storage import files

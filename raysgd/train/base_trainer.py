@@ -22,8 +22,8 @@ from raysgd.air.config import RunConfig, ScalingConfig, checked_config
 from raysgd.air.constants import MAX_REPR_LENGTH
 from raysgd.air.trial import TrialFolder, new_trial_folder
 from raysgd.core.arguments import did_you_mean, refuse_unknown
-from raysgd.core.engine.shared.tracebacks import hide_library_frames
 from raysgd.core.text.secrets import masked
+from raysgd.core.text.tracebacks import hide_library_frames
 from raysgd.detached.cluster import start
 from raysgd.detached.protocol import Detached
 from raysgd.exceptions import TrainingFailedError

@@ -20,8 +20,8 @@ from typing import Any
 from raysgd.air._contents import DICT_FILE
 from raysgd.air.config import CheckpointConfig
 from raysgd.air.trial import checkpoint_name
-from raysgd.core.engine.program_end import end_with
-from raysgd.core.engine.ray_session import RayThreads
+from raysgd.core.cluster.program_end import end_with
+from raysgd.core.cluster.ray_session import RayThreads
 from raysgd.core.numbers.ranking import MAX, MIN, BestCheckpoints, SavedCheckpoint, as_score
 from raysgd.exceptions import OnFailure, failure_logged
 from raysgd.storage import Folder, StorageError, open_folder

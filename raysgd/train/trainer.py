@@ -22,8 +22,8 @@ from raysgd.compat.names import MOVED, former_names
 from raysgd.core.arguments import check_hook, is_integer, refuse_text, refuse_unknown
 from raysgd.core.engine.placement import gpus_of_nodes
 from raysgd.core.engine.shared.group_events import GroupEvent, GroupHistory
-from raysgd.core.engine.shared.tracebacks import hide_library_frames
 from raysgd.core.synonyms import callback_instead_of
+from raysgd.core.text.tracebacks import hide_library_frames
 from raysgd.detached.cluster import start as start_detached
 from raysgd.detached.protocol import Detached
 from raysgd.exceptions import InactiveWorkerGroupError, OnFailure

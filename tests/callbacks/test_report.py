@@ -22,8 +22,8 @@ from raysgd.callbacks import HTMLReport, Run
 from raysgd.callbacks import report as report_module
 from raysgd.callbacks.report import DATA_ID
 from raysgd.core.engine.shared.group_events import GroupEvent
-from raysgd.core.engine.shared.time_spent import TimeLedger
 from raysgd.core.history.history import CallRecord, History
+from raysgd.core.numbers.time_spent import TimeLedger
 from tests.helpers.run_if import RunIf
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"' & <!--"

@@ -24,12 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from raysgd.air._running_function import tune_here
+from raysgd.core.cluster.ray_session import RayThreads, delaying_shutdown, keep_threads_from_starting_ray
 from raysgd.core.connections import _compiler
 from raysgd.core.connections.horovod import HorovodConnection
 from raysgd.core.connections.torch import end_process_group, is_connection_error
 from raysgd.core.engine import placement
 from raysgd.core.engine.platform import Platform
-from raysgd.core.engine.ray_session import RayThreads, delaying_shutdown, keep_threads_from_starting_ray
 from raysgd.core.engine.shared.types import World
 from raysgd.core.private_names import TABLE, TESTED, PrivateNames, missing_names
 from raysgd.detached import cluster

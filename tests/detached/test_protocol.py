@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from raysgd import TFTrainer, TorchTrainer
-from raysgd.core.engine.shared.faults import describe_fault
+from raysgd.core.text.faults import describe_fault
 from raysgd.core.worker_errors import worker_error
 from raysgd.detached.handle import DetachedTrainer
 from raysgd.detached.protocol import (

@@ -51,7 +51,8 @@ INSIDE = {
     "core": (
         "cache config_keys imports memory private_names state synonyms text",
         "arguments files numbers reading worker_errors",
-        "engine writers",
+        "cluster writers",
+        "engine",
         "arrays connections history",
     ),
     "core.connections": ("_compiler _origins mesh", "_gloo group horovod", "tensorflow torch"),
@@ -71,10 +72,8 @@ INSIDE = {
         "checkpointing",
     ),
     "core.engine": (
-        "call_lines shared",
-        "ray_session",
-        "program_end",
-        "gpus keeper liveness policies ranks",
+        "shared",
+        "gpus liveness policies ranks",
         "placement",
         "worker",
         "transfers",
@@ -83,13 +82,12 @@ INSIDE = {
         "startup",
         "group",
         "snapshots",
-        "status",
         "lifecycle",
         "monitor",
         "repair",
         "controller",
-        "background_calls",
     ),
+    "core.cluster": ("call_lines keeper ray_session", "program_end"),
     "tf": (
         "objects tf_dataset",
         "checkpoints parallel",
@@ -131,7 +129,7 @@ INSIDE = {
     ),
     "trainer": ("configuration", "messages", "driver worker"),
     "trainer.driver": (
-        "changes leaving pauses shared_data tune_trial",
+        "background_calls changes leaving pauses shared_data tune_trial",
         "calls make_controller",
         "predicting trainer_port",
         "fit_results fit_steps",
@@ -164,12 +162,10 @@ MADE_LATE = {
 """The only arrows up: a method of a class makes an object of one of its subclasses, or a class that wraps it."""
 
 NO_FRAMEWORK = (
-    "core/arguments core/arrays core/engine core/files core/history core/imports core/numbers core/reading core/text "
-    "core/worker_errors core/writers storage trainer"
+    "core/arguments core/arrays core/cluster core/engine core/files core/history core/imports core/numbers "
+    "core/reading core/text core/worker_errors core/writers storage trainer"
 )
 ENGINE_MODULES_WITH_RAY = {
-    "call_lines",
-    "keeper",
     "placement",
     "group",
     "platform",

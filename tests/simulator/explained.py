@@ -13,7 +13,6 @@ _SCHEDULE = "a schedule of its own in `test_simulator` finds it"
 EXPLAINED = {
     "monitor.Monitor._next_round_s: `group is not None` -> `group is None`": _PACE,
     "monitor.Monitor._num_asked: `0` -> `1`": _PACE,
-    "faults._picklable: `_is_plain(error) or _survives(error)` -> `_is_plain(error) and _survives(error)`": "what survives as it is also survives as the copy that is made else",
     "worker._drop: `os.open(os.devnull, os.O_RDWR)` -> `os.open(os.O_RDWR, os.devnull)`": _OWN_PROCESS,
     "platform._cause_of: `missing` -> `not missing`": _RAY,
     "gathering.grace_s: `False` -> `True`": "a default that the listener always overrides",
@@ -32,7 +31,6 @@ EXPLAINED = {
     "placement.outer_group: `ray = _ray()` -> `return`": _RAY,
     "snapshots.is_due: `num_calls > _MAX_CALLS` -> `num_calls >= _MAX_CALLS`": "one call of ten thousand less is kept",
     "startup.StandbyWorkers.kill: `self._startup.remove(worker)` -> `pass`": "a worker that was ended is ended again after a while",
-    "status.TrainerStatus._shown_together: `worker.rank == self.straggler` -> `worker.rank != self.straggler`": _WORDS,
     "types.Heartbeat: `0` -> `1` (3)": "a snapshot that there is not is asked for once, and no rank has it",
     "types.Rendezvous: `32` -> `33`": "a longer secret is as good",
     "worker.WorkerProcess._prepare: `self._connection.load()` -> `pass`": "what is loaded in advance is else loaded when it is used",

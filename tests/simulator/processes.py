@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from raysgd.core.engine.keeper import CallNumber
+from raysgd.core.cluster.keeper import CallNumber
 from raysgd.core.engine.shared.types import (
     LOOPBACK,
     Failure,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot
+from raysgd.core.history.status import ask_status
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError
 from raysgd.trainer.driver.calls import EpochCalls
 from raysgd.trainer.driver.saving import load_into_all
@@ -390,7 +391,7 @@ class Program:
         return state
 
     def _status(self, op: Op, budget: WatchedBudget) -> str:
-        return str(self._controller.status(None))[:60]
+        return str(ask_status(self._controller, None))[:60]
 
     def _rest(self, op: Op, budget: WatchedBudget) -> None:
         self._simulation.kernel.sleep((op.argument or 1) / 10)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.engine import keeper as outliving
+from raysgd.core.cluster import keeper as outliving
 from raysgd.core.engine.policies import RetryBudget
 from raysgd.core.engine.shared import replica as replica_calls
 from raysgd.core.engine.shared.call import Call

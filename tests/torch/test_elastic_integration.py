@@ -18,7 +18,7 @@ from ray.util.metrics import Gauge
 from raysgd import testing
 from raysgd.core.connections import torch as torch_connection
 from raysgd.core.engine.shared.types import SamplesUsed
-from raysgd.core.engine.status import TrainerStatus
+from raysgd.core.history.status import TrainerStatus
 from raysgd.torch import TorchTrainer
 from raysgd.trainer.configuration.recovery import Recovery
 from tests.torch.gate import Gate, mark_when_inside

@@ -9,28 +9,26 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
+from raysgd.core.cluster.keeper import CallNumber, keeper
+from raysgd.core.cluster.ray_session import RayThreads
 from raysgd.core.engine.group import GroupHooks, WorkerGroup
-from raysgd.core.engine.keeper import CallNumber, keeper
 from raysgd.core.engine.lifecycle import NUM_COPIES, RELEASE_S, START_ATTEMPTS, Clock, ElasticRules, Lifecycle
-from raysgd.core.engine.liveness import quiet_s
-from raysgd.core.engine.monitor import LEAVING, ROOM, Monitor, ask_heartbeats
+from raysgd.core.engine.monitor import LEAVING, ROOM, Monitor
 from raysgd.core.engine.placement import cluster_view
 from raysgd.core.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy
-from raysgd.core.engine.ray_session import RayThreads
 from raysgd.core.engine.repair import GroupRepair
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.replica import Capture
-from raysgd.core.engine.shared.types import ClusterView, GroupReport, Heartbeat, HeldAtStep
+from raysgd.core.engine.shared.types import ClusterView, GroupReport, HeldAtStep
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot, copy_call
 from raysgd.core.engine.startup import Loan
-from raysgd.core.engine.status import TrainerStatus, compose
 from raysgd.core.engine.transfers import DividedValue
 from raysgd.core.worker_errors import worker_error
 from raysgd.exceptions import OnFailure, RanksDifferError, RaySGDError, UnpicklableError, WorkerError, WorkersLostError
@@ -621,51 +619,6 @@ class ElasticController(Lifecycle):
                 yield
             finally:
                 self._monitor.is_on = False
-
-    def status(self, samples_per_s: float | None) -> TrainerStatus:
-        """Request heartbeats from the workers and return the trainer's status.
-
-        Args:
-            samples_per_s: Throughput of the last training call. Used if no training call is running, or if the
-                throughput of the running call is not known yet.
-
-        Raises:
-            TrainerShutdownError: The trainer was stopped.
-        """
-        if self.is_stopped or not self.has_session_ended:
-            self.check_active()
-        group = None if self.has_session_ended else self.group
-        asked = ask_heartbeats(group, quiet_s(self.spec.heartbeat_s)) if group is not None else {}
-        return self._status(asked, samples_per_s)
-
-    def glance(self, last_heartbeats: Mapping[int, Heartbeat], samples_per_s: float | None) -> TrainerStatus:
-        """Return the trainer's status without contacting the workers.
-
-        Args:
-            last_heartbeats: The ranks' heartbeats at the end of the last training call. Used if no training call is
-                running.
-            samples_per_s: Throughput of the last training call. Used if no training call is running, or if the
-                throughput of the running call is not known yet.
-        """
-        heartbeats = self.monitor.heartbeats if self.monitor is not None else {}
-        is_training = any(heartbeat.is_training for heartbeat in heartbeats.values())
-        return self._status(heartbeats if is_training else last_heartbeats, samples_per_s)
-
-    def _status(self, heartbeats: Mapping[int, Heartbeat], samples_per_s: float | None) -> TrainerStatus:
-        monitor, has_ended = self.monitor, self.has_session_ended and not self.is_stopped
-        group = None if has_ended else self.group
-        present = monitor.samples_per_s if monitor is not None else None
-        return compose(
-            infos=group.infos if group is not None else (),
-            heartbeats=heartbeats,
-            num_wanted=self.scaling.max_workers,
-            num_spares=group.standby.num_ready if group is not None else 0,
-            samples_per_s=samples_per_s if present is None else present,
-            history=self.history,
-            snapshots=self.snapshots,
-            pace=self.snapshots.pace if self.spec.captures else None,
-            has_session_ended=has_ended,
-        )
 
     def _run(self, call: Call, budget: RetryBudget) -> list[Any]:
         """Run a call until an attempt succeeds or no further attempt is allowed. Return what `run` returns."""

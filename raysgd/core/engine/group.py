@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from raysgd.core.cluster.keeper import CallNumber, KeptGroup
 from raysgd.core.engine import ranks as rank_rules
 from raysgd.core.engine.gathering import Listener, await_all, roll_call
-from raysgd.core.engine.keeper import CallNumber, KeptGroup
 from raysgd.core.engine.liveness import OwnTime, quiet_s
 from raysgd.core.engine.placement import Slots, cluster_view, explain, note_processes
 from raysgd.core.engine.platform import Platform

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from raysgd.core.cluster.keeper import keeper
+from raysgd.core.cluster.ray_session import session
 from raysgd.core.engine.group import GroupHooks, WorkerGroup
-from raysgd.core.engine.keeper import keeper
 from raysgd.core.engine.policies import (
     Resizing,
     RetryBudget,
@@ -26,7 +27,6 @@ from raysgd.core.engine.policies import (
     resizing,
     words,
 )
-from raysgd.core.engine.ray_session import session
 from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.group_events import EventKind, GroupHistory
 from raysgd.core.engine.shared.group_spec import GroupSpec

@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, TypeVar
 
+from raysgd.core.cluster.keeper import NAMESPACE, keeper
+from raysgd.core.cluster.program_end import prepare_to_use_ray
+from raysgd.core.cluster.ray_session import RayThreads, session
 from raysgd.core.engine.gpus import DriverView, GpuChoice, choose_gpus, largest_share
-from raysgd.core.engine.keeper import NAMESPACE, keeper
 from raysgd.core.engine.policies import capacity, cpus_that_fit, num_fitting
-from raysgd.core.engine.program_end import prepare_to_use_ray
-from raysgd.core.engine.ray_session import RayThreads, session
 from raysgd.core.engine.shared.group_spec import NO_WORDS, FrontEndWords
 from raysgd.core.engine.shared.types import ClusterView, NodeView, PlacementGroupHolder, Resources, WorkerInfo
 from raysgd.core.private_names import find_name

@@ -15,10 +15,11 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
-from raysgd.core.engine import call_lines, placement, transfers
-from raysgd.core.engine.call_lines import LineCall
+from raysgd.core.cluster import call_lines
+from raysgd.core.cluster.call_lines import LineCall
+from raysgd.core.cluster.ray_session import RayThread
+from raysgd.core.engine import placement, transfers
 from raysgd.core.engine.placement import Reservation, Slot
-from raysgd.core.engine.ray_session import RayThread
 from raysgd.core.engine.shared.connection import Connection
 from raysgd.core.engine.shared.types import Failure, Outcome, WorkerInfo
 from raysgd.core.engine.worker import LocalWorker, RemoteWorker, WorkerFailed, cannot_import, node_here

@@ -19,12 +19,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
-from raysgd.core.engine.call_lines import ARE_POSSIBLE, LARGEST, Line, LineCall, LineEnd
-from raysgd.core.engine.keeper import CallNumber, keeper
+from raysgd.core.cluster.call_lines import ARE_POSSIBLE, LARGEST, Line, LineCall, LineEnd
+from raysgd.core.cluster.keeper import CallNumber, keeper
+from raysgd.core.cluster.ray_session import session
 from raysgd.core.engine.placement import Slot
-from raysgd.core.engine.ray_session import session
 from raysgd.core.engine.shared.connection import Connection
-from raysgd.core.engine.shared.faults import describe_fault
 from raysgd.core.engine.shared.replica import Capture, Replica, ReplicaFactory
 from raysgd.core.engine.shared.types import (
     LOOPBACK,
@@ -41,6 +40,7 @@ from raysgd.core.engine.shared.types import (
 from raysgd.core.imports import pickle_modules_by_name
 from raysgd.core.memory import return_freed_memory
 from raysgd.core.text import log_lines
+from raysgd.core.text.faults import describe_fault
 from raysgd.core.text.log_lines import WorkerLogLine
 from raysgd.exceptions import UnpicklableError
 

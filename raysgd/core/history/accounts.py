@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.core.engine.shared.time_spent import (
+from raysgd.core.engine.shared.types import Heartbeat
+from raysgd.core.numbers.time_spent import (
     AGAIN,
     BINS,
     DRIVER,
@@ -29,7 +30,6 @@ from raysgd.core.engine.shared.time_spent import (
     TimeSpent,
     seconds_in_calls,
 )
-from raysgd.core.engine.shared.types import Heartbeat
 from raysgd.core.text.log_lines import Once, named
 
 _WARN_ABOVE = 0.2

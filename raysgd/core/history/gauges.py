@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from raysgd.core.engine.shared.time_spent import BINS
-from raysgd.core.engine.status import TrainerStatus
+from raysgd.core.history.status import TrainerStatus
+from raysgd.core.numbers.time_spent import BINS
 
 _PAUSE_S = 0.9  # shortest time between two exports, slightly less than the time between two polls of the workers
 _NOBODY = -1

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from raysgd.core.arrays.ray_batches import ray_batches_of
-from raysgd.core.engine.shared.time_spent import USEFUL
 from raysgd.core.engine.shared.types import World
+from raysgd.core.numbers.time_spent import USEFUL
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.data import call_data

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raysgd.core.engine.shared.time_spent import UNDO
+from raysgd.core.numbers.time_spent import UNDO
 from raysgd.core.private_names import require_names
 from raysgd.torch.objects import rng
 from raysgd.torch.parallel.object_copies import ObjectCopies

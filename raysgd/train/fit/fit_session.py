@@ -20,7 +20,7 @@ from raysgd.air._running_function import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.reports import UploadOptions
 from raysgd.air.trial import checkpoint_name
-from raysgd.core.engine.ray_session import RayThreads
+from raysgd.core.cluster.ray_session import RayThreads
 from raysgd.core.engine.shared.types import World
 from raysgd.core.text.log_lines import Once
 from raysgd.exceptions import SessionMisuseError

@@ -24,11 +24,11 @@ from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.types import Heartbeat, World
 from raysgd.core.engine.snapshots import NewestSnapshot
-from raysgd.core.engine.status import TrainerStatus
 from raysgd.core.engine.transfers import ask_all
 from raysgd.core.history import readable
 from raysgd.core.history.accounts import Accounts
 from raysgd.core.history.gauges import Gauges
+from raysgd.core.history.status import TrainerStatus, glance
 from raysgd.core.numbers.meters import MetricSummary
 from raysgd.core.numbers.metric_meters import NUM_SAMPLES
 from raysgd.core.numbers.results import CallProgress, ProgressKind, as_number, merge
@@ -512,7 +512,7 @@ class EpochCalls:
         self._gauges.report(len(self.controller.history.events), self._glance)
 
     def _glance(self) -> TrainerStatus:
-        return self.with_ledger(self.controller.glance(self._heartbeats, self.samples_per_s))
+        return self.with_ledger(glance(self.controller, self._heartbeats, self.samples_per_s))
 
     def with_ledger(self, status: TrainerStatus) -> TrainerStatus:
         """Return a copy of the status with the time ledger, which shows how each rank spent its time."""

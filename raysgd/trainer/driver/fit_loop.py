@@ -16,8 +16,8 @@ from raysgd.callbacks.progress import ProgressBar, is_watched
 from raysgd.callbacks.sidecar import Sidecar
 from raysgd.callbacks.sidecar import location as sidecar_location
 from raysgd.core import arguments as checks
-from raysgd.core.engine.shared.tracebacks import hides_library_frames
 from raysgd.core.files import check_path, make_folder
+from raysgd.core.text.tracebacks import hides_library_frames
 from raysgd.exceptions import CallbackError, InvalidCountError, WorkersLostError
 from raysgd.storage import files, open_folder
 from raysgd.storage.owner import owning

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from raysgd.core.engine.keeper import Keeper
+from raysgd.core.cluster.keeper import Keeper
 from raysgd.core.history.accounts import Accounts
 from raysgd.core.history.history import BEGINNING
 from raysgd.trainer.driver.life import TrainerLife

@@ -14,8 +14,7 @@ from typing import Any
 
 from raysgd.core import arguments as checks
 from raysgd.core.arrays.data_kinds import CallData
-from raysgd.core.engine.background_calls import BackgroundCalls
-from raysgd.core.engine.program_end import end_with
+from raysgd.core.cluster.program_end import end_with
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.connection import Connection
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot
@@ -24,6 +23,7 @@ from raysgd.core.text.log_lines import Once
 from raysgd.storage.background_writer import BackgroundWriter
 from raysgd.trainer.configuration.batching import global_batch_in_words
 from raysgd.trainer.configuration.settings import GroupSettings, ReplicaMaker, ReplicaSettings
+from raysgd.trainer.driver.background_calls import BackgroundCalls
 from raysgd.trainer.driver.calls import EpochCalls, ProgressListeners
 from raysgd.trainer.driver.changes import naming_config_entries
 from raysgd.trainer.driver.leaving import answer_signal

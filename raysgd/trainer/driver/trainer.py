@@ -29,17 +29,17 @@ from raysgd.callbacks.sidecar import Sidecar, Sidecars
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.core import arguments as checks
 from raysgd.core.arrays.containers import Container
+from raysgd.core.cluster.keeper import Keeper
 from raysgd.core.config_keys import BATCH_SIZE
-from raysgd.core.engine.keeper import Keeper
 from raysgd.core.engine.shared.call import Call, CallHandle
-from raysgd.core.engine.shared.time_spent import TimeLedger
-from raysgd.core.engine.shared.tracebacks import hide_library_frames
 from raysgd.core.engine.snapshots import Snapshot
-from raysgd.core.engine.status import TrainerStatus
 from raysgd.core.history import readable
 from raysgd.core.history.history import History, Kind
+from raysgd.core.history.status import TrainerStatus, ask_status
 from raysgd.core.numbers.results import Metrics
+from raysgd.core.numbers.time_spent import TimeLedger
 from raysgd.core.text.cards import card
+from raysgd.core.text.tracebacks import hide_library_frames
 from raysgd.storage.background_writer import SubmittedWrite
 from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.configuration.settings import GroupSettings, ReplicaSettings
@@ -803,7 +803,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         are training, so you can call this from a second thread while `train` runs.
         """
         calls = self._life.epoch_calls
-        status = calls.with_ledger(self._life.controller.status(calls.samples_per_s))
+        status = calls.with_ledger(ask_status(self._life.controller, calls.samples_per_s))
         return replace(status, global_batch=self._life.global_batch_in_words)
 
     def ledger(self) -> TimeLedger:

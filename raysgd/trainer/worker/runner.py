@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from raysgd.core.engine.shared.replica import Capture
-from raysgd.core.engine.shared.time_spent import DRIVER
 from raysgd.core.engine.shared.types import StateHandover, World
 from raysgd.core.numbers.meters import MetricSummary
+from raysgd.core.numbers.time_spent import DRIVER
 from raysgd.exceptions import NotRegisteredError
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.trainer.messages.facts import RunnerFacts

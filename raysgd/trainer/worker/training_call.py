@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any, cast
 
 from raysgd.core.engine.shared.replica import Capture
-from raysgd.core.engine.shared.time_spent import DRIVER
 from raysgd.core.engine.shared.types import HeldAtStep
 from raysgd.core.numbers.metric_meters import NUM_SAMPLES
 from raysgd.core.numbers.results import ProgressKind
+from raysgd.core.numbers.time_spent import DRIVER
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, accepted
 from raysgd.trainer.worker.data.around_batch import around_batches, forget
 from raysgd.trainer.worker.data.batch_streams import WatchedBatches, redrawing

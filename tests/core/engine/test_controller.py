@@ -20,6 +20,7 @@ from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.policies import RetryBudget
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import ClusterView, World
+from raysgd.core.history.status import ask_status
 from raysgd.exceptions import (
     RanksDifferError,
     ReservationTimeoutError,
@@ -567,11 +568,11 @@ def test_a_trainer_whose_ray_session_has_ended_says_so_and_leaves_the_next_sessi
     for use in USES:
         with pytest.raises(TrainerShutdownError, match="The Ray session of this trainer has ended"):
             use(trainer)
-    assert "workers:    its Ray session has ended\n" in str(trainer.controller.status(None))
+    assert "workers:    its Ray session has ended\n" in str(ask_status(trainer.controller, None))
     trainer.controller.stop()
     assert all(process.is_killed for process in trainer.cluster.processes), "not asked to close"
     with pytest.raises(TrainerShutdownError, match="was shut down"):
-        trainer.controller.status(None)
+        ask_status(trainer.controller, None)
 
 
 # -------------------------------------------------------------------------------------------- two trainers

@@ -14,6 +14,7 @@ from raysgd.core.engine.monitor import shown_together
 from raysgd.core.engine.shared import replica as replica_functions
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import Heartbeat, Outcome
+from raysgd.core.history.status import glance
 from raysgd.exceptions import WorkersLostError
 from tests.core.engine.trainer import Trainer, befalls, dies
 from tests.simulator.processes import Process
@@ -123,13 +124,13 @@ def test_while_a_call_counts_samples_its_own_throughput_is_told_and_the_last_one
     trainer, told = Trainer().started(), list[Any]()
     tell_samples(monkeypatch, samples_per_s, phase)
     last = {0: Heartbeat(own_s=9.0)}
-    trainer.controller.observe_with(lambda: told.append(trainer.controller.glance(last, 7.0)))
+    trainer.controller.observe_with(lambda: told.append(glance(trainer.controller, last, 7.0)))
     trainer.walk(40)
     assert told[0].samples_per_s == 7.0, "it takes two moments"
     assert told[-1].samples_per_s == pytest.approx(present, rel=0.01)
     assert told[0].workers[0].own_s == 9.0
     assert told[-1].workers[0].own_s == (2.0 if phase == "training" else 9.0)
-    after = trainer.controller.glance(last, 7.0)
+    after = glance(trainer.controller, last, 7.0)
     assert (after.samples_per_s, after.workers[0].own_s) == (7.0, 9.0)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.engine import keeper
-from raysgd.core.engine.keeper import Keeper
+from raysgd.core.cluster import keeper
+from raysgd.core.cluster.keeper import Keeper
 from raysgd.core.engine.shared.types import ReplicaProgress
 from raysgd.core.engine.transfers import LostPartError
 from raysgd.exceptions import WorkerError, WorkersLostError

@@ -14,6 +14,7 @@ import pytest
 
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot, SnapshotPace, Snapshots, is_due
+from raysgd.core.history.status import glance
 from raysgd.exceptions import WorkersLostError
 from tests.core.engine.trainer import RESTARTS, Trainer, befalls, dies
 from tests.helpers.fakes import FakeClock, no_snapshots
@@ -418,13 +419,13 @@ def test_the_calls_that_no_snapshot_covers_are_run_again_and_the_history_says_so
     trainer = Trainer(snapshot_every_s="auto", copy_s=0.1).started()
     for number in (1, 10, 100):
         trainer.note(number)
-    status = " ".join(str(trainer.controller.glance({}, None)).split())
+    status = " ".join(str(glance(trainer.controller, {}, None)).split())
     assert re.search(r"2 calls \(0\.\d s\) since; every 17 s, because a copy takes 0\.1 s", status)
     trainer.look(dies(0, 1, 2, at="look", nth=[1]))
     assert trainer.look() == [(1, 10, 100)] * 3
     event = trainer.controller.history.events[-1]
     assert event.detail == "from the last snapshot, with 2 completed calls since run again"
-    assert trainer.controller.glance({}, None).failures == (event.detail,)
+    assert glance(trainer.controller, {}, None).failures == (event.detail,)
 
 
 def test_a_call_that_took_much_longer_than_expected_is_followed_by_a_snapshot() -> None:

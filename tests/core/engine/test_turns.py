@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.engine.background_calls import BackgroundCalls
+from raysgd.core.cluster.ray_session import RayThreads
 from raysgd.core.engine.controller import PlaceInLine, Turns
 from raysgd.core.engine.lifecycle import Clock
-from raysgd.core.engine.ray_session import RayThreads
 from raysgd.exceptions import TrainerShutdownError
+from raysgd.trainer.driver.background_calls import BackgroundCalls
 
 
 class Lifecycle:

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.engine.shared.faults import describe_fault
 from raysgd.core.engine.shared.types import Failure, HeldAtStep, Rendezvous, StateHandover, World
 from raysgd.core.engine.worker import WorkerFailed, WorkerProcess, _HostedProcess
+from raysgd.core.text.faults import describe_fault
 from tests.helpers.fakes import CountingReplica, NullConnection, SteppingReplica, meeting, walk, walk_on
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from raysgd.core.engine.shared.group_events import GroupHistory
 from raysgd.core.engine.shared.types import Heartbeat, SamplesUsed, WorkerInfo
-from raysgd.core.engine.status import TrainerStatus, compose
 from raysgd.core.history.gauges import Gauges
+from raysgd.core.history.status import TrainerStatus, compose
 from tests.helpers.fakes import no_snapshots
 
 

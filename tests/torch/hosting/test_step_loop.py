@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raysgd.core.engine.shared.types import World
-from raysgd.core.engine.status import find_straggler
+from raysgd.core.history.status import find_straggler
 from raysgd.operators import GANOperator
 from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.hosting import step_loop

@@ -18,8 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.core.connections.group import Group
-from raysgd.core.engine.shared.time_spent import EXCHANGE, USEFUL
 from raysgd.core.engine.shared.types import World
+from raysgd.core.numbers.time_spent import EXCHANGE, USEFUL
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
 from raysgd.torch.parallel.exchanges import Exchanges

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from raysgd.callbacks.averages import EMA
-from raysgd.core.engine.shared.time_spent import START_UP, UNDO
+from raysgd.core.numbers.time_spent import START_UP, UNDO
 from raysgd.torch.objects.precision import NativeAmp
 from raysgd.torch.parallel import tensor_copies
 from raysgd.torch.parallel.undo import Undo

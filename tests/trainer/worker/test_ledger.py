@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from raysgd.core.engine.shared.time_spent import DRIVER, TimeSpent
+from raysgd.core.numbers.time_spent import DRIVER, TimeSpent
 from raysgd.trainer.worker.ledger import Ledger
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -103,13 +102,3 @@ class CallHandle(ABC, Generic[T]):
             TimeoutError: The call is still running. It is not interrupted.
             Exception: The error that the call raised.
         """
-
-
-def run_into(future: Future[T], work: Callable[[], T]) -> None:
-    """Run `work` and store its result or exception in `future`. Threads use this function as their target."""
-    try:
-        result = work()
-    except BaseException as error:  # even KeyboardInterrupt, which the caller of `future.result` should get
-        future.set_exception(error)
-    else:
-        future.set_result(result)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from raysgd.core.engine.shared.time_spent import TimeSpent
+from raysgd.core.numbers.time_spent import TimeSpent
 from raysgd.core.text.log_lines import WorkerLogLine
 from raysgd.exceptions import WorkerFault
 

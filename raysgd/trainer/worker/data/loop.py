@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from raysgd.core.engine.shared.time_spent import OTHER
+from raysgd.core.numbers.time_spent import OTHER
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.worker.data.batch_streams import CurrentLeg

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from raysgd.air import CheckpointConfig
-from raysgd.core.engine.shared.faults import describe_fault, has_user_code
+from raysgd.core.text.faults import describe_fault, has_user_code
 from raysgd.exceptions import WorkerFault
 from raysgd.torch.data.batches import call_model
 
@@ -152,7 +152,7 @@ def test_the_line_is_in_a_file_of_the_user_also_where_python_or_a_library_made_t
 @pytest.mark.parametrize("how", ["-c", "-"])
 def test_the_line_may_be_of_a_program_without_a_file(how: str) -> None:
     program = (
-        "from raysgd.core.engine.shared.faults import describe_fault\n"
+        "from raysgd.core.text.faults import describe_fault\n"
         "def forward():\n"
         "    int('x')\n"
         "try:\n"

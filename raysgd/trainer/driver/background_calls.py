@@ -7,9 +7,10 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, TypeVar
 
+from raysgd.core.cluster.ray_session import run_into
 from raysgd.core.engine.controller import ElasticController
-from raysgd.core.engine.shared.call import CallHandle, run_into
-from raysgd.core.engine.shared.tracebacks import hide_library_frames
+from raysgd.core.engine.shared.call import CallHandle
+from raysgd.core.text.tracebacks import hide_library_frames
 from raysgd.exceptions import OnFailure
 
 T = TypeVar("T")

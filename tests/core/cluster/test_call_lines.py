@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raysgd.core.engine.call_lines import LARGEST, Line, LineCall, LineEnd
+from raysgd.core.cluster.call_lines import LARGEST, Line, LineCall, LineEnd
 
 
 @pytest.fixture

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from raysgd.core.engine.controller import ElasticController
+from raysgd.core.engine.liveness import quiet_s
+from raysgd.core.engine.monitor import ask_heartbeats
 from raysgd.core.engine.shared.group_events import GroupEvent, GroupHistory
-from raysgd.core.engine.shared.time_spent import TimeLedger
 from raysgd.core.engine.shared.types import Heartbeat, SamplesUsed, WorkerInfo
 from raysgd.core.engine.snapshots import SnapshotPace, Snapshots
+from raysgd.core.numbers.time_spent import TimeLedger
 from raysgd.core.text.cards import card, fitted, folded, grid, named_lines, two_column_table
 from raysgd.core.text.log_lines import listed
 
@@ -199,6 +202,60 @@ def find_straggler(own_s: Sequence[float | None]) -> int | None:
     slowest = max(range(len(known)), key=known.__getitem__)
     others = known[:slowest] + known[slowest + 1 :]
     return slowest if known[slowest] > _STRAGGLES * median(others) else None
+
+
+def ask_status(controller: ElasticController, samples_per_s: float | None) -> TrainerStatus:
+    """Request heartbeats from a trainer's workers and return the trainer's status.
+
+    Args:
+        controller: Runs the trainer's calls.
+        samples_per_s: Throughput of the last training call. Used if no training call is running, or if the
+            throughput of the running call is not known yet.
+
+    Raises:
+        TrainerShutdownError: The trainer was stopped.
+    """
+    if controller.is_stopped or not controller.has_session_ended:
+        controller.check_active()
+    group = None if controller.has_session_ended else controller.group
+    asked = ask_heartbeats(group, quiet_s(controller.spec.heartbeat_s)) if group is not None else {}
+    return _status_with(controller, asked, samples_per_s)
+
+
+def glance(
+    controller: ElasticController, last_heartbeats: Mapping[int, Heartbeat], samples_per_s: float | None
+) -> TrainerStatus:
+    """Return a trainer's status without contacting the workers.
+
+    Args:
+        controller: Runs the trainer's calls.
+        last_heartbeats: The ranks' heartbeats at the end of the last training call. Used if no training call is
+            running.
+        samples_per_s: Throughput of the last training call. Used if no training call is running, or if the
+            throughput of the running call is not known yet.
+    """
+    heartbeats = controller.monitor.heartbeats if controller.monitor is not None else {}
+    is_training = any(heartbeat.is_training for heartbeat in heartbeats.values())
+    return _status_with(controller, heartbeats if is_training else last_heartbeats, samples_per_s)
+
+
+def _status_with(
+    controller: ElasticController, heartbeats: Mapping[int, Heartbeat], samples_per_s: float | None
+) -> TrainerStatus:
+    monitor, has_ended = controller.monitor, controller.has_session_ended and not controller.is_stopped
+    group = None if has_ended else controller.group
+    present = monitor.samples_per_s if monitor is not None else None
+    return compose(
+        infos=group.infos if group is not None else (),
+        heartbeats=heartbeats,
+        num_wanted=controller.scaling.max_workers,
+        num_spares=group.standby.num_ready if group is not None else 0,
+        samples_per_s=samples_per_s if present is None else present,
+        history=controller.history,
+        snapshots=controller.snapshots,
+        pace=controller.snapshots.pace if controller.spec.captures else None,
+        has_session_ended=has_ended,
+    )
 
 
 def compose(

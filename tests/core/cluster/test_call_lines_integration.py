@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from ray.cloudpickle import dumps
 
+from raysgd.core.cluster.call_lines import LARGEST, Line, LineCall
 from raysgd.core.engine import worker
-from raysgd.core.engine.call_lines import LARGEST, Line, LineCall
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import GroupReport, Resources

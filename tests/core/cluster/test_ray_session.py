@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import ray
 
-from raysgd.core.engine import ray_session
-from raysgd.core.engine.program_end import prepare_to_use_ray
-from raysgd.core.engine.ray_session import RayThreads, in_session, keep_threads_from_starting_ray
+from raysgd.core.cluster import ray_session
+from raysgd.core.cluster.program_end import prepare_to_use_ray
+from raysgd.core.cluster.ray_session import RayThreads, in_session, keep_threads_from_starting_ray
 from raysgd.exceptions import TrainerShutdownError, WorkersLostError
 
 ROOT = Path(__file__).resolve().parents[3]
 
 UNDER_THE_RULE = {
     "raysgd.core.engine.platform": "joined by the call that starts it",
-    "raysgd.core.engine.ray_session": "`RayThreads`: background calls, copies for recovery, checkpoints of functions",
+    "raysgd.core.cluster.ray_session": "`RayThreads`: background calls, copies for recovery, checkpoints of functions",
     "raysgd.storage.background_writer": "Python waits for it before it ends",
 }
 """Modules that make a `RayThread`."""

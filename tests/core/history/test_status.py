@@ -10,7 +10,7 @@ import pytest
 from raysgd.core.engine.shared.group_events import GroupHistory
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.types import Heartbeat, SamplesUsed, WorkerInfo
-from raysgd.core.engine.status import TrainerStatus, compose, find_straggler
+from raysgd.core.history.status import TrainerStatus, compose, find_straggler
 from tests.helpers.fakes import no_snapshots
 
 LEDGER = SamplesUsed(2, 100, 60, in_flight=8)

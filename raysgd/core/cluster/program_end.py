@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import finalize
 
-from raysgd.core.engine.ray_session import is_ray_thread, keep_threads_from_starting_ray, session, session_ended
+from raysgd.core.cluster.ray_session import is_ray_thread, keep_threads_from_starting_ray, session, session_ended
 from raysgd.exceptions import RaySGDError
 
 

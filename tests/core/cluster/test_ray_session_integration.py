@@ -1,4 +1,4 @@
-"""Programs that end Ray while the library still calls it in the background. Covers `raysgd.core.engine.ray_session`."""
+"""Programs that end Ray while the library still calls it. Covers `raysgd.core.cluster.ray_session`."""
 
 from __future__ import annotations
 

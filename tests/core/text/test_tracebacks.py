@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from raysgd.core.arguments import check_num_workers
-from raysgd.core.engine.shared.faults import describe_fault
-from raysgd.core.engine.shared.tracebacks import hide_library_frames, hides_library_frames
+from raysgd.core.text.faults import describe_fault
+from raysgd.core.text.tracebacks import hide_library_frames, hides_library_frames
 from raysgd.core.worker_errors import worker_error
 from raysgd.exceptions import TrainerLostError
 

@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
-from raysgd.core.engine.shared.call import run_into
 from raysgd.core.private_names import find_name
 from raysgd.exceptions import RaySGDError, WorkersLostError
 
@@ -131,6 +130,16 @@ class RayThreads:
     def join(self) -> None:
         """Wait for the threads to finish, at most 10 s. First interrupt or stop what they do."""
         join(self._threads)
+
+
+def run_into(future: Future[T], work: Callable[[], T]) -> None:
+    """Run `work` and store its result or exception in `future`. Threads use this function as their target."""
+    try:
+        result = work()
+    except BaseException as error:  # even KeyboardInterrupt, which the caller of `future.result` should get
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 def join(threads: Iterable[threading.Thread]) -> None:
