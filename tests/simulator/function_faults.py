@@ -47,8 +47,8 @@ def _forgets_queues(real: Any) -> Any:
     return follow
 
 
-def _takes_over_no_number(real: Any) -> Any:
-    return lambda self, position: real(self, position | {"number": 0})
+def _takes_over_no_position(real: Any) -> Any:
+    return lambda self, position: real(self, position | {"consumed": 0})
 
 
 def _takes_over_no_epoch(real: Any) -> Any:
@@ -90,7 +90,7 @@ FAULTS = (
     ),
     Mutation("messages of a call that broke off are lost", FunctionReplica, "next_messages", _forgets_what_was_taken),
     Mutation("messages of survivors are dropped with those of the lost", MessageQueues, "follow", _forgets_queues),
-    Mutation("who steps in begins its pass from the start", RepeatingLoader, "take_over", _takes_over_no_number),
+    Mutation("who steps in begins its pass from the start", RepeatingLoader, "take_over", _takes_over_no_position),
     Mutation("who steps in has another order of samples", RepeatingLoader, "take_over", _takes_over_no_epoch),
     Mutation("who steps in keeps its own weights", GlobalSteps, "_take_over", _takes_over_no_parts),
     Mutation("survivors move up where others step in", ranks, "places", _moves_up),

@@ -382,10 +382,10 @@ class ElasticBatchSampler(Sampler[list[int]]):
             assert self._drawn_for is not None, "a pass was begun"
             return _seeded(self._indices, self.plan, self.rank, self._drawn_for[1:])
         if self.plan is not None:
-            return _batches(self._indices, self.plan, self.rank)
+            return batches_of_rank(self._indices, self.plan, self.rank)
         indices = self._draw(self.order, _SEED_BY_HAND, self._num_by_hand)
         self._num_by_hand += 1
-        return _batches(indices, self._plan(len(indices), consumed=0), self.rank)
+        return batches_of_rank(indices, self._plan(len(indices), consumed=0), self.rank)
 
     def __len__(self) -> int:
         """Return the number of this rank's batches in the current plan, or in a whole pass if none was started.
@@ -443,7 +443,8 @@ def _seeded(indices: Indices, plan: PassPlan, rank: int, drawn_for: tuple[int, i
             yield SeededIndices(indices[first : start + share.stop], seed)
 
 
-def _batches(indices: Indices, plan: PassPlan, rank: int) -> Iterator[list[int]]:
+def batches_of_rank(indices: Indices, plan: PassPlan, rank: int) -> Iterator[list[int]]:
+    """Yield the sample indices of each batch of `rank` in the rest of a pass, without batches that have no samples."""
     for start, share in plan.shares(rank):
         if share.start < share.stop:
             yield list(indices[start + share.start : start + share.stop])

@@ -6,7 +6,7 @@ worker is lost during a batch, the batch is repeated with the remaining workers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import cycle, islice
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from raysgd.core.arrays.division import Division
 from raysgd.core.engine.shared.types import World
+from raysgd.torch.data.batch_sampler import PassPlan, batches_of_rank
 from raysgd.torch.data.sample_order import Indices, SamplerOrder
 from raysgd.train._torch.global_steps import GlobalSteps
 from raysgd.train._worker.shards import StreamPart
@@ -51,8 +52,6 @@ class DrawnSampler(DistributedSampler[Any]):
 class GlobalBatches(Sampler[list[Any]]):
     """A batch sampler that yields one rank's part of each global batch.
 
-    `start_at` sets the rank, the number of ranks and the first global batch.
-
     Args:
         sampler: Sampler that determines the order of the samples.
         size: Number of samples in a global batch.
@@ -60,8 +59,8 @@ class GlobalBatches(Sampler[list[Any]]):
 
     Attributes:
         size: Number of samples in a global batch.
-        consumed: Number of samples before the first global batch of a pass. Always 0, because a pass over a dataset
-            starts at its beginning. In a `GlobalStream`, a pass may start later.
+        consumed: Number of samples that were used before a pass. Always 0, because a pass over a dataset starts at its
+            beginning. In a `GlobalStream`, a pass may start later.
     """
 
     consumed = 0
@@ -69,129 +68,82 @@ class GlobalBatches(Sampler[list[Any]]):
     def __init__(self, sampler: DrawnSampler, size: int, drop_last: bool) -> None:
         self._sampler, self.size, self._drop_last = sampler, size, drop_last
         self._order: Indices = ()
-        self._first, self._world = 0, World(0, 1)
+        self._rank = 0
 
     def __len__(self) -> int:
-        return self._num_of(len(self._sampler))
+        return self._plan_of(len(self._sampler), 0, 1).num_steps
 
-    def _num_of(self, num_samples: int) -> int:
-        return num_samples // self.size if self._drop_last else -(-num_samples // self.size)
+    def _plan_of(self, num_samples: int, consumed: int, world_size: int) -> PassPlan:
+        # With this cap, single samples are only avoided if no rank then has more samples than in a full global batch.
+        division = Division(self.size, world_size, cap=-(-self.size // world_size))
+        return PassPlan(num_samples, consumed, division, self._drop_last, pad=True)
 
-    def draw(self) -> int:
-        """Choose the samples of the next pass and their order. Return the number of global batches in the pass."""
+    def draw(self) -> None:
+        """Choose the samples of the next pass and their order."""
         self._order = self._sampler.drawn()
-        return self._num_of(len(self._order))
 
-    def start_at(self, first: int, world: World) -> None:
-        """Set the global batch at which the next iteration starts, and the rank whose parts it yields.
+    def open(self, consumed: int, world: World) -> PassPlan:
+        """Return the plan for the rest of the pass. The next iteration yields the batches of the rank in `world`.
 
         Args:
-            first: Index of the first global batch.
-            world: The rank, and the number of workers.
+            consumed: Number of samples of the pass that all ranks together have used.
+            world: The rank, and the number of ranks.
         """
-        self._first, self._world = first, world
+        self._rank, self._plan = world.rank, self._plan_of(len(self._order), consumed, world.size)
+        return self._plan
 
-    def count_given(self, num_given: int) -> None:
+    def note_used(self, consumed: int) -> None:
         """Do nothing, because the position in a dataset is not saved."""
 
     def end_pass(self) -> None:
         """Do nothing, because the training function sets the next epoch itself, with `loader.sampler.set_epoch`."""
 
-    def weight(self, number: int, world: World) -> float:
-        """Return the weight of a rank's gradients: its fraction of a global batch, times the number of ranks.
-
-        Args:
-            number: Index of the global batch.
-            world: The rank, and the number of ranks.
-        """
-        num_samples = min(self.size, len(self._order) - number * self.size)
-        return len(range(world.rank, num_samples, world.size)) * world.size / num_samples
-
     def __iter__(self) -> Iterator[list[Any]]:
-        return self._parts(self._order, self._first, self._world)
-
-    def _parts(self, order: Indices, first: int, world: World) -> Iterator[list[Any]]:
-        for number in range(first, self._num_of(len(order))):
-            joint = list(order[number * self.size : (number + 1) * self.size])
-            # A rank without samples gets a sample of another rank, which counts with weight 0.
-            yield joint[world.rank :: world.size] or joint[:1]
+        return batches_of_rank(self._order, self._plan, self._rank)
 
 
 class GlobalStream:
     """This rank's batches of a stream whose rows are counted in advance. It has the methods of `GlobalBatches`.
 
     It also serves as the loader's sampler, so `loader.sampler.set_epoch` sets the stream's epoch. At its end, a pass
-    advances to the next epoch. The position in an epoch is the number of rows that all workers together have used.
+    advances to the next epoch. Other attributes, such as `epoch` and `consumed`, come from the worker's shard.
 
     Args:
         part: The worker's shard of the stream.
 
     Attributes:
         size: Number of rows in a global batch.
-        consumed: Number of rows that were used before the first global batch of this pass.
     """
 
     def __init__(self, part: StreamPart) -> None:
         self._part = part
         self._num_rows, self.size = part.sizes
         self.sampler = self.batch_sampler = self
-        self.consumed = 0
-        self._first, self._world = 0, World(0, 1)
 
     def __len__(self) -> int:
         return len(self._part)
 
-    def draw(self) -> int:
-        """Start a pass over the remaining rows of the epoch, and return its number of global batches."""
-        self.consumed = self._part.consumed
-        return -(-(self._num_rows - self.consumed) // self.size)
+    def draw(self) -> None:
+        """Do nothing, because the epoch determines the order of the rows."""
 
-    def start_at(self, first: int, world: World) -> None:
-        """Set the global batch at which the next iteration starts, and the rank whose parts it yields.
+    def open(self, consumed: int, world: World) -> PassPlan:
+        """Return the plan for the rest of the epoch. The next iteration yields the batches of the rank in `world`."""
+        self._batches = self._part.batches_of(world, consumed)
+        return PassPlan(self._num_rows, consumed, Division(self.size, world.size), drop_last=False, pad=True)
 
-        Args:
-            first: Index of the first global batch.
-            world: The rank, and the number of workers.
-        """
-        self._first, self._world = first, world
-
-    def count_given(self, num_given: int) -> None:
-        """Set the stream's position to the end of the first `num_given` global batches of this pass."""
-        self._part.consumed = min(self._num_rows, self.consumed + num_given * self.size)
+    def note_used(self, consumed: int) -> None:
+        """Set the stream's position."""
+        self._part.consumed = consumed
 
     def end_pass(self) -> None:
         """Advance the stream to its next epoch."""
-        self.set_epoch(self.epoch + 1)
-
-    def weight(self, number: int, world: World) -> float:
-        """Return the weight of a rank's gradients: its fraction of a global batch, times the number of ranks.
-
-        Args:
-            number: Index of the global batch.
-            world: The rank, and the number of ranks.
-        """
-        num_rows = min(self.size, self._num_rows - self.consumed - number * self.size)
-        return Division(self.size, world.size).counts(num_rows)[world.rank] * world.size / num_rows
+        self._part.set_epoch(self._part.epoch + 1)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._part.batches_of(self._world, self.consumed + self._first * self.size)
+        return self._batches
 
-    @property
-    def epoch(self) -> int:
-        """The stream's current epoch."""
-        return self._part.epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the stream's epoch, which determines the order of the rows. A new epoch starts at its first row."""
-        self._part.set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the stream, for a checkpoint."""
-        return self._part.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a position in the stream that `state_dict` returned."""
-        self._part.load_state_dict(state)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_part"], name)
 
 
 class RepeatingLoader(DataLoader[Any]):
@@ -212,7 +164,7 @@ class RepeatingLoader(DataLoader[Any]):
         self.__dict__.update(loader.__dict__)
         self._loader, self._steps = loader, steps
         self._has_trained = self.is_open = False
-        self._epoch = self._number = 0
+        self._epoch = self._consumed = 0
         steps.number(self)
 
     @property
@@ -246,8 +198,7 @@ class RepeatingLoader(DataLoader[Any]):
             "epoch": self._epoch,
             "order": self._sampler.epoch,
             "size": self._global.size,
-            "number": self._number,
-            "consumed": self._global.consumed,
+            "consumed": self._consumed,
             "is_open": self.is_open,
         }
 
@@ -257,10 +208,9 @@ class RepeatingLoader(DataLoader[Any]):
         Args:
             position: The result of `position` in another worker.
         """
-        self._epoch, self._number, self._global.size = position["epoch"], position["number"], position["size"]
+        self._epoch, self._consumed, self._global.size = position["epoch"], position["consumed"], position["size"]
         self._sampler.set_epoch(position["order"])
-        self._global.consumed = position["consumed"]
-        self._global.count_given(0)
+        self._global.note_used(self._consumed)
         self._has_trained = True
 
     def __len__(self) -> int:
@@ -268,29 +218,29 @@ class RepeatingLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         joint = self._global
-        self._number, self.is_open = 0, torch.is_grad_enabled()
+        self._consumed, self.is_open = joint.consumed, torch.is_grad_enabled()
         place, outcomes = self._steps.enter(self.is_open), set[str]()
-        num_batches = joint.draw()
-        while self._number < num_batches:
-            joint.start_at(self._number, place.world)
-            for batch in iter(self._loader):
-                weight = joint.weight(self._number, place.world)
-                joint.count_given(self._number + 1)
+        joint.draw()
+        while (plan := joint.open(self._consumed, place.world)).num_steps:
+            batches = zip(self._loader, plan.shares(place.world.rank), strict=True)
+            for number, (batch, (_, share)) in enumerate(batches, 1):
+                consumed = plan.consumed_after(number)
+                joint.note_used(consumed)
                 # Under `torch.no_grad()`, the function evaluates: no steps follow, and ranks need not stay together.
                 if not torch.is_grad_enabled():
-                    if weight:
+                    if share.num_samples:
                         yield batch
-                    self._number += 1
+                    self._consumed = consumed
                     continue
-                mark = self._steps.open_batch(place, weight, self._has_trained, self._number)
+                mark = self._steps.open_batch(place, share.weight, self._has_trained, self._consumed)
                 try:
                     yield batch
                 except GeneratorExit:
                     has_trained = self._steps.leave_batch(mark) or "done" in outcomes
-                    self._leave(has_trained, is_last=self._number + 1 == num_batches)
+                    self._leave(has_trained, is_last=number == plan.num_steps)
                     raise
                 outcome = self._steps.close_batch(mark)
-                self._number += outcome != "failed"
+                self._consumed = self._consumed if outcome == "failed" else consumed
                 self._note(outcome, outcomes)
                 before = place
                 if outcome != "seen":

@@ -40,17 +40,24 @@ def parts(batches: GlobalBatches, size: int, first: int = 0) -> list[list[list[i
     """What each rank gets."""
     found = []
     for rank in range(size):
-        batches.start_at(first, World(rank, size))
+        batches.open(first * batches.size, World(rank, size))
         found.append(list(batches))
     return found
+
+
+def weights_of(batches: GlobalBatches | GlobalStream, size: int, first: int = 0) -> list[list[float]]:
+    """How much each rank's part of each global batch counts."""
+    plans = [batches.open(first * batches.size, World(rank, size)) for rank in range(size)]
+    return [[share.weight for _, share in plan.shares(rank)] for rank, plan in enumerate(plans)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_ranks_divide_each_global_batch_however_many_they_are(size: int) -> None:
     batches = GlobalBatches(Numbers(14), 6, drop_last=False)
-    assert batches.draw() == len(batches) == 3
-    for number, joint in enumerate(zip(*parts(batches, size), strict=True)):
-        weights = [batches.weight(number, World(rank, size)) for rank in range(size)]
+    batches.draw()
+    assert len(batches) == 3
+    by_batch = zip(zip(*parts(batches, size), strict=True), zip(*weights_of(batches, size), strict=True), strict=True)
+    for number, (joint, weights) in enumerate(by_batch):
         counted = [each for weight, part in zip(weights, joint, strict=True) if weight for each in part]
         assert sorted(counted) == list(range(14))[number * 6 : (number + 1) * 6]
         assert sum(weights) == pytest.approx(size)
@@ -60,13 +67,20 @@ def test_a_rank_without_a_sample_gets_one_that_does_not_count() -> None:
     batches = GlobalBatches(Numbers(7), 6, drop_last=False)
     batches.draw()
     assert [part[-1] for part in parts(batches, 2)] == [[6], [6]]
-    assert [batches.weight(1, World(rank, 2)) for rank in range(2)] == [2.0, 0.0]
+    assert weights_of(batches, 2, first=1) == [[2.0], [0.0]]
 
 
 def test_a_last_global_batch_that_is_too_small_may_be_left_out() -> None:
     batches = GlobalBatches(Numbers(7), 6, drop_last=True)
-    assert batches.draw() == len(batches) == 1
-    assert parts(batches, 3) == [[[0, 3]], [[1, 4]], [[2, 5]]]
+    batches.draw()
+    assert len(batches) == 1
+    assert parts(batches, 3) == [[[0, 1]], [[2, 3]], [[4, 5]]]
+
+
+def test_ranks_with_one_sample_each_keep_it() -> None:
+    batches = GlobalBatches(Numbers(4), 2, drop_last=False)
+    batches.draw()
+    assert parts(batches, 2) == [[[0], [2]], [[1], [3]]]
 
 
 class Steps:
@@ -124,14 +138,14 @@ def test_a_batch_that_failed_comes_again_divided_over_those_that_are_left(num_wo
     steps = Steps(1)
     loader = loader_of(steps, num_workers)
     assert len(loader) == 2
-    assert seen(loader) == [[0, 2], [4, 6], [4, 5, 6, 7]]
+    assert seen(loader) == [[0, 1], [4, 5], [4, 5, 6, 7]]
     assert seen(loader) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert steps.weights == [1.0] * 5
     assert not steps.is_uneven
 
 
 def test_the_first_batch_can_fail_and_one_can_fail_twice() -> None:
-    assert seen(loader_of(Steps(0, 1))) == [[0, 2], [0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7]]
+    assert seen(loader_of(Steps(0, 1))) == [[0, 1], [0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize(("make", "num_passes"), [("samples", 3), ("a stream", 1)])
@@ -265,9 +279,9 @@ def test_a_pass_without_gradients_has_no_sample_twice() -> None:
     steps.place = GroupPlace(0, World(1, 2))
     loader = RepeatingLoader(made, cast(GlobalSteps, steps))
     with torch.no_grad():
-        assert seen(loader) == [[1, 3]]
+        assert seen(loader) == [[2, 3]]
     assert steps.num == 0
-    assert seen(loader) == [[1, 3], [4]]
+    assert seen(loader) == [[2, 3], [4]]
     assert steps.weights == [1.0, 0.0]
 
 
@@ -296,9 +310,9 @@ def test_a_loader_counts_its_passes_with_steps_and_another_one_goes_on_where_it_
     batches = iter(loader)
     next(batches), next(batches)
     position = loader.position()
-    assert position == {"epoch": 1, "order": 1, "size": 4, "number": 1, "consumed": 0, "is_open": True}
+    assert position == {"epoch": 1, "order": 1, "size": 4, "consumed": 4, "is_open": True}
     other.take_over(position | {"size": 2})
-    assert (other.epoch, other.position()["number"], len(other)) == (1, 1, 4)
+    assert (other.epoch, other.position()["consumed"], len(other)) == (1, 4, 4)
     other.epoch = 5
     assert (other.epoch, loader.epoch) == (5, 1)
 
@@ -315,13 +329,12 @@ def test_ranks_divide_each_global_batch_of_a_stream(size: int) -> None:
     found: list[list[list[int]]] = []
     for rank in range(size):
         stream = stream_of(World(rank, size))
-        assert stream.draw() == len(stream) == 4
-        stream.start_at(1, World(rank, size))
+        assert len(stream) == 4
+        stream.open(stream.size, World(rank, size))
         found.append([batch.tolist() for batch in stream])
-    stream.draw()
     seen: list[int] = []
-    for number, joint in enumerate(zip(*found, strict=True), 1):
-        weights = [stream.weight(number, World(rank, size)) for rank in range(size)]
+    weights_by_batch = zip(*weights_of(stream, size, first=1), strict=True)
+    for joint, weights in zip(zip(*found, strict=True), weights_by_batch, strict=True):
         seen += [each for weight, part in zip(weights, joint, strict=True) if weight for each in part]
         assert sum(weights) == pytest.approx(size)
     assert len(seen) == len({*seen}) == 10
