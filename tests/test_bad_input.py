@@ -48,7 +48,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the trainer was about to start actors")
 
     monkeypatch.setattr(Platform, "ensure_running", staticmethod(look))
-    monkeypatch.setattr("raysgd.train.executor.ensure_ray", look)
+    monkeypatch.setattr("raysgd.train._workers.ensure_ray", look)
 
 
 def rows(argument: str, *values: Any) -> list[Row]:

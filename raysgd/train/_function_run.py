@@ -21,15 +21,12 @@ from typing import Any, NoReturn
 import cloudpickle
 
 from raysgd.air.reports import PreemptionInfo
-from raysgd.core.engine.controller import ElasticController
-from raysgd.core.engine.policies import RetryBudget
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.transfers import Transfer
 from raysgd.core.state.state_codec import EncodedState, decode, lend
 from raysgd.core.text.log_lines import Once, named
 from raysgd.exceptions import OnFailure, RaySGDError, StepMismatchError, WorkerError, WorkersLostError
-from raysgd.train._plugin_hooks import PluginHooks
 from raysgd.train._worker.function_replica import FunctionReplica
 from raysgd.train._worker.messages import (
     BROADCAST,
@@ -45,7 +42,8 @@ from raysgd.train._worker.messages import (
     is_mere_report,
 )
 from raysgd.train._worker.shards import DividedData
-from raysgd.train.checkpoint import CheckpointLostError, CheckpointTaker
+from raysgd.train._workers import FunctionWorkers
+from raysgd.train.checkpoint import CheckpointLostError
 from raysgd.trainer.driver.leaving import Leaving
 
 logger = logging.getLogger(__name__)
@@ -67,49 +65,32 @@ class FunctionRun:
         is_over: True once the function has finished, failed or been aborted.
 
     Args:
-        controller: Runs the calls to the workers and replaces workers that die.
-        hooks: Connects the workers of each group, and tracks the current workers.
+        workers: The workers, on which the controller repeats failed calls. While the group is smaller than its maximum,
+            look for resources for more workers whenever a restart would lose no progress: at the start and after a
+            checkpoint. If new workers can join without a restart, look for resources at any time.
         spec: The function, and how to run it.
-        checkpoints: Object that receives the checkpoints from the workers and writes them.
-        budget: Number of retries that are left for the run.
-        decode: Function that converts data from a worker to the format of the backend.
         data: Object that shards the data; None for a run without data.
-        max_workers: Number of workers to grow to. While the group is smaller, look for resources for more workers
-            whenever a restart would lose no progress: at the start and after a checkpoint. If new workers can join
-            without a restart, look for resources at any time.
-        resize_interval_s: Seconds between two searches for resources.
         on_wait: Called about ten times a second while waiting for a step.
-        preemption: Function that returns the nodes that will soon be taken away. Its argument is the time at which the
-            program ends, in milliseconds of Unix time, or None if the program continues.
         leaving: Reports whether a signal has asked the program to end.
     """
 
     def __init__(
         self,
-        controller: ElasticController,
-        hooks: PluginHooks,
+        workers: FunctionWorkers,
         spec: FunctionSpec,
-        checkpoints: CheckpointTaker,
-        budget: RetryBudget,
-        decode: Callable[[Any], dict[str, Any]],
         data: DividedData | None = None,
-        max_workers: int = 1,
-        resize_interval_s: float = 60.0,
         on_wait: Callable[[], None] | None = None,
-        preemption: Callable[[int | None], PreemptionInfo | None] = lambda ends_at_ms: None,
         leaving: Leaving | None = None,
     ) -> None:
-        self._controller, self._hooks = controller, hooks
-        self._spec, self._data, self._decode = spec, data, decode
-        self._checkpoints, self._budget = checkpoints, budget
-        self._max_workers, self._resize_interval_s = max_workers, resize_interval_s
-        self._on_wait, self._preemption = on_wait, preemption
+        self._workers, self._controller = workers, workers.controller
+        self._checkpoints, self._budget = workers.checkpoints, workers.budget
+        self._spec, self._data, self._on_wait = spec, data, on_wait
         self._leaving = leaving or Leaving()
         self._know_of_signal = False  # True once `get_preemption_info` has reported a signal to the functions
         self._queues = MessageQueues()
-        self._attempt: int | None = None  # `hooks.num_started` when the function was last started
+        self._attempt: int | None = None  # `workers.num_started` when the function was last started
         self._joined_attempt: int | None = None
-        self._num_changes = 0  # `hooks.num_changes` when the function was last started
+        self._num_changes = 0  # `workers.num_changes` when the function was last started
         self._is_muted = False
         self._next_check = float("-inf")
         self._once = Once()
@@ -121,8 +102,12 @@ class FunctionRun:
         """Start the training function on all workers.
 
         Raises:
+            TrainBackendError: A function is already running.
             WorkersLostError: Workers died more often than the budget allows.
         """
+        self._workers.check_free()
+        self._workers.current_run = self
+        self._budget.renew()
         with self._aborted_on_error():
             self._call(FunctionReplica.start)
 
@@ -168,7 +153,7 @@ class FunctionRun:
 
     def decoded(self, data: Any) -> dict[str, Any]:
         """Return a decoded copy of data from a worker, such as metrics, in the format of the backend."""
-        return self._decode(decode(data, copy=True) if isinstance(data, EncodedState) else data)
+        return self._workers.decode(decode(data, copy=True) if isinstance(data, EncodedState) else data)
 
     def finish(self) -> list[Any]:
         """Let the functions run to their end, discard their further reports, and return their results by rank."""
@@ -274,9 +259,9 @@ class FunctionRun:
         If a signal is ending the program, return all of the workers' nodes.
         """
         if not self._leaving.is_due():
-            return self._preemption(None)
+            return self._workers.preemption(None)
         self._know_of_signal = True
-        return self._preemption(int((time.time() - self._leaving.since_signal_s + LEAVING_S) * 1000))
+        return self._workers.preemption(int((time.time() - self._leaving.since_signal_s + LEAVING_S) * 1000))
 
     # ---------------------------------------------------------------------------------------------------------- workers
 
@@ -285,33 +270,33 @@ class FunctionRun:
 
         The controller calls this method at each attempt of a call, so this method must not call the controller itself.
         """
-        hooks = self._hooks
+        workers = self._workers
         if self._is_running:
             return [()] * len(worlds)
-        hooks.on_training_start()
+        workers.on_training_start()
         self._checkpoints.begin_attempt()
-        self._num_changes = hooks.num_changes
+        self._num_changes = workers.num_changes
         goes_to_all = self._data is None or self._data.goes_to_all
         spec = replace(self._spec, is_muted=self._is_muted, has_parts=not goes_to_all)
         checkpoint = self._checkpoints.restart_point
         shared: Any = None
         if checkpoint is not None:
-            [shared, *_] = hooks.group.share(lend(checkpoint))
-        parts = [None] if self._data is None else self._data(len(worlds), hooks.workers.workers)
+            [shared, *_] = workers.group.share(lend(checkpoint))
+        parts = [None] if self._data is None else self._data(len(worlds), workers.workers.workers)
         if goes_to_all:
             start = spec, shared, parts[0]
             # Standby workers can start with these arguments, too, because the arguments contain no rank's own shard.
-            hooks.replicas.start = start
+            workers.replicas.start = start
             starts = [start] * len(worlds)  # one object for all ranks, so that the engine pickles it only once
         else:
-            starts = [(spec, shared, hooks.store(part)) for part in parts]
-        self._attempt = hooks.num_started
+            starts = [(spec, shared, workers.store(part)) for part in parts]
+        self._attempt = workers.num_started
         return starts
 
     @property
     def _is_running(self) -> bool:
         """True if the function was started on the current worker group, and not only on an earlier worker group."""
-        return self._attempt == self._hooks.num_started
+        return self._attempt == self._workers.num_started
 
     @property
     def _members(self) -> Mapping[Any, int]:
@@ -320,19 +305,19 @@ class FunctionRun:
         The number is 0 if the worker was in the group when the function started, and otherwise the number of the group
         change that added the worker. Changes are counted from the start of the function.
         """
-        infos = self._hooks.group.infos if self._is_running else ()
-        return {info: max(0, self._hooks.joined.get(info, 0) - self._num_changes) for info in infos}
+        infos = self._workers.group.infos if self._is_running else ()
+        return {info: max(0, self._workers.joined.get(info, 0) - self._num_changes) for info in infos}
 
     @property
     def _can_be_joined(self) -> bool:
         """True if new workers can join the group while the function is running, without a restart."""
-        return self._spec.is_elastic and bool(self._hooks.replicas.start)
+        return self._spec.is_elastic and bool(self._workers.replicas.start)
 
     def _end_those_that_wait(self) -> None:
         """Kill the standby workers that are waiting inside the function. Called when the run is over."""
         if self._spec.is_elastic:
-            self._hooks.replicas.start = ()
-            self._hooks.group.standby.kill_all()
+            self._workers.replicas.start = ()
+            self._workers.group.standby.kill_all()
 
     def _call(
         self,
@@ -341,7 +326,7 @@ class FunctionRun:
         may_continue: bool = True,
         on_wait: Callable[[], None] | None = None,
     ) -> list[Any]:
-        is_small = self._controller.num_workers < self._max_workers
+        is_small = self._controller.num_workers < self._workers.max_workers
         may_grow = is_small and not self._leaving.is_due() and self._may_grow()
         if may_grow:
             self._checkpoints.flush()  # the restart would lose a checkpoint that is still being sent to the driver
@@ -367,7 +352,7 @@ class FunctionRun:
         now = time.monotonic()
         if not (may_join or self.may_restart) or now < self._next_check:
             return False
-        self._next_check = now + self._resize_interval_s
+        self._next_check = now + self._workers.resize_interval_s
         if may_join and self._controller.admits_others():
             self._controller.stand_by()
             return False

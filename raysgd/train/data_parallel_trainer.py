@@ -16,11 +16,11 @@ from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import DatasetConfig, RunConfig, ScalingConfig, checked_config
 from raysgd.core.arguments import refuse_unknown
 from raysgd.detached.protocol import Detached
+from raysgd.train._workers import check_elastic, check_spares
 from raysgd.train.backend import BackendConfig, resolve
 from raysgd.train.base_trainer import BaseTrainer, TrainerType
-from raysgd.train.executor import check_elastic, check_spares
 from raysgd.train.fit.data import OWN_CONFIG, merged_config, prepared
-from raysgd.train.fit.run import FitRun, as_max_retries
+from raysgd.train.fit.run import FitRun, num_restarts
 from raysgd.train.utils import without_arguments
 
 if TYPE_CHECKING:
@@ -176,11 +176,11 @@ class DataParallelTrainer(BaseTrainer):
 
     def _check(self) -> None:
         super()._check()
-        scaling, max_failures = self.scaling_config, self.run_config.failure_config.max_failures
-        workers = scaling.worker_range
+        scaling = self.scaling_config
+        workers, num_gpus = scaling.worker_range, scaling.num_gpus_per_worker
         check_spares(scaling.spare_workers, scaling.elastic)
         if scaling.elastic:
-            check_elastic(self._backend_config, workers, scaling.num_gpus_per_worker, as_max_retries(max_failures))
+            check_elastic(self._backend_config, workers, num_gpus, num_restarts(self.run_config))
 
     def _settle_gpus(self) -> None:
         self.scaling_config = self.scaling_config.with_gpus_chosen(self._backend_config.view_of_driver())

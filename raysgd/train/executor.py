@@ -1,103 +1,28 @@
-"""`BackendExecutor`, which runs functions on workers that stay alive. `Trainer` and `fit` use it; users may, too.
-
-The executor outlives its runs. Each run is a `FunctionRun`. After a failure, only the engine's controller retries.
-"""
+"""`BackendExecutor`, with which developers run functions on workers that stay alive, as in the old library."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakMethod
 
-from raysgd.air.config import CheckpointConfig, ScalingConfig
-from raysgd.air.reports import PreemptionInfo
-from raysgd.core.arguments import MIN_HEARTBEAT_S, check_amount, check_num_workers, check_seconds
-from raysgd.core.cluster.program_end import end_with
-from raysgd.core.engine.controller import ElasticController
-from raysgd.core.engine.lifecycle import ElasticRules
-from raysgd.core.engine.placement import drain_deadlines, draining_nodes, ensure_ray
-from raysgd.core.engine.policies import Diagnosis, FailurePolicy, RetryBudget, ScalingPolicy
-from raysgd.core.engine.shared.connection import NoConnection
+from raysgd.air.config import CheckpointConfig
 from raysgd.core.engine.shared.group_events import GroupHistory
-from raysgd.core.engine.shared.group_spec import FrontEndWords, GroupSpec
 from raysgd.core.engine.worker import packed_bytes
-from raysgd.core.text.log_lines import LogRelay
-from raysgd.exceptions import (
-    InactiveWorkerGroupError,
-    OnFailure,
-    TrainBackendError,
-    TrainingWorkerError,
-    WorkersLostError,
-)
+from raysgd.exceptions import TrainBackendError
 from raysgd.storage import Folder
-from raysgd.train import constants
 from raysgd.train._function_run import FunctionRun
-from raysgd.train._plugin_hooks import PluginHooks
-from raysgd.train._worker.function_replica import FunctionReplicas
-from raysgd.train._worker.messages import FunctionSpec, TrainingResult, TrainingResultType
+from raysgd.train._worker.messages import TrainingResult, TrainingResultType
 from raysgd.train._worker.shards import DividedData, check_dataset
-from raysgd.train.backend import BackendConfig, PlacedConnection, backend_of
-from raysgd.train.checkpoint import (
-    CheckpointManager,
-    CheckpointStrategy,
-    CheckpointTaker,
-    checked_strategy,
-    load_checkpoint,
-)
+from raysgd.train._workers import FunctionWorkers
+from raysgd.train.backend import BackendConfig
+from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy, checked_strategy, load_checkpoint
 from raysgd.train.utils import without_arguments
-from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, gather
+from raysgd.train.worker_group import WorkerGroup
 from raysgd.trainer.configuration.placement import Placement
 from raysgd.trainer.driver.leaving import Leaving
-
-logger = logging.getLogger(__name__)
-
-
-WORDS = FrontEndWords(
-    when_shut_down="Call `start` again for new workers.",
-    name="the function `Trainer`",
-    when_interrupted="Checkpoints that the functions saved are kept.",
-    when_starved="Ask for fewer workers or less per worker, or free what is held. Saved checkpoints are kept.",
-    when_spent=(
-        "`max_retries` allows no more failures: a larger number does, and -1 any number. Saved checkpoints are kept: "
-        "to continue, pass `latest_checkpoint` to the next run as `checkpoint`."
-    ),
-    when_not_granted=(
-        "Ask for fewer workers or less per worker, free what is held, add nodes, or wait longer by setting the "
-        "environment variable TRAIN_PLACEMENT_GROUP_TIMEOUT_S."
-    ),
-    with_cpus='resources_per_worker={{"CPU": {:g}}}',
-    after_end="saved checkpoints are kept",
-    restart_point="from the newest checkpoint, or from the beginning without one",
-)
-"""Advice for users of training functions, which the engine adds to its messages."""
-
-
-@dataclass(frozen=True)
-class ExecutorRules:
-    """Settings that `Trainer` and `fit` choose for their executors. The defaults are those of `Trainer`.
-
-    Attributes:
-        failures: Policy that decides after a failure whether to retry or to raise the error.
-        checkpoints: Object that receives the checkpoints; None for the executor's `CheckpointManager`.
-        on_failure: Function to call before the training function restarts after a failure.
-        words: Advice for users, which the engine adds to its messages.
-        num_ahead: Number of reports that may wait for the driver before a function is blocked.
-        is_elastic: True if functions continue without a restart when other workers are lost.
-        num_spares: Number of spare workers that are ready to replace lost workers.
-    """
-
-    failures: FailurePolicy = field(default_factory=FailurePolicy)
-    checkpoints: CheckpointTaker | None = None
-    on_failure: Callable[[Diagnosis], None] = lambda diagnosis: None
-    words: FrontEndWords = WORDS
-    num_ahead: int = 0
-    is_elastic: bool = False
-    num_spares: int = 0
 
 
 @dataclass(frozen=True)
@@ -140,6 +65,23 @@ class RunPlan:
         packed_bytes("`config`", config)
         return cls(function, dataset, begin_from, strategy)
 
+    def start(
+        self,
+        workers: FunctionWorkers,
+        checkpoints: CheckpointManager,
+        run_dir: Path | Folder | None = None,
+        latest_checkpoint_id: int | None = None,
+        leaving: Leaving | None = None,
+    ) -> FunctionRun:
+        """Start the function on all workers; see `BackendExecutor.start_training`."""
+        workers.check_free()
+        checkpoints.begin_run(run_dir, self.checkpoint, self.checkpoint_strategy, latest_checkpoint_id)
+        data = DividedData(self.dataset) if self.dataset is not None else None
+        spec = workers.function_spec(self.function, checkpoints.score_attribute)
+        run = FunctionRun(workers, spec, data, leaving=leaving)
+        run.start()
+        return run
+
 
 class BackendExecutor:
     """Keeps workers alive and runs functions on them, one at a time.
@@ -155,11 +97,12 @@ class BackendExecutor:
             counts from 1 again. Workers that die while starting also count.
         resize_interval_s: Seconds between two searches for free resources, if a run has fewer workers than the maximum.
         heartbeat_s: A worker process that does not respond for this many seconds counts as lost.
-        placement: Further requirements of the workers, and how Ray places the workers on nodes.
-        rules: Settings that differ between `Trainer` and `fit`. Default: those of `Trainer`.
+
+    Attributes:
+        checkpoint_manager: Receives and stores the checkpoints of the functions.
 
     Raises:
-        ValueError: A number is out of range, or `rules.is_elastic` is not possible with the other arguments.
+        ValueError: A number is out of range.
     """
 
     def __init__(
@@ -173,45 +116,19 @@ class BackendExecutor:
         *,
         resize_interval_s: float = 60.0,
         heartbeat_s: float = 60.0,
-        placement: Placement | None = None,
-        rules: ExecutorRules | None = None,
     ) -> None:
-        workers = ScalingConfig(num_workers=num_workers)
-        least, most = workers.worker_range
-        check_seconds("resize_interval_s", resize_interval_s)
-        check_seconds("heartbeat_s", heartbeat_s, MIN_HEARTBEAT_S)
-        check_amount("num_cpus_per_worker", num_cpus_per_worker)
-        check_amount("num_gpus_per_worker", num_gpus_per_worker)
-        rules, placement, read = rules or ExecutorRules(), placement or Placement(), constants.env_integer
-        check_spares(rules.num_spares, rules.is_elastic)
-        if rules.is_elastic:
-            check_elastic(backend_config, (least, most), num_gpus_per_worker, max_retries)
-        self._config, self._rules = backend_config, rules
-        self._backend = backend_of(backend_config)
-        self._scaling = ScalingPolicy(max_workers=most, min_workers=least)
-        self._is_range = isinstance(workers.num_workers, tuple)
-        needs = placement.resources(num_cpus_per_worker, num_gpus_per_worker)
-        self._spec = GroupSpec(
-            NoConnection(),
-            FunctionReplicas(),
-            replace(needs, custom={**(additional_resources_per_worker or {}), **needs.custom}),
-            reservation_timeout_s=read(constants.TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, 100),
-            captures=False,
-            runs_on=rules.is_elastic,
-            num_spares=rules.num_spares,
-            packs=placement.packs(by_default=not read(constants.TRAIN_ENABLE_WORKER_SPREAD_ENV, 0)),
-            heartbeat_s=heartbeat_s,
-            words=rules.words,
-        )
-        shares = int(self._backend.share_cuda_visible_devices)
-        self._shares_gpus = bool(read(constants.ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV, shares))
-        self._is_detailed = bool(read(constants.ENABLE_DETAILED_AUTOFILLED_METRICS_ENV, 0))
-        self._budget = RetryBudget(restarts_allowed(max_retries))
-        self._resize_interval_s = resize_interval_s
-        self._controller: ElasticController | None = None
-        self._hooks: PluginHooks
         self.checkpoint_manager = CheckpointManager()
-        self._checkpoints = rules.checkpoints or self.checkpoint_manager
+        self._workers = FunctionWorkers(
+            backend_config,
+            num_workers,
+            num_cpus_per_worker,
+            num_gpus_per_worker,
+            restarts_allowed(max_retries),
+            self.checkpoint_manager,
+            resize_interval_s=resize_interval_s,
+            heartbeat_s=heartbeat_s,
+            placement=Placement(additional_resources_per_worker),
+        )
         self._run: FunctionRun | None = None
 
     @property
@@ -220,7 +137,7 @@ class BackendExecutor:
 
         It can be read like a property or called like a method, because versions of the old library differ in this.
         """
-        return CallableFlag(self._controller is not None)
+        return CallableFlag(self._workers.is_started)
 
     def start(
         self,
@@ -244,78 +161,14 @@ class BackendExecutor:
             WorkerError: The hook or the class raised. The error is also an instance of the class that was raised.
             WorkersLostError: Too many workers died while starting.
         """
-        if self._controller is not None:
-            raise RuntimeError("The workers have already started: call `shutdown` before another `start`.")
         make: Callable[..., Any] | None = train_cls
         make_object = partial(make, *(train_cls_args or ()), **(train_cls_kwargs or {})) if make is not None else None
-        self._hooks = PluginHooks(
-            self._backend,
-            self._config,
-            self._spec.resources,
-            self._checkpoints.await_arrival,
-            make_object,
-            self._rules.on_failure,
-        )
-        controller = self._make_controller(self._group_spec(initialization_hook))
-        ensure_ray()
-        self._budget.renew()
-        self._finalizer = end_with(self, controller.stop, force=True)
-        with OnFailure(self._finalizer):
-            controller.start(as_fits=self._is_range)
-        self._controller = controller
-
-    def _group_spec(self, initialization_hook: Callable[[], Any] | None) -> GroupSpec:
-        """Return the settings with which the engine starts every group of workers for this executor."""
-        num_gpus = self._spec.resources.num_gpus
-        connection = self._config.connection(num_gpus)
-        if isinstance(connection, PlacedConnection):
-            connection.shares_gpus = self._shares_gpus
-        elif self._shares_gpus and num_gpus > 0:
-            connection = PlacedConnection(connection, shares_gpus=True)
-        return replace(self._spec, connection=connection, initialization_hook=initialization_hook, relay=LogRelay())
-
-    def _make_controller(self, spec: GroupSpec) -> ElasticController:
-        leaving_nodes = WeakMethod(self._leaving_nodes)  # with a strong reference, the executor would never be freed
-
-        def leaving() -> frozenset[str]:
-            find_leaving = leaving_nodes()
-            return frozenset() if find_leaving is None else find_leaving()
-
-        return ElasticController(
-            replace(spec, make_replica=self._hooks.replicas),
-            self._scaling,
-            replace(self._rules.failures, continues=self._rules.is_elastic),
-            rules=ElasticRules(not self._rules.is_elastic, self._resize_interval_s, leaving),
-            start_budget=self._budget,
-            hooks=self._hooks,
-        )
-
-    def _leaving_nodes(self) -> frozenset[str]:
-        """Return the nodes that the workers must leave now, because Ray will take them away soon.
-
-        Return no nodes while a restart on other nodes would lose progress.
-        """
-        if self._run is not None and not self._run.is_over and not self._run.may_restart:
-            return frozenset()
-        nodes = draining_nodes()
-        if nodes:
-            self._checkpoints.flush()
-        return nodes
+        self._workers.start(self, initialization_hook, make_object)
 
     def shutdown(self, patience_s: float = 5) -> None:
-        """Stop the workers and free their resources. Other actors and reservations are not affected.
-
-        Args:
-            patience_s: If above 0, workers shut down cleanly; otherwise, they are killed. In both cases, first wait a
-                limited time for a checkpoint that a worker is sending.
-        """
-        controller, self._controller = self._controller, None
-        run, self._run = self._run, None
-        if run is not None:
-            run.is_over = True  # ends iterators over the run's reports
-        if controller is not None:
-            self._finalizer.detach()
-            controller.stop(force=patience_s <= 0)
+        """Stop the workers. With `patience_s` above 0, they shut down cleanly; otherwise, they are killed."""
+        self._run = None
+        self._workers.stop(patience_s)
 
     def start_training(
         self,
@@ -347,112 +200,7 @@ class BackendExecutor:
             TypeError: An argument has the wrong type.
         """
         plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
-        self.start_plan(plan, run_dir, latest_checkpoint_id)
-
-    def start_plan(
-        self,
-        plan: RunPlan,
-        run_dir: Path | Folder | None = None,
-        latest_checkpoint_id: int | None = None,
-        leaving: Leaving | None = None,
-    ) -> FunctionRun:
-        """Start the function of a `RunPlan` on all workers; see `start_training`.
-
-        Raises:
-            InactiveWorkerGroupError: There are no workers.
-            TrainBackendError: A function is already running.
-        """
-        self.check_free()
-        self.checkpoint_manager.begin_run(run_dir, plan.checkpoint, plan.checkpoint_strategy, latest_checkpoint_id)
-        data = DividedData(plan.dataset) if plan.dataset is not None else None
-        return self.launch(plan.function, data, leaving=leaving)
-
-    def launch(
-        self,
-        function: Callable[[], Any],
-        data: DividedData | None = None,
-        make_session: Callable[..., Any] | None = None,
-        on_wait: Callable[[], None] | None = None,
-        leaving: Leaving | None = None,
-    ) -> FunctionRun:
-        """Start a function on all workers. The executor's `CheckpointTaker` receives the function's checkpoints.
-
-        Args:
-            function: The function, with its config bound.
-            data: Object that shards the function's data whenever workers start; None for no data.
-            make_session: See `FunctionSpec`.
-            on_wait: Function to call about ten times a second while the driver waits for the workers.
-            leaving: Reports whether a signal has asked the program to end; see `listening`.
-        """
-        self.check_free()
-        spec = FunctionSpec(
-            function,
-            self._backend.encode_data,
-            self.checkpoint_manager.score_attribute,
-            self._is_detailed,
-            explain=getattr(self._backend, "explain", None),  # a plug-in need not be a subclass of `Backend`
-            make_session=make_session,
-            num_ahead=self._rules.num_ahead,
-            is_elastic=self._rules.is_elastic,
-        )
-        self._run = run = FunctionRun(
-            self._active(),
-            self._hooks,
-            spec,
-            self._checkpoints,
-            self._budget,
-            self._backend.decode_data,
-            data,
-            self._scaling.max_workers,
-            self._resize_interval_s,
-            on_wait,
-            self._preemption,
-            leaving,
-        )
-        self._budget.renew()
-        run.start()
-        return run
-
-    @contextmanager
-    def listening(self, leaving: Leaving) -> Iterator[None]:
-        """Inside the block, handle signals that ask the program to end.
-
-        After such a signal, lost workers are not replaced. Enter the block after the workers have started, because Ray
-        sets its own signal handlers when it starts.
-        """
-
-        def expect_end(is_ending: bool = True) -> None:
-            if self._controller is not None:
-                self._controller.is_ending = is_ending
-
-        try:
-            with leaving.listening(expect_end):
-                yield
-        finally:
-            expect_end(False)
-
-    def _preemption(self, ends_at_ms: int | None) -> PreemptionInfo | None:
-        """Return the workers' nodes that Ray will take away, or all of the workers' nodes if the program ends.
-
-        Args:
-            ends_at_ms: Time at which the program ends, in milliseconds of Unix time; None if it does not end.
-        """
-        nodes = [worker.metadata.node_id for worker in self._hooks.workers.workers]
-        return preemption_of(nodes, drain_deadlines() if ends_at_ms is None else dict.fromkeys(nodes, ends_at_ms))
-
-    def check_free(self) -> None:
-        """Check that the workers have started and that no function is running on them.
-
-        Raises:
-            InactiveWorkerGroupError: There are no workers.
-            TrainBackendError: A function is running.
-        """
-        self._active()
-        if self._run is not None and not self._run.is_over:
-            raise TrainBackendError(
-                "A run is already active: iterate over its results to the end, for instance with "
-                "`get_final_results(force=True)` of its iterator, or call `shutdown` and `start` again."
-            )
+        self._run = plan.start(self._workers, self.checkpoint_manager, run_dir, latest_checkpoint_id)
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
         """Return the metrics of all workers at their next report, or None if all functions have finished."""
@@ -483,16 +231,10 @@ class BackendExecutor:
         run, self._run = self._running(), None
         return run.finish()
 
-    def abort_training(self) -> None:
-        """Stop the function that is running on the workers. If no function is running, do nothing."""
-        run, self._run = self._run, None
-        if run is not None and self._controller is not None:
-            run.abort()
-
     def _running(self) -> FunctionRun:
-        self._active()
-        if self._run is None or (self._run.is_over and self._run.returned is None):
+        if self._workers.controller and (self._run is None or (self._run.is_over and self._run.returned is None)):
             raise TrainBackendError("No function is running: call `start_training` first.")
+        assert self._run is not None
         return self._run
 
     @property
@@ -506,21 +248,7 @@ class BackendExecutor:
         Raises:
             InactiveWorkerGroupError: `start` was not called, or the executor was shut down.
         """
-        self._active().ensure_group()
-        return self._hooks.workers
-
-    def replace_workers(self) -> WorkerGroup:
-        """Kill all workers, start new workers, and return the new workers.
-
-        Raises:
-            InactiveWorkerGroupError: There are no workers.
-            TrainBackendError: A function is running.
-        """
-        controller = self._active()
-        self.check_free()
-        controller.kill_group()
-        self._budget.renew()
-        return self.get_worker_group()
+        return self._workers.ensure_workers()
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Run `function(*args, **kwargs)` once in every worker, and return the results by rank.
@@ -531,7 +259,7 @@ class BackendExecutor:
             WorkersLostError: A worker died, and either no retry is left or the new workers died too.
         """
         if self._run is None or self._run.is_over:
-            self._budget.renew()
+            self._workers.budget.renew()
         return self.get_with_failure_handling(self.get_worker_group().execute_async(function, *args, **kwargs))
 
     def get_with_failure_handling(self, references: Sequence[Any]) -> list[Any]:
@@ -547,30 +275,15 @@ class BackendExecutor:
             TrainingWorkerError: A worker died, and new workers have started.
             WorkersLostError: Workers died too often.
         """
-        controller = self._active()
-        try:
-            return gather(references)
-        except LostDuringCallError as lost:
-            controller.kill_group()
-            if self._budget.is_spent:
-                self._budget.refuse()
-                raise WorkersLostError(f"{lost}. {self._spec.words.when_spent}") from lost
-            self._budget.pay_for_restart()
-            self.get_worker_group()
-            raise TrainingWorkerError(f"{lost}; new workers have started") from lost
-
-    def _active(self) -> ElasticController:
-        if self._controller is None:
-            raise InactiveWorkerGroupError("There are no workers: call `start` first.")
-        return self._controller
+        return self._workers.gather(references)
 
     def _get_num_failures(self) -> int:
-        return self._budget.num_spent + self._budget.num_refused
+        return self._workers.budget.num_spent + self._workers.budget.num_refused
 
     @property
     def history(self) -> GroupHistory:
         """The history of the workers since `start`, with events such as failures and resizes."""
-        return self._active().history
+        return self._workers.controller.history
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
@@ -598,66 +311,6 @@ class BackendExecutor:
     def latest_checkpoint_path(self) -> Path | str | None:
         """The path or URI of the newest checkpoint file of the latest run; None if the run has no file."""
         return self.checkpoint_manager.latest_checkpoint_path
-
-
-def check_spares(num_spares: Any, is_elastic: bool) -> None:
-    """Check the number of spare workers.
-
-    Raises:
-        ValueError: The number is out of range, or spare workers were requested without `elastic=True`.
-    """
-    check_num_workers("spare_workers", num_spares, hint="They wait to step in for lost ones.", least=0)
-    if num_spares and not is_elastic:
-        raise ValueError(
-            f"`spare_workers={num_spares}` without `elastic=True`: they step in where functions go on after a failure. "
-            "Pass both, or neither."
-        )
-
-
-def check_elastic(config: BackendConfig, num_workers: tuple[int, int], num_gpus: float, max_retries: int) -> None:
-    """Check that a trainer's other arguments allow `elastic=True`.
-
-    Args:
-        config: Configures how the workers are connected.
-        num_workers: Minimum and maximum number of workers.
-        num_gpus: GPUs per worker.
-        max_retries: The number of the failure, counted from 1, that is raised as an error. A negative value allows any
-            number of failures.
-
-    Raises:
-        ValueError: With these arguments, functions cannot continue without a restart after a failure.
-    """
-    least, most = num_workers
-    if least == most:
-        raise ValueError(
-            f"`elastic=True` and `num_workers={most}`: after a failure, fewer workers continue, so pass the "
-            f"least and the most, such as `num_workers=({max(1, most - 1)}, {most})`."
-        )
-    if not config.can_regroup(num_gpus):
-        raise ValueError(
-            f"`elastic=True` with `{config!r}`: only workers that `TorchConfig` connects with gloo can form a new "
-            'group while a function runs. Pass `TorchConfig(backend="gloo")`, or leave `elastic` out.'
-        )
-    if not restarts_allowed(max_retries):
-        raise ValueError(
-            "`elastic=True` where the first failure ends the run: allow more, with `max_retries` of at least 2 in "
-            "`Trainer`, with `FailureConfig(max_failures=...)` of at least 1 in `fit`, or -1 for any number."
-        )
-
-
-def preemption_of(nodes: Sequence[str], deadlines: Mapping[str, int]) -> PreemptionInfo | None:
-    """Return the workers' nodes that are about to be taken away, or None if all nodes stay.
-
-    >>> preemption_of(["a", "b", "a"], {"a": 7000, "c": 1}).preempted_node_to_ranks
-    {'a': [0, 2]}
-
-    Args:
-        nodes: The node of each rank.
-        deadlines: For each node that will be taken away, when this happens, in milliseconds of Unix time; 0 if unknown.
-    """
-    ranks = {node: [rank for rank, place in enumerate(nodes) if place == node] for node in nodes if node in deadlines}
-    times = [deadlines[node] for node in ranks if deadlines[node]]
-    return PreemptionInfo(min(times, default=None), ranks) if ranks else None
 
 
 def restarts_allowed(max_retries: int) -> float:

@@ -1,9 +1,9 @@
 """`Trainer`: runs a training function on N workers, and returns its reports and results.
 
-`Trainer` is a front end: its executor runs the workers, and the engine replaces lost workers. This module also contains
-`TrainingIterator`, which iterates over reports, and `TrainWorkerGroup`, workers that hold a user's objects. A run's
-callbacks are called in order. Callbacks that were notified of the run's start are also notified of its end, even if the
-run or another callback fails.
+`Trainer` is a front end: `FunctionWorkers` runs the workers, and the engine replaces lost workers. This module also
+contains `TrainingIterator`, which iterates over reports, and `TrainWorkerGroup`, workers that hold a user's objects. A
+run's callbacks are called in order. Callbacks that were notified of the run's start are also notified of its end, even
+if the run or another callback fails.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from raysgd.storage import Folder
 from raysgd.train._function_run import FunctionRun
 from raysgd.train._run_folders import check_logdir, fetch_checkpoints, local_run_dir, make_logdir, make_run_dir
 from raysgd.train._worker.shards import check_dataset
+from raysgd.train._workers import FunctionWorkers
 from raysgd.train.backend import BackendConfig, resolve
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy, load_checkpoint
@@ -40,9 +41,9 @@ from raysgd.train.constants import (
     DETAILED_AUTOFILLED_KEYS,
     TRAIN_CHECKPOINT_SUBDIR,
 )
-from raysgd.train.executor import BackendExecutor, CallableFlag, ExecutorRules, RunPlan
+from raysgd.train.executor import CallableFlag, RunPlan, restarts_allowed
 from raysgd.train.utils import without_arguments
-from raysgd.train.worker_group import WorkerGroup, WorkerHandle
+from raysgd.train.worker_group import WorkerHandle
 from raysgd.trainer.configuration.placement import Placement
 from raysgd.trainer.driver.leaving import Leaving
 
@@ -148,14 +149,17 @@ class Trainer:
         placement = Placement(needs.additional_resources_per_worker, accelerator_type, placement_strategy, runtime_env)
         self._use_gpu = needs.use_gpu
         pace: dict[str, Any] = {"resize_interval_s": resize_interval_s, "heartbeat_s": heartbeat_s}
-        self._executor = BackendExecutor(
+        self._checkpoints = CheckpointManager()
+        self._workers = FunctionWorkers(
             self._config,
             num_workers,
             num_cpus,
             num_gpus,
-            max_retries=max_retries,
+            restarts_allowed(max_retries),
+            self._checkpoints,
             placement=placement,
-            rules=ExecutorRules(is_elastic=elastic, num_spares=spare_workers),
+            is_elastic=elastic,
+            num_spares=spare_workers,
             **pace,
         )
         self._make_alike = partial(
@@ -171,7 +175,7 @@ class Trainer:
             **pace,
         )
         self._bundles = [{"CPU": 1.0}, *[placement.resources(num_cpus, num_gpus).bundle()] * most]
-        self._strategy = "PACK" if self._executor._spec.packs else "SPREAD"
+        self._strategy = "PACK" if self._workers.spec.packs else "SPREAD"
         self.logdir: Path | Folder = self.create_logdir(logdir)
         self.latest_run_dir: Path | Folder | None = None
         self._num_runs = 0
@@ -197,18 +201,18 @@ class Trainer:
             WorkersLostError: Too many workers died while starting. This is also a `RuntimeError`.
         """
         check_hook(initialization_hook)
-        self._executor.start(initialization_hook)
+        self._workers.start(self, initialization_hook)
         if not self._use_gpu and (num_gpus := sum(gpus_of_nodes())):
             logger.info("the cluster has %g GPUs, of which none is used: pass `use_gpu=True` to use them", num_gpus)
 
     def shutdown(self) -> None:
         """Stop the workers. You can start new workers with `start` later."""
-        self._executor.shutdown()
+        self._workers.stop()
 
     @property
     def is_started(self) -> CallableFlag:
         """True if the workers have started."""
-        return self._executor.is_started
+        return CallableFlag(self._workers.is_started)
 
     @property
     def history(self) -> GroupHistory:
@@ -217,7 +221,7 @@ class Trainer:
         Raises:
             InactiveWorkerGroupError: There are no workers.
         """
-        return self._executor.history
+        return self._workers.controller.history
 
     def run(
         self,
@@ -260,17 +264,17 @@ class Trainer:
         """
         calls, leaving = TrainerCallbacks(callbacks), Leaving()
         plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
-        self._executor.check_free()
+        self._workers.check_free()
         run_dir = self.create_run_dir()
-        with self._executor.listening(leaving):
+        with self._workers.listening(leaving):
             with calls.around(run_dir, config):
-                iterator = TrainingIterator(self._executor.start_plan(plan, run_dir, leaving=leaving))
-                with OnFailure(self._executor.abort_training):
+                iterator = TrainingIterator(plan.start(self._workers, self._checkpoints, run_dir, leaving=leaving))
+                with OnFailure(self._workers.abort):
                     for results in iterator:
                         newest = self.latest_checkpoint_path if calls.are_told_of_checkpoints else None
                         calls.process(results, self.history.events, None if newest is None else str(newest))
             if leaving.is_due():  # the functions have finished, but a signal has asked the program to end
-                leaving.end_program(self.checkpoint_manager.keep_newest())
+                leaving.end_program(self._checkpoints.keep_newest())
         returned: list[T] = iterator.get_final_results() or []
         return returned
 
@@ -288,8 +292,8 @@ class Trainer:
         `Preempted` are not raised here.
         """
         plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
-        self._executor.check_free()
-        return TrainingIterator(self._executor.start_plan(plan, self.create_run_dir()))
+        self._workers.check_free()
+        return TrainingIterator(plan.start(self._workers, self._checkpoints, self.create_run_dir()))
 
     def to_worker_group(self, train_cls: type[Any], *args: Any, **kwargs: Any) -> TrainWorkerGroup:
         """Start and connect the workers, and create an object of your class in each worker.
@@ -304,10 +308,10 @@ class Trainer:
             ReservationTimeoutError, WorkersLostError: As in `start`.
             WorkerError: The class raised. The error is also an instance of the class that was raised.
         """
-        if self._executor.is_started:
+        if self._workers.is_started:
             raise RuntimeError("The trainer has already started: `to_worker_group` starts its own workers.")
-        self._executor.start(train_cls=train_cls, train_cls_args=args, train_cls_kwargs=kwargs)
-        return TrainWorkerGroup(self._executor)
+        self._workers.start(self, make_object=partial(train_cls, *args, **kwargs))
+        return TrainWorkerGroup(self)
 
     def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> type[Any]:
         """Return a trainable for `ray.tune`. Each trial runs the function with its own trainer and config.
@@ -326,7 +330,7 @@ class Trainer:
         """
         from raysgd.train._tune import make_trainable
 
-        if self._executor.is_started:
+        if self._workers.is_started:
             raise RuntimeError("The trainer has already started: every trial starts its own workers.")
         without_arguments(train_func, None)
         check_dataset(dataset)
@@ -353,17 +357,17 @@ class Trainer:
     @property
     def checkpoint_manager(self) -> CheckpointManager:
         """The `CheckpointManager` that receives and stores the checkpoints of this trainer's runs."""
-        return self._executor.checkpoint_manager
+        return self._checkpoints
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
         """The newest checkpoint of any run, even if it was not written to disk; None if no checkpoint was saved."""
-        return self.checkpoint_manager.latest_checkpoint
+        return self._checkpoints.latest_checkpoint
 
     @property
     def latest_checkpoint_path(self) -> Path | str | None:
         """The path or URI of the latest run's newest checkpoint file; None if the run has no file."""
-        return self.checkpoint_manager.latest_checkpoint_path
+        return self._checkpoints.latest_checkpoint_path
 
     @property
     def best_checkpoint_path(self) -> Path | str | None:
@@ -371,7 +375,7 @@ class Trainer:
 
         `CheckpointStrategy` determines which checkpoint is best.
         """
-        return self.checkpoint_manager.best_checkpoint_path
+        return self._checkpoints.best_checkpoint_path
 
     @property
     def best_checkpoint(self) -> dict[str, Any] | None:
@@ -456,18 +460,14 @@ class TrainWorkerGroup:
     saves it elsewhere.
     """
 
-    def __init__(self, executor: BackendExecutor) -> None:
-        self._executor = executor
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer  # the workers end when the trainer is freed
 
     def __getitem__(self, index: int) -> WorkerHandle:
-        return self._group.workers[index].actor
+        return self._trainer._workers.ensure_workers().workers[index].actor
 
     def __len__(self) -> int:
-        return len(self._group)
-
-    @property
-    def _group(self) -> WorkerGroup:
-        return self._executor.get_worker_group()
+        return len(self._trainer._workers.ensure_workers())
 
     def restart(self) -> None:
         """Replace all workers with new processes, connect them, and create new objects from the same arguments.
@@ -479,11 +479,11 @@ class TrainWorkerGroup:
             WorkerError: The class raised. The error is also an instance of the class that was raised.
             WorkersLostError: The new workers died too, more often than `max_retries` allows.
         """
-        self._executor.replace_workers()
+        self._trainer._workers.replace_workers()
 
     def shutdown(self, patience_s: float = 5) -> None:
         """Stop the workers. With `patience_s` above 0, they shut down cleanly; otherwise, they are killed."""
-        self._executor.shutdown(patience_s)
+        self._trainer._workers.stop(patience_s)
 
 
 class TrainerCallbacks:

@@ -119,7 +119,7 @@ INSIDE = {
         "backend constants error predictor utils",
         "_run_folders _worker callbacks",
         "_torch batch_predictor checkpoint collective session tensorflow worker_group",
-        "_plugin_hooks horovod huggingface lightning torch train_loop_utils",
+        "_workers horovod huggingface lightning torch train_loop_utils",
         "_function_run",
         "executor",
         "fit",

@@ -271,7 +271,9 @@ class Simulation:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.most = self.rng.choice([2, 3, 3])
+        self.most = self.max_workers = self.rng.choice([2, 3, 3])
+        self.controller = self.checkpoints = self
+        self.budget = RetryBudget(float("inf"))
         self.num_spares = self.rng.choice([0, 1, 1])
         self.num_steps = self.rng.choice([1, 2])  # of optimizers in a batch
         self.deaths = {self.rng.randrange(10, 400) for _ in range(self.rng.choice([1, 2, 3]))}
@@ -326,9 +328,16 @@ class Simulation:
 
     # ----------------------------------------------------------------------------- what the run sees: hooks and group
 
+    resize_interval_s = 0.0
+
     @property
     def infos(self) -> list[Rank]:
         return self.members
+
+    def check_free(self) -> None: ...
+
+    def decode(self, data: Any) -> Any:
+        return data
 
     def on_training_start(self) -> None: ...
 
@@ -476,17 +485,7 @@ class Simulation:
     def play(self) -> str | None:
         """Runs the function to its end; returns what broke, or None."""
         spec = FunctionSpec(int, dict, "score", make_session=_make_session, is_elastic=True)
-        sim = cast(Any, self)  # the controller, the hooks, and what takes checkpoints
-        run = self.function_run = FunctionRun(
-            sim,
-            sim,
-            spec,
-            sim,
-            RetryBudget(float("inf")),
-            lambda data: data,
-            max_workers=self.most,
-            resize_interval_s=0.0,
-        )
+        run = self.function_run = FunctionRun(cast(Any, self), spec)
         returned: list[Any] = []
         attempt = 0
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raysgd.exceptions import TrainerShutdownError, WorkersLostError
-from raysgd.train.executor import WORDS
+from raysgd.train._workers import WORDS
 from tests.core.engine import trainer as simulated
 
 

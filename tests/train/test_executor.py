@@ -8,21 +8,27 @@ from typing import Any, Literal
 import pytest
 
 from raysgd.core.engine.shared.connection import NoConnection
+from raysgd.train._workers import WORDS, FunctionWorkers, check_elastic, preemption_of
 from raysgd.train.backend import BackendConfig, PlacedConnection
-from raysgd.train.checkpoint import write_checkpoint
-from raysgd.train.executor import WORDS, BackendExecutor, RunPlan, check_elastic, preemption_of
+from raysgd.train.checkpoint import CheckpointManager, write_checkpoint
+from raysgd.train.executor import BackendExecutor, RunPlan
 from raysgd.train.torch import TorchConfig
 from raysgd.trainer.configuration.placement import Placement
 
 
-def executor(config: BackendConfig | None = None, **options: Any) -> BackendExecutor:
-    return BackendExecutor(config or BackendConfig(), **{"num_workers": 2, **options})
+def workers(config: BackendConfig | None = None, **options: Any) -> FunctionWorkers:
+    return BackendExecutor(config or BackendConfig(), **{"num_workers": 2, **options})._workers
+
+
+def placed(placement: Placement) -> FunctionWorkers:
+    """Workers of which the user says more than an executor takes."""
+    return FunctionWorkers(BackendConfig(), 2, 1, 0, 2, CheckpointManager(), resize_interval_s=60, placement=placement)
 
 
 def test_groups_are_started_from_what_the_user_asked_for() -> None:
     custom = {"disk": 1}
-    made = executor(num_workers=(2, 4), num_cpus_per_worker=0.5, additional_resources_per_worker=custom, heartbeat_s=20)
-    spec = made._group_spec(print)
+    made = workers(num_workers=(2, 4), num_cpus_per_worker=0.5, additional_resources_per_worker=custom, heartbeat_s=20)
+    spec = made.group_spec(print)
     assert (made._scaling.min_workers, made._scaling.max_workers) == (2, 4)
     assert spec.resources.bundle() == {"CPU": 0.5, "disk": 1}
     assert (spec.heartbeat_s, spec.initialization_hook, spec.captures, spec.words) == (20, print, False, WORDS)
@@ -37,12 +43,12 @@ def test_an_argument_counts_more_than_the_environment(
 ) -> None:
     if spread is not None:
         monkeypatch.setenv("TRAIN_ENABLE_WORKER_SPREAD", spread)
-    assert executor(placement=Placement(placement_strategy=strategy))._group_spec(None).packs is packs
+    assert placed(Placement(placement_strategy=strategy)).group_spec(None).packs is packs
 
 
 def test_workers_need_what_both_arguments_say_and_run_in_their_environment() -> None:
-    placement = Placement({"fast": 2}, "A100", runtime_env={"env_vars": {"A": "1"}})
-    resources = executor(additional_resources_per_worker={"disk": 1}, placement=placement)._group_spec(None).resources
+    placement = Placement({"disk": 1, "fast": 2}, "A100", runtime_env={"env_vars": {"A": "1"}})
+    resources = placed(placement).group_spec(None).resources
     assert resources.bundle() == {"CPU": 1, "disk": 1, "fast": 2, "accelerator_type:A100": 0.001}
     assert resources.runtime_env == {"env_vars": {"A": "1"}}
 
@@ -52,13 +58,13 @@ def test_workers_see_the_gpus_of_others_if_they_are_to(
     monkeypatch: pytest.MonkeyPatch, shares: str, num_gpus: int
 ) -> None:
     monkeypatch.setenv("TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES", shares)
-    alone = executor(num_gpus_per_worker=num_gpus)._group_spec(None).connection
+    alone = workers(num_gpus_per_worker=num_gpus).group_spec(None).connection
     if shares == "1" and num_gpus:
         assert isinstance(alone, PlacedConnection)
         assert alone.shares_gpus
     else:
         assert isinstance(alone, NoConnection)
-    of_torch = executor(TorchConfig(), num_gpus_per_worker=num_gpus)._group_spec(None).connection
+    of_torch = workers(TorchConfig(), num_gpus_per_worker=num_gpus).group_spec(None).connection
     assert isinstance(of_torch, PlacedConnection)
     assert of_torch.shares_gpus is (shares == "1")
 
@@ -66,24 +72,24 @@ def test_workers_see_the_gpus_of_others_if_they_are_to(
 @pytest.mark.parametrize("name", ["num_cpus_per_worker", "num_gpus_per_worker"])
 def test_a_number_that_cannot_be_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"`{name}=-1"):
-        executor(**{name: -1})
+        workers(**{name: -1})
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "config", "max_retries", "words"),
+    ("num_workers", "config", "num_restarts", "words"),
     [
-        ((3, 3), TorchConfig(), 3, r"`num_workers=\(2, 3\)`"),
-        ((2, 3), BackendConfig(), 3, 'TorchConfig\\(backend="gloo"\\)'),
-        ((2, 3), TorchConfig(backend="nccl"), 3, 'TorchConfig\\(backend="gloo"\\)'),
-        ((2, 3), TorchConfig(), 1, "at least 1 in `fit`"),
+        ((3, 3), TorchConfig(), 2, r"`num_workers=\(2, 3\)`"),
+        ((2, 3), BackendConfig(), 2, 'TorchConfig\\(backend="gloo"\\)'),
+        ((2, 3), TorchConfig(backend="nccl"), 2, 'TorchConfig\\(backend="gloo"\\)'),
+        ((2, 3), TorchConfig(), 0, "at least 1 in `fit`"),
     ],
 )
 def test_functions_can_go_on_with_fewer_workers_where_gloo_connects_them(
-    num_workers: tuple[int, int], config: BackendConfig, max_retries: int, words: str
+    num_workers: tuple[int, int], config: BackendConfig, num_restarts: int, words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        check_elastic(config, num_workers, 0, max_retries)
-    check_elastic(TorchConfig(), (2, 3), 0, 2)
+        check_elastic(config, num_workers, 0, num_restarts)
+    check_elastic(TorchConfig(), (2, 3), 0, 1)
 
 
 # ------------------------------------------------------------------------------------------------- the plan of a run

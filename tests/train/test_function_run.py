@@ -87,14 +87,18 @@ class Group:
         attempts: For each group of workers, the answers of each rank; the last one it has is followed by its death.
     """
 
-    num_workers = 2
+    num_workers = max_workers = 2
     num_changes = 0
+    resize_interval_s = 60.0
     joined: Mapping[Any, int] = {}
+    decode = staticmethod(dict)
 
     def __init__(self, *attempts: Sequence[list[Answer]]) -> None:
         self.attempts = [[list(answers) for answers in ranks] for ranks in attempts]
         self.num_started, self.num_starts = 1, 0
-        self.group = self
+        self.group = self.controller = self
+        self.checkpoints: Any = Checkpoints()
+        self.budget = RetryBudget(1)
         self.infos = list(range(len(attempts[0])))
         self.workers = SimpleNamespace(workers=())
         self.replicas = FunctionReplicas()
@@ -139,8 +143,7 @@ class Checkpoints:
 
 
 def run_on(group: Group) -> FunctionRun:
-    made: Any = group, group, SPEC, Checkpoints()
-    return FunctionRun(*made, RetryBudget(1), lambda data: data)
+    return FunctionRun(cast(Any, group), SPEC)
 
 
 def steps_of(run: FunctionRun) -> list[tuple[Any, ...]]:
@@ -288,9 +291,9 @@ def run_with(
     checkpoints: CheckpointManager, size: int = 2, data: Any = None, is_elastic: bool = False
 ) -> tuple[FunctionRun, Any]:
     hooks: Any = Group([[]] * size)
-    divided, spec, controller = DividedData(data) if data is not None else None, SPEC, cast(Any, None)
-    spec = replace(spec, is_elastic=is_elastic)
-    return FunctionRun(controller, hooks, spec, checkpoints, RetryBudget(1), dict, divided), hooks
+    hooks.checkpoints = checkpoints
+    divided = DividedData(data) if data is not None else None
+    return FunctionRun(hooks, replace(SPEC, is_elastic=is_elastic), divided), hooks
 
 
 def worlds(size: int) -> list[World]:

@@ -27,12 +27,12 @@ def test_workers_go_and_run_where_the_trainer_says(tmp_path: Path, monkeypatch: 
     environment, resources = {"env_vars": {"A": "1"}}, {"CPU": 2, "GPU": 0.5, "disk": 1}
     placed = {"placement_strategy": "SPREAD", "accelerator_type": "A100", "runtime_env": environment}
     made = trainer(tmp_path, use_gpu=True, resources_per_worker=resources, **placed)
-    spec = made._executor._group_spec(None)
+    spec = made._workers.group_spec(None)
     assert (spec.packs, spec.reservation_timeout_s) == (False, 7)
     assert spec.resources.bundle() == {**resources, "accelerator_type:A100": 0.001}
     assert spec.resources.runtime_env == environment
     assert resources == {"CPU": 2, "GPU": 0.5, "disk": 1}
-    assert trainer(tmp_path, use_gpu=True)._executor._spec.resources.bundle() == {"CPU": 1, "GPU": 1}
+    assert trainer(tmp_path, use_gpu=True)._workers.spec.resources.bundle() == {"CPU": 1, "GPU": 1}
 
 
 def test_trials_reserve_as_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +121,8 @@ def test_settings_of_the_environment_have_their_first_names_too(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    executor = trainer(tmp_path)._executor
-    assert (executor._is_detailed, executor._shares_gpus) == expected
+    workers = trainer(tmp_path)._workers
+    assert (workers._is_detailed, workers._shares_gpus) == expected
 
 
 def test_an_iterator_of_a_run_that_was_ended_from_elsewhere_says_so_once() -> None:
@@ -144,8 +144,8 @@ def test_a_trial_keeps_the_pace_of_its_trainer(tmp_path: Path, monkeypatch: pyte
     given: list[Any] = []
     monkeypatch.setattr("raysgd.train._tune.make_trainable", lambda *args: given.extend(args))
     trainer(tmp_path, heartbeat_s=50, resize_interval_s=7).to_tune_trainable(lambda: None)
-    executor = given[0](logdir=tmp_path)._executor
-    assert (executor._spec.heartbeat_s, executor._resize_interval_s) == (50, 7)
+    workers = given[0](logdir=tmp_path)._workers
+    assert (workers.spec.heartbeat_s, workers.resize_interval_s) == (50, 7)
 
 
 def test_a_missing_tune_is_named_and_of_the_old_class_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_gpus_that_nobody_uses_are_mentioned(
     monkeypatch.setattr("raysgd.train.trainer.gpus_of_nodes", lambda: (1.0, 2.0))
     for use_gpu in (True, False):
         made = trainer(tmp_path, use_gpu=use_gpu)
-        monkeypatch.setattr(made._executor, "start", lambda hook: None)
+        monkeypatch.setattr(made._workers, "start", lambda owner, hook: None)
         with caplog.at_level("INFO", "raysgd.train"):
             made.start()
     assert caplog.text.count("the cluster has 3 GPUs, of which none is used") == 1

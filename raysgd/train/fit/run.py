@@ -25,11 +25,11 @@ from raysgd.core.engine.policies import Decision, Diagnosis, FailurePolicy, Retr
 from raysgd.core.engine.shared.types import Resources
 from raysgd.core.worker_errors import training_failed_error, worker_error
 from raysgd.exceptions import StorageError, WorkerError, WorkersLostError, failure_logged
-from raysgd.train import executor
+from raysgd.train import _workers
 from raysgd.train._function_run import FunctionRun
+from raysgd.train._workers import FunctionWorkers
 from raysgd.train.backend import BackendConfig
 from raysgd.train.constants import TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, env_integer
-from raysgd.train.executor import BackendExecutor, ExecutorRules
 from raysgd.train.fit.checkpoints import FitCheckpoints, Landing, place_of
 from raysgd.train.fit.data import DatasetShards
 from raysgd.train.fit.fit_session import FitSession
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 _CLOSE_S = 5.0
 
 WORDS = replace(
-    executor.WORDS,
+    _workers.WORDS,
     when_shut_down="Call `fit` again for new workers.",
     when_spent="Saved checkpoints are kept.",
     when_not_granted=(
@@ -197,23 +197,35 @@ class FitRun:
             preprocessor,
             self._begin_attempt,
         )
-        rules = ExecutorRules(
-            RenewingPolicy(retries_user_errors=True, take_landing=self._take_landing),
+        least, most = scaling.worker_range
+        self._workers = FunctionWorkers(
+            backend,
+            (least, most) if least < most else most,
+            scaling.num_cpus_per_worker,
+            scaling.num_gpus_per_worker,
+            num_restarts(job.run_config),
             self._checkpoints,
-            self._note_failure,
+            resize_interval_s=scaling.elastic_resize_monitor_interval_s,
+            placement=Placement(
+                scaling.additional_resources_per_worker,
+                placement_strategy=followed(scaling.placement_strategy),
+                runtime_env=job.run_config.worker_runtime_env,
+                labels=scaling.label_selector,
+            ),
+            failures=RenewingPolicy(retries_user_errors=True, take_landing=self._take_landing),
+            on_failure=self._note_failure,
             words=WORDS,
             num_ahead=job.num_ahead,
             is_elastic=scaling.elastic,
             num_spares=scaling.spare_workers,
         )
-        self._executor = _executor(backend, scaling, job.run_config, rules)
         self._own_reservation: Reservation | None = None
         self._run: FunctionRun | None = None
         self._reports: deque[tuple[dict[str, Any], Landing | None]] = deque()
         self._too_late: deque[tuple[dict[str, Any], Landing | None]] = deque()
         self._failure: Exception | None = None
         self._has_raised = False
-        job.aborts.append(partial(self._executor.shutdown, patience_s=0))
+        job.aborts.append(partial(self._workers.stop, patience_s=0))
 
     def run(self) -> None:
         """Run the function until it finishes on all workers or a stop condition is met. Always stop the workers.
@@ -225,10 +237,15 @@ class FitRun:
             Preempted: A signal arrived, and the newest checkpoint is stored.
         """
         try:
-            if self._run is None:
-                self._start_workers()
-            with self._executor.listening(self._leaving):
-                while self.step():
+            self._reserve_own_resources()
+            self._workers.start(self)
+            events = self._workers.controller.history.events
+            self._recorder.watch(lambda: events)
+            spec = self._workers.function_spec(self._function, make_session=partial(FitSession, facts=self._facts))
+            self._run = FunctionRun(self._workers, spec, self._shards, self._hand_over, self._leaving)
+            with self._workers.listening(self._leaving):
+                self._run.start()
+                while self.step(self._run):
                     pass
         except StopConditionMet:
             logger.info("the stop condition of the run is met")
@@ -236,24 +253,21 @@ class FitRun:
         finally:
             self.stop()
 
-    def step(self) -> bool:
+    def step(self, run: FunctionRun) -> bool:
         """Wait for the next report of all workers and process it. Return False if the functions have finished.
-
-        The first call starts the workers and the functions.
 
         Raises:
             StopConditionMet: A stop condition was met.
             Exception: See `run`.
         """
-        step = self._running().next_step()
+        step = run.next_step()
         if step.kind is None:
             self._recorder.returned = step.data[0]
-            self._hand_over()
-            return False
-        landing = self._checkpoints.landing if step.checkpoint_ref is not None else None
-        self._reports.append((self._running().decoded(step.data[0]), landing))
+        else:
+            landing = self._checkpoints.landing if step.checkpoint_ref is not None else None
+            self._reports.append((run.decoded(step.data[0]), landing))
         self._hand_over()
-        return True
+        return step.kind is not None
 
     def stop(self) -> None:
         """Stop the workers, even if the function is still running, and record the last reports.
@@ -261,7 +275,7 @@ class FitRun:
         A second call does nothing.
         """
         is_over = self._run is not None and self._run.is_over
-        self._executor.shutdown(patience_s=5 if is_over else 0)
+        self._workers.stop(patience_s=5 if is_over else 0)
         self._give_reservation_back()
         # Ignore an error of `flush`: after a failed run, the run's own error is raised. The last step of a successful
         # run has already called `flush` without an error.
@@ -280,25 +294,6 @@ class FitRun:
                 with suppress(OSError):
                     (self._facts.folder / PurePosixPath(checkpoint.path).name).delete()
         self._too_late.clear()
-
-    def _start_workers(self) -> None:
-        self._reserve_own_resources()
-        self._executor.start()
-
-    def _running(self) -> FunctionRun:
-        if self._run is None:
-            if not self._executor.is_started:
-                self._start_workers()
-            events = self._executor.history.events
-            self._recorder.watch(lambda: events)
-            self._run = self._executor.launch(
-                self._function,
-                self._shards,
-                partial(FitSession, facts=self._facts),
-                on_wait=self._hand_over,
-                leaving=self._leaving,
-            )
-        return self._run
 
     def _reserve_own_resources(self) -> None:
         """Reserve the `trainer_resources` of the scaling config, in addition to the workers' resources.
@@ -358,27 +353,6 @@ def _landed(landing: Landing | None) -> Checkpoint | None:
     return landing.result() if landing is not None and landing.done() else None
 
 
-def _executor(
-    backend: BackendConfig, scaling: ScalingConfig, run_config: RunConfig, rules: ExecutorRules
-) -> BackendExecutor:
-    fewest, most = scaling.worker_range
-    return BackendExecutor(
-        backend,
-        (fewest, most) if fewest < most else most,
-        scaling.num_cpus_per_worker,
-        scaling.num_gpus_per_worker,
-        scaling.additional_resources_per_worker,
-        max_retries=as_max_retries(run_config.failure_config.max_failures),
-        resize_interval_s=scaling.elastic_resize_monitor_interval_s,
-        placement=Placement(
-            placement_strategy=followed(scaling.placement_strategy),
-            runtime_env=run_config.worker_runtime_env,
-            labels=scaling.label_selector,
-        ),
-        rules=rules,
-    )
-
-
 def followed(placement_strategy: str) -> Literal["PACK", "SPREAD"] | None:
     """Convert the `placement_strategy` of a scaling config for an executor, which has no strict strategies.
 
@@ -398,13 +372,7 @@ def followed(placement_strategy: str) -> Literal["PACK", "SPREAD"] | None:
     return "PACK" if strategy == "PACK" else "SPREAD"
 
 
-def as_max_retries(max_failures: int) -> int:
-    """Convert `FailureConfig.max_failures` to the executor's `max_retries`.
-
-    `max_failures=2` allows two restarts. The equivalent is `max_retries=3`, which raises the third failure as an
-    error. A negative value allows any number of restarts.
-
-    >>> [as_max_retries(number) for number in (0, 2, -1)]
-    [1, 3, -1]
-    """
-    return max_failures + 1 if max_failures >= 0 else -1
+def num_restarts(run_config: RunConfig) -> float:
+    """Return how many times a run restarts before a failure is raised as an error."""
+    max_failures = run_config.failure_config.max_failures
+    return float("inf") if max_failures < 0 else max_failures

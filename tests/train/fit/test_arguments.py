@@ -21,7 +21,7 @@ from raysgd.train._tune import merged_arguments
 from raysgd.train.backend import BackendConfig
 from raysgd.train.base_trainer import BaseTrainer
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
-from raysgd.train.fit.run import as_max_retries
+from raysgd.train.fit.run import num_restarts
 from raysgd.train.torch import TorchTrainer
 from tests.helpers.run_if import RunIf
 
@@ -169,12 +169,9 @@ def test_only_the_train_dataset_is_divided_unless_somebody_says_otherwise() -> N
     assert trainer.get_dataset_config()["train"] is not None
 
 
-@pytest.mark.parametrize(("max_failures", "max_retries"), [(0, 1), (3, 4), (-1, -1)])
-def test_each_failure_that_is_allowed_is_one_restart(max_failures: int, max_retries: int) -> None:
-    from raysgd.train.executor import restarts_allowed
-
-    assert as_max_retries(max_failures) == max_retries
-    assert restarts_allowed(max_retries) == (max_failures if max_failures >= 0 else float("inf"))
+@pytest.mark.parametrize(("max_failures", "restarts"), [(0, 0), (3, 3), (-1, float("inf"))])
+def test_each_failure_that_is_allowed_is_one_restart(max_failures: int, restarts: float) -> None:
+    assert num_restarts(RunConfig(failure_config=FailureConfig(max_failures=max_failures))) == restarts
 
 
 class TestFrameworks:

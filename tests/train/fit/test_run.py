@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -70,16 +71,17 @@ def fit_run(place: Path, seen: Seen, scaling: ScalingConfig, **options: Any) -> 
     return FitRun(job, int, BackendConfig(), scaling)
 
 
-def run_of(place: Path, seen: Seen, *steps: tuple[int, Landing | None]) -> FitRun:
-    run = fit_run(place, seen, ScalingConfig(num_workers=1))
-    run._run = Steps(run, *steps)  # type: ignore[assignment]
+def run_of(place: Path, seen: Seen, *steps: tuple[int, Landing | None]) -> Any:
+    """A run whose `step` takes the next of these steps."""
+    run: Any = fit_run(place, seen, ScalingConfig(num_workers=1))
+    run.step = partial(run.step, Steps(run, *steps))
     return run
 
 
 def test_workers_go_and_run_where_the_configs_say(tmp_path: Path) -> None:
     scaling = ScalingConfig(num_workers=1, accelerator_type="A100", placement_strategy="SPREAD")
     environment = {"env_vars": {"A": "1"}}
-    spec = fit_run(tmp_path, Seen(), scaling, worker_runtime_env=environment)._executor._group_spec(None)
+    spec = fit_run(tmp_path, Seen(), scaling, worker_runtime_env=environment)._workers.group_spec(None)
     assert (spec.packs, spec.resources.runtime_env) == (False, environment)
     assert spec.resources.bundle() == {"CPU": 1, "accelerator_type:A100": 0.001}
 
@@ -118,9 +120,6 @@ def test_a_stop_condition_ends_the_run(tmp_path: Path) -> None:
     assert run.step()
     with pytest.raises(StopConditionMet):
         run.step()
-    seen = Seen(stop_at=2)
-    run_of(tmp_path, seen, (1, None), (2, None), (3, None)).run()
-    assert seen.numbers == [1, 2]
 
 
 def test_an_attempt_begins_when_all_that_was_reported_before_is_written_down(tmp_path: Path) -> None:
@@ -149,7 +148,7 @@ class Failing:
 
     def __init__(self, run: FitRun, num_allowed: int) -> None:
         self.run, self.budget = run, RetryBudget(num_allowed)
-        self.policy = run._executor._rules.failures
+        self.policy = run._workers._failures
 
     def land(self) -> None:
         self.run._checkpoints.add(None, lambda: {"a": 1})

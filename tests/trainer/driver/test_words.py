@@ -8,12 +8,12 @@ import pytest
 
 from raysgd import TorchTrainer
 from raysgd.core.engine.shared.group_spec import FrontEndWords
-from raysgd.train import Trainer, executor
+from raysgd.train import Trainer, _workers
 from raysgd.train.executor import BackendExecutor
 from raysgd.trainer.driver import make_controller as class_based
 
 
-@pytest.mark.parametrize("words", [class_based.WORDS, executor.WORDS])
+@pytest.mark.parametrize("words", [class_based.WORDS, _workers.WORDS])
 def test_each_front_end_has_words_for_everything(words: FrontEndWords) -> None:
     assert all(getattr(words, field.name) for field in fields(words) if field.name != "label")
     assert words.restart_point != FrontEndWords().restart_point
@@ -28,10 +28,10 @@ def test_advice_for_classes_names_what_their_trainers_have() -> None:
 
 
 def test_advice_for_functions_names_what_their_trainers_have() -> None:
-    all_words = " ".join(getattr(executor.WORDS, field.name) for field in fields(executor.WORDS))
+    all_words = " ".join(getattr(_workers.WORDS, field.name) for field in fields(_workers.WORDS))
     assert "force=True" not in all_words
     assert "last completed" not in all_words
     assert "`save`" not in all_words
     assert all(hasattr(front_end, "latest_checkpoint") for front_end in (Trainer, BackendExecutor))
-    assert "`latest_checkpoint`" in executor.WORDS.when_spent
-    assert " TRAIN_PLACEMENT_GROUP_TIMEOUT_S" in executor.WORDS.when_not_granted
+    assert "`latest_checkpoint`" in _workers.WORDS.when_spent
+    assert " TRAIN_PLACEMENT_GROUP_TIMEOUT_S" in _workers.WORDS.when_not_granted

@@ -9,10 +9,11 @@ import pytest
 from raysgd.core.engine.group import WorkerGroup as EngineGroup
 from raysgd.core.engine.shared.types import Failure, GroupReport, Outcome, Resources
 from raysgd.exceptions import WorkerFault
-from raysgd.train import _plugin_hooks
-from raysgd.train._plugin_hooks import PluginHooks
+from raysgd.train import _workers
+from raysgd.train._workers import FunctionWorkers
 from raysgd.train.backend import Backend, BackendConfig
 from raysgd.train.worker_group import LostDuringCallError
+from raysgd.trainer.configuration.placement import Placement
 
 FAULT = WorkerFault(1, "node", RuntimeError(), "ActorDiedError", "gone", "", "")
 LOST = GroupReport((Outcome(0, None), Outcome(1, failure=Failure("died", FAULT))))
@@ -58,14 +59,17 @@ class NotingBackend(Backend):
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> NotingBackend:
     made = NotingBackend()
-    monkeypatch.setattr(_plugin_hooks, "WorkerGroup", NotedWorkers)
-    monkeypatch.setattr(_plugin_hooks, "make_objects", lambda make, workers: made.told.append(f"{make} on {workers}"))
+    monkeypatch.setattr(_workers, "WorkerGroup", NotedWorkers)
+    monkeypatch.setattr(_workers, "make_objects", lambda make, workers: made.told.append(f"{make} on {workers}"))
     return made
 
 
-def hooks(backend: Any, waits: list[float] | None = None, make_object: Any = None) -> PluginHooks:
-    await_checkpoint = [].append if waits is None else waits.append
-    return PluginHooks(backend, BackendConfig(), Resources(), await_checkpoint, make_object)
+def hooks(backend: Any, waits: list[float] | None = None, make_object: Any = None) -> FunctionWorkers:
+    checkpoints: Any = SimpleNamespace(await_arrival=[].append if waits is None else waits.append)
+    config: Any = SimpleNamespace(backend_cls=lambda: backend)
+    made = FunctionWorkers(config, 2, 1, 0, 0, checkpoints, resize_interval_s=60, placement=Placement())
+    made._make_object = make_object
+    return made
 
 
 def group(*infos: Any) -> EngineGroup:
@@ -146,6 +150,9 @@ def test_a_group_waits_once_for_a_checkpoint_and_less_after_ctrl_c(backend: Noti
 def test_a_plug_in_need_not_derive_from_our_class(backend: NotingBackend) -> None:
     class Bare:
         def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None: ...
+
+        on_shutdown = encode_data = decode_data = on_start
+        share_cuda_visible_devices = False
 
     made = hooks(Bare())
     made.on_start(group())
