@@ -1,26 +1,32 @@
-"""`Checkpoint`: the saved state of a run, as a dict in memory or as a folder on disk or in remote storage."""
+"""`Checkpoint`: the saved state of a run, as a dict in memory or as a folder on disk or in remote storage.
+
+Each can be read as a dict or as files:
+
+* A dict is written to a folder as one file, `dict_checkpoint.pkl`. When the folder is read as a dict, its other entries
+  are added to the dict as tar archives.
+* A folder without `dict_checkpoint.pkl` is read as a dict with one tar archive of its files. The exceptions are files
+  named `KEY.meta.pkl`, whose unpickled content is stored under `KEY`.
+
+Unpickling may run code: read checkpoints only from sources that you trust. When a dict is written to a folder, nothing
+is written outside this folder, whatever the dict's keys and archives contain.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import reprlib
+import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raysgd.air._contents import (
-    DICT_FILE,
-    META_SUFFIX,
-    TEMPORARY_PREFIX,
-    Content,
-    DictContent,
-    FolderContent,
-)
 from raysgd.air.constants import MODEL_KEY, PREPROCESSOR_KEY
 from raysgd.core.text.secrets import masked
+from raysgd.exceptions import CheckpointCorruptedError
 
 if TYPE_CHECKING:
     import ray
@@ -31,6 +37,12 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoint"]
 
 CheckpointType = TypeVar("CheckpointType", bound="Checkpoint")
+TEMPORARY_PREFIX = "checkpoint_tmp_"
+DICT_FILE = "dict_checkpoint.pkl"
+METADATA_FILE = ".metadata.json"
+META_SUFFIX = ".meta.pkl"
+FOLDER_KEY = "fs_checkpoint"
+EXTRA_FILES_KEY = "_ray_additional_checkpoint_files"
 _BYTES_KEY = "bytes_data"
 
 _short = reprlib.Repr()
@@ -83,13 +95,14 @@ class Checkpoint:
                 f"A checkpoint needs exactly one of {', '.join(f'`{name}`' for name in sources)}; given: "
                 f"{', '.join(named) or 'none of them'}."
             )
-        self._content: Content
+        self._folder: Folder | None = None
+        self._data: Any = obj_ref  # without a folder: the dict, or a reference to it, which is fetched when needed
+        self._metadata: dict[str, Any] = {}
+        self._goes_by_place = False
         if data_dict is not None:
-            self._content = DictContent(_checked_dict(data_dict))
-        elif obj_ref is not None:
-            self._content = DictContent(obj_ref)
-        else:
-            self._content = FolderContent(_opened(path or local_path or uri, filesystem, named[0]))
+            self._data = dict(_checked_dict(data_dict))
+        elif obj_ref is None:
+            self._folder = _opened(path or local_path or uri, filesystem, named[0])
 
     # -------------------------------------------------------------------------------------------------------- as a dict
 
@@ -109,7 +122,17 @@ class Checkpoint:
         If the checkpoint is a folder that was not written from a dict, return a dict with a tar archive of the folder
         under the key `fs_checkpoint`.
         """
-        return self._content.as_dict()
+        if self._folder is not None:
+            with self.as_directory() as folder:
+                return folder_as_dict(Path(folder))
+        data = self._data
+        if not isinstance(data, dict):
+            import ray
+
+            data = ray.get(data)
+            if not isinstance(data, Mapping):
+                raise CheckpointCorruptedError(f"The object reference leads to {data!r:.200}: need a dict.")
+        return dict(data)
 
     @classmethod
     def from_bytes(cls: type[CheckpointType], data: bytes) -> CheckpointType:
@@ -135,8 +158,8 @@ class Checkpoint:
 
     def to_object_ref(self) -> ray.ObjectRef[Any]:
         """Store the checkpoint's content in Ray's object store and return the object reference."""
-        if isinstance(self._content, DictContent) and self._content.is_stored:
-            return self._content.representation[1]
+        if self._folder is None and not isinstance(self._data, dict):
+            return self._data
         import ray
 
         return ray.put(self.to_dict())
@@ -164,7 +187,14 @@ class Checkpoint:
         """
         target = Path(path).expanduser() if path is not None else Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX))
         target.mkdir(parents=True, exist_ok=True)
-        self._content.write_to(target)
+        if self._folder is None:
+            write_dict(self.to_dict(), target)
+            (target / METADATA_FILE).unlink(missing_ok=True)
+            if self._metadata:
+                (target / METADATA_FILE).write_text(json.dumps(self._metadata), encoding="utf-8")
+        elif not (self._folder.is_local and self._folder.local_path.resolve() == target.resolve()):
+            (target / METADATA_FILE).unlink(missing_ok=True)
+            self._folder.download(target)
         return str(target)
 
     @contextmanager
@@ -173,9 +203,13 @@ class Checkpoint:
 
         If the checkpoint is not a local folder, yield a temporary folder that is deleted after the block.
         """
-        if isinstance(self._content, FolderContent):
-            with self._content.on_disk() as folder:
-                yield str(folder)
+        if self._folder is not None and self._folder.is_local:
+            if not self._folder.exists():
+                raise FileNotFoundError(
+                    f"The checkpoint is in {self._folder}, which this machine does not have. Keep checkpoints in a "
+                    "folder that all machines have mounted, or in a store such as `s3://bucket/folder`."
+                )
+            yield str(self._folder.local_path)
             return
         with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX) as copy:
             yield self.to_directory(copy)
@@ -197,7 +231,7 @@ class Checkpoint:
             OSError: The storage cannot be reached or rejects the files.
         """
         target = _storage(uri)
-        if not (isinstance(self._content, FolderContent) and self._content.folder.uri == target.uri):
+        if self.uri != target.uri:
             with self.as_directory() as folder:
                 target.upload(Path(folder))
         return uri
@@ -209,7 +243,7 @@ class Checkpoint:
         Raises:
             AttributeError: The checkpoint is in memory and has no folder.
         """
-        return self._folder("path").path
+        return self._folder_for("path").path
 
     @property
     def filesystem(self) -> Any:
@@ -218,16 +252,16 @@ class Checkpoint:
         Raises:
             AttributeError: The checkpoint is in memory and has no folder.
         """
-        return self._folder("filesystem").filesystem
+        return self._folder_for("filesystem").filesystem
 
     @property
     def uri(self) -> str | None:
         """The URI of the checkpoint's folder, with `file://` for a local folder. None for a checkpoint in memory."""
-        return self._content.folder.uri if isinstance(self._content, FolderContent) else None
+        return self._folder.uri if self._folder is not None else None
 
-    def _folder(self, name: str) -> Folder:
-        if isinstance(self._content, FolderContent):
-            return self._content.folder
+    def _folder_for(self, name: str) -> Folder:
+        if self._folder is not None:
+            return self._folder
         raise AttributeError(
             f"This checkpoint is in memory and has no `{name}`: use `to_dict()`, or write it with `to_directory()`."
         )
@@ -254,8 +288,7 @@ class Checkpoint:
         Other checkpoints in a local folder are pickled with the folder's files.
         """
         made = self.from_checkpoint(self)
-        if isinstance(self._content, FolderContent):
-            made._content = FolderContent(self._content.folder, goes_by_place=True)
+        made._goes_by_place = True
         return made
 
     def get_internal_representation(self) -> tuple[str, Any]:
@@ -264,13 +297,15 @@ class Checkpoint:
         The type is `data_dict` (followed by the dict), `object_ref` (the object reference), `local_path` (the folder's
         path) or `uri` (the folder's URI).
         """
-        return self._content.representation
+        if self._folder is not None:
+            return ("local_path", self._folder.path) if self._folder.is_local else ("uri", self._folder.uri)
+        return "data_dict" if isinstance(self._data, dict) else "object_ref", self._data
 
     def get_preprocessor(self) -> Any:
         """Return the preprocessor that was saved with the checkpoint. Return None if there is no preprocessor."""
-        if not isinstance(self._content, FolderContent):
+        folder = self._folder
+        if folder is None:
             return self.to_dict().get(PREPROCESSOR_KEY)
-        folder = self._content.folder
         for name in (PREPROCESSOR_KEY, f"{PREPROCESSOR_KEY}{META_SUFFIX}"):
             if folder.has(name):
                 return pickle.loads(folder.read(name))
@@ -278,7 +313,14 @@ class Checkpoint:
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the metadata that `set_metadata` and `update_metadata` have set for this checkpoint."""
-        return self._content.metadata()
+        if self._folder is None:
+            return dict(self._metadata)
+        if not self._folder.has(METADATA_FILE):
+            return {}
+        metadata = json.loads(self._folder.read(METADATA_FILE))
+        if not isinstance(metadata, dict):
+            raise CheckpointCorruptedError(f"{self._folder}: `{METADATA_FILE}` holds no dict, but {metadata!r:.200}.")
+        return metadata
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Replace the checkpoint's metadata. A checkpoint in a folder stores its metadata in `.metadata.json`.
@@ -287,7 +329,11 @@ class Checkpoint:
             TypeError: `metadata` is not a dict.
             ValueError: `metadata` cannot be encoded as JSON.
         """
-        self._content.set_metadata(checked_metadata(metadata))
+        metadata = dict(checked_metadata(metadata))
+        if self._folder is None:
+            self._metadata = metadata
+        else:
+            self._folder.write(METADATA_FILE, json.dumps(metadata).encode())
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Merge a dict into the checkpoint's metadata.
@@ -296,7 +342,7 @@ class Checkpoint:
             TypeError: `metadata` is not a dict.
             ValueError: `metadata` cannot be encoded as JSON.
         """
-        self._content.set_metadata({**self.get_metadata(), **checked_metadata(metadata)})
+        self.set_metadata({**self.get_metadata(), **checked_metadata(metadata)})
 
     def __eq__(self, other: object) -> bool:
         """Return True if both checkpoints have the same folder. A checkpoint in memory equals only itself."""
@@ -308,12 +354,30 @@ class Checkpoint:
         return hash(self.uri) if self.uri is not None else id(self)
 
     def __repr__(self) -> str:
-        kind, data = self._content.representation
-        shown = str(self._content.folder) if isinstance(self._content, FolderContent) else _short.repr(data)
+        kind, data = self.get_internal_representation()
+        shown = str(self._folder) if self._folder is not None else _short.repr(data)
         return f"{type(self).__name__}({kind}={shown})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_content": self._content.portable()}
+        """Return the state to pickle: the location of a folder in remote storage, otherwise the content as a dict.
+
+        After `by_place`, it is the location, and also the content of a folder that was written from a dict.
+        """
+        folder, state = self._folder, {**self.__dict__, "_goes_by_place": False}
+        if folder is None:
+            return state
+        is_here_only = (folder.is_local or folder.is_in_memory) and not self._goes_by_place
+        if is_here_only or (self._goes_by_place and folder.has(DICT_FILE)):
+            state |= {"_data": self.to_dict(), "_metadata": self.get_metadata()}
+        return state | {"_folder": None if is_here_only else folder}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._folder is not None and self._data is not None:  # both came; use the folder if this machine has it
+            if self._folder.exists():
+                self._data, self._metadata = None, {}
+            else:
+                self._folder = None
 
 
 def _opened(place: Any, filesystem: Any, argument: str) -> Folder:
@@ -356,6 +420,92 @@ def checked_metadata(metadata: Any) -> Mapping[str, Any]:
     except (TypeError, ValueError) as error:
         raise ValueError(f"`metadata={metadata!r:.200}`: need values that JSON can hold: {error}.") from error
     return metadata
+
+
+def folder_as_dict(folder: Path) -> dict[str, Any]:
+    """Return a folder's checkpoint content as a dict, without the metadata.
+
+    Raises:
+        FileNotFoundError: The folder does not exist.
+        CheckpointCorruptedError: `dict_checkpoint.pkl` does not contain a dict.
+    """
+    entries = sorted(entry for entry in folder.iterdir() if entry.name != METADATA_FILE)
+    file = folder / DICT_FILE
+    if not file.exists():
+        kept = {entry.name.removesuffix(META_SUFFIX): _load(entry) for entry in entries if _is_meta(entry)}
+        return {**kept, FOLDER_KEY: _packed(entry for entry in entries if not _is_meta(entry))}
+    content = _load(file)
+    if not isinstance(content, dict):
+        raise CheckpointCorruptedError(f"{file} holds no dict, but {content!r:.200}: it is not a checkpoint.")
+    extra = {entry.name: _packed([entry]) for entry in entries if entry != file}
+    return {**content, EXTRA_FILES_KEY: extra} if extra else content
+
+
+def write_dict(content: Mapping[str, Any], folder: Path) -> None:
+    """Write a checkpoint's dict into a folder as one file.
+
+    If `folder_as_dict` created the dict from files, write the original files instead.
+
+    Raises:
+        CheckpointCorruptedError: A key or archive leads outside the folder, or an archive is invalid.
+    """
+    if FOLDER_KEY in content:
+        for key, value in content.items():
+            if key != FOLDER_KEY:
+                _dump(value, _inside(folder, f"{key}{META_SUFFIX}"))
+        _unpack(content[FOLDER_KEY], folder)
+        return
+    rest = dict(content)
+    for archive in rest.pop(EXTRA_FILES_KEY, {}).values():
+        _unpack(archive, folder)
+    _dump(rest, folder / DICT_FILE)
+
+
+def _is_meta(entry: Path) -> bool:
+    return entry.name.endswith(META_SUFFIX) and entry.is_file()
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """Return the path of the entry `name` in a folder.
+
+    Raises:
+        CheckpointCorruptedError: The name would lead outside the folder.
+    """
+    if len(PurePosixPath(name).parts) != 1 or name in (".", ".."):
+        raise CheckpointCorruptedError(f"The checkpoint has the key {name!r}, which cannot be the name of a file.")
+    return folder / name
+
+
+def _packed(entries: Iterable[Path]) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for entry in entries:
+            archive.add(entry, arcname=entry.name)
+    return stream.getvalue()
+
+
+def _unpack(data: Any, folder: Path) -> None:
+    """Unpack a tar archive into a folder. Reject device files, and paths and links that lead outside the folder."""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+            archive.extractall(folder, filter="data")
+    except (tarfile.TarError, TypeError) as error:
+        raise CheckpointCorruptedError(
+            f"The checkpoint's archive cannot be unpacked into {folder}: {error}. Nothing outside this folder was "
+            "written."
+        ) from error
+
+
+def _load(file: Path) -> Any:
+    with open(file, "rb") as stream:
+        return pickle.load(stream)
+
+
+def _dump(value: Any, file: Path) -> None:
+    import cloudpickle
+
+    with open(file, "wb") as stream:
+        cloudpickle.dump(value, stream, protocol=5)
 
 
 class TensorflowCheckpoint(Checkpoint):

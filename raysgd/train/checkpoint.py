@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raysgd.air._contents import DICT_FILE
+from raysgd.air.checkpoint import DICT_FILE
 from raysgd.air.config import CheckpointConfig
 from raysgd.air.trial import checkpoint_name
 from raysgd.core.cluster.program_end import end_with

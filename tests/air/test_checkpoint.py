@@ -1,7 +1,4 @@
-"""A checkpoint made from one thing is read as another.
-
-Covers `raysgd.air._contents` and `raysgd.air._contents`, of which a checkpoint is made.
-"""
+"""A checkpoint made from one thing is read as another."""
 
 from __future__ import annotations
 
@@ -145,7 +142,7 @@ class TestFolders:
             assert content_of(shown) == content_of(folder)
         assert not Path(shown).exists()
         assert content_of(checkpoint.to_directory(folder.parent / "copy")) == content_of(folder)
-        checkpoint._folder("path").delete()
+        checkpoint._folder.delete()
 
     def test_without_a_path_a_new_folder_is_made(self) -> None:
         path = Checkpoint.from_dict(STATE).to_directory()
@@ -377,7 +374,7 @@ class TestPickling:
     def test_a_folder_that_only_this_process_sees_travels_by_value(self) -> None:
         checkpoint = Checkpoint.from_uri(Checkpoint.from_dict(STATE).to_uri("memory://air/pickled"))
         assert pickle.loads(pickle.dumps(checkpoint)).get_internal_representation() == ("data_dict", STATE)
-        checkpoint._folder("path").delete()
+        checkpoint._folder.delete()
 
 
 @pytest.mark.integration

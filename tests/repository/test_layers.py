@@ -57,7 +57,7 @@ INSIDE = {
     ),
     "core.connections": ("_compiler _origins mesh", "_gloo group horovod", "tensorflow torch"),
     "air": (
-        "_contents constants reports",
+        "constants reports",
         "checkpoint config trial",
         "_running_function result",
         "session",

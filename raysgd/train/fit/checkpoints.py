@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from raysgd.air._contents import DICT_FILE, EXTRA_FILES_KEY, FOLDER_KEY, META_SUFFIX, METADATA_FILE
-from raysgd.air.checkpoint import Checkpoint
+from raysgd.air.checkpoint import DICT_FILE, EXTRA_FILES_KEY, FOLDER_KEY, META_SUFFIX, METADATA_FILE, Checkpoint
 from raysgd.air.constants import PREPROCESSOR_KEY
 from raysgd.air.trial import checkpoint_name
 from raysgd.storage import Folder, StorageError

@@ -173,6 +173,6 @@ def test_an_altered_checkpoint_in_a_store_is_not_handed_out(
     with of_folder.as_directory() as path:
         assert Path(path, "weights").read_bytes() == b"123"
     for checkpoint, name in ((of_dict, "dict_checkpoint.pkl"), (of_folder, "weights")):
-        alter(checkpoint._folder("path"), name, at=1)
+        alter(checkpoint._folder, name, at=1)
         with pytest.raises(StorageError, match=f"{name}.*altered"):
             checkpoint.to_dict()
