@@ -422,6 +422,13 @@ def checked_metadata(metadata: Any) -> Mapping[str, Any]:
     return metadata
 
 
+def checkpoint_at(folder: Folder) -> Checkpoint:
+    """Return the checkpoint in a local or remote folder."""
+    if folder.is_local:
+        return Checkpoint(str(folder.local_path))
+    return Checkpoint(folder.path, folder.filesystem)
+
+
 def folder_as_dict(folder: Path) -> dict[str, Any]:
     """Return a folder's checkpoint content as a dict, without the metadata.
 

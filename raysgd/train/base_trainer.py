@@ -16,7 +16,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 from raysgd.air._running_function import TrialFacts
-from raysgd.air.checkpoint import Checkpoint
+from raysgd.air.checkpoint import Checkpoint, checkpoint_at
 from raysgd.air.checkpoint import checked_metadata as checked_dict
 from raysgd.air.config import RunConfig, ScalingConfig, checked_config
 from raysgd.air.constants import MAX_REPR_LENGTH
@@ -31,7 +31,6 @@ from raysgd.storage import Folder
 from raysgd.train.backend import BackendConfig
 from raysgd.train.fit import restore as restoring
 from raysgd.train.fit.data import check_datasets, check_preprocessor, prepared
-from raysgd.train.fit.fit_session import checkpoint_at
 from raysgd.train.fit.recorder import Recorder
 from raysgd.train.fit.run import FitJob, FitRun
 

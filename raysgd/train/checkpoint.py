@@ -1,11 +1,17 @@
-"""Receives the checkpoints of training functions in the driver. For `Trainer`, also stores the best of them as files.
+"""Receives the checkpoints of training functions in the driver, one at a time, in a thread, and stores them.
 
-Checkpoints are received one at a time, in a thread. ADR 94 explains why the worker first copies a checkpoint and the
-driver fetches the copy later.
+`CheckpointManager` stores the best checkpoints of `Trainer.run` as files. `FitCheckpoints` moves the checkpoints of
+`fit` to the trial's folder. A checkpoint of `fit` is a dict or a folder. A dict is sent to the driver, which writes it
+to a file. A folder is stored by the workers: all ranks write their files to the same staging folder. The driver then
+commits the staging folder, which turns the folder atomically into a checkpoint.
+
+ADR 94 explains why the worker first copies a checkpoint and the driver fetches the copy later, and why the driver
+numbers the checkpoints.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from abc import ABC, abstractmethod
@@ -17,17 +23,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raysgd.air.checkpoint import DICT_FILE
+from raysgd.air.checkpoint import (
+    DICT_FILE,
+    EXTRA_FILES_KEY,
+    FOLDER_KEY,
+    META_SUFFIX,
+    METADATA_FILE,
+    Checkpoint,
+    checkpoint_at,
+)
 from raysgd.air.config import CheckpointConfig
+from raysgd.air.constants import PREPROCESSOR_KEY
 from raysgd.air.trial import checkpoint_name
 from raysgd.core.cluster.program_end import end_with
 from raysgd.core.cluster.ray_session import RayThreads
 from raysgd.core.numbers.ranking import MAX, MIN, BestCheckpoints, SavedCheckpoint, as_score
-from raysgd.exceptions import OnFailure, failure_logged
+from raysgd.exceptions import failure_logged
 from raysgd.storage import Folder, StorageError, open_folder
 from raysgd.storage.files import local_copy, saving
 from raysgd.train._run_folders import as_folder, as_place
-from raysgd.train.constants import TIMESTAMP, TRAIN_CHECKPOINT_SUBDIR
+from raysgd.train.constants import METADATA_KEY, TIMESTAMP, TRAIN_CHECKPOINT_SUBDIR, TUNE_CHECKPOINT_ID
 
 __all__ = [
     "MAX",
@@ -62,6 +77,8 @@ class CheckpointTaker(ABC):
     Attributes:
         next_index: Number of the next checkpoint, for workers that store checkpoints themselves; None if workers store
             no checkpoints.
+        landing: Future of the newest checkpoint: of the stored checkpoint, or of None if it was lost. None before the
+            first checkpoint.
 
     Args:
         restart_point: The checkpoint that the run starts from; None to start from the beginning.
@@ -73,7 +90,8 @@ class CheckpointTaker(ABC):
         self._restart_point = restart_point
         self._num_landed = self._num_counted = 0
         self._threads = RayThreads()
-        self._coming: Future[None] | None = None
+        self._coming: Future[Any] | None = None
+        self.landing: Future[Any] | None = None
         self._has_arrived = threading.Event()
         self._identity = 0
         end_with(self, self._threads.join)
@@ -139,11 +157,7 @@ class CheckpointTaker(ABC):
             coming.result()
 
     def _receive(
-        self,
-        identity: int,
-        receive: Callable[[], dict[str, Any]],
-        keep: Callable[[dict[str, Any]], None],
-        lose: Callable[[], None] = lambda: None,
+        self, identity: int, receive: Callable[[], dict[str, Any]], keep: Callable[[dict[str, Any]], Any]
     ) -> None:
         """Start a thread that receives a checkpoint. Call `flush` first, because only one such thread may run.
 
@@ -151,27 +165,20 @@ class CheckpointTaker(ABC):
             identity: Number of the checkpoint.
             receive: Function that returns the checkpoint, or raises `CheckpointLostError` if it was lost.
             keep: Function to call in the thread with the received checkpoint.
-            lose: Function to call in the thread if `receive` raises.
         """
         self._identity = identity
         self._has_arrived.clear()
-        self._coming = self._threads.start(partial(self._land, receive, keep, lose), "raysgd-checkpoint")
+        self.landing = self._coming = self._threads.start(partial(self._land, receive, keep), "raysgd-checkpoint")
 
-    def _land(
-        self,
-        receive: Callable[[], dict[str, Any]],
-        keep: Callable[[dict[str, Any]], None],
-        lose: Callable[[], None],
-    ) -> None:
+    def _land(self, receive: Callable[[], dict[str, Any]], keep: Callable[[dict[str, Any]], Any]) -> Any:
         try:
-            with OnFailure(lose):
-                checkpoint = receive()
+            checkpoint = receive()
         except CheckpointLostError as error:
             logger.warning("checkpoint %s was lost with its worker: %s", self._identity, error)
-            return
+            return None
         finally:
             self._has_arrived.set()
-        keep(checkpoint)
+        return keep(checkpoint)
 
     def _note_landing(self, restart_point: Any) -> None:
         """Record that a checkpoint was completely received, so that a restart continues from this checkpoint."""
@@ -306,7 +313,7 @@ class CheckpointManager(CheckpointTaker):
         number = checked_score(self._strategy, score)
         self.flush()
         self.latest_checkpoint_id = identity = self.latest_checkpoint_id + 1
-        self._receive(identity, receive, lambda checkpoint: self._keep(identity, number, checkpoint))
+        self._receive(identity, receive, partial(self._keep, identity, number))
 
     def _keep(self, identity: int, score: float | None, checkpoint: dict[str, Any]) -> None:
         self._latest = checkpoint
@@ -377,6 +384,150 @@ class CheckpointManager(CheckpointTaker):
     def _remove(self, identity: int) -> None:
         assert self._folder is not None, "what is removed was written"
         self._folder.remove(checkpoint_name(identity))
+
+
+class FitCheckpoints(CheckpointTaker):
+    """Receives the checkpoints of a run, and creates a folder for each checkpoint.
+
+    Args:
+        folder: The trial's folder. None to write no files and keep only the newest checkpoint, in memory.
+        next_index: Number of the first checkpoint.
+        begin_from: The checkpoint that the run starts from.
+        metadata: Metadata to add to checkpoints. A checkpoint's own values take precedence.
+        preprocessor: Preprocessor to add to checkpoints that lack a preprocessor.
+        on_attempt: Function to call each time before the training function starts or restarts.
+    """
+
+    def __init__(
+        self,
+        folder: Folder | None,
+        next_index: int = 0,
+        begin_from: Checkpoint | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        preprocessor: Any = None,
+        on_attempt: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(begin_from)
+        self._folder = folder
+        self.next_index: int = next_index
+        self._metadata = dict(metadata or {})
+        self._preprocessor = preprocessor
+        self._on_attempt = on_attempt
+        self._newest = begin_from
+
+    def keep_newest(self) -> str | None:
+        """Wait until the newest checkpoint is written, and return its path or URI.
+
+        Nothing else is needed, because the recorder never deletes the newest checkpoint. If the run has no checkpoint
+        yet, return the location of the checkpoint that the run started from. Return None for a checkpoint in memory.
+        """
+        self.flush()
+        return place_of(self._newest)
+
+    def begin_attempt(self) -> None:
+        """Delete staging folders that the last attempt of the run has left, and call `on_attempt`."""
+        self.flush()
+        if self._folder is not None:
+            self._folder.discard_staged("checkpoint_")
+        self._on_attempt()
+
+    def add(self, score: Any, receive: Callable[[], dict[str, Any]] | None) -> None:
+        """Add the checkpoint of a step. Commit a folder that workers stored, or start a thread that receives a dict.
+
+        Args:
+            score: Unused, because these checkpoints are ranked by the metrics that were reported with them.
+            receive: Function that gets the dict from its worker; None if the workers have stored a folder.
+
+        Raises:
+            StorageError: The driver cannot find the files that the workers stored.
+            Exception: Receiving or writing the previous checkpoint failed.
+        """
+        self.flush()
+        index, self.next_index = self.next_index, self.next_index + 1
+        if receive is None:
+            committed = self._commit(index)
+            self._newest = checkpoint_at(committed)
+            self._note_landing(committed)
+            self.landing = Future()
+            self.landing.set_result(self._newest)
+        else:
+            self._receive(index, receive, partial(self._keep, index))
+
+    def _commit(self, index: int, own_metadata: Mapping[str, Any] | None = None) -> Folder:
+        """Add metadata and the preprocessor to a staging folder, and turn it into a checkpoint. Return the new folder.
+
+        Args:
+            index: Number of the checkpoint.
+            own_metadata: The checkpoint's own metadata. Default: the metadata in the staging folder.
+        """
+        assert self._folder is not None, "nothing is staged where no files are kept"
+        name = checkpoint_name(index)
+        staged = self._folder.staged(name)
+        if not staged.exists():
+            raise StorageError(
+                f"`storage_path`: the workers stored {name} in {self._folder}, and the driver does not find it there. "
+                "Use a folder that all nodes share, or a URI such as `s3://bucket/folder`."
+            )
+        if self._preprocessor is not None:
+            _write_preprocessor(self._preprocessor, staged)
+        if self._metadata or own_metadata:
+            own = own_metadata or _metadata_in(staged)
+            staged.write(METADATA_FILE, json.dumps({**self._metadata, **own}).encode())
+        return self._folder.commit(name)
+
+    def _keep(self, index: int, content: dict[str, Any]) -> Checkpoint:
+        """Write a worker's checkpoint dict to a file. If the run writes no files, keep the dict in memory.
+
+        Args:
+            index: Number of the checkpoint.
+            content: The dict.
+        """
+        own = content.pop(METADATA_KEY, {})
+        if content.get(PREPROCESSOR_KEY) is None:  # the key is missing, or a `TorchCheckpoint` stores None under it
+            content = {**content, PREPROCESSOR_KEY: self._preprocessor}
+        content = {**content, TUNE_CHECKPOINT_ID: index}
+        if self._folder is None:
+            checkpoint = Checkpoint.from_dict(content)
+            checkpoint.set_metadata({**self._metadata, **own})
+        else:
+            staged = self._folder.staged(checkpoint_name(index))
+            _write_dict(content, staged)
+            checkpoint = checkpoint_at(self._commit(index, own))
+        self._newest = checkpoint
+        self._note_landing(content)
+        return checkpoint
+
+
+def place_of(checkpoint: Checkpoint | None) -> str | None:
+    """Return the path or URI of a checkpoint. Return None if there is no checkpoint or it is in memory."""
+    uri = None if checkpoint is None else checkpoint.uri
+    return checkpoint.path if checkpoint is not None and uri is not None and uri.startswith("file://") else uri
+
+
+def _write_dict(content: dict[str, Any], staged: Folder) -> None:
+    """Write a checkpoint dict to a staging folder. If the dict was made from a folder, write the folder's files."""
+    if FOLDER_KEY in content or EXTRA_FILES_KEY in content:
+        with Checkpoint.from_dict(content).as_directory() as folder:
+            staged.upload(Path(folder))
+        return
+    from ray import cloudpickle
+
+    with staged.writing(DICT_FILE) as file:
+        cloudpickle.dump(content, file, protocol=5)
+
+
+def _write_preprocessor(preprocessor: Any, staged: Folder) -> None:
+    """Add a preprocessor to a staging folder, unless the folder contains a preprocessor or a checkpoint dict."""
+    file = f"{PREPROCESSOR_KEY}{META_SUFFIX}"
+    if not any(staged.has(name) for name in (DICT_FILE, PREPROCESSOR_KEY, file)):
+        from ray import cloudpickle
+
+        staged.write(file, cloudpickle.dumps(preprocessor))
+
+
+def _metadata_in(staged: Folder) -> dict[str, Any]:
+    metadata: dict[str, Any] = json.loads(staged.read(METADATA_FILE)) if staged.has(METADATA_FILE) else {}
+    return metadata
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: Path | str) -> None:

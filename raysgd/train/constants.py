@@ -33,6 +33,7 @@ TRAIN_CHECKPOINT_SUBDIR = "checkpoints"
 RESULT_FILE_JSON = "results.json"
 TUNE_CHECKPOINT_FILE_NAME = "checkpoint"
 TUNE_CHECKPOINT_ID = "_current_checkpoint_id"
+METADATA_KEY = "_raysgd_metadata"  # in a checkpoint dict on its way to the driver
 RESULT_FETCH_TIMEOUT = 0.2  # seconds between two polls in the old library; not used by raysgd
 SESSION_MISUSE_LOG_ONCE_KEY = "train_warn_session_misuse"
 

@@ -26,7 +26,7 @@ from raysgd.core.text.secrets import masked
 from raysgd.storage import open_folder
 from raysgd.train._tune import refuse_run_config
 from raysgd.train.base_trainer import BaseTrainer, own_values
-from raysgd.train.fit.checkpoints import place_of
+from raysgd.train.checkpoint import place_of
 from raysgd.train.fit.restore import SWEEP_FILE, at_place, restore, save_trainer
 from raysgd.trainer.driver import tune_trial
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from raysgd.air._running_function import TrialFacts
-from raysgd.air.checkpoint import Checkpoint
+from raysgd.air.checkpoint import Checkpoint, checkpoint_at
 from raysgd.air.reports import UploadOptions
 from raysgd.air.trial import checkpoint_name
 from raysgd.core.cluster.ray_session import RayThreads
@@ -28,8 +28,8 @@ from raysgd.storage import Folder
 from raysgd.train._worker.function_session import Session
 from raysgd.train._worker.mailbox import PendingCheckpoints
 from raysgd.train._worker.messages import CheckpointRef, FunctionMessage, FunctionSpec, TrainingResultType
+from raysgd.train.constants import METADATA_KEY
 
-METADATA_KEY = "_raysgd_metadata"
 _DEEPEST = 50
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.bool_)
 logger = logging.getLogger(__name__)
@@ -248,13 +248,6 @@ def _metadata_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return a dict with a checkpoint's metadata under `METADATA_KEY`, or an empty dict if it has no metadata."""
     metadata = checkpoint.get_metadata()
     return {METADATA_KEY: metadata} if metadata else {}
-
-
-def checkpoint_at(folder: Folder) -> Checkpoint:
-    """Return the checkpoint in a local or remote folder."""
-    if folder.is_local:
-        return Checkpoint(str(folder.local_path))
-    return Checkpoint(folder.path, folder.filesystem)
 
 
 def _opened(checkpoint: Checkpoint | Folder | dict[str, Any] | None) -> Checkpoint | None:

@@ -10,6 +10,7 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,8 +30,8 @@ from raysgd.train import _workers
 from raysgd.train._function_run import FunctionRun
 from raysgd.train._workers import FunctionWorkers
 from raysgd.train.backend import BackendConfig
+from raysgd.train.checkpoint import FitCheckpoints, place_of
 from raysgd.train.constants import TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, env_integer
-from raysgd.train.fit.checkpoints import FitCheckpoints, Landing, place_of
 from raysgd.train.fit.data import DatasetShards
 from raysgd.train.fit.fit_session import FitSession
 from raysgd.train.fit.recorder import Recorder, number_of
@@ -221,8 +222,8 @@ class FitRun:
         )
         self._own_reservation: Reservation | None = None
         self._run: FunctionRun | None = None
-        self._reports: deque[tuple[dict[str, Any], Landing | None]] = deque()
-        self._too_late: deque[tuple[dict[str, Any], Landing | None]] = deque()
+        self._reports: deque[tuple[dict[str, Any], Future[Any] | None]] = deque()
+        self._too_late: deque[tuple[dict[str, Any], Future[Any] | None]] = deque()
         self._failure: Exception | None = None
         self._has_raised = False
         job.aborts.append(partial(self._workers.stop, patience_s=0))
@@ -348,9 +349,9 @@ class FitRun:
         self._recorder.begin_attempt()
 
 
-def _landed(landing: Landing | None) -> Checkpoint | None:
+def _landed(landing: Future[Any] | None) -> Checkpoint | None:
     """Return the checkpoint of a future, or None if the checkpoint was lost or is not written yet."""
-    return landing.result() if landing is not None and landing.done() else None
+    return landing.result() if landing is not None and landing.done() and landing.exception() is None else None
 
 
 def followed(placement_strategy: str) -> Literal["PACK", "SPREAD"] | None:

@@ -16,7 +16,6 @@ from raysgd.train._function_run import FunctionStep
 from raysgd.train._worker.messages import TrainingResultType
 from raysgd.train.backend import BackendConfig
 from raysgd.train.checkpoint import CheckpointLostError
-from raysgd.train.fit.checkpoints import Landing
 from raysgd.train.fit.recorder import Recorder
 from raysgd.train.fit.run import FitJob, FitRun, StopConditionMet
 from tests.train.fit.notes import make_folder
@@ -27,7 +26,7 @@ class Steps:
 
     is_over = False
 
-    def __init__(self, run: FitRun, *steps: tuple[int, Landing | None]) -> None:
+    def __init__(self, run: FitRun, *steps: tuple[int, Future[Any] | None]) -> None:
         self.fit, self.steps = run, list(steps)
 
     def next_step(self) -> FunctionStep:
@@ -71,7 +70,7 @@ def fit_run(place: Path, seen: Seen, scaling: ScalingConfig, **options: Any) -> 
     return FitRun(job, int, BackendConfig(), scaling)
 
 
-def run_of(place: Path, seen: Seen, *steps: tuple[int, Landing | None]) -> Any:
+def run_of(place: Path, seen: Seen, *steps: tuple[int, Future[Any] | None]) -> Any:
     """A run whose `step` takes the next of these steps."""
     run: Any = fit_run(place, seen, ScalingConfig(num_workers=1))
     run.step = partial(run.step, Steps(run, *steps))
@@ -88,7 +87,7 @@ def test_workers_go_and_run_where_the_configs_say(tmp_path: Path) -> None:
 
 def test_a_report_waits_for_its_checkpoint_and_later_ones_for_it(tmp_path: Path) -> None:
     seen = Seen()
-    landing: Landing = Future()
+    landing: Future[Any] = Future()
     run = run_of(tmp_path, seen, (1, None), (2, landing), (3, None))
     for _ in range(3):
         assert run.step()
@@ -103,8 +102,8 @@ def test_a_report_waits_for_its_checkpoint_and_later_ones_for_it(tmp_path: Path)
 
 def test_a_report_whose_checkpoint_was_lost_is_handed_over_without_it(tmp_path: Path) -> None:
     seen = Seen()
-    lost: Landing = Future()
-    never: Landing = Future()
+    lost: Future[Any] = Future()
+    never: Future[Any] = Future()
     run = run_of(tmp_path, seen, (1, lost), (2, never))
     run.step(), run.step()
     lost.set_result(None)

@@ -1,3 +1,8 @@
+"""What becomes of the checkpoints of `fit`.
+
+Covers `raysgd.train.checkpoint`; those of `Trainer.run` are in `test_checkpoint`.
+"""
+
 from __future__ import annotations
 
 import pickle
@@ -10,9 +15,8 @@ import pytest
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.exceptions import StorageError
 from raysgd.storage import Folder, open_folder
-from raysgd.train.checkpoint import CheckpointLostError
-from raysgd.train.fit.checkpoints import FitCheckpoints
-from raysgd.train.fit.fit_session import METADATA_KEY
+from raysgd.train.checkpoint import CheckpointLostError, FitCheckpoints
+from raysgd.train.constants import METADATA_KEY
 from tests.helpers.s3_server import S3Server
 from tests.helpers.store_damage import alter
 
