@@ -335,7 +335,7 @@ TABLE = (
     PrivateNames(
         "ray.tune.trainable.trainable_fn_utils",
         ("_in_tune_session",),
-        "air._running_function",
+        "air.session",
         "`raysgd.air.session` in a function of Ray Tune has no effect, and warns of it",
     ),
     PrivateNames(

@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from raysgd.air._running_function import current_session
+from raysgd.air.session import current_session
 from raysgd.compat.names import MOVED, former_names
 from raysgd.core.connections.mesh.mesh import MeshBroken
 from raysgd.core.engine.gpus import DriverView

@@ -15,11 +15,11 @@ from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
-from raysgd.air._running_function import TrialFacts
 from raysgd.air.checkpoint import Checkpoint, checkpoint_at
 from raysgd.air.checkpoint import checked_metadata as checked_dict
 from raysgd.air.config import RunConfig, ScalingConfig, checked_config
 from raysgd.air.constants import MAX_REPR_LENGTH
+from raysgd.air.session import TrialFacts
 from raysgd.air.trial import TrialFolder, new_trial_folder
 from raysgd.core.arguments import did_you_mean, refuse_unknown
 from raysgd.core.text.secrets import masked

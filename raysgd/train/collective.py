@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from raysgd.air._running_function import helper_session
+from raysgd.air.session import helper_session
 from raysgd.train._worker.messages import BROADCAST
 
 __all__ = ["barrier", "broadcast_from_rank_zero"]

@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from raysgd.air import session as of_air
-from raysgd.air._running_function import current_session, place, session_or_warning
 from raysgd.air.reports import PreemptionInfo
 from raysgd.air.session import *  # noqa: F403 - this module re-exports all of its names
-from raysgd.air.session import TrainContext, get_context
+from raysgd.air.session import TrainContext, current_session, get_context, place, session_or_warning
 from raysgd.exceptions import SessionMisuseError
 from raysgd.train._worker.function_session import Session
 from raysgd.train._worker.messages import PREEMPTION, TrainingResult, TrainingResultType

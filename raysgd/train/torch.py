@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raysgd.air._running_function import helper_session
+from raysgd.air.session import helper_session
 from raysgd.core.files import check_local
 from raysgd.core.imports import lazy_names
 from raysgd.train._torch.checkpoint import TorchCheckpoint, TorchPredictor

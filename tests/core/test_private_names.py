@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from raysgd.air._running_function import tune_here
+from raysgd.air.session import tune_here
 from raysgd.core.cluster.ray_session import RayThreads, delaying_shutdown, keep_threads_from_starting_ray
 from raysgd.core.connections import _compiler
 from raysgd.core.connections.horovod import HorovodConnection

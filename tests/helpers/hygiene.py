@@ -141,7 +141,7 @@ def _process_groups() -> list[str]:
 
 
 def _sessions() -> list[str]:
-    running: Any = sys.modules.get("raysgd.air._running_function")
+    running: Any = sys.modules.get("raysgd.air.session")
     session = running.current_session() if running is not None else None
     if session is None:
         return []

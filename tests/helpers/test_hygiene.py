@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from torch import distributed
 
-from raysgd.air import _running_function
+from raysgd.air import session as of_air
 from tests.helpers import hygiene
 from tests.helpers.hygiene import Surroundings
 
@@ -35,9 +35,9 @@ def test_variables_that_were_added_changed_or_removed_are_named_and_put_back(
 
 
 def test_a_session_that_stays_open_is_named_and_closed() -> None:
-    _running_function.open_session(cast(Any, object()))
+    of_air.open_session(cast(Any, object()))
     assert Surroundings.now().leaks() == ["the session of a training function"]
-    assert _running_function.current_session() is None
+    assert of_air.current_session() is None
 
 
 def test_a_thread_that_runs_on_is_named() -> None:

@@ -59,8 +59,7 @@ INSIDE = {
     "air": (
         "constants reports",
         "checkpoint config trial",
-        "_running_function result",
-        "session",
+        "result session",
         "integrations",
         "callbacks",
     ),

@@ -9,7 +9,7 @@ from raysgd.core.engine import ranks
 from raysgd.torch.parallel.undo import Undo
 from raysgd.train._function_run import MessageQueues
 from raysgd.train._torch.global_steps import GlobalSteps
-from raysgd.train._torch.repeating_loader import RepeatingLoader
+from raysgd.train._torch.loaders import RepeatingLoader
 from raysgd.train._worker.function_replica import FunctionReplica
 from raysgd.train._worker.function_session import Session
 from raysgd.train._worker.mailbox import Mailbox

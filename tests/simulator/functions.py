@@ -31,8 +31,7 @@ from raysgd.core.engine.shared.types import HeldAtStep, StateHandover, World
 from raysgd.train._function_run import FunctionRun
 from raysgd.train._torch import global_steps
 from raysgd.train._torch.global_steps import GlobalSteps
-from raysgd.train._torch.loaders import DrawnSampler, over_global_batches
-from raysgd.train._torch.repeating_loader import RepeatingLoader
+from raysgd.train._torch.loaders import DrawnSampler, RepeatingLoader, over_global_batches
 from raysgd.train._worker import function_replica, membership
 from raysgd.train._worker.function_replica import FunctionReplica, FunctionReplicas
 from raysgd.train._worker.function_session import Session

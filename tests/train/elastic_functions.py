@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import train
-from raysgd.air._running_function import current_session
+from raysgd.air.session import current_session
 from raysgd.core.engine.shared.types import World
 from raysgd.streams.stream import Pipeline
 from raysgd.train import torch as helpers

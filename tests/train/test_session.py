@@ -1,6 +1,6 @@
 """What training functions can call, inside and outside of a run.
 
-Covers `raysgd.train._worker.function_session`, `raysgd.air.session` and `raysgd.air._running_function`: functions see
+Covers `raysgd.train._worker.function_session` and `raysgd.air.session`: functions see
 them through these calls.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.air import _running_function
+from raysgd.air import session as of_air
 from raysgd.core.engine.shared.types import World
 from raysgd.core.state.state_codec import EncodedState, decode
 from raysgd.core.text.log_lines import Once
@@ -275,7 +275,7 @@ class TestShards:
 class TestOutsideOfARun:
     @pytest.fixture(autouse=True)
     def forget_warnings(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_running_function, "_once", Once())
+        monkeypatch.setattr(of_air, "_once", Once())
 
     @pytest.mark.parametrize("name", ["report", "save_checkpoint", "load_checkpoint", "get_dataset_shard"])
     def test_a_function_warns_once_and_does_nothing(self, name: str) -> None:

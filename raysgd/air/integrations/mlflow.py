@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd.air._running_function import current_session
-from raysgd.air.session import get_trial_name, get_world_rank
+from raysgd.air.session import current_session, get_trial_name, get_world_rank
 from raysgd.core.imports import require
 
 require("mlflow", extra="mlflow", purpose="`raysgd.air.integrations.mlflow`")

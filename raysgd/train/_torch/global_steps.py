@@ -26,7 +26,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from raysgd.air._running_function import RunningSession, current_session
+from raysgd.air.session import RunningSession, current_session
 from raysgd.core.connections.torch import is_connection_error, mesh_group
 from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.ddp import DDP

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raysgd.air._running_function import Alone, RunningSession, current_session, helper_session
+from raysgd.air.session import Alone, RunningSession, current_session, helper_session
 from raysgd.core.connections.torch import ordinal_of
 from raysgd.torch.objects.precision import NativeAmp, Precision
 from raysgd.torch.parallel.ddp import DDP

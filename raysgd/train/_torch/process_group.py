@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raysgd.air._running_function import current_session
+from raysgd.air.session import current_session
 from raysgd.core.arguments import check_seconds
 from raysgd.core.connections.torch import TorchConnection, end_process_group, variables_of_nccl, view_of_driver
 from raysgd.core.engine.gpus import DriverView, choose_gpus

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.air._running_function import TrialFacts
 from raysgd.air.checkpoint import Checkpoint, checkpoint_at
 from raysgd.air.reports import UploadOptions
+from raysgd.air.session import TrialFacts
 from raysgd.air.trial import checkpoint_name
 from raysgd.core.cluster.ray_session import RayThreads
 from raysgd.core.engine.shared.types import World

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
-from raysgd.air._running_function import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
+from raysgd.air.session import TrialFacts
 from raysgd.air.trial import TrialFolder
 from raysgd.core.engine.placement import Reservation, ensure_ray
 from raysgd.core.engine.policies import Decision, Diagnosis, FailurePolicy, RetryBudget, words

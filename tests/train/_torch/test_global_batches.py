@@ -1,6 +1,6 @@
 """Global batches, and what ranks get of them; also the loader that yields them again.
 
-Covers `raysgd.train._torch.repeating_loader`: it has little to do without batches.
+Covers `raysgd.train._torch.loaders`: it has little to do without batches.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from raysgd.core.connections.torch import end_process_group
 from raysgd.core.engine.shared.types import World
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.train._torch.global_steps import GlobalSteps, step_only_where
-from raysgd.train._torch.loaders import of_stream, over_global_batches
-from raysgd.train._torch.repeating_loader import GlobalBatches, GlobalStream, RepeatingLoader
+from raysgd.train._torch.loaders import GlobalBatches, GlobalStream, RepeatingLoader, of_stream, over_global_batches
 from raysgd.train._worker.membership import GroupPlace, Membership
 from tests.streams.made import MadeStream
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.air._running_function import current_session
+from raysgd.air.session import current_session
 from raysgd.core.engine.shared.types import StateHandover, World
 from raysgd.train import session
 from raysgd.train._function_run import MessageQueues

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.air import _running_function
-from raysgd.air._running_function import TrialFacts
+from raysgd.air import session as of_air
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import ScalingConfig
 from raysgd.air.reports import CheckpointUploadMode
+from raysgd.air.session import TrialFacts
 from raysgd.core.engine.shared.types import StateHandover, World
 from raysgd.core.state.state_codec import EncodedState, decode
 from raysgd.core.text.log_lines import Once
@@ -338,7 +338,7 @@ class TestTheContext:
         context = session.get_context()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            _running_function._once = Once()
+            of_air._once = Once()
             found = [context.get_world_size(), context.get_world_rank(), context.get_local_world_size()]
             found += [context.get_trial_name(), session.get_checkpoint(), context.get_trial_name()]
         assert found == [1, 0, 0, None, None, None]

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from raysgd.air import Checkpoint, RunConfig, ScalingConfig
-from raysgd.air._running_function import TrialFacts
+from raysgd.air.session import TrialFacts
 from raysgd.core.engine.policies import Decision, Diagnosis, RetryBudget
 from raysgd.train._function_run import FunctionStep
 from raysgd.train._worker.messages import TrainingResultType
