@@ -49,10 +49,15 @@ def _shown(config: Any) -> str:
 
     API keys and passwords are masked.
     """
+    shown = [f"{name}={masked(value)!r}" for name, value in own_values(config).items()]
+    return masked(f"{type(config).__name__}({', '.join(shown)})")
+
+
+def own_values(config: Any) -> dict[str, Any]:
+    """Return the fields of a config whose values differ from the defaults, as a dict."""
     default = type(config)()
     values = {each.name: getattr(config, each.name) for each in fields(config)}
-    shown = [f"{name}={masked(value)!r}" for name, value in values.items() if value != getattr(default, name)]
-    return masked(f"{type(config).__name__}({', '.join(shown)})")
+    return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
 @dataclass

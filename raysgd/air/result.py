@@ -149,7 +149,7 @@ class Result:
                 "the folder with the run's name."
             )
         reports = read_reports(folder)
-        kept = _read_checkpoints(folder, reports)
+        kept = read_checkpoints(folder, reports)
         return cls(
             metrics=reports[-1] if reports else None,
             checkpoint=kept[-1][0] if kept else None,
@@ -167,17 +167,11 @@ def read_reports(folder: Folder) -> list[dict[str, Any]]:
     return [report for line in lines if (report := report_in(line)) is not None]
 
 
-def by_checkpoint(reports: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the reports that came with a checkpoint, keyed by the name of the checkpoint's folder."""
-    named = ((report.get(CHECKPOINT_DIR_NAME), report) for report in reports)
-    return {name: dict(report) for name, report in named if isinstance(name, str)}
-
-
-def _read_checkpoints(folder: Folder, reports: Iterable[Mapping[str, Any]]) -> list[Kept]:
+def read_checkpoints(folder: Folder, reports: Iterable[Mapping[str, Any]]) -> list[Kept]:
     """Return a trial's checkpoints with their reports, oldest first."""
-    by_name = by_checkpoint(reports)
-    names = checkpoints_in(folder.committed())
-    return [(Checkpoint(folder / name), by_name.get(name, {})) for name in names]
+    named = ((report.get(CHECKPOINT_DIR_NAME), report) for report in reports)
+    by_name = {name: dict(report) for name, report in named if isinstance(name, str)}
+    return [(Checkpoint(folder / name), by_name.get(name, {})) for name in checkpoints_in(folder.committed())]
 
 
 def _read_error(folder: Folder) -> Exception | None:

@@ -84,7 +84,7 @@ class FunctionRun:
     ) -> None:
         self._workers, self._controller = workers, workers.controller
         self._checkpoints, self._budget = workers.checkpoints, workers.budget
-        self._spec, self._data, self._on_wait = spec, data, on_wait
+        self._spec, self._data, self._on_wait = spec, data, on_wait or (lambda: None)
         self._leaving = leaving or Leaving()
         self._know_of_signal = False  # True once `get_preemption_info` has reported a signal to the functions
         self._queues = MessageQueues()
@@ -249,8 +249,7 @@ class FunctionRun:
 
     def _watch(self) -> None:
         """Call `on_wait`, and end the program if a signal requires it. Called while the driver waits for workers."""
-        if self._on_wait is not None:
-            self._on_wait()
+        self._on_wait()
         self._leave_if_late()
 
     def _find_preemption(self) -> PreemptionInfo | None:
@@ -430,8 +429,8 @@ class FunctionRun:
         arguments = self._told_to_store(tokens, taken)
         if not tokens:
             return True
-        on_wait = self._on_wait or _wait_on  # not `_watch`, which would end the program while folders are stored
-        return all(self._call(FunctionReplica.store, arguments, may_continue=False, on_wait=on_wait))
+        # Do not call `_watch`, which would end the program while folders are stored.
+        return all(self._call(FunctionReplica.store, arguments, may_continue=False, on_wait=self._on_wait))
 
     def _told_to_store(
         self, tokens: Mapping[int, int], taken: Mapping[int, Sequence[str]]
@@ -634,10 +633,6 @@ def taken_names(names: Mapping[int, Collection[str]]) -> dict[int, tuple[str, ..
         taken[rank] = tuple(name for name in names[rank] if name in below)
         below.update(names[rank])
     return taken
-
-
-def _wait_on() -> None:
-    """Do nothing while a call waits. Replaces `_watch`, which may end the program after a signal."""
 
 
 def arrived(transfer: Transfer, is_cut_off: Callable[[], bool], is_ending: Callable[[], bool]) -> Any:

@@ -45,19 +45,13 @@ def make_logdir(log_dir: str | Path | None) -> Path | Folder:
     Raises:
         StorageError: The store could not be reached.
     """
-    folder = _new() if log_dir is None else _given(log_dir)
-    logger.info("the results of this trainer go to %s", folder)
-    return folder
-
-
-def _new() -> Path:
-    return make_new(open_folder(_results()), time.strftime("train_%Y-%m-%d_%H-%M-%S")).local_path
-
-
-def _given(log_dir: str | Path) -> Path | Folder:
-    check_logdir(log_dir)
-    folder = open_folder(log_dir if is_uri(log_dir) else construct_path(log_dir, constants.DEFAULT_RESULTS_DIR))
-    folder.make()
+    if log_dir is None:
+        folder = make_new(open_folder(_results()), time.strftime("train_%Y-%m-%d_%H-%M-%S"))
+    else:
+        check_logdir(log_dir)
+        folder = open_folder(log_dir if is_uri(log_dir) else construct_path(log_dir, constants.DEFAULT_RESULTS_DIR))
+        folder.make()
+    logger.info("the results of this trainer go to %s", as_place(folder))
     return as_place(folder)
 
 

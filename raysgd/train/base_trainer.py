@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 from raysgd.air.checkpoint import Checkpoint, checkpoint_at
 from raysgd.air.checkpoint import checked_metadata as checked_dict
-from raysgd.air.config import RunConfig, ScalingConfig, checked_config
+from raysgd.air.config import RunConfig, ScalingConfig, checked_config, own_values
 from raysgd.air.constants import MAX_REPR_LENGTH
 from raysgd.air.session import TrialFacts
 from raysgd.air.trial import TrialFolder, new_trial_folder
@@ -391,13 +391,6 @@ def check_allowed(scaling: ScalingConfig, allowed: Sequence[str], trainer_name: 
             f"`scaling_config` sets {', '.join(f'`{name}`' for name in forbidden)}, which `{trainer_name}` does not "
             f"use. Available: {', '.join(f'`{name}`' for name in allowed)}."
         )
-
-
-def own_values(config: ScalingConfig) -> dict[str, Any]:
-    """Return the fields of a `ScalingConfig` whose values differ from the defaults, as a dict."""
-    default = ScalingConfig()
-    names = [each.name for each in fields(config)]
-    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
 
 
 def check_is_left_to_function(run_config: RunConfig) -> None:

@@ -11,7 +11,6 @@ numbers the checkpoints.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from abc import ABC, abstractmethod
@@ -28,7 +27,6 @@ from raysgd.air.checkpoint import (
     EXTRA_FILES_KEY,
     FOLDER_KEY,
     META_SUFFIX,
-    METADATA_FILE,
     Checkpoint,
     checkpoint_at,
 )
@@ -471,8 +469,8 @@ class FitCheckpoints(CheckpointTaker):
         if self._preprocessor is not None:
             _write_preprocessor(self._preprocessor, staged)
         if self._metadata or own_metadata:
-            own = own_metadata or _metadata_in(staged)
-            staged.write(METADATA_FILE, json.dumps({**self._metadata, **own}).encode())
+            marked = Checkpoint(staged)
+            marked.set_metadata({**self._metadata, **(own_metadata or marked.get_metadata())})
         return self._folder.commit(name)
 
     def _keep(self, index: int, content: dict[str, Any]) -> Checkpoint:
@@ -523,11 +521,6 @@ def _write_preprocessor(preprocessor: Any, staged: Folder) -> None:
         from ray import cloudpickle
 
         staged.write(file, cloudpickle.dumps(preprocessor))
-
-
-def _metadata_in(staged: Folder) -> dict[str, Any]:
-    metadata: dict[str, Any] = json.loads(staged.read(METADATA_FILE)) if staged.has(METADATA_FILE) else {}
-    return metadata
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: Path | str) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysgd.air.checkpoint import Checkpoint
-from raysgd.air.config import RunConfig, ScalingConfig
+from raysgd.air.config import RunConfig, ScalingConfig, own_values
 from raysgd.air.result import Result
 from raysgd.air.trial import new_name, storage_of
 from raysgd.callbacks.callback import Callback
@@ -25,7 +25,7 @@ from raysgd.callbacks.calling import FunctionCalls, of_tune_among, own_among
 from raysgd.core.text.secrets import masked
 from raysgd.storage import open_folder
 from raysgd.train._tune import refuse_run_config
-from raysgd.train.base_trainer import BaseTrainer, own_values
+from raysgd.train.base_trainer import BaseTrainer
 from raysgd.train.checkpoint import place_of
 from raysgd.train.fit.restore import SWEEP_FILE, at_place, restore, save_trainer
 from raysgd.trainer.driver import tune_trial

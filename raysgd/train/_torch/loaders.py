@@ -388,11 +388,32 @@ class GlobalStream:
         return getattr(self.__dict__["_part"], name)
 
 
-class RepeatingLoader(DataLoader[Any]):
+class WrappedLoader(DataLoader[Any]):
+    """Wraps a loader. All attributes that this class lacks come from the wrapped loader.
+
+    Args:
+        loader: The loader to wrap.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.__dict__.update(loader.__dict__)
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_loader"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # not `DataLoader.__setattr__`, which rejects some names
+
+
+class RepeatingLoader(WrappedLoader):
     """Wraps a loader over global batches, and repeats a batch if a worker was lost while the batch was processed.
 
     After a worker was lost, the loader waits before the next batch until the remaining workers have formed a new group.
-    New workers also join between two batches. Other attributes come from the wrapped loader.
+    New workers also join between two batches.
 
     Args:
         loader: The loader to wrap.
@@ -403,8 +424,8 @@ class RepeatingLoader(DataLoader[Any]):
     """
 
     def __init__(self, loader: DataLoader[Any], steps: GlobalSteps) -> None:
-        self.__dict__.update(loader.__dict__)
-        self._loader, self._steps = loader, steps
+        super().__init__(loader)
+        self._steps = steps
         self._has_trained = self.is_open = False
         self._epoch = self._consumed = 0
         steps.number(self)
@@ -454,9 +475,6 @@ class RepeatingLoader(DataLoader[Any]):
         self._sampler.set_epoch(position["order"])
         self._global.note_used(self._consumed)
         self._has_trained = True
-
-    def __len__(self) -> int:
-        return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         joint = self._global
@@ -520,15 +538,9 @@ class RepeatingLoader(DataLoader[Any]):
         if {"seen", "done"} <= outcomes:
             self._steps.note_unstepped()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_loader"], name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)  # not `DataLoader.__setattr__`, which rejects some names
-
-
-class DeviceLoader(DataLoader[Any]):
-    """Wraps a loader and moves its batches to a device. All other attributes come from the wrapped loader.
+class DeviceLoader(WrappedLoader):
+    """Wraps a loader and moves its batches to a device.
 
     Args:
         loader: The loader to wrap.
@@ -542,14 +554,11 @@ class DeviceLoader(DataLoader[Any]):
     """
 
     def __init__(self, loader: DataLoader[Any], device: torch.device, ahead: bool) -> None:
-        self.__dict__.update(loader.__dict__)
-        self._loader, self._device = loader, device
+        super().__init__(loader)
+        self._device = device
         self.epoch = 0
         runs_ahead = ahead and device.type == "cuda" and not hasattr(loader, "state_dict")
         self._stream = torch.cuda.Stream(device) if runs_ahead else None
-
-    def __len__(self) -> int:
-        return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield the wrapped loader's batches, moved to the device."""
@@ -579,12 +588,6 @@ class DeviceLoader(DataLoader[Any]):
             with torch.cuda.stream(stream):
                 return [moved(batch, self._device)]
         return None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_loader"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self.__dict__[name] = value
 
 
 def moved(batch: Any, device: torch.device) -> Any:

@@ -79,10 +79,8 @@ class Mailbox:
             RunCancelled: The message will not be read.
         """
         with self._changed:
-            self._messages.append(message)
-            self._num_offered += 1
+            self.post(message)
             enough = self._num_offered - (self.num_ahead if may_wait else 0)
-            self._changed.notify_all()
             self._hold_until(lambda: self._num_taken >= enough)
 
     def post(self, message: Any) -> None:

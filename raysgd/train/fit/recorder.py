@@ -26,7 +26,7 @@ from raysgd.air.reports import (
     MetricsFiller,
     iteration_of,
 )
-from raysgd.air.result import Kept, Result, by_checkpoint, read_reports, value_at
+from raysgd.air.result import Kept, Result, read_checkpoints, read_reports, value_at
 from raysgd.air.trial import FitTrialView, TrialFolder, checkpoint_index
 from raysgd.callbacks.calling import RunCallbacks
 from raysgd.core.arguments import is_integer, is_number, takes
@@ -305,9 +305,8 @@ class KeptCheckpoints:
 
     def take_over(self, reports: Sequence[Mapping[str, Any]]) -> None:
         """Add the checkpoints and reports that an earlier process of this run has stored."""
-        by_name = by_checkpoint(reports)
-        for name in self._folder.checkpoint_names():
-            self.keep(Checkpoint(self._folder.trial / name), by_name.get(name, {}))
+        for checkpoint, report in read_checkpoints(self._folder.trial, reports):
+            self.keep(checkpoint, report)
         # If the newest checkpoint has no report, the driver died between storing the checkpoint and writing the report.
         if self.latest is not None and not self.report:
             last = reports[-1] if reports else {}

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import PurePosixPath
@@ -220,7 +220,6 @@ class FitRun:
             is_elastic=scaling.elastic,
             num_spares=scaling.spare_workers,
         )
-        self._own_reservation: Reservation | None = None
         self._run: FunctionRun | None = None
         self._reports: deque[tuple[dict[str, Any], Future[Any] | None]] = deque()
         self._too_late: deque[tuple[dict[str, Any], Future[Any] | None]] = deque()
@@ -237,22 +236,22 @@ class FitRun:
             StepMismatchError: The workers did not report equally often.
             Preempted: A signal arrived, and the newest checkpoint is stored.
         """
-        try:
-            self._reserve_own_resources()
-            self._workers.start(self)
-            events = self._workers.controller.history.events
-            self._recorder.watch(lambda: events)
-            spec = self._workers.function_spec(self._function, make_session=partial(FitSession, facts=self._facts))
-            self._run = FunctionRun(self._workers, spec, self._shards, self._hand_over, self._leaving)
-            with self._workers.listening(self._leaving):
-                self._run.start()
-                while self.step(self._run):
-                    pass
-        except StopConditionMet:
-            logger.info("the stop condition of the run is met")
-            self._too_late, self._reports = self._reports, deque()
-        finally:
-            self.stop()
+        with reserved(self._own_resources):
+            try:
+                self._workers.start(self)
+                events = self._workers.controller.history.events
+                self._recorder.watch(lambda: events)
+                spec = self._workers.function_spec(self._function, make_session=partial(FitSession, facts=self._facts))
+                self._run = FunctionRun(self._workers, spec, self._shards, self._hand_over, self._leaving)
+                with self._workers.listening(self._leaving):
+                    self._run.start()
+                    while self.step(self._run):
+                        pass
+            except StopConditionMet:
+                logger.info("the stop condition of the run is met")
+                self._too_late, self._reports = self._reports, deque()
+            finally:
+                self.stop()
 
     def step(self, run: FunctionRun) -> bool:
         """Wait for the next report of all workers and process it. Return False if the functions have finished.
@@ -277,7 +276,6 @@ class FitRun:
         """
         is_over = self._run is not None and self._run.is_over
         self._workers.stop(patience_s=5 if is_over else 0)
-        self._give_reservation_back()
         # Ignore an error of `flush`: after a failed run, the run's own error is raised. The last step of a successful
         # run has already called `flush` without an error.
         with suppress(Exception):
@@ -295,24 +293,6 @@ class FitRun:
                 with suppress(OSError):
                     (self._facts.folder / PurePosixPath(checkpoint.path).name).delete()
         self._too_late.clear()
-
-    def _reserve_own_resources(self) -> None:
-        """Reserve the `trainer_resources` of the scaling config, in addition to the workers' resources.
-
-        In a Ray Tune trial, use the placement group that Tune has reserved for the trial instead.
-        """
-        own = self._own_resources
-        if own and any(own.values()):
-            ensure_ray()
-            custom = {name: amount for name, amount in own.items() if name not in ("CPU", "GPU")}
-            need = Resources(own.get("CPU", 0), own.get("GPU", 0), custom)
-            self._own_reservation = Reservation(need, 1, words=WORDS)
-            self._own_reservation.wait(env_integer(TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, 100))
-
-    def _give_reservation_back(self) -> None:
-        reservation, self._own_reservation = self._own_reservation, None
-        if reservation is not None:
-            reservation.close(_CLOSE_S)
 
     def _hand_over(self, is_end: bool = False) -> None:
         """Record the waiting reports in order, up to the first report whose checkpoint is not written yet.
@@ -352,6 +332,25 @@ class FitRun:
 def _landed(landing: Future[Any] | None) -> Checkpoint | None:
     """Return the checkpoint of a future, or None if the checkpoint was lost or is not written yet."""
     return landing.result() if landing is not None and landing.done() and landing.exception() is None else None
+
+
+@contextmanager
+def reserved(own: Mapping[str, float] | None) -> Iterator[None]:
+    """Inside the block, reserve the `trainer_resources` of a scaling config, in addition to the workers' resources.
+
+    In a Ray Tune trial, use the placement group that Tune has reserved for the trial instead.
+    """
+    if not own or not any(own.values()):
+        yield
+        return
+    ensure_ray()
+    custom = {name: amount for name, amount in own.items() if name not in ("CPU", "GPU")}
+    reservation = Reservation(Resources(own.get("CPU", 0), own.get("GPU", 0), custom), 1, words=WORDS)
+    try:
+        reservation.wait(env_integer(TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, 100))
+        yield
+    finally:
+        reservation.close(_CLOSE_S)
 
 
 def followed(placement_strategy: str) -> Literal["PACK", "SPREAD"] | None:
