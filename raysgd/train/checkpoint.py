@@ -39,7 +39,6 @@ from raysgd.core.numbers.ranking import MAX, MIN, BestCheckpoints, SavedCheckpoi
 from raysgd.exceptions import failure_logged
 from raysgd.storage import Folder, StorageError, open_folder
 from raysgd.storage.files import local_copy, saving
-from raysgd.train._run_folders import as_folder, as_place
 from raysgd.train.constants import METADATA_KEY, TIMESTAMP, TRAIN_CHECKPOINT_SUBDIR, TUNE_CHECKPOINT_ID
 
 __all__ = [
@@ -58,6 +57,11 @@ logger = logging.getLogger(__name__)
 _ARRIVAL_S = 10.0
 """How many seconds to wait, after a failure, for a checkpoint that a worker is still sending. If that worker has died,
 the wait ends immediately. If it is frozen, the checkpoint may never arrive."""
+
+
+def as_place(folder: Folder) -> Path | Folder:
+    """Convert a `Folder` on disk to a path for the user. Return a `Folder` in a remote store unchanged."""
+    return folder.local_path if folder.is_local else folder
 
 
 class CheckpointLostError(Exception):
@@ -288,7 +292,8 @@ class CheckpointManager(CheckpointTaker):
         with failure_logged(logger.error, "could not keep the last checkpoint of the previous run: %r"):
             self.flush()
         self._restart_point = checkpoint
-        folder = as_folder(run_dir) / TRAIN_CHECKPOINT_SUBDIR if run_dir is not None else None
+        folder = run_dir if isinstance(run_dir, Folder | None) else open_folder(run_dir)
+        folder = folder and folder / TRAIN_CHECKPOINT_SUBDIR
         self._prepare(folder, strategy or CheckpointStrategy(), latest_id or 0)
 
     @property

@@ -9,6 +9,9 @@ if the run or another callback fails.
 from __future__ import annotations
 
 import logging
+import shutil
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -22,19 +25,22 @@ from raysgd.compat.names import MOVED, former_names
 from raysgd.core.arguments import check_hook, is_integer, refuse_text, refuse_unknown
 from raysgd.core.engine.placement import gpus_of_nodes
 from raysgd.core.engine.shared.group_events import GroupEvent, GroupHistory
+from raysgd.core.files import check_path
 from raysgd.core.synonyms import callback_instead_of
 from raysgd.core.text.tracebacks import hide_library_frames
 from raysgd.detached.cluster import start as start_detached
 from raysgd.detached.protocol import Detached
 from raysgd.exceptions import InactiveWorkerGroupError, OnFailure
-from raysgd.storage import Folder
+from raysgd.storage import Folder, StorageError, open_folder
+from raysgd.storage.files import is_uri
+from raysgd.storage.opening import make_new
+from raysgd.train import constants
 from raysgd.train._function_run import FunctionRun
-from raysgd.train._run_folders import check_logdir, fetch_checkpoints, local_run_dir, make_logdir, make_run_dir
 from raysgd.train._worker.shards import check_dataset
 from raysgd.train._workers import FunctionWorkers
 from raysgd.train.backend import BackendConfig, resolve
 from raysgd.train.callbacks.callback import TrainingCallback
-from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy, load_checkpoint
+from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy, as_place, load_checkpoint
 from raysgd.train.constants import (
     ALL_RESERVED_KEYS,
     BASIC_AUTOFILLED_KEYS,
@@ -42,7 +48,7 @@ from raysgd.train.constants import (
     TRAIN_CHECKPOINT_SUBDIR,
 )
 from raysgd.train.executor import CallableFlag, RunPlan, restarts_allowed
-from raysgd.train.utils import without_arguments
+from raysgd.train.utils import construct_path, without_arguments
 from raysgd.train.worker_group import WorkerHandle
 from raysgd.trainer.configuration.placement import Placement
 from raysgd.trainer.driver.leaving import Leaving
@@ -565,6 +571,122 @@ class TrainerCallbacks:
 def without_reserved(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return a report's metrics without the values that raysgd adds to every report."""
     return {name: value for name, value in metrics.items() if name not in _RESERVED}
+
+
+# ------------------------------------------------------------------------------------------------------------- folders
+
+
+def check_logdir(logdir: Any) -> None:
+    """Check that `logdir` is a local folder or a folder's URI, without connecting to anything.
+
+    Raises:
+        TypeError: `logdir` is neither a string nor a path.
+        ValueError: `logdir` is empty, or its scheme is unknown.
+        ModuleNotFoundError: A package that the URI needs is missing.
+    """
+    if is_uri(logdir):
+        open_folder(logdir, argument="logdir")
+    else:
+        check_path("logdir", logdir)
+
+
+def make_logdir(log_dir: str | Path | None) -> Path | Folder:
+    """Create a trainer's folder and return it. Without `log_dir`, the folder is named after the current time.
+
+    Raises:
+        StorageError: The store could not be reached.
+    """
+    if log_dir is None:
+        folder = make_new(open_folder(_results()), time.strftime("train_%Y-%m-%d_%H-%M-%S"))
+    else:
+        check_logdir(log_dir)
+        folder = open_folder(log_dir if is_uri(log_dir) else construct_path(log_dir, constants.DEFAULT_RESULTS_DIR))
+        folder.make()
+    logger.info("the results of this trainer go to %s", as_place(folder))
+    return as_place(folder)
+
+
+def make_run_dir(logdir: Path | Folder, number: int) -> tuple[int, Path | Folder]:
+    """Create a run's folder with the lowest free number that is at least `number`. Return the number and the folder.
+
+    A number is free if its folder does not exist yet.
+    """
+    while not _is_new(run_dir := logdir / f"run_{number:03d}"):
+        number += 1
+    return number, run_dir
+
+
+def _is_new(run_dir: Path | Folder) -> bool:
+    """Create a run's folder and return True. Return False if the folder already exists.
+
+    In a remote store, checking and creating are two steps, so two programs at the same time may both get True.
+    """
+    if isinstance(run_dir, Folder):
+        is_there = run_dir.exists()
+        run_dir.make()
+        return not is_there
+    try:
+        run_dir.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    return True
+
+
+@contextmanager
+def local_run_dir(run_dir: Path | Folder) -> Iterator[Path]:
+    """Yield a local folder for the files that callbacks write during a run.
+
+    If the run's folder is in a remote store, upload the files at the end of the run. If the run has failed, an error of
+    the upload is only logged.
+
+    Raises:
+        StorageError: The upload failed. The message names the local folder that still holds the files.
+    """
+    if isinstance(run_dir, Path):
+        yield run_dir
+        return
+    local = Path(tempfile.mkdtemp(prefix=f"{run_dir.name}-", dir=_results()))
+    logger.info("callbacks write to %s; this folder is uploaded to %s when the run ends", local, run_dir)
+
+    def save() -> None:
+        try:
+            _send(local, run_dir)
+        except StorageError as error:  # only log it, because the error that ended the run is raised
+            logger.error("%s", error)
+
+    with OnFailure(save):
+        yield local
+    _send(local, run_dir)
+
+
+def _send(local: Path, run_dir: Folder) -> None:
+    # Do not upload the checkpoints, which `fetch_checkpoints` has downloaded from the store.
+    shutil.rmtree(local / constants.TRAIN_CHECKPOINT_SUBDIR, ignore_errors=True)
+    try:
+        run_dir.upload(local)
+    except StorageError as error:
+        raise StorageError(f"{error} The files of the callbacks are still in `{local}`.") from error
+
+
+def fetch_checkpoints(run_dir: Path | Folder, local: Path) -> None:
+    """Download a run's checkpoints from a remote store to the local folder in which callbacks look for them.
+
+    Do nothing if the run's folder is on disk. If the store cannot be reached, log the error.
+    """
+    if isinstance(run_dir, Path):
+        return
+    try:
+        (run_dir / constants.TRAIN_CHECKPOINT_SUBDIR).download(local / constants.TRAIN_CHECKPOINT_SUBDIR)
+    except FileNotFoundError:  # the run saved no checkpoints
+        pass
+    except StorageError as error:
+        logger.error("could not download the run's checkpoints for the callbacks: %s", error)
+
+
+def _results() -> Path:
+    folder = Path(constants.DEFAULT_RESULTS_DIR).expanduser().resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 former_names(__name__)

@@ -116,7 +116,7 @@ INSIDE = {
     ),
     "train": (
         "backend constants error predictor utils",
-        "_run_folders _worker callbacks",
+        "_worker callbacks",
         "_torch batch_predictor checkpoint collective session tensorflow worker_group",
         "_workers horovod huggingface lightning torch train_loop_utils",
         "_function_run",

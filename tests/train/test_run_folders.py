@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raysgd.storage import Folder, StorageError, open_folder
-from raysgd.train._run_folders import check_logdir, fetch_checkpoints, local_run_dir, make_logdir, make_run_dir
+from raysgd.train.trainer import check_logdir, fetch_checkpoints, local_run_dir, make_logdir, make_run_dir
 
 _numbers = itertools.count()
 
