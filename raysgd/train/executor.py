@@ -231,6 +231,11 @@ class BackendExecutor:
         run, self._run = self._running(), None
         return run.finish()
 
+    def abort_training(self) -> None:
+        """Stop the function that is running on the workers. If no function is running, do nothing."""
+        self._run = None
+        self._workers.abort()
+
     def _running(self) -> FunctionRun:
         if self._workers.controller and (self._run is None or (self._run.is_over and self._run.returned is None)):
             raise TrainBackendError("No function is running: call `start_training` first.")
