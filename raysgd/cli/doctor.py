@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from raysgd.core.engine.placement import init_ray
 from raysgd.core.imports import install_command
-from raysgd.core.private_names import TABLE, TESTED, missing_names
+from raysgd.core.private_names import missing_names, private_names, versions_tested
 
 Level = Literal["ok", "note", "problem"]
 
@@ -226,12 +226,12 @@ def check_private_names() -> Iterator[CheckResult]:
     for name in ("torch", "ray"):  # import both packages, because names in compiled modules are not in the source code
         with suppress(Exception):
             importlib.import_module(name)
-    newer = [row for row in TABLE if _is_newer(row.package)]
+    newer = [row for row in private_names() if _is_newer(row.package)]
     lacking = [(row, missing) for row in newer if (missing := missing_names(row))]
     for row, missing in lacking:
         names = ", ".join(f"`{name}`" for name in missing)
         text = f"private names: {row.package} has no {names} in `{row.owner}`: {row.without}"
-        tested = TESTED.get(row.package)
+        tested = versions_tested().get(row.package)
         yield CheckResult("note", text, f'Run: pip install "{row.package}<={tested}"' if tested else "")
     if not lacking:
         yield CheckResult("ok", "private names: no package is too new for raysgd")
@@ -242,7 +242,8 @@ def _is_newer(package: str) -> bool:
         version = metadata.version(package)
     except metadata.PackageNotFoundError:  # a module of Python itself, or a package under another name
         return True
-    return package not in TESTED or _numbers(version) > _numbers(TESTED[package])
+    tested = versions_tested().get(package)
+    return tested is None or _numbers(version) > _numbers(tested)
 
 
 def check_shared_memory(path: str = "/dev/shm") -> CheckResult:

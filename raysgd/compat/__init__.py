@@ -4,9 +4,10 @@
   first, and its other code then runs unchanged.
 * `raysgd migrate` rewrites programs for `ray.util.sgd`, and for the former `ray.train` and `ray.air`.
 
-`paths.py` has the table of old and new names. `names.py` lists the old names that raysgd defines in one module and also
-exports from the module where programs expect them. Two packages of raysgd still have the names of packages of the old
-library: `raysgd.v2` and `raysgd.data`. docs/adr/0086-old-imports-lead-to-raysgd.md explains why.
+`paths.ini` has the table of old and new names, which `paths.py` reads. `names.py` lists the old names that raysgd
+defines in one module and also exports from the module where programs expect them. Two packages of raysgd still have the
+names of packages of the old library: `raysgd.v2` and `raysgd.data`. docs/adr/0086-old-imports-lead-to-raysgd.md
+explains why.
 """
 
 from __future__ import annotations

@@ -100,10 +100,10 @@ def test_gpus_that_are_not_used_are_pointed_out(
 def test_private_names_that_are_gone_are_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [found.level for found in doctor.check_private_names()] == ["ok"]
     gone = PrivateNames("torch.optim.optimizer:Optimizer", ("_gone", "step"), "torch", "schedules start over")
-    monkeypatch.setattr(doctor, "TABLE", (gone,))
-    monkeypatch.setitem(doctor.TESTED, "torch", "99")
+    monkeypatch.setattr(doctor, "private_names", lambda: (gone,))
+    monkeypatch.setitem(doctor.versions_tested(), "torch", "99")
     assert [found.level for found in doctor.check_private_names()] == ["ok"], "older versions may lack some"
-    monkeypatch.setitem(doctor.TESTED, "torch", "2.9")
+    monkeypatch.setitem(doctor.versions_tested(), "torch", "2.9")
     (found,) = doctor.check_private_names()
     assert found.level == "note"
     assert found.text.endswith("torch has no `_gone` in `torch.optim.optimizer:Optimizer`: schedules start over")

@@ -23,7 +23,6 @@ from packaging.version import Version
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from raysgd.air._running_function import tune_here
 from raysgd.air.session import tune_here
 from raysgd.core.cluster.ray_session import RayThreads, delaying_shutdown, keep_threads_from_starting_ray
 from raysgd.core.connections import _compiler
@@ -32,7 +31,7 @@ from raysgd.core.connections.torch import end_process_group, is_connection_error
 from raysgd.core.engine import placement
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.shared.types import World
-from raysgd.core.private_names import TABLE, TESTED, PrivateNames, missing_names
+from raysgd.core.private_names import PrivateNames, missing_names, private_names, versions_tested
 from raysgd.detached import cluster
 from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
 from raysgd.streams.iterables import HuggingFaceStream
@@ -50,6 +49,7 @@ from tests.helpers.fakes import meeting
 from tests.helpers.run_if import RunIf
 
 ROOT = Path(__file__).resolve().parents[2]
+TABLE, TESTED = private_names(), versions_tested()
 
 DOCUMENTED = {"_fields", "_replace", "_asdict", "_exit", "_current_frames", "_getframe", "_repr_html_"}
 """Names that the documentation of Python and IPython has."""

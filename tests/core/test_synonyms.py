@@ -10,23 +10,32 @@ import pytest
 
 from raysgd import callbacks
 from raysgd.core import synonyms as _synonyms
+from raysgd.core.tables import read_table
 from raysgd.tf import TFTrainer
 from raysgd.torch import TorchTrainer
 from raysgd.train import CheckpointConfig, RunConfig
 
-ROWS = [*_synonyms._TRAINERS, *(row for rows in _synonyms._OTHERS.values() for row in rows)]
-NAMES = sorted({name for names, *_ in ROWS for name in names.split()})
+TABLE = read_table(_synonyms.__file__)
+NAMES = sorted({name for names in TABLE for name in names.split()})
+PLACES = (*_synonyms.PLACES, _synonyms.FUNCTION, "callback")
 
 
 def parameters(function: Any) -> set[str]:
     return set(inspect.signature(function).parameters)
 
 
-@pytest.mark.parametrize("place", [_synonyms.TORCH, _synonyms.KERAS, _synonyms.FUNCTION])
-def test_each_word_of_a_trainer_has_one_line(place: str) -> None:
-    words = [name for names, *_ in _synonyms._TRAINERS for name in names.split()]
+@pytest.mark.parametrize("place", PLACES)
+def test_a_word_has_one_line_in_a_place(place: str) -> None:
+    words = [name for names, row in TABLE.items() if place in row for name in names.split()]
+    assert words
     assert len(words) == len(set(words))
-    assert all(_synonyms.instead_of(word, place) for word in words)
+
+
+def test_each_word_of_a_trainer_has_a_line_for_all_trainers() -> None:
+    trainers = {_synonyms.TORCH, _synonyms.KERAS, _synonyms.FUNCTION}
+    rows = [row for row in TABLE.values() if row.keys() & trainers]
+    assert all(_synonyms.TORCH in row for row in rows), "the others may lack one, `TorchTrainer` may not"
+    assert {key for row in TABLE.values() for key in row} == set(PLACES)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +54,7 @@ def test_what_is_to_be_passed_is_there(place: str, trainer: Any) -> None:
 def test_callbacks_and_configs_can_be_made_as_the_lines_say() -> None:
     known = {**vars(callbacks), "CheckpointConfig": CheckpointConfig, "RunConfig": RunConfig}
     known |= {name: getattr(callbacks, name) for name in callbacks.__all__}
-    lines = " ".join(line for _, *lines in ROWS for line in lines)
+    lines = " ".join(line for row in TABLE.values() for line in row.values())
     made = set(re.findall(r"(?:Checkpointing|EarlyStopping|TensorBoardLogger|CheckpointConfig)\([^()]*\)", lines))
     assert len(made) > 5
     for expression in made - {"CheckpointConfig(...)"}:
@@ -54,6 +63,6 @@ def test_callbacks_and_configs_can_be_made_as_the_lines_say() -> None:
 
 @pytest.mark.parametrize("place", [_synonyms.EARLY_STOPPING, _synonyms.CHECKPOINTING])
 def test_what_a_callback_is_to_be_given_is_there(place: str) -> None:
-    lines = [line for _, line in _synonyms._OTHERS[place]]
+    lines = [row[place] for row in TABLE.values() if place in row]
     options = {option for line in lines for option in re.findall(r"(?:write `|, )(\w+)=", line)}
     assert set() < options <= parameters(callbacks.Checkpointing) | parameters(getattr(callbacks, place))

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from raysgd import TorchTrainer, TrainingOperator, callbacks
 from raysgd.callbacks import Callback, WorkerCallback
 from raysgd.core import synonyms as _synonyms
+from raysgd.core.tables import read_table
 from raysgd.operators import HuggingFaceOperator
 from tests.docs.test_docs import ROOT
 
@@ -382,6 +383,8 @@ def test_errors_say_what_the_table_says(row: Row) -> None:
 
 @pytest.mark.parametrize("page", list(PACKAGES))
 def test_errors_name_the_callbacks_of_the_tables(page: str) -> None:
-    classes = {theirs: ours.partition("(")[0] for names, ours in _synonyms._CALLBACKS for theirs in names.split()}
+    table = read_table(_synonyms.__file__).items()
+    rows_of_callbacks = [(names, row["callback"]) for names, row in table if "callback" in row]
+    classes = {theirs: ours.partition("(")[0] for names, ours in rows_of_callbacks for theirs in names.split()}
     rows = {name: row for row in ROWS[page] for name in row.names if name in classes and row.cells[-1]}
     assert [name for name, row in rows.items() if f"{classes[name]}(" not in " ".join(row.cells[-1])] == []

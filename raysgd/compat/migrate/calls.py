@@ -15,6 +15,7 @@ from libcst import helpers
 
 from raysgd.compat.migrate.datasets import Datasets
 from raysgd.compat.migrate.layout import COMMA, Arguments, call_of, name_of
+from raysgd.core.tables import read_table
 
 _TRAINERS = {
     f"{module}.TorchTrainer{method}"
@@ -28,76 +29,25 @@ _TRIALS = {
     "ray.util.sgd.pytorch.PyTorchTrainable",
     "ray.util.sgd.pytorch.pytorch_trainer.PyTorchTrainable",
 }
-_OF_TRIAL = {
-    "_setup": "setup",
-    "_train": "step",
-    "_save": "save_checkpoint",
-    "_restore": "load_checkpoint",
-    "_stop": "cleanup",
-}
 _OPTIMIZERS = ".keras.optimizers."
 _REPORT = "ray.tune.report"
-_RUN = "ray.tune.run"
-_OF_TREES = {
-    **dict.fromkeys(
-        ("label_column", "num_boost_round", "params"), "pass a function that trains, as `train_loop_per_worker`"
-    ),
-    "preprocessor": "call `preprocessor.fit_transform(dataset)`, and pass what it returns",
-}
-_EXPERIMENT = "ray.tune.Experiment"
-RENAMED = {
-    "ray.init": {
-        "driver_object_store_memory": "_driver_object_store_memory",
-        "include_webui": "include_dashboard",
-        "memory": "_memory",
-        "node_ip_address": "_node_ip_address",
-        "plasma_directory": "_plasma_directory",
-        "redis_address": "address",
-        "redis_password": "_redis_password",
-        "temp_dir": "_temp_dir",
-        "webui_host": "dashboard_host",
-    },
-    _RUN: {"local_dir": "storage_path"},
-    _EXPERIMENT: {"local_dir": "storage_path"},
-}
-"""For each Ray function, the arguments that current Ray has renamed, each with its new name."""
-_TRIALS_OF = "leave it out, and take `.trials` of what `ray.tune.run` returns"
-_CALLBACKS = "pass `callbacks=[...]`"
-_STORAGE = 'pass `storage_path="s3://..."`'
-_TO_LEAVE_OUT = {
-    "ray.init": (
-        "_internal_config _lru_evict _redis_max_memory enable_object_reconstruction huge_pages include_java "
-        "java_worker_options job_id load_code_from_local lru_evict num_redis_shards num_workers object_id_seed "
-        "plasma_store_socket_name raylet_socket_name redirect_output redirect_worker_output redis_max_clients "
-        "redis_max_memory use_pickle"
-    ),
-    _RUN: (
-        "_experiment_checkpoint_dir global_checkpoint_period queue_trials ray_auto_init server_port "
-        "sync_on_checkpoint sync_to_driver trial_executor with_server"
-    ),
-}
-"""For each Ray function, the arguments that current Ray no longer accepts and that a program can leave out."""
-_TO_REPLACE = {
-    _RUN: {
-        "chdir_to_trial_dir": 'set `RAY_CHDIR_TO_TRIAL_DIR` to `"0"` or `"1"` in the environment',
-        "loggers": _CALLBACKS,
-        "return_trials": _TRIALS_OF,
-        "run_errored_only": 'pass `resume="ERRORED_ONLY"`',
-        "sync_to_cloud": _STORAGE,
-        "upload_dir": _STORAGE,
-    },
-    "ray.train.xgboost.XGBoostTrainer": _OF_TREES,
-    "ray.train.lightgbm.LightGBMTrainer": _OF_TREES,
-}
-"""For each Ray function, the arguments that current Ray no longer accepts and that need a replacement, with advice."""
-RETIRED = {
-    function: {
-        **dict.fromkeys(_TO_LEAVE_OUT.get(function, "").split(), "leave it out"),
-        **_TO_REPLACE.get(function, {}),
+_TABLES = read_table(__file__)
+
+
+def _by_function(kind: str) -> dict[str, dict[str, str]]:
+    """Return for each function the rows of the sections whose title has this kind and the function."""
+    sections = ((title.removeprefix(kind).split(), rows) for title, rows in _TABLES.items() if title.startswith(kind))
+    return {
+        function: {name: value for names, value in rows.items() for name in names.split()}
+        for functions, rows in sections
+        for function in functions
     }
-    for function in (*_TO_LEAVE_OUT, *_TO_REPLACE)
-}
-"""For each Ray function, all arguments that current Ray no longer accepts, each with advice on what to do instead."""
+
+
+RENAMED = _by_function("renamed: ")
+"""For each Ray function, the arguments that current Ray has renamed, each with its new name."""
+RETIRED = _by_function("retired: ")
+"""For each Ray function, the arguments that current Ray no longer accepts, each with advice on what to do instead."""
 _ABSOLUTE = {
     "os.getcwd",
     "os.path.abspath",
@@ -111,20 +61,6 @@ _EXPANDING = "os.path.expanduser"
 _REMOTE = "ray.remote"
 
 _CREATORS = ("model_creator", "optimizer_creator", "data_creator", "loss_creator", "scheduler_creator")
-_LOADER = "make the `DataLoader` with these options in the operator's `setup`, or in `data_creator`"
-_BY_HAND = {
-    "apex_args": "pass it to `self.register(apex_args=...)` in the operator's `setup`",
-    "data_loader_args": _LOADER,
-    "dataloader_config": _LOADER,
-    "train_function": (
-        "override `train_epoch(self, iterator, info)` in a class `Own(TrainingOperator)`, and pass "
-        "`training_operator_cls=Own.from_creators(...)`"
-    ),
-    "validation_function": (
-        "override `validate(self, val_iterator, info)` in a class `Own(TrainingOperator)`, and pass "
-        "`training_operator_cls=Own.from_creators(...)`"
-    ),
-}
 _HOOK = "`initialization_hook` is called without arguments: write `def {name}():`"
 _FROM_CREATORS = "raysgd.TrainingOperator.from_creators"
 _BATCH_SIZE = "raysgd.utils.BATCH_SIZE"
@@ -140,42 +76,9 @@ _DISTRIBUTED = (
     "the function of a `DistributedTrainableCreator` calls `raysgd.train.report(...)`, with the same arguments"
 )
 _METRIC = 'name what is reported: `ray.tune.report({"_metric": ..., ...})`'
-_TO_TORCH = (
-    "iterate over `iter_torch_batches(batch_size=...)`, whose batches are dicts of tensors: Ray drops `to_torch`"
-)
-_METHODS = {
-    "experimental_lazy": "datasets of today's Ray Data are lazy: leave it out",
-    "foreach_window": "Ray Data has no windows: call the method of the dataset itself",
-    "fully_executed": "datasets of today's Ray Data have `materialize()`",
-    "iter_datasets": "Ray Data has no pipelines: iterate over the dataset once for each epoch",
-    "iter_epochs": "Ray Data has no pipelines: iterate over the dataset once for each epoch",
-    "predict_pipelined": "a `BatchPredictor` reads the dataset while it is used: call `predict`",
-    "random_shuffle_each_window": "Ray Data has no windows: pass the dataset itself, and call `random_shuffle` of it",
-}
-"""Methods that only earlier versions of Ray have, most of them on datasets, each with advice.
-
-A call to a method with such a name is reported for every object, even if the source code does not show its type.
-"""
-_METHODS_OF_DATASETS = {
-    "cache": "datasets of today's Ray Data have `materialize()`",
-    "lazy": "datasets of today's Ray Data are lazy: leave it out",
-    "repeat": "datasets of today's Ray Data have no `repeat`: iterate over the dataset once for each epoch",
-    "to_torch": _TO_TORCH,
-    "window": "Ray Data has no windows: pass the dataset itself, which is read while it is used",
-}
-"""Methods of earlier Ray Data datasets whose names other classes have too, each with advice.
-
-They are reported only if the source code shows that the object is a dataset or a shard of one.
-"""
 _FIRST_TRAINERS = re.compile(
     r"ray\.(util|experimental)\.sgd|PyTorchTrainer|from raysgd(\.torch)? import .*TorchTrainer"
 )
-_KEYS = {
-    "mean_accuracy": "`val_accuracy`",
-    "mean_train_loss": "`train_loss`, or the name that your `train_batch` gives to its loss",
-    "mean_validation_loss": "`val_loss`, or the name that your `validate_batch` gives to its loss",
-}
-"""Keys in the results of `train` and `validate` in the first versions of `ray.util.sgd`, each with the current key."""
 _LEGACY = "Or set `TF_USE_LEGACY_KERAS=1` and install `tf_keras`: then `tf.keras` is Keras 2"
 _GET_WEIGHTS = (
     "optimizers of Keras 3 have no `get_weights` and `set_weights`: read `[each.numpy() for each in "
@@ -205,8 +108,8 @@ def methods_to_change(
         if not isinstance(method, cst.FunctionDef):
             continue
         name = method.name.value
-        if bases & _TRIALS and name in _OF_TRIAL:
-            yield method, f"Ray Tune does not call this: rename `{name}` to `{_OF_TRIAL[name]}`"
+        if bases & _TRIALS and (now := _TABLES["methods of trials"].get(name)):
+            yield method, f"Ray Tune does not call this: rename `{name}` to `{now}`"
         if bases & _OPERATORS and name == "__init__":
             passes_on = method.params.star_kwarg is not None or any(
                 param.name.value == "context" for param in method.params.params
@@ -313,8 +216,9 @@ class Calls:
     def _of_trainer(self, old: cst.Call, new: cst.Call) -> cst.Call:
         args = new.args
         for arg in args:
-            if (name := name_of(arg)) in _BY_HAND:
-                self._tell(old, f"`{name}` is no argument of `TorchTrainer` any more: {_BY_HAND[name]}", is_error=True)
+            if advice := _TABLES["arguments of TorchTrainer"].get(name_of(arg) or ""):
+                text = f"`{name_of(arg)}` is no argument of `TorchTrainer` any more: {advice}"
+                self._tell(old, text, is_error=True)
             hook = arg.value if name_of(arg) == "initialization_hook" else None
             if isinstance(hook, cst.Name) and hook.value in self._with_parameters:
                 self._tell(old, _HOOK.format(name=hook.value), is_error=True)
@@ -393,11 +297,12 @@ class Calls:
         name = func.attr.value
         if name == "get" and call.args:
             self.look_at_key(call, call.args[0].value)
-        if advice := _METHODS.get(name):
+        of_datasets = _TABLES["methods of datasets"]
+        if advice := _TABLES["methods"].get(name):
             self._tell(call, advice, is_error=True)
-        elif name in _METHODS_OF_DATASETS and (kind := self._datasets.kind_of(func.value)) is not None:
+        elif name in of_datasets and (kind := self._datasets.kind_of(func.value)) is not None:
             works = kind == "shard" and name == "to_torch"
-            self._tell(call, _METHODS_OF_DATASETS[name], is_error=not works)
+            self._tell(call, of_datasets[name], is_error=not works)
 
     def _of_report(self, old: cst.Call, new: cst.Call) -> cst.Call:
         """Rewrite a call to `ray.tune.report` from `report(loss=...)` to `report({"loss": ...})`, the current form.
@@ -474,7 +379,8 @@ def _keys_of_results(source: str) -> dict[str, str]:
 
     Keys that the program also uses for its own values are left out.
     """
-    return {name: now for name, now in _KEYS.items() if not re.search(rf"\b{name}(=|[\"']\s*:)", source)}
+    keys = _TABLES["keys of results"].items()
+    return {name: now for name, now in keys if not re.search(rf"\b{name}(=|[\"']\s*:)", source)}
 
 
 def _with_num_workers(arguments: Arguments) -> Arguments:
