@@ -1,19 +1,30 @@
-"""Kills, freezes and slows down the worker processes of a trainer."""
+"""Kills, freezes and slows down the worker processes of a trainer, at once or when they reach a given point.
+
+A point in a worker, such as a training step, has a `Trap` in this worker. A point in the driver is a wrapped method of
+the trainer.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from raysgd.testing import in_driver
+from raysgd.exceptions import OnFailure, TrainerShutdownError
 from raysgd.testing.targets import check_ranks, controller_of, group_of
-from raysgd.testing.traps import Trap, arm, disarm_everywhere, send_itself
+
+if TYPE_CHECKING:
+    from raysgd.core.engine.group import WorkerGroup
+    from raysgd.core.engine.shared.group_spec import GroupSpec
+    from raysgd.core.engine.shared.types import GroupReport, World
 
 IN_WORKERS = ("validate", "snapshot", "continue")
 """Values of the argument `at` for faults that happen when the worker reaches a certain point, besides `step:N`.
@@ -26,6 +37,11 @@ IN_DRIVER = ("save", "load", "state_dict", "get_model", "setup")
 _STEP = re.compile(r"step:(\d+)")
 _GONE_S = 30.0
 _ANSWER_S = 5.0
+_CONFIRMED_S = 30.0
+_LATE_S = 60.0
+_keys = itertools.count()
+_undo: weakref.WeakKeyDictionary[Any, dict[str, Callable[[], None]]] = weakref.WeakKeyDictionary()
+"""For each trainer, the functions that disarm its faults, by trigger point: the name of a method, or "setup"."""
 
 
 def kill_worker(trainer: Any, rank: int | Sequence[int], at: str = "now") -> None:
@@ -106,7 +122,7 @@ def disarm(trainer: Any) -> None:
         TypeError: `trainer` is not a trainer.
     """
     controller_of(trainer)
-    in_driver.disarm_all(trainer)
+    disarm_all(trainer)
     disarm_everywhere(trainer, None)
 
 
@@ -116,9 +132,9 @@ def _end_with(number: signal.Signals, trainer: Any, rank: int | Sequence[int], a
     if at == "now":
         _signal_now(trainer, ranks, number)
     elif at == "setup":
-        in_driver.arm_setup(trainer, ranks)
+        arm_setup(trainer, ranks)
     elif at in IN_DRIVER:
-        in_driver.arm_call(trainer, at, functools.partial(_signal_soon, trainer, ranks, number))
+        arm_call(trainer, at, functools.partial(_signal_soon, trainer, ranks, number))
     else:
         place, _, _ = at.partition(":")
         arm(trainer, ranks, Trap(functools.partial(send_itself, number), place, step or 0))
@@ -164,3 +180,236 @@ def _signal_soon(trainer: Any, ranks: Sequence[int], number: int) -> None:
 
 def _send_to_self(replica: Any, number: int) -> None:
     os.kill(os.getpid(), number)
+
+
+def disarm_all(trainer: Any) -> None:
+    """Disarm all of this trainer's faults that `arm_call` and `arm_setup` have armed and that have not happened yet."""
+    for undo in list(_undo.get(trainer, {}).values()):
+        undo()
+
+
+def _disarm(trainer: Any, name: str) -> None:
+    """Disarm a trainer's fault at a trigger point, if one is armed, before another fault is armed there."""
+    undo = _undo.get(trainer, {}).get(name)
+    if undo is not None:
+        undo()
+
+
+def arm_call(trainer: Any, name: str, act: Callable[[], None]) -> None:
+    """Arm a fault: call `act` immediately before the next call to the trainer's method `name`."""
+    _disarm(trainer, name)
+    original = getattr(trainer, name)
+
+    @functools.wraps(original)
+    def trapped(*args: Any, **keywords: Any) -> Any:
+        undo()
+        act()
+        return original(*args, **keywords)
+
+    def undo() -> None:
+        trainer.__dict__.pop(name, None)
+        _undo[trainer].pop(name, None)
+
+    setattr(trainer, name, trapped)
+    _undo.setdefault(trainer, {})[name] = undo
+
+
+def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
+    """Arm a fault that kills the workers with these ranks while the trainer sets up its next worker group.
+
+    A worker group that is too small to have all of these ranks does not trigger the fault.
+    """
+    _disarm(trainer, "setup")
+    lifecycle = controller_of(trainer)
+    original = lifecycle.make_group
+
+    def make_group(spec: GroupSpec, num_workers: int) -> WorkerGroup:
+        if num_workers <= max(ranks):
+            group: WorkerGroup = original(spec, num_workers)
+            return group
+        undo()
+        doomed_spec = replace(spec, make_replica=_DyingMaker(spec.make_replica, tuple(ranks)))
+        doomed: WorkerGroup = original(doomed_spec, num_workers)
+        doomed.standby._spec = spec  # replacement workers get the original spec, so they are not killed
+        start = doomed.start
+
+        def start_once(*args: Any) -> GroupReport:
+            try:
+                return start(*args)
+            finally:
+                doomed._spec = spec
+
+        doomed.start = start_once  # type: ignore[assignment]
+        return doomed
+
+    def undo() -> None:
+        lifecycle.make_group = original
+        _undo[trainer].pop("setup", None)
+
+    lifecycle.make_group = make_group
+    _undo.setdefault(trainer, {})["setup"] = undo
+
+
+@dataclass(frozen=True)
+class _DyingMaker:
+    """Creates a worker's replica (the object that runs the user's code), or kills the worker's process instead.
+
+    Attributes:
+        make_replica: Function that creates the replica.
+        ranks: The ranks whose processes are killed.
+    """
+
+    make_replica: Callable[[World], Any]
+    ranks: tuple[int, ...]
+
+    def __call__(self, world: World) -> Any:
+        if world.rank in self.ranks:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.make_replica(world)
+
+
+def send_itself(number: int) -> None:
+    """Send this process a signal that kills or stops it, and wait for the signal to take effect."""
+    os.kill(os.getpid(), number)
+    time.sleep(_LATE_S)  # on a busy machine, the signal may take effect some time after `os.kill` returns
+
+
+@dataclass
+class Trap:
+    """Causes a fault in a worker process when the process reaches a trigger point, such as its next training step.
+
+    Attributes:
+        act: Function that causes the fault.
+        place: The trigger point: "step", "validate", "snapshot" or "continue".
+        num_before: How many more times the process reaches the trigger point without a fault.
+        once: True to cause the fault only once. False to cause it each time.
+        key: Identifier of the trap, which is unique across processes.
+        is_armed: True if the trap still causes a fault.
+    """
+
+    act: Callable[[], None]
+    place: str
+    num_before: int = 0
+    once: bool = True
+    key: str = field(default_factory=lambda: f"{os.getpid()}-{next(_keys)}")
+    is_armed: bool = True
+
+    def spring(self) -> None:
+        """Cause the fault if the trap is armed. Called each time that the process reaches the trigger point.
+
+        The first `num_before` calls do not cause the fault.
+        """
+        if not self.is_armed:
+            return
+        if self.num_before > 0:
+            self.num_before -= 1
+            return
+        self.is_armed = not self.once
+        self.act()
+
+    def before(self, owner: Any, name: str, counts: Callable[..., bool] = lambda *_, **__: True) -> None:
+        """Wrap the method `name` of `owner` so that each call to the method first calls `spring`.
+
+        Args:
+            owner: The object with the method.
+            name: Name of the method.
+            counts: Function of the method's arguments that returns False for calls that do not call `spring`.
+        """
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def trapped(*args: Any, **keywords: Any) -> Any:
+            if counts(*args, **keywords):
+                self.spring()
+            return original(*args, **keywords)
+
+        setattr(owner, name, trapped)
+
+    def before_each_step(self, hosted: Any) -> None:
+        """Wrap the streams of batches so that `spring` is called before the user's training loop gets each batch.
+
+        Keras's `fit` reads batches on its own schedule. With Keras, `spring` is called before each all-reduce of
+        gradients instead.
+        """
+        streams: list[Any] = []  # the stream of the current call; empty until the call has created its stream
+
+        def watched(stream: Any) -> Any:
+            if stream not in streams:
+                streams[:] = [stream]
+                if hasattr(stream, "_begin_batch"):  # also called for each further micro-batch of a step
+                    self.before(stream, "_begin_batch", lambda leg, item, *_: item.is_first)
+                else:
+                    self.before(stream, "before_exchange")
+            return stream
+
+        if hosted.feed.train_stream is not None:
+            watched(hosted.feed.train_stream)
+        original = hosted.loop.stream
+        hosted.loop.stream = lambda *args, **options: watched(original(*args, **options))
+
+
+_traps: list[Trap] = []  # all traps that were set in this process, including those that are no longer armed
+
+
+def _set(replica: Any, trap: Trap) -> str | None:
+    """Set a trap in this worker process. The worker may be training at the same time.
+
+    Args:
+        replica: The object that runs the user's code in this worker.
+        trap: The trap to set.
+
+    Returns:
+        None, or an explanation if this type of replica never reaches the trap's trigger point.
+    """
+    needed = {"step": "_hosted", "validate": "operator", "snapshot": "capture", "continue": "regroup"}
+    if not hasattr(replica, needed[trap.place]):
+        return f"its `{type(replica).__name__}` has no `{needed[trap.place]}`"
+    _traps.append(trap)
+    if trap.place == "step":
+        trap.before_each_step(replica._hosted)
+    elif trap.place == "validate":
+        trap.before(replica.operator, "validate")
+    elif trap.place == "snapshot":
+        trap.before(replica, "capture")
+        if hasattr(replica, "_hosted"):
+            trap.before(replica._copies, "inside_call")
+    else:
+        trap.before(replica, "regroup")
+    return None
+
+
+def _unset(replica: Any, key: str | None) -> None:
+    for trap in _traps:
+        trap.is_armed = trap.is_armed and key is not None and trap.key != key
+
+
+def arm(trainer: Any, ranks: Sequence[int], trap: Trap) -> None:
+    """Set a trap in the workers with these ranks, and wait until each worker confirms this.
+
+    Raises:
+        ValueError: The workers of this type of trainer never reach the trap's trigger point.
+        RuntimeError: A worker has died or does not answer. The trap is not set in any worker.
+    """
+    with OnFailure(functools.partial(disarm_everywhere, trainer, trap.key)):
+        reasons = group_of(trainer).ask_beside("beside", _set, trap, ranks=ranks, timeout_s=_CONFIRMED_S)
+        for rank in ranks:
+            if rank not in reasons:
+                raise RuntimeError(
+                    f"`rank={rank}`: its worker has died or does not answer, and the trainer has not noticed yet. Make "
+                    "a call first, such as `trainer.validate()`, which replaces the worker."
+                )
+            if reasons[rank] is not None:
+                raise ValueError(f"`at={trap.place!r}` is not for this trainer: {reasons[rank]}.")
+
+
+def disarm_everywhere(trainer: Any, key: str | None) -> None:
+    """Disarm the trap with this key in all workers of a trainer. With `key=None`, disarm all traps in the workers.
+
+    Do nothing if the trainer was shut down or has no workers at present.
+    """
+    with contextlib.suppress(TrainerShutdownError):
+        controller = controller_of(trainer)
+        controller.check_active()
+        group = controller.group
+        if group is not None:
+            group.ask_beside("beside", _unset, key)

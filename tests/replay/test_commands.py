@@ -1,6 +1,6 @@
 """`raysgd why`, `raysgd replay` and `raysgd bisect`, as a user types them, and what they refuse by name.
 
-Covers `raysgd.cli.replay_commands`, `raysgd.replay.questions` and `raysgd.replay.program`.
+Covers `raysgd.cli.main`, `raysgd.replay.questions` and `raysgd.replay.program`.
 """
 
 from __future__ import annotations
