@@ -10,8 +10,14 @@ if TYPE_CHECKING:
     from raysgd.core.arrays.arrays import Arrays
     from raysgd.core.arrays.ray_batches import RayBatches
     from raysgd.data.dataset import Dataset
-    from raysgd.streams.files import ArrowStream, JSONLinesStream, ParquetStream, TarStream
-    from raysgd.streams.iterables import HuggingFaceStream, IterableStream
+    from raysgd.streams.formats import (
+        ArrowStream,
+        HuggingFaceStream,
+        IterableStream,
+        JSONLinesStream,
+        ParquetStream,
+        TarStream,
+    )
     from raysgd.streams.stream import Shard, Stream
 
 __all__ = [
@@ -32,15 +38,15 @@ lazy_names(
     __name__,
     {
         "Arrays": "raysgd.core.arrays.arrays",
-        "ArrowStream": "raysgd.streams.files",
+        "ArrowStream": "raysgd.streams.formats",
         "Dataset": "raysgd.data.dataset",
-        "HuggingFaceStream": "raysgd.streams.iterables",
-        "IterableStream": "raysgd.streams.iterables",
-        "JSONLinesStream": "raysgd.streams.files",
-        "ParquetStream": "raysgd.streams.files",
+        "HuggingFaceStream": "raysgd.streams.formats",
+        "IterableStream": "raysgd.streams.formats",
+        "JSONLinesStream": "raysgd.streams.formats",
+        "ParquetStream": "raysgd.streams.formats",
         "RayBatches": "raysgd.core.arrays.ray_batches",
         "Shard": "raysgd.streams.stream",
         "Stream": "raysgd.streams.stream",
-        "TarStream": "raysgd.streams.files",
+        "TarStream": "raysgd.streams.formats",
     },
 )

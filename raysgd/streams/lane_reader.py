@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 from raysgd.core.numbers.seeds import digest
 from raysgd.exceptions import StreamError
 from raysgd.streams.lanes import NUM_LANES, DealtRows, LanePart, LanePosition, Lanes, deal
-from raysgd.streams.stream import DROPPED, Pipeline, RowSteps, Shard, Stream, total, warn_of_row
+from raysgd.streams.stream import DROPPED, FAILED, Pipeline, RowSteps, Shard, total, warn_of_row
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ _MOST_SKIPPED = 256  # number of rows that are read at a time in order to skip t
 def numbered_rows(
     open_shard: Callable[[str, int], Iterator[Any]], shard: Shard, start: int, skips: bool = False
 ) -> Iterator[Numbered]:
-    """Yield the rows of a shard, each with its number in the shard. In place of a skipped row, yield `DROPPED`.
+    """Yield the rows of a shard, each with its number in the shard. In place of a skipped row, yield `FAILED`.
 
     Args:
         open_shard: Function that opens a shard at a row, such as `Stream.open`.
@@ -68,11 +68,11 @@ def numbered_rows(
             if not skips:
                 raise failed from error
             warn_of_row(failed)
-        yield number, DROPPED
+        yield number, FAILED
         number, num_tries = number + 1, num_tries + 1
         if num_tries == _MOST_TRIES:
             logger.warning("skipped in a stream: the rest of shard %r, from row %d on", shard.name, number)
-            yield from ((left, DROPPED) for left in range(number, said or 0))
+            yield from ((left, FAILED) for left in range(number, said or 0))
         if num_tries == _MOST_TRIES or number == said:
             return
     if said not in (None, number):
@@ -95,25 +95,13 @@ class OpenShards:
     """Opens shards for the lanes that one process reads. Lanes that take rows from the same shard read it together.
 
     Args:
-        stream: Source of the rows.
-        shards: The shards of `stream`.
-        lanes: The lanes of the pass. The rows that a lane takes from one shard are a part of the lane.
+        of_pass: The pass over the stream.
         expected: The lanes that this process will read.
-        block: Number of rows of a lane that are shuffled together. 1 to leave the order unchanged.
-        skips: Whether to skip rows that cannot be read.
     """
 
-    def __init__(
-        self,
-        stream: Stream,
-        shards: Sequence[Shard],
-        lanes: Lanes,
-        expected: Collection[int],
-        block: int,
-        skips: bool = False,
-    ) -> None:
-        self._stream, self._shards, self._skips = stream, shards, skips
-        self._lanes, self._expected, self._block = lanes, expected, block
+    def __init__(self, of_pass: StreamPass, expected: Collection[int]) -> None:
+        self._stream, self._skips, self._shards = of_pass.stream.source, of_pass.stream.skips, of_pass.shards
+        self._lanes, self._expected, self._block = of_pass.lanes, expected, of_pass.block
         # For each shard that several lanes read: its open readings, with the most recently used reading last.
         self._readings: dict[int, list[_Reading]] = {}
 
@@ -252,31 +240,19 @@ class LaneReader:
     Without shuffling, blocks may have any size.
 
     Args:
-        parts: The parts of the lane: the rows that it takes from each of its shards.
-        names: For each part, the name of its shard.
-        open_part: Function that opens a part at a row of its shard.
-        steps: The `map` and `filter` steps of the stream up to the last filter. With `skips`, all steps.
-        block: Number of rows that are shuffled together. 1 to leave the order unchanged.
+        of_pass: The pass over the stream.
+        lane: Index of the lane.
+        opened: Opens the shards for this process.
         position: Position in the lane at which to start.
-        skips: Whether to skip rows for which a step fails.
 
     Attributes:
-        names: For each part, the name of its shard.
+        names: For each part of the lane (its rows from one shard), the name of the shard.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[LanePart],
-        names: Sequence[str],
-        open_part: Callable[[LanePart, int], Iterator[tuple[int, Any]]],
-        steps: RowSteps,
-        block: int,
-        position: LanePosition,
-        skips: bool = False,
-    ) -> None:
-        self.names = names
-        self._parts, self._open_part = parts, open_part
-        self._steps, self._block, self._skips = steps, block, skips
+    def __init__(self, of_pass: StreamPass, lane: int, opened: OpenShards, position: LanePosition) -> None:
+        self._parts, self._opened, self._block = of_pass.lanes.all_parts[lane], opened, of_pass.block
+        self.names = [of_pass.shards[part.shard].name for part in self._parts]
+        self._steps = of_pass.first_steps
         self._left_out = position.left_out
         self._waiting: deque[LaneRow] = deque()
         # Start and length of each block that still has waiting rows.
@@ -336,22 +312,12 @@ class LaneReader:
         """Yield the rows of the lane that pass the filters, from a position on, in the order of reading."""
         start, has_steps = position.row, bool(self._steps.steps)
         for number in range(position.part, len(self._parts)):
-            for at, row in self._open_part(self._parts[number], start):
-                self._left_out += row is DROPPED
-                counted = self._counted_row(row, self.names[number], at) if has_steps and row is not DROPPED else row
-                if counted is not DROPPED:
+            for at, row in self._opened.rows(self._parts[number], start):
+                counted = self._steps(row, self.names[number], at) if has_steps and row is not FAILED else row
+                self._left_out += counted is FAILED
+                if counted is not FAILED and counted is not DROPPED:
                     yield number, at, counted
             start = 0
-
-    def _counted_row(self, row: Any, name: str, number: int) -> Any:
-        try:
-            return self._steps(row, name, number)
-        except StreamError as error:
-            if not self._skips:
-                raise
-            warn_of_row(error)
-            self._left_out += 1
-            return DROPPED
 
 
 Place: TypeAlias = int | LanePosition
@@ -441,22 +407,11 @@ class StreamPass:
             return place
         return self.lanes.position(lane, place, self._of_shards, self.block)
 
-    def open_shards(self, expected: Collection[int]) -> OpenShards:
-        """Return an object that opens shards on first use, for the lanes that this process is expected to read."""
-        return OpenShards(self.stream.source, self.shards, self.lanes, expected, self.block, self.stream.skips)
-
-    def reader(self, lane: int, opened: OpenShards, position: LanePosition) -> LaneReader:
-        """Return a reader for one lane.
-
-        Args:
-            lane: Index of the lane.
-            opened: Opens the shards for this process.
-            position: Position in the lane at which to start.
-        """
-        parts = self.lanes.all_parts[lane]
-        names = [self.shards[part.shard].name for part in parts]
-        steps = RowSteps(self.stream.steps[: self.stream.num_to_count], self._seed)
-        return LaneReader(parts, names, opened.rows, steps, self.block, position, self.stream.skips)
+    @property
+    def first_steps(self) -> RowSteps:
+        """The `map` and `filter` steps up to the last filter. With `on_error="skip"`, all steps."""
+        steps = self.stream.steps[: self.stream.num_to_count]
+        return RowSteps(steps, self._seed, skips=self.stream.skips)
 
     @property
     def last_steps(self) -> RowSteps:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from raysgd.exceptions import StreamError
-from raysgd.streams.lane_reader import LaneReader, Place, StreamPass
+from raysgd.streams.lane_reader import LaneReader, OpenShards, Place, StreamPass
 from raysgd.streams.lanes import LanePosition, LaneSlice
 
 _NUM_NEIGHBORS = 2
@@ -95,7 +95,7 @@ class BatchMaker:
         self._pass, self._collate = of_pass, collate
         self._places: Sequence[Place] = ()  # for each lane, the place at which the current global batch starts
         near = range(max(0, watched.start - _NUM_NEIGHBORS), min(of_pass.num_lanes, watched.stop + _NUM_NEIGHBORS))
-        self._opened = of_pass.open_shards(near)
+        self._opened = OpenShards(of_pass, near)
         self._readers: dict[int, LaneReader] = {}
         # For each open lane, the number of rows of the current global batch that were read. Negative if rows of earlier
         # global batches, which other workers have used, must still be skipped.
@@ -162,7 +162,7 @@ class BatchMaker:
         reader = self._readers.get(lane)
         if reader is None:
             position = self._pass.position(lane, self._places[lane])
-            reader = self._readers[lane] = self._pass.reader(lane, self._opened, position)
+            reader = self._readers[lane] = LaneReader(self._pass, lane, self._opened, position)
             self._passed[lane] = 0
         return reader
 

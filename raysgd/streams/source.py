@@ -12,12 +12,11 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 from raysgd.core.arguments import is_integer
 from raysgd.core.numbers.seeds import seed_of
-from raysgd.exceptions import StreamError
 from raysgd.streams.global_reader import GlobalReader, Shares, StartSum, StreamBatch, alone
 from raysgd.streams.lane_reader import StreamPass, StreamPosition, numbered_rows
 from raysgd.streams.lanes import ENDLESS, NUM_LANES, LanePosition, lanes_of
 from raysgd.streams.loaders import BatchLoader, BatchMaker, Collate, LoaderProcesses, collated
-from raysgd.streams.stream import DROPPED, Pipeline, RowSteps, Shard, Stream, check_shards, warn_of_row
+from raysgd.streams.stream import DROPPED, FAILED, Pipeline, RowSteps, Shard, Stream, check_shards
 
 Divide: TypeAlias = Callable[[int, int], Shares]
 """Function that takes the global batch size and the number of workers, and returns an object that splits batches."""
@@ -457,15 +456,9 @@ class BatchesInOrder:
             yield self._collate(own)
 
     def _rows(self) -> Iterator[Any]:
-        steps = RowSteps(self._stream.steps, seed=f"{self._stream.seed or 0}/0")
+        steps = RowSteps(self._stream.steps, f"{self._stream.seed or 0}/0", skips=self._skips)
         for shard in self._shards:
             for number, row in numbered_rows(self._stream.source.open, shard, 0, self._skips):
-                try:
-                    made = DROPPED if row is DROPPED else steps(row, shard.name, number)
-                except StreamError as error:
-                    if not self._skips:
-                        raise
-                    warn_of_row(error)
-                    continue
-                if made is not DROPPED:
+                made = row if row is FAILED else steps(row, shard.name, number)
+                if made is not FAILED and made is not DROPPED:
                     yield made

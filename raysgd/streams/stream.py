@@ -275,7 +275,9 @@ def from_row(rows: Iterator[RowT], start: int, at: int = 0) -> Iterator[RowT]:
 _NUM_WARNINGS = itertools.count()
 
 DROPPED = object()
-"""Placeholder for a row that a filter has dropped, or that was skipped because of an error."""
+"""Placeholder for a row that a filter has dropped."""
+FAILED = object()
+"""Placeholder for a row that was skipped because of an error."""
 
 
 def warn_of_row(error: StreamError) -> None:
@@ -308,14 +310,16 @@ class RowSteps:
         steps: The steps, in the order in which they are applied.
         seed: Seed of the random numbers in this pass over the stream.
         first: Index of `steps[0]` among all steps of the stream.
+        skips: Whether to skip a row for which a step fails.
     """
 
     steps: Sequence[RowStep]
     seed: str
     first: int = 0
+    skips: bool = False
 
     def __call__(self, row: Any, shard: str, number: int) -> Any:
-        """Apply all steps to a row. Return the result, or `DROPPED` if a filter drops the row.
+        """Apply all steps to a row. Return the result, or `DROPPED` if a filter drops it, or `FAILED` if it is skipped.
 
         Args:
             row: The row.
@@ -323,7 +327,7 @@ class RowSteps:
             number: Number of the row in the shard.
 
         Raises:
-            StreamError: A step failed.
+            StreamError: A step failed, and the row is not skipped.
         """
         try:
             for place, (function, is_filter, is_seeded) in enumerate(self.steps, self.first):
@@ -341,7 +345,11 @@ class RowSteps:
         except Exception as error:  # a user's function may raise any exception
             name = getattr(function, "__name__", type(function).__name__)
             what = f"`{name}` failed with {type(error).__name__}: {error}"
-            raise StreamError(f"shard {shard!r}, row {number}: {what}") from error
+            failed = StreamError(f"shard {shard!r}, row {number}: {what}")
+            if not self.skips:
+                raise failed from error
+            warn_of_row(failed)
+            return FAILED
         return row
 
 

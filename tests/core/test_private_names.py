@@ -34,7 +34,7 @@ from raysgd.core.engine.shared.types import World
 from raysgd.core.private_names import PrivateNames, missing_names, private_names, versions_tested
 from raysgd.detached import cluster
 from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
-from raysgd.streams.iterables import HuggingFaceStream
+from raysgd.streams.formats import HuggingFaceStream
 from raysgd.tf.checkpoints import former_optimizer
 from raysgd.tf.objects import datasets, naming, registration
 from raysgd.tf.parallel import keras_sync

@@ -2,7 +2,7 @@
 
 And what is no file: iterables, and streamed datasets of Hugging Face.
 
-Covers `raysgd.streams.files` and `raysgd.streams.iterables`: each format promises the same.
+Covers `raysgd.streams.formats`: each format promises the same.
 """
 
 from __future__ import annotations
@@ -23,9 +23,16 @@ from pyarrow import feather, ipc, parquet
 
 from raysgd.exceptions import StorageError, StreamError
 from raysgd.storage import Folder, open_folder
-from raysgd.streams import files
-from raysgd.streams.files import ArrowStream, FileStream, JSONLinesStream, ParquetStream, TarStream
-from raysgd.streams.iterables import HuggingFaceStream, IterableStream
+from raysgd.streams import formats
+from raysgd.streams.formats import (
+    ArrowStream,
+    FileStream,
+    HuggingFaceStream,
+    IterableStream,
+    JSONLinesStream,
+    ParquetStream,
+    TarStream,
+)
 from raysgd.streams.stream import Stream, check_shards
 from tests.helpers.s3_server import S3Server
 from tests.streams.made import joint, pass_of, read_together
@@ -369,8 +376,8 @@ def test_rows_of_a_shared_shard_that_no_lane_here_needs_are_not_made(
         (tmp_path / "a.jsonl").write_text("".join(f"{number}\n" for number in range(640)))
         stream: Stream = JSONLinesStream(tmp_path)
     else:
-        read = files._sample
-        monkeypatch.setattr(files, "_sample", lambda tar, key, members: [made.append(key), read(tar, key, members)][1])
+        read = formats._sample
+        monkeypatch.setattr(formats, "_sample", lambda tar, key, each: [made.append(key), read(tar, key, each)][1])
         (tmp_path / "a.tar").write_bytes(as_tar(list(range(640))))
         stream = TarStream(tmp_path)
     steps = read_together(pass_of(stream.batch(64)), 4)
