@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 VERSION = "0.28.1"
 # Hash of the source package that the patches below are written for. pip refuses a download with another hash.
@@ -46,72 +47,19 @@ class Mend:
         return text.replace(self.old, self.new)
 
 
-MENDS = (
-    Mend(
-        "CMakeLists.txt",
-        "set(CMAKE_CXX_STANDARD 14)",
-        "set(CMAKE_CXX_STANDARD 20)",
-        "PyTorch's headers need C++20",
-    ),
-    Mend(
-        "horovod/torch/CMakeLists.txt",
-        "    set(CMAKE_CXX_STANDARD 14)",
-        "    set(CMAKE_CXX_STANDARD 20)",
-        "PyTorch's headers need C++20",
-    ),
-    Mend(
-        "CMakeLists.txt",
-        "include(CheckLanguage)\ncheck_language(CUDA)\nif(NOT CMAKE_CUDA_COMPILER)",
-        'if(NOT "$ENV{HOROVOD_WITHOUT_CUDA}" STREQUAL "1")\ninclude(CheckLanguage)\ncheck_language(CUDA)\nendif()\n'
-        'if(NOT CMAKE_CUDA_COMPILER AND NOT "$ENV{HOROVOD_WITHOUT_CUDA}" STREQUAL "1")',
-        "a CUDA compiler on the PATH is of no use, and may be incomplete, where PyTorch has no CUDA",
-    ),
-    Mend(
-        "horovod/torch/CMakeLists.txt",
-        "from distutils.sysconfig import get_python_inc; print(get_python_inc())",
-        "import sysconfig; print(sysconfig.get_paths()['include'])",
-        "Python 3.12 has no distutils",
-    ),
-    Mend(
-        "horovod/common/operations.cc",
-        """  {
-    global_gloo_context.Initialize(ParseGlooIface());
-  }
-  if (state.control_operation == LibType::GLOO) {
-    // Initializes global controller
-    state.process_set_table.Initialize(global_gloo_context);
-  }
-""",
-        """  try {
-    global_gloo_context.Initialize(ParseGlooIface());
-    if (state.control_operation == LibType::GLOO) {
-      // Initializes global controller
-      state.process_set_table.Initialize(global_gloo_context);
-    }
-  } catch (const std::exception& ex) {
-    LOG(ERROR) << "Horovod could not be initialized: " << ex.what();
-    state.process_set_table.Finalize(global_gloo_context, SHUT_DOWN_ERROR);
-    global_gloo_context.Finalize();
-    state.initialization_failed = true;
-    return;
-  }
-""",
-        "a rank that waits in vain for the others must get an error, not end its whole process",
-    ),
-    Mend(
-        "horovod/common/operations.cc",
-        "    // Reset initialization flag\n    horovod_global.initialization_done = false;\n",
-        "    // Reset initialization flags\n    horovod_global.initialization_done = false;\n"
-        "    horovod_global.initialization_failed = false;\n",
-        "after such an error the process may try again",
-    ),
-    Mend(
-        "horovod/common/gloo/gloo_controller.cc",
-        "  global_ranks_.reserve(size_);",
-        "  global_ranks_.resize(size_);",
-        "the list of ranks stays empty otherwise, so that a collective which misses a rank never times out",
-    ),
-)
+def read_mends() -> Iterator[Mend]:
+    """Yield the patches in `mends.txt`.
+
+    A patch is a paragraph: the path and the reason, then the lines to replace after `-`, and the new lines after `+`.
+    """
+    for paragraph in Path(__file__).with_name("mends.txt").read_text(encoding="utf-8").strip().split("\n\n"):
+        head, *lines = paragraph.split("\n")
+        path, _, reason = head.partition(": ")
+        old, new = ("\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
+        yield Mend(path, old, new, reason)
+
+
+MENDS = tuple(read_mends())
 
 _DEFAULTS = {
     "HOROVOD_WITH_PYTORCH": "1",
