@@ -20,12 +20,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import Recovery
 from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.torch.parallel import exchanges
 from tests.helpers.doors import controller_of
 
 pytestmark = pytest.mark.integration
 
 NUM_STEPS, JOINT_BATCH, NUM_FEATURES = 10, 12, 3
-BETWEEN, IN_EXCHANGE = "between", "exchange"
+BETWEEN, IN_EXCHANGE, WAITING = "between", "exchange", "waiting"
 INTO_EXCHANGE_S = 0.0005
 
 
@@ -42,7 +43,7 @@ class Mortal(TrainingOperator):
         if not self.global_step or not death.exists():  # a standby worker takes a step in advance
             return
         death.unlink()
-        if place == BETWEEN:
+        if place != IN_EXCHANGE:
             os.kill(os.getpid(), signal.SIGKILL)
         threading.Timer(INTO_EXCHANGE_S, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
@@ -123,6 +124,57 @@ class LightningByHand(TrainingOperator.from_ptl(Module), Mortal):  # type: ignor
         return self.loader() if hook == "train_dataloader" else None
 
 
+class QueuesSums(Mortal):
+    """Knows only after a wait whether its sums are complete, as with NCCL. It may die in the wait."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        def wait() -> None:
+            self.at(WAITING)
+            torch.distributed.barrier()
+
+        exchanges.wait_for_collectives = wait
+        super().setup(config)
+
+
+class OwnLoopThatQueues(QueuesSums, OwnLoop):
+    pass
+
+
+class StockLoopThatQueues(QueuesSums, OwnLoop):
+    train_epoch = TrainingOperator.train_epoch
+
+
+def train_with_losses(
+    operator_cls: type[Mortal], deaths: list[str], recovery: str, folder: Path, undo: bool | None = None, **options: Any
+) -> Any:
+    """Return what the first worker returned, after a check that all is as without the losses."""
+    with TorchTrainer(
+        training_operator_cls=operator_cls,
+        num_workers=3,
+        num_cpus_per_worker=0.5,
+        config={"folder": str(folder)},
+        split_batches=True,
+        scheduler_step_freq="manual",
+        recovery=Recovery(wait_for_workers=False, resize_interval_s=600.0, undo=undo),
+        **options,
+    ) as trainer:
+        before = trainer.state_dict()
+        trainer.train()
+        undisturbed = trainer.state_dict()["models"]
+        trainer.load_state_dict(before)
+        for death in deaths:
+            (folder / death).touch()
+        first, *_ = trainer.train(reduce_results=False)
+        assert not list(folder.iterdir())
+        losses = [event.kind for event in controller_of(trainer).history.events if event.is_failure]
+        assert losses == [recovery] * len(deaths)
+        data = trainer.status().data
+        assert data is not None
+        assert data.used == data.due
+        torch.testing.assert_close(trainer.state_dict()["models"], undisturbed, rtol=1e-6, atol=1e-9)
+    return first
+
+
 @pytest.mark.parametrize(
     ("operator_cls", "undo", "recovery"),
     [(OwnLoop, True, "continued"), (LightningByHand, True, "continued"), (OwnLoop, False, "restored")],
@@ -132,28 +184,15 @@ def test_a_batch_that_broke_off_half_way_is_undone_and_repeated_or_the_call_is(
 ) -> None:
     """A loop of user code is called again with the batches that are left."""
     deaths = [f"2 {BETWEEN} 2", f"6 {IN_EXCHANGE} 0"] if undo else [f"2 {BETWEEN} 2"]
-    with TorchTrainer(
-        training_operator_cls=operator_cls,
-        num_workers=3,
-        num_cpus_per_worker=0.5,
-        config={"folder": str(tmp_path)},
-        split_batches=True,
-        scheduler_step_freq="manual",
-        recovery=Recovery(wait_for_workers=False, resize_interval_s=600.0, undo=undo),
-    ) as trainer:
-        before = trainer.state_dict()
-        trainer.train()
-        undisturbed = trainer.state_dict()["models"]
-        trainer.load_state_dict(before)
-        for death in deaths:
-            (tmp_path / death).touch()
-        first, *_ = trainer.train(reduce_results=False)
-        assert not list(tmp_path.iterdir())
-        losses = [event.kind for event in controller_of(trainer).history.events if event.is_failure]
-        assert losses == [recovery] * len(deaths)
-        data = trainer.status().data
-        assert data is not None
-        assert data.used == data.due
-        torch.testing.assert_close(trainer.state_dict()["models"], undisturbed, rtol=1e-6, atol=1e-9)
+    first = train_with_losses(operator_cls, deaths, recovery, tmp_path, undo)
     if operator_cls is OwnLoop:
         assert first["num_loops"] == (4 if undo else 1)
+
+
+@pytest.mark.parametrize(("operator_cls", "precision"), [(OwnLoopThatQueues, "fp32"), (StockLoopThatQueues, "fp16")])
+def test_no_step_is_taken_with_sums_that_are_not_complete(
+    ray_cluster: None, tmp_path: Path, operator_cls: type[Mortal], precision: str
+) -> None:
+    """In fp16, a step changes the state of the scaler, too."""
+    deaths = [f"2 {WAITING} 2", f"6 {WAITING} 0"]
+    train_with_losses(operator_cls, deaths, "continued", tmp_path, precision=precision)

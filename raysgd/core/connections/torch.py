@@ -314,6 +314,32 @@ class TorchConnection(ListeningConnection):
             if part is not None:
                 part.interrupt()
 
+    def wait_for_collectives(self) -> None:
+        """With NCCL, wait until the GPU has completed the collectives that this rank has started.
+
+        NCCL only puts a collective into the GPU's queue. If a rank is lost, the GPU waits in the collective until the
+        group is aborted. Then the GPU runs what is queued behind it, such as an optimizer step, on incomplete sums. So
+        call this method before you queue work that must not happen then (ADR 174).
+
+        If another rank is lost, or if the collectives take longer than `timeout_s`, this method aborts the group.
+
+        Raises:
+            DistNetworkError: The group was aborted, so the results of the collectives may be incomplete.
+        """
+        board = self._board
+        if self.transport != "nccl" or board is None:
+            return
+        import torch
+
+        queued, deadline = torch.cuda.Event(), time.monotonic() + self.timeout_s
+        queued.record()
+        while not queued.query():
+            if not self._is_cut and (board.is_broken or time.monotonic() > deadline):
+                self.interrupt()
+            time.sleep(0)
+        if self._is_cut:
+            raise torch.distributed.DistNetworkError("the NCCL group was aborted while this rank waited for its sums")
+
     @property
     def is_broken(self) -> bool:
         """True if a connection to another rank is known to have ended. Some connections are not monitored."""
@@ -440,6 +466,15 @@ def board_of_group() -> Board:
 def is_group_broken() -> bool:
     """Return True if the default group that a `TorchConnection` formed is known to have lost a connection."""
     return _joined is not None and _joined.is_broken
+
+
+def wait_for_collectives() -> None:
+    """Wait until the collectives of this process are complete, and raise if one has failed.
+
+    Waits only with NCCL. With gloo, a collective has ended when it returns.
+    """
+    if _joined is not None:
+        _joined.wait_for_collectives()
 
 
 def is_connection_error(error: BaseException) -> bool:

@@ -19,10 +19,10 @@ def to_device(value: Any, device: torch.device) -> Any:
     """Return nested tuples, lists, dicts and dataclasses with all tensors on `device`.
 
     An object with a method `to`, such as a batch of `transformers`, is moved by that method. Tensors in pinned memory
-    are copied asynchronously.
+    are copied to a GPU asynchronously. Copies to the CPU are complete when the function returns.
     """
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
+        return value.to(device, non_blocking=device.type != "cpu")
     if hasattr(value, "to") and not isinstance(value, type):
         return value.to(device)
     if is_dataclass(value) and not isinstance(value, type):

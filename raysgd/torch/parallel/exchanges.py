@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed import DistNetworkError
 
-from raysgd.core.connections.torch import is_connection_error, is_group_broken
+from raysgd.core.connections.torch import is_connection_error, is_group_broken, wait_for_collectives
 from raysgd.trainer.worker.ledger import Ledger
 
 
@@ -84,6 +84,11 @@ class Exchanges:
             if self._error is None and self._is_lost(error):
                 self._error = error
             raise
+
+    def wait(self) -> None:
+        """Wait until the gradients are exchanged, and raise if that failed. Called before they are used in a step."""
+        with self.noting():
+            wait_for_collectives()
 
     @property
     def has_broken(self) -> bool:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from raysgd.core.connections.group import Array
 from raysgd.core.connections.mesh.mesh import Bytes
 from raysgd.core.connections.mesh.sums import Chain, ChainTransfer
-from raysgd.core.connections.torch import board_of_group, mesh_group
+from raysgd.core.connections.torch import board_of_group, mesh_group, wait_for_collectives
 from raysgd.core.state.state_codec import EncodedState, decode, lend
 
 STAGED_BYTES = 2**24
@@ -78,6 +78,7 @@ def _receive_staged(source: int, takers: Sequence[int], device: torch.device) ->
     skeleton, sizes = pickle.loads(board_of_group().take(_topic(bytes(key)), _ARRIVAL_S))
     parts = [np.empty(size, np.uint8) for size in sizes]
     chain.pass_on(*(part.data for part in parts))
+    wait_for_collectives()  # raises if a rank was lost on the way
     return skeleton, parts
 
 

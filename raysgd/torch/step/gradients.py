@@ -84,6 +84,8 @@ class Gradients:
                 self._clear(chosen, bystanders)
                 with _silenced(trained()) if isinstance(weight, float) and not weight else _NOTHING:
                     self._compute_weighted(loss, chosen[0], cleared, weight, is_given)
+        if leg.plan.sync_gradients and self._parallel.synchronizes:
+            self._parallel.exchanges.wait()
         for each in unscaled:  # a user's `optimizer_step` computes these gradients
             self._precision.unscale(each)
 

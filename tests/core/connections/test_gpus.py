@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from raysgd.core.connections import torch as connections
 from raysgd.core.connections.torch import TorchConnection, ordinal_of, variables_of_nccl, visible_to_all
 from raysgd.core.engine.shared.types import World
 from tests.core.connections.ranks import boards_of, on_all
@@ -183,6 +185,40 @@ def test_all_ranks_refuse_to_share_a_gpu_that_one_of_them_cannot_share(monkeypat
         assert str(error).startswith("rank 2 shares GPU 0 with another rank: NCCL 2.28.9 is loaded.")
         assert '`backend="gloo"`' in str(error)
         assert not TorchConnection("nccl").is_connection_error(error)
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a GPU, which is not here, has come through what is queued. An abort of the group lets it through."""
+    through = threading.Event()
+    event = types.SimpleNamespace(record=lambda: None, query=through.is_set)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(connections, "_abort_process_group", through.set)
+    return through
+
+
+def test_sums_that_the_gpu_has_completed_are_used(queue: threading.Event) -> None:
+    with boards_of(2) as boards:
+        connection = TorchConnection("nccl", _board=boards[0], _has_joined=True)
+        threading.Timer(0.05, queue.set).start()
+        connection.wait_for_collectives()
+        assert queue.is_set()
+        assert not connection.is_broken
+
+
+@pytest.mark.parametrize("timeout_s", [60.0, 0.05])
+def test_sums_that_the_gpu_waits_for_in_vain_are_aborted_and_not_used(queue: threading.Event, timeout_s: float) -> None:
+    """The other rank is lost, or late."""
+    with boards_of(2) as boards:
+        connection = TorchConnection("nccl", timeout_s, _board=boards[0], _has_joined=True)
+        if timeout_s == 60.0:
+            threading.Timer(0.05, boards[1].interrupt).start()
+        with pytest.raises(torch.distributed.DistNetworkError) as raised:
+            connection.wait_for_collectives()
+        assert queue.is_set()
+        assert connection.is_connection_error(raised.value)
+        assert connection._aborting is not None
+        connection._aborting.join()
 
 
 NCCL = "int ncclGetVersion(int *version) { *version = 23007; return 0; }"

@@ -63,6 +63,18 @@ def test_containers_of_transformers_are_moved_as_what_they_are() -> None:
         assert getattr(moved, "logits", moved["logits"]).device.type == "meta"
 
 
+class Asked(torch.Tensor):
+    """Knows whether a copy of it may be read before it is complete, as one from a GPU may."""
+
+    def to(self, *args: Any, non_blocking: bool = False, **options: Any) -> Any:
+        return non_blocking
+
+
+def test_what_is_moved_to_the_cpu_can_be_read_at_once() -> None:
+    moved = [to_device([torch.ones(1).as_subclass(Asked)], torch.device(kind))[0] for kind in ("cpu", "cuda")]
+    assert moved == [False, True]
+
+
 def test_tensors_of_several_devices_are_read_one_by_one() -> None:
     assert read_tensors([torch.tensor([2]), torch.tensor(0.5)]) == [2.0, 0.5]
 

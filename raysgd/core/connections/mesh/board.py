@@ -219,6 +219,11 @@ class Board:
         with self._has_changed:
             return list(self._values.values())
 
+    @property
+    def is_broken(self) -> bool:
+        """True if a connection to another rank is known to have ended."""
+        return bool(self._broken_by)
+
     def put(self, key: str, value: bytes) -> None:
         """Store a value in this rank's copy of the board, and send it to all other ranks.
 
