@@ -87,8 +87,11 @@ class Exchanges:
 
     def wait(self) -> None:
         """Wait until the gradients are exchanged, and raise if that failed. Called before they are used in a step."""
-        with self.noting():
+        try:  # without `noting`, because this runs in every step
             wait_for_collectives()
+        except DistNetworkError as error:
+            self._error = self._error or error
+            raise
 
     @property
     def has_broken(self) -> bool:
