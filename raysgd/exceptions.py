@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
@@ -298,7 +298,7 @@ class WorkerFault:
 
     rank: int
     node: str
-    error: BaseException | None
+    error: BaseException | None = field(repr=False)  # its arguments may hold secrets, which the message masks
     type_name: str
     message: str
     location: str

@@ -543,7 +543,7 @@ class TensorflowCheckpoint(Checkpoint):
         import tensorflow as tf
 
         if not Path(file_path).is_file() or Path(file_path).suffix != ".h5":
-            raise ValueError(f"`file_path={str(file_path)!r}`: need a file that ends in `.h5`.")
+            raise ValueError(f"`file_path={masked(str(file_path))!r}`: need a file that ends in `.h5`.")
         model = tf.keras.models.load_model(file_path, compile=False)
         return cls.from_model(model, preprocessor=preprocessor)
 

@@ -102,7 +102,7 @@ class CheckpointConfig:
 
 def _check_count(name: str, value: Any, allowed: str) -> None:
     if value is not None and (not is_integer(value) or value < 0):
-        raise ValueError(f"`{name}={value!r}`: need {allowed}.")
+        raise ValueError(f"`{name}={masked(value)!r}`: need {allowed}.")
 
 
 @dataclass
@@ -169,7 +169,7 @@ class SyncConfig:
         for name in ("sync_period", "sync_timeout"):
             value = getattr(self, name)
             if not is_number(value) or value < 0:
-                raise ValueError(f"`{name}={value!r}`: need a number of seconds, 0 or more.")
+                raise ValueError(f"`{name}={masked(value)!r}`: need a number of seconds, 0 or more.")
 
 
 @dataclass
@@ -243,8 +243,8 @@ class RunConfig:
     def _check(self) -> None:
         if self.name is not None and not _is_name(self.name):
             raise ValueError(
-                f"`name={self.name!r}`: need the name of a folder, without slashes, or None. `storage_path` says where "
-                "it is."
+                f"`name={masked(self.name)!r}`: need the name of a folder, without slashes, or None. "
+                "`storage_path` says where it is."
             )
         if self.verbose is not None and not is_integer(self.verbose):
             raise ValueError(f"`verbose={self.verbose!r}`: need 0, 1, 2 or 3, or None.")
@@ -254,7 +254,7 @@ class RunConfig:
         is_stop = self.stop is None or callable(self.stop) or isinstance(self.stop, Mapping | list | tuple)
         if not is_stop:
             raise TypeError(
-                f'`stop={self.stop!r}`: need a dict such as `{{"training_iteration": 10}}`, a function of the '
+                f'`stop={masked(self.stop)!r}`: need a dict such as `{{"training_iteration": 10}}`, a function of the '
                 "trial's id and its metrics, or None."
             )
 
@@ -273,15 +273,17 @@ def checked_config(name: str, value: Any, config_class: type[Any]) -> Any:
         return config_class()
     if not isinstance(value, config_class):
         raise ValueError(
-            f"`{name}={value!r}`: need a `{config_class.__name__}`, or None. Those of Ray have the same names, but are "
-            "other classes: import it from `raysgd.train`."
+            f"`{name}={masked(value)!r}`: need a `{config_class.__name__}`, or None. Those of Ray have the same names, "
+            "but are other classes: import it from `raysgd.train`."
         )
     return value
 
 
 def _check_place(name: str, value: Any) -> None:
     if value is not None and (not isinstance(value, str | os.PathLike) or not str(value)):
-        raise ValueError(f"`{name}={value!r}`: need a folder or a URI, as a `str` or a `pathlib.Path`, or None.")
+        raise ValueError(
+            f"`{name}={masked(value)!r}`: need a folder or a URI, as a `str` or a `pathlib.Path`, or None."
+        )
 
 
 @dataclass(eq=False)

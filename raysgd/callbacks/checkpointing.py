@@ -208,7 +208,7 @@ class Checkpointing(WritesFiles):
             self._look_around()
         except OSError as error:
             raise StorageError(
-                f"`folder={str(folder)!r}` cannot be written to: {error}. Pass a folder where you may write."
+                f"`folder={masked(str(folder))!r}` cannot be written to: {error}. Pass a folder where you may write."
             ) from error
 
     def on_epoch_trained(self, run: Run) -> None:

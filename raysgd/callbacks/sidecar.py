@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raysgd.core.files import inside
 from raysgd.core.history.history import BEGINNING, History, HistoryLimits, plain
 from raysgd.storage import files
 
@@ -192,5 +193,6 @@ def _part(checkpoint: str, name: str) -> History:
 
 
 def _text(place: str) -> str:
-    with files.local_copy(place) as path:
-        return Path(path).read_text(encoding="utf-8")
+    with files.local_copy(place) as copy:
+        path = Path(copy)
+        return inside(path.parent, path.name).read_text(encoding="utf-8")

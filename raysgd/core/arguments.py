@@ -18,6 +18,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raysgd.core.synonyms import FUNCTION, PLACES, instead_of
+from raysgd.core.text.secrets import masked
 from raysgd.exceptions import InvalidCountError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def is_integer(value: Any) -> bool:
 def check_count(name: str, value: Any, hint: str) -> int:
     """Return `value` as a Python `int` if it is a positive integer. Otherwise raise an error that ends with `hint`."""
     if not is_integer(value) or value <= 0:
-        raise InvalidCountError(f"`{name}={value!r}`: need an integer of at least 1. {hint}")
+        raise InvalidCountError(f"`{name}={masked(value)!r}`: need an integer of at least 1. {hint}")
     return int(value)
 
 
@@ -67,7 +68,7 @@ def check_num_workers(name: str, value: Any, hint: str, least: int = 1) -> int:
         InvalidCountError: `value` is not an integer, or is too small or too large.
     """
     if not is_integer(value) or not least <= value <= MAX_WORKERS:
-        raise InvalidCountError(f"`{name}={value!r}`: need an integer from {least} to {MAX_WORKERS}. {hint}")
+        raise InvalidCountError(f"`{name}={masked(value)!r}`: need an integer from {least} to {MAX_WORKERS}. {hint}")
     return int(value)
 
 
@@ -88,7 +89,7 @@ def check_seconds(name: str, value: Any, least: float = 0.0, *, may_be_least: bo
     is_long_enough = is_number(value) and (value >= least if may_be_least else value > least)
     if not is_long_enough or value > _MAX_SECONDS:
         limit = f"{least:g} or more" if may_be_least else f"more than {least:g}"
-        raise ValueError(f"`{name}={value!r}`: need a number of seconds, {limit} and at most {_MAX_SECONDS}.")
+        raise ValueError(f"`{name}={masked(value)!r}`: need a number of seconds, {limit} and at most {_MAX_SECONDS}.")
     return value if isinstance(value, int | float) else float(value)
 
 
@@ -102,7 +103,7 @@ def check_auto_seconds(name: str, value: Any, none_means: str) -> None:
     """
     if isinstance(value, str) and value != "auto":
         raise ValueError(
-            f'`{name}={value!r}`: allowed are "auto", a number of seconds, and None for {none_means}.'
+            f'`{name}={masked(value)!r}`: allowed are "auto", a number of seconds, and None for {none_means}.'
             f"{did_you_mean(value, ('auto',))}"
         )
     if value is not None and value != "auto":
@@ -112,33 +113,33 @@ def check_auto_seconds(name: str, value: Any, none_means: str) -> None:
 def check_seed(value: Any) -> None:
     """Raise an error unless the value is a valid random seed, an integer from 0 to 2**31 - 1."""
     if not is_integer(value) or not 0 <= value < 2**31:
-        raise ValueError(f"`seed={value!r}`: need an integer from 0 to {2**31 - 1}, or None.")
+        raise ValueError(f"`seed={masked(value)!r}`: need an integer from 0 to {2**31 - 1}, or None.")
 
 
 def check_amount(name: str, value: Any) -> None:
     """Raise an error unless the value is a valid amount of a resource: a finite number, 0 or more."""
     if not is_number(value) or value < 0:
-        raise ValueError(f"`{name}={value!r}`: need a number, 0 or more, and not infinite.")
+        raise ValueError(f"`{name}={masked(value)!r}`: need a number, 0 or more, and not infinite.")
 
 
 def refuse_text(**switches: Any) -> None:
     """Raise an error if any option in `switches` is a string. Any non-empty string, even "no", would count as True."""
     for name, value in switches.items():
         if isinstance(value, str | bytes):
-            raise ValueError(f"`{name}={value!r}`: need True or False; any string would count as True.")
+            raise ValueError(f"`{name}={masked(value)!r}`: need True or False; any string would count as True.")
 
 
 def check_switch(name: str, value: Any, *others: Any) -> None:
     """Raise an error unless the option's value is True, False or one of `others`."""
     if not isinstance(value, bool) and value not in others:
         allowed = ", ".join(['"auto"' if other == "auto" else repr(other) for other in others] + ["True and False"])
-        raise ValueError(f"`{name}={value!r}`: allowed are {allowed}.")
+        raise ValueError(f"`{name}={masked(value)!r}`: allowed are {allowed}.")
 
 
 def check_kind(name: str, value: Any, kind: type[Any]) -> None:
     """Raise an error unless the argument's value is an instance of `kind`, one of raysgd's public classes."""
     if not isinstance(value, kind):
-        raise TypeError(f"`{name}={value!r}`: need a `raysgd.{kind.__name__}`.")
+        raise TypeError(f"`{name}={masked(value)!r}`: need a `raysgd.{kind.__name__}`.")
 
 
 _MADE_FROM = {
@@ -221,7 +222,9 @@ def check_config(config: Any) -> dict[str, Any]:
         TypeError: The config is not a dict.
     """
     if config is not None and not isinstance(config, Mapping):
-        raise TypeError(f"`config={config!r}`: need a dict, which the operator's `setup` or the creator functions get.")
+        raise TypeError(
+            f"`config={masked(config)!r}`: need a dict, which the operator's `setup` or the creator functions get."
+        )
     return {} if config is None else with_entries(config)
 
 
@@ -248,7 +251,7 @@ def check_hook(hook: Any) -> None:
     if hook is None:
         return
     if not callable(hook):
-        raise TypeError(f"`initialization_hook={hook!r}`: need a function without parameters.")
+        raise TypeError(f"`initialization_hook={masked(hook)!r}`: need a function without parameters.")
     if not takes(hook):
         name = getattr(hook, "__name__", repr(hook))
         line = f"def {name}():" if name.isidentifier() else "def hook():"
@@ -289,7 +292,7 @@ def check_creator(name: str, creator: Any, *parameters: str) -> None:
     made = f"return {kind.__name__}(...)" if is_class or (is_object and not is_plain) else "..."
     lines = f"Write:\n    def {name}({taken}):\n        {made}"
     if is_object:
-        what = f"`{name}={creator!r}`" if is_plain else f"`{name}` is an object of `{kind.__name__}`"
+        what = f"`{name}={masked(creator)!r}`" if is_plain else f"`{name}` is an object of `{kind.__name__}`"
         raise ValueError(f"{what}: need a function of `{taken}`, because each worker makes its own. {lines}")
     is_optimizer = is_class and kind.__module__.startswith("torch.optim")
     if is_optimizer or not takes(creator, *parameters):
@@ -319,7 +322,7 @@ def check_info(info: Any) -> dict[str, Any]:
         TypeError: `info` is neither None nor a dict.
     """
     if info is not None and not isinstance(info, Mapping):
-        raise TypeError(f"`info={info!r}`: need a dict; the operator gets its entries with each batch.")
+        raise TypeError(f"`info={masked(info)!r}`: need a dict; the operator gets its entries with each batch.")
     return dict(info or {})
 
 
@@ -420,7 +423,7 @@ def warn_of_obstacle(obstacle: str | None, **options: Any) -> None:
         obstacle: Why the epoch cannot be resumed in the middle. None if it can be resumed: nothing is then logged.
         **options: The values of these options, by name. None for an option that the user did not set.
     """
-    named = ", ".join(f"`{name}={value!r}`" for name, value in options.items() if value is not None)
+    named = ", ".join(f"`{name}={masked(value)!r}`" for name, value in options.items() if value is not None)
     if obstacle is not None and named:
         logger.warning(
             "%s: no effect inside an epoch, because %s. After a failure, the call restarts from its beginning, and "
@@ -456,8 +459,8 @@ def check_runtime_env(name: str, value: Any) -> None:
     """
     if value is not None and not isinstance(value, Mapping):
         raise TypeError(
-            f'`{name}={value!r}`: need a dict as Ray accepts it, such as `{{"env_vars": {{"NAME": "value"}}}}`, or '
-            "None."
+            f'`{name}={masked(value)!r}`: need a dict as Ray accepts it, such as `{{"env_vars": {{"NAME": "value"}}}}`,'
+            " or None."
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 
@@ -32,9 +32,8 @@ def check_private(path: Path) -> None:
     Raises:
         PermissionError: Another user owns, or can write to, the path, a folder above it or a link on the way.
     """
-    path = Path(os.path.abspath(path))
-    real = Path(os.path.realpath(path))
-    for each in dict.fromkeys((*reversed(path.parents), path, *reversed(real.parents), real)):
+    os.stat(path)  # raises an error for links that form a circle
+    for each in _way_to(path):
         status = os.lstat(each)
         if status.st_uid not in (0, os.getuid()):
             problem = f"belongs to another user (number {status.st_uid})"
@@ -46,3 +45,20 @@ def check_private(path: Path) -> None:
             f"`{each}` {problem}, who could put code there that raysgd would run. Set `RAYSGD_CACHE` to a new folder "
             f"in your home folder, or run `chmod go-w {each}` if it is yours."
         )
+
+
+def _way_to(path: Path) -> Iterator[str]:
+    """Yield each folder and link that the system passes on the way to a path, also between two links, and the path."""
+    place, names = os.sep, os.path.join(os.getcwd(), path).split(os.sep)[::-1]
+    yield place
+    while names:
+        name = names.pop()
+        if name == os.pardir:
+            place = os.path.dirname(place)
+        elif name not in ("", os.curdir):
+            place = os.path.join(place, name)
+            yield place
+            if os.path.islink(place):
+                target = os.readlink(place)
+                names += target.split(os.sep)[::-1]
+                place = os.sep if os.path.isabs(target) else os.path.dirname(place)

@@ -195,10 +195,10 @@ def checked_text(name: str, path: Any, what: str = "a path") -> str:
         ValueError: `path` is empty or contains a null character.
     """
     if not isinstance(path, str) and not (isinstance(path, os.PathLike) and isinstance(os.fspath(path), str)):
-        raise TypeError(f"`{name}={path!r}`: need {what}, as a `str` or a `pathlib.Path`.")
+        raise TypeError(f"`{name}={masked(path)!r}`: need {what}, as a `str` or a `pathlib.Path`.")
     text = os.fspath(path)
     if not text or "\0" in text:
-        raise ValueError(f"`{name}={path!r}`: need {what}, not an empty one or one with a null character.")
+        raise ValueError(f"`{name}={masked(path)!r}`: need {what}, not an empty one or one with a null character.")
     return text
 
 
@@ -278,7 +278,7 @@ def make_folder(name: str, path: str | os.PathLike[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"`{name}={str(path)!r}`: the folder cannot be made ({error.strerror}). Pass a writable folder."
+            f"`{name}={masked(str(path))!r}`: the folder cannot be made ({error.strerror}). Pass a writable folder."
         ) from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"`{name}={str(path)!r}`: this folder is not writable. Pass a writable folder.")
+        raise ValueError(f"`{name}={masked(str(path))!r}`: this folder is not writable. Pass a writable folder.")

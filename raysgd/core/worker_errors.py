@@ -41,6 +41,9 @@ class _DescribedFailure(TrainingFailedError):
     def __str__(self) -> str:
         return f"{self.failure}\n\n{self.advice}"
 
+    def __repr__(self) -> str:
+        return masked(super().__repr__())
+
     def __reduce__(self) -> tuple[Any, ...]:
         return training_failed_error, (self.failure, self.advice, self.also)
 

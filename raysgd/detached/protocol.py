@@ -29,6 +29,7 @@ from raysgd.core.text import log_lines
 from raysgd.core.text.faults import describe_fault, has_user_code
 from raysgd.core.text.frames import shows_all_frames
 from raysgd.core.text.log_lines import WorkerLogLine
+from raysgd.core.text.secrets import masked
 from raysgd.exceptions import UnpicklableError, WorkerFault
 
 BESIDE = ("ledger", "status")
@@ -89,8 +90,8 @@ class Detached:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise ValueError(
-                f"`detached={self.name!r}`: need a name of letters, digits, `.`, `_` and `-` that begins with a letter "
-                'or a digit, such as "run-7".'
+                f"`detached={masked(self.name)!r}`: need a name of letters, digits, `.`, `_` and `-` that "
+                'begins with a letter or a digit, such as "run-7".'
             )
         checks.refuse_text(replace=self.replace)
         if self.keep_alive_s is not None:

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
+from raysgd.core.text.secrets import masked
+
 
 class Folder(ABC):
     """A folder on disk or in a store such as S3. Create it with `open_folder`.
@@ -219,7 +221,9 @@ def check_name(name: str) -> str:
         ValueError: The name is empty, absolute, or leads out of the folder.
     """
     if not lies_inside(name):
-        raise ValueError(f"`name={name!r}`: need the name of a file or folder in this one, such as 'a' or 'a/b'.")
+        raise ValueError(
+            f"`name={masked(name)!r}`: need the name of a file or folder in this one, such as 'a' or 'a/b'."
+        )
     return name
 
 
@@ -241,5 +245,5 @@ def check_single(name: str) -> str:
         ValueError: The name contains slashes, or leads out of the folder.
     """
     if "/" in name:
-        raise ValueError(f"`name={name!r}`: need the name of a folder directly in this one, without slashes.")
+        raise ValueError(f"`name={masked(name)!r}`: need the name of a folder directly in this one, without slashes.")
     return check_name(name)

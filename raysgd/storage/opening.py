@@ -85,7 +85,7 @@ def _in(filesystem: Any, text: str, argument: str) -> Folder:
     if _is_of(filesystem, "fsspec", "AbstractFileSystem"):
         filesystem = _filesystems.wrapped(filesystem)
     elif not _is_of(filesystem, "pyarrow.fs", "FileSystem"):
-        raise TypeError(f"`filesystem={filesystem!r}`: need a file system of PyArrow or fsspec, or None.")
+        raise TypeError(f"`filesystem={masked(filesystem)!r}`: need a file system of PyArrow or fsspec, or None.")
     base = text.rstrip("/")
     uri = f"{_type_name(filesystem)}://{base.lstrip('/')}"
     return StoreFolder(uri, filesystem, base, limit_s())

@@ -416,6 +416,6 @@ def check_is_shared(folder: Folder) -> None:
     """
     if folder.is_in_memory:
         raise ValueError(
-            f"`storage_path={str(folder)!r}`: only this process sees its memory, and the workers of `fit` "
+            f"`storage_path={masked(str(folder))!r}`: only this process sees its memory, and the workers of `fit` "
             "write checkpoints themselves. Pass a folder, or a URI such as `s3://bucket/folder`."
         )

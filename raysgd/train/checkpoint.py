@@ -36,6 +36,7 @@ from raysgd.air.trial import checkpoint_name
 from raysgd.core.cluster.program_end import end_with
 from raysgd.core.cluster.ray_session import RayThreads
 from raysgd.core.numbers.ranking import MAX, MIN, BestCheckpoints, SavedCheckpoint, as_score
+from raysgd.core.text.secrets import masked
 from raysgd.exceptions import failure_logged
 from raysgd.storage import Folder, StorageError, open_folder
 from raysgd.storage.files import local_copy, saving
@@ -561,7 +562,7 @@ def load_checkpoint(checkpoint: Mapping[str, Any] | str | Path | None) -> dict[s
     if isinstance(checkpoint, Mapping):
         return dict(checkpoint)
     if not isinstance(checkpoint, str | Path):
-        raise TypeError(f"`checkpoint={checkpoint!r}`: need a dict, or the path or URI of a saved one.")
+        raise TypeError(f"`checkpoint={masked(checkpoint)!r}`: need a dict, or the path or URI of a saved one.")
     from ray import cloudpickle
 
     place = open_folder(checkpoint, argument="checkpoint")
@@ -570,6 +571,6 @@ def load_checkpoint(checkpoint: Mapping[str, Any] | str | Path | None) -> dict[s
             path = opened.enter_context(local_copy((place / DICT_FILE if place.exists() else place).uri))
             file = opened.enter_context(open(path, "rb"))
         except (FileNotFoundError, NotADirectoryError):
-            raise ValueError(f"`checkpoint={str(place)!r}`: there is no such file.") from None
+            raise ValueError(f"`checkpoint={masked(str(place))!r}`: there is no such file.") from None
         content: dict[str, Any] = cloudpickle.load(file)
     return content

@@ -76,9 +76,9 @@ class Tuner:
     ) -> None:
         tune = tune_trial.require_tune(_NEEDED_BY)
         if param_space is not None and not isinstance(param_space, Mapping):
-            raise TypeError(f"`param_space={param_space!r}`: need a dict, or None.")
+            raise TypeError(f"`param_space={masked(param_space)!r}`: need a dict, or None.")
         if run_config is not None and not isinstance(run_config, RunConfig):
-            raise TypeError(f"`run_config={run_config!r}`: need a `raysgd.train.RunConfig`, or None.")
+            raise TypeError(f"`run_config={masked(run_config)!r}`: need a `raysgd.train.RunConfig`, or None.")
         if tune_config is not None and not isinstance(tune_config, tune.TuneConfig):
             raise TypeError(f"`tune_config={tune_config!r}`: need a `raysgd.tune.TuneConfig`, or None.")
         run_config, space = chosen(trainable, run_config), _as_space(trainable, param_space or {})
@@ -275,7 +275,7 @@ def as_trainable(trainable: Any, run_config: RunConfig | None = None) -> Any:
         )
     if hasattr(trainable, "as_trainable") and not isinstance(trainable, type):
         raise TypeError(
-            f"`trainable={trainable!r}`: this trainer is running already. Pass the class that "
+            f"`trainable={masked(trainable)!r}`: this trainer is running already. Pass the class that "
             f"`{type(trainable).__name__}.as_trainable(...)` returns."
         )
     return trainable

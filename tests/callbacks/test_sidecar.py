@@ -104,6 +104,17 @@ class TestALongRun:
         ):
             self.read(tmp_path)
 
+    @pytest.mark.parametrize("name", ["history-*.json", "last.pt.run.json"])
+    def test_reads_nothing_through_links_that_lead_out_of_its_folder(self, tmp_path: Path, name: str) -> None:
+        self.run(tmp_path / "run", range(1, 301), Sidecars(), History())
+        (file,) = (tmp_path / "run").glob(name)
+        file.symlink_to(file.rename(tmp_path / "outside.json"))
+        with pytest.raises(OSError, match=r"a link.*leads out of the run's folder: remove the link"):
+            self.read(tmp_path / "run")
+        self.run(tmp_path / "run", range(1, 301), Sidecars(), History())
+        assert not file.is_symlink()
+        assert self.read(tmp_path / "run")["epoch"] == [*range(1, 301)]
+
     @pytest.mark.parametrize("name", ["../secret.json", "history-x.json", 3, None])
     def test_reads_no_other_files(self, tmp_path: Path, name: Any) -> None:
         self.run(tmp_path, range(1, 301), Sidecars(), History())

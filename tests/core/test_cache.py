@@ -58,13 +58,33 @@ def test_a_folder_like_tmp_may_be_above(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to other users")
-@pytest.mark.parametrize("owned", ["cache", "cache/detached", "cache/detached/file", "link"])
+@pytest.mark.parametrize("owned", ["cache", "cache/detached", "cache/detached/file", "link", "middle", "middle/hop"])
 def test_what_another_user_owns_is_refused(tmp_path: Path, owned: str) -> None:
     path = tmp_path / "cache" / "detached" / "file"
     make_private(path.parent)
     path.touch(0o600)
-    (tmp_path / "link").symlink_to(tmp_path / "cache")
+    (tmp_path / "middle").mkdir()
+    (tmp_path / "middle" / "hop").symlink_to("../cache")
+    (tmp_path / "link").symlink_to(tmp_path / "middle" / "hop")
     check_private(tmp_path / "link" / "detached" / "file")
     os.chown(tmp_path / owned, NOBODY, NOBODY, follow_symlinks=False)
     with pytest.raises(PermissionError, match=f"{Path(owned).name}` belongs to another user"):
         check_private(tmp_path / "link" / "detached" / "file")
+
+
+def test_a_folder_between_two_links_is_checked_too(tmp_path: Path) -> None:
+    make_private(tmp_path / "cache")
+    make_private(tmp_path / "middle")
+    (tmp_path / "middle" / "hop").symlink_to(tmp_path / "cache")
+    (tmp_path / "link").symlink_to("middle/hop")
+    check_private(tmp_path / "link")
+    (tmp_path / "middle").chmod(0o777)
+    with pytest.raises(PermissionError, match=f"`{tmp_path / 'middle'}` is writable"):
+        check_private(tmp_path / "link")
+
+
+def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        check_private(tmp_path / "a")

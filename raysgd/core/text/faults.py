@@ -186,7 +186,7 @@ def _own_lines(error: BaseException) -> list[str]:
     """Return the lines of user code in an exception's traceback, then lines quoted in its message, innermost last."""
     own = _frames(error, only_own=True)
     places = [(f"{frame.filename}:{frame.lineno} in {frame.name}", frame.line) for frame in own]
-    return [f"{place}: {line}" if line else place for place, line in places] + _quoted(error)[0]
+    return [masked(f"{place}: {line}" if line else place) for place, line in places] + [*map(masked, _quoted(error)[0])]
 
 
 def _frames(error: BaseException, *, only_own: bool = False) -> traceback.StackSummary:

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from raysgd.core.text.secrets import masked
+
 TRACEBACK_VARIABLE = "RAYSGD_TRACEBACK"
 
 _PLACE_WITHOUT_CODE = re.compile(r"([^\n]+):(\d+) in [\w<>.]+")
@@ -71,7 +73,7 @@ def with_code(place: str) -> str:
     """
     parts = _PLACE_WITHOUT_CODE.fullmatch(place)
     code = linecache.getline(parts[1], int(parts[2])).strip() if parts else ""
-    return f"{place}: {code}" if code else place
+    return masked(f"{place}: {code}") if code else place
 
 
 def short_name(filename: str) -> str:

@@ -71,9 +71,8 @@ class LogBuffer(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if os.getpid() == self._pid:
             self._notes.append(WorkerLogLine(record.name, record.levelno, self.format(record)))
-        # Show the line here, because a data loader's process cannot send lines to the driver.
-        elif logging.lastResort is not None:
-            logging.lastResort.handle(record)
+        else:  # show the line here, because a data loader's process cannot send lines to the driver
+            print(printable_lines(self.format(record)), file=sys.stderr)
 
     def glance(self) -> tuple[WorkerLogLine, ...]:
         """Return new lines, to be sent with a heartbeat.

@@ -28,18 +28,19 @@ _IS_SECRET = re.compile(
 )
 _NEW_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[\W_]+")
 
+_QUOTE_INSIDE = r"""['"`](?![\s,:;)\]}]|\Z)"""  # a quote in the middle of a word belongs to the word
 # Matches the user and key before the `@` of a URI, even if the key has slashes. In the URI of a storage bucket, a
 # number followed by a slash counts as part of the key. In any other URI, such a number counts as a port.
 _USER = re.compile(
     r"""(?:\b(s3[an]?|gs|gcs|az|abfss?|wasbs?|oss):)?(?<=:)(?P<slashes>//?)"""
-    r"""(?P<user>[^/@\s'"`]*:(?(1)|(?!\d+/))[^@\s'"`]{0,1000}@(?:[^/@\s'"`]*@)*)""",
+    rf"""(?P<user>[^/@\s'"`]*:(?(1)|(?!\d+/))(?:[^@\s'"`]|{_QUOTE_INSIDE}){{0,1000}}@(?:[^/@\s'"`]*@)*)""",
     re.IGNORECASE,
 )
-_OPTION = re.compile(r"(?P<start>[?&](?P<name>[\w.\-]+)=)(?P<value>[^&\s'\"`]+)")
-_VALUE = re.compile(  # in quotes, in brackets, or without either
-    r"""(?:([bru]?)(?P<quote>['"])(?:[^'"\\]|\\.|(?!(?P=quote))['"])*(?:(?P=quote)|$)"""
-    r"""|[\[({][^\])}]{0,500}(?:[\])}]|$)|[^\s&;'"`\[({]*[^\s&;'"`,)\]}\[({])"""
-)
+_OPTION = re.compile(rf"""(?P<start>[?&](?P<name>[\w.\-]+)=)(?P<value>(?:[^&\s'"`]|{_QUOTE_INSIDE})+)""")
+_QUOTED = r"""(?P<quote>['"])(?:\\.?|(?!(?P=quote)(?!\w))[^\\])*(?:(?P=quote)|\Z)"""
+# A value in quotes, the first bracket of a value, or a word without the brackets and quotes that follow it.
+_VALUE = re.compile(rf"""[bru]?{_QUOTED}|(?P<bracket>[\[({{])|[^\s&;]*[^\s&;:'"`,)\]}}>]""", re.DOTALL)
+_BRACKET = re.compile(rf"{_QUOTED}|(?P<opening>[\[({{])|[\])}}]", re.DOTALL)
 _ENTRY = re.compile(r"""(?<![\w.\-])(?P<name>[\w.\-]+)(?:=|['"]\s*:\s*|\s*=\s*(?=[bru]?['"]))""")
 _ARGUMENT = re.compile(r"""(?<![\w\-])(?P<name>--?[A-Za-z][\w\-]*)\s+(?!-)""")
 _CONSTANT = re.compile(r"None|True|False|null|true|false")
@@ -47,7 +48,7 @@ _NUMBERS = re.compile(r"[\[(]?[\d\s.,eE+\-]*[\])]?")
 # Secrets that are known by their form: bearer tokens, private keys, web hooks, JSON web tokens, and tokens of services.
 _SHAPE = re.compile(
     r"""(\bBearer\s+)(?=[^\s'"`]*\d|[^\s'"`]{20})[^\s'"`,;]{6,}"""
-    r"""|(-----BEGIN [A-Z ]*PRIVATE KEY-----)(?:(?!-----END)[\s\S])*"""
+    r"""|(-{4,5} ?BEGIN [A-Z\d ]*PRIVATE KEY(?: BLOCK)? ?-{4,5})(?:(?!-{4} ?END|-{5}END)[\s\S])*"""
     r"""|(https://(?:hooks\.slack\.com/services|discord(?:app)?\.com/api/webhooks)/)[^\s'"`]+"""
     r"""|\beyJ[\w\-]{8,}\.[\w\-]{8,}\.[\w\-]+"""
     r"""|\b(?:gh[pousr]_|github_pat_|glpat-|hf_(?!\w*_)|AKIA|AIza|xox[abprs]-|sk-)(?=[\w\-]*\d)[\w\-]{16,}""",
@@ -127,18 +128,33 @@ def _without_values(text: str, names: re.Pattern[str]) -> str:
         if match.start() < end or not is_secret_name(match["name"]):
             continue
         value = _VALUE.match(text, match.end())
-        if value is None or _CONSTANT.fullmatch(value[0]):
+        if value is None:
+            continue
+        end_of_value = _end_of_brackets(text, value.start()) if value["bracket"] else value.end()
+        shown = text[value.start() : end_of_value]
+        if _CONSTANT.fullmatch(shown):
             continue
         name, quote = match["name"].lower(), value["quote"] or ""
         # In `password=123`, the digits may be a text. In the `repr` of a dict and in `token=123`, they are a number.
         is_repr = ":" in match[0]
-        is_number = (is_repr or "token" in name) and _NUMBERS.fullmatch(value[0]) is not None
+        is_number = (is_repr or "token" in name) and _NUMBERS.fullmatch(shown) is not None
         is_code = name.endswith("tokens") and not (is_repr or quote)  # as in `model(tokens=batch)`
         if is_number or is_code:
             continue
         parts.append(f"{text[end : match.end()]}{quote}{_HIDDEN}{quote}")
-        end = value.end()
+        end = end_of_value
     return "".join([*parts, text[end:]])
+
+
+def _end_of_brackets(text: str, start: int) -> int:
+    """Return where the bracket at `start` is closed, or the end of the text. Brackets in quotes do not count."""
+    depth = 0
+    for match in _BRACKET.finditer(text, start):
+        if not match["quote"]:
+            depth += 1 if match["opening"] else -1
+        if depth == 0:
+            return match.end()
+    return len(text)
 
 
 def _masked(value: Any, above: frozenset[int]) -> Any:

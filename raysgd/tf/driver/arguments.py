@@ -12,6 +12,7 @@ from raysgd.core.connections.tensorflow import GROWTH
 from raysgd.core.engine.gpus import DriverView
 from raysgd.core.engine.placement import choose_gpus_of_cluster
 from raysgd.core.imports import require_installed
+from raysgd.core.text.secrets import masked
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.objects import datasets, registration
 from raysgd.tf.operator.internals import TFSettings
@@ -182,7 +183,7 @@ def refuse_keras_file(checkpoint: Any) -> None:
     """Check that a checkpoint path does not have one of Keras's suffixes, because Keras could not read the file."""
     if str(checkpoint).endswith((".keras", ".h5", ".hdf5")):
         raise ValueError(
-            f"`checkpoint={checkpoint!r}`: `save` writes an archive of NumPy, which Keras does not read. Call "
+            f"`checkpoint={masked(checkpoint)!r}`: `save` writes an archive of NumPy, which Keras does not read. Call "
             f"`trainer.get_model().save({str(checkpoint)!r})`, or save a `.npz` file to load it into a trainer."
         )
 

@@ -16,6 +16,7 @@ import cloudpickle
 from raysgd.air.reports import UploadOptions, node_ip
 from raysgd.core.engine.shared.types import World
 from raysgd.core.state.state_codec import EncodedState, StateEncoder
+from raysgd.core.text.secrets import masked
 from raysgd.train._worker.mailbox import Mailbox, PendingCheckpoints
 from raysgd.train._worker.membership import Membership
 from raysgd.train._worker.messages import (
@@ -307,4 +308,4 @@ def content_of(checkpoint: Any) -> dict[str, Any]:
 
     if isinstance(checkpoint, Checkpoint):
         return checkpoint.to_dict()
-    raise TypeError(f"`checkpoint={checkpoint!r}`: need a dict or a `Checkpoint`, or None.")
+    raise TypeError(f"`checkpoint={masked(checkpoint)!r}`: need a dict or a `Checkpoint`, or None.")

@@ -8,6 +8,7 @@ from typing import Any
 
 from raysgd.compat.names import former_names
 from raysgd.core.files import check_local
+from raysgd.core.text.secrets import masked
 from raysgd.core.writers.files import EventFile, JsonList
 from raysgd.core.writers.files import SafeFallbackEncoder as SafeFallbackEncoder
 from raysgd.core.writers.services import MLflowRun
@@ -53,7 +54,9 @@ class LogdirManager:
         if self._create_logdir:
             path.mkdir(parents=True, exist_ok=True)
         if not path.is_dir():
-            raise ValueError(f"`logdir={str(path)!r}` is not a folder: create it, or leave `create_logdir` at True.")
+            raise ValueError(
+                f"`logdir={masked(str(path))!r}` is not a folder: create it, or leave `create_logdir` at True."
+            )
         return path
 
     @property

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from raysgd.air import CheckpointConfig
 from raysgd.core.text.faults import describe_fault, has_user_code
+from raysgd.core.worker_errors import training_failed_error, worker_error
 from raysgd.exceptions import WorkerFault
 from raysgd.torch.data.batches import call_model
 
@@ -56,6 +57,21 @@ def test_an_exception_is_told_with_its_class_its_words_and_its_line() -> None:
     assert fault.location.endswith("in described: raise error")
     assert __file__ in fault.location
     assert fault.traceback_text.endswith("ValueError: x\n")
+
+
+def test_no_part_of_a_fault_shows_a_secret() -> None:
+    def connect(**_: str) -> None:
+        raise ValueError("no user with token=Hidden1") from KeyError("s3://id:Hidden2@bucket")
+
+    try:
+        connect(password="Hidden3")
+    except ValueError as error:
+        fault = describe_fault(error, rank=3, node="10.0.0.5", portable=True)
+    assert "connect(password=***)" in fault.callers[0].replace("'***'", "***").replace('"***"', "***")
+    failed = training_failed_error(worker_error((fault,)))
+    for text in (repr(fault), str(worker_error((fault,))), repr(worker_error((fault,))), str(failed), repr(failed)):
+        assert "Hidden" not in text
+    assert str(fault.error) == "no user with token=Hidden1"
 
 
 def test_a_brief_traceback_says_where_and_leaves_out_the_lines() -> None:

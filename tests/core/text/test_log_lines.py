@@ -113,9 +113,9 @@ def test_of_very_many_lines_the_last_ones_are_kept() -> None:
 def test_a_forked_process_speaks_for_itself(capfd: pytest.CaptureFixture[str]) -> None:
     notebook = LogBuffer()
     notebook._pid += 1  # as seen from a loader's process
-    notebook.handle(logging.LogRecord("raysgd", logging.WARNING, "", 0, "from the loader", None, None))
+    notebook.handle(logging.LogRecord("raysgd", logging.WARNING, "", 0, "from the loader\x1b[2J", None, None))
     assert notebook.drain() == ()
-    assert "from the loader" in capfd.readouterr().err
+    assert capfd.readouterr().err == "from the loader\\x1b[2J\n"
 
 
 def test_a_driver_has_nothing_to_hand_over() -> None:

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 
-from raysgd.air.config import RunConfig
+from raysgd.air.config import CheckpointConfig, RunConfig
 from raysgd.callbacks import Checkpointing, CSVLogger, HTMLReport, JSONLogger, MLflowLogger, WandbLogger
 from raysgd.core.text.secrets import has_secret, is_secret_name, masked, user_of
 from raysgd.storage import StorageError, open_folder
@@ -17,6 +17,7 @@ from raysgd.torch import TorchTrainer
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.fit.recorder import Recorder
 from raysgd.train.fit.restore import restore, save_trainer
+from raysgd.tune.tuner import Tuner
 from tests.helpers.run_if import missing_requirements
 from tests.torch.operators_for_tests import LinearOperator
 from tests.train.fit.notes import make_folder
@@ -58,6 +59,22 @@ from tests.train.fit.notes import make_folder
         ("{'secrets': {'a': 'b'}, 'key': 'is cut", "{'secrets': ***, 'key': 'is cut"),
         ("'api_key': 'is cut", "'api_key': '***'"),
         ("{'tokens': ['a', 'b'], 'n': 1}", "{'tokens': ***, 'n': 1}"),
+        ("{'passwords': ['a)b', 'S'], 'n': 1}", "{'passwords': ***, 'n': 1}"),
+        ("{'secrets': {'a': ('b]', \"c'}\")}, 'n': [1]}", "{'secrets': ***, 'n': [1]}"),
+        (f"secrets={['a'] * 1000}, n=1", "secrets=***, n=1"),
+        ("secrets=['a', 'is cut", "secrets=***"),
+        ("run --password=ab(S --n 1, or --password ab[S", "run --password=*** --n 1, or --password ***"),
+        ("a=b;AccountKey=ab'S;c=d", "a=b;AccountKey=***;c=d"),
+        ("connect(password='ab'S', n=1) with token=a)b)", "connect(password='***', n=1) with token=***)"),
+        ("'postgres://me:a'S@host/db', 'https://a?sig=a'S&b=c'", "'postgres://***@host/db', 'https://a?sig=***&b=c'"),
+        (
+            "-----BEGIN PGP PRIVATE KEY BLOCK-----\n\nlQ\n-----END PGP PRIVATE KEY BLOCK-----",
+            "-----BEGIN PGP PRIVATE KEY BLOCK-----***-----END PGP PRIVATE KEY BLOCK-----",
+        ),
+        (
+            "---- BEGIN SSH2 ENCRYPTED PRIVATE KEY ----\nMIIa\n---- END SSH2 ENCRYPTED PRIVATE KEY ----",
+            "---- BEGIN SSH2 ENCRYPTED PRIVATE KEY ----***---- END SSH2 ENCRYPTED PRIVATE KEY ----",
+        ),
         (
             "could not open 's3://id:secret@a/b?token=c', nor `gs://d?secret_key=e`: http://id:f@host:80/g",
             "could not open 's3://***@a/b?token=***', nor `gs://d?secret_key=***`: http://***@host:80/g",
@@ -147,12 +164,38 @@ def test_harmless_names_are_not_masked(name: str) -> None:
 
 
 def test_the_patterns_do_not_hang_in_long_texts() -> None:
-    for piece in ("a", "a=", "--a ", "eyJ", "key-", "'a': '", "[?a"):
+    for piece in ("a", "a=", "--a ", "eyJ", "key-", "'a': '", "[?a", "token=[", "token='\\", "token=)"):
         masked(piece * (200_000 // len(piece)))
 
 
 def test_the_user_of_a_uri_ends_at_the_last_sign_before_the_bucket() -> None:
     assert (user_of("s3://id:a/b@bucket/c@d"), user_of("s3://bucket/c")) == ("id:a/b@", "")
+
+
+URI = "s3://id:Hidden1@bucket/a?sig=Hidden2"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: TorchTrainer(training_operator_cls=LinearOperator, num_workers=URI),
+        lambda: TorchTrainer(training_operator_cls=LinearOperator, config=[{"password": "Hidden"}]),
+        lambda: TorchTrainer(training_operator_cls=LinearOperator, runtime_env=[{"env_vars": {"TOKEN": "Hidden"}}]),
+        lambda: TorchTrainer(training_operator_cls=LinearOperator, detached=URI),
+        lambda: RunConfig(name=URI),
+        lambda: RunConfig(storage_path=[URI]),
+        lambda: CheckpointConfig(num_to_keep=URI),
+        lambda: DataParallelTrainer(loop, run_config=URI),
+        lambda: Tuner(loop, param_space=[{"password": "Hidden"}]),
+        lambda: open_folder(f"{URI}\0"),
+        lambda: open_folder("/").read(f"../{URI}"),
+        lambda: CSVLogger(f"{URI}\0"),
+    ],
+)
+def test_errors_of_arguments_show_none(call: Callable[[], object]) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"\*\*\*") as caught:
+        call()
+    assert "Hidden" not in str(caught.value)
 
 
 NAMES = (
