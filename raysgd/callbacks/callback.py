@@ -237,33 +237,6 @@ def uses_folder_of_run(callback: Callback) -> bool:
     return isinstance(callback, WritesFiles) and callback._uses_folder_of_run
 
 
-class SaveBehind:
-    """A checkpoint that a background thread is writing while training continues.
-
-    Args:
-        write: The task of the background thread, or None if the file is already complete.
-        note: Function to call when the file is complete.
-    """
-
-    def __init__(self, write: SubmittedWrite | None, note: Callable[[], None]) -> None:
-        self._write, self._note = write, note
-
-    @property
-    def is_done(self) -> bool:
-        """True if the file is complete or could not be written, so that `finish` does not wait."""
-        return self._write is None or self._write.is_done
-
-    def finish(self) -> None:
-        """Wait until the background thread has completed the file, then call `note`.
-
-        Raises:
-            BaseException: The file could not be written.
-        """
-        if self._write is not None:
-            self._write.wait()
-        self._note()
-
-
 class Run:
     """The run that callbacks observe and control: one call to `fit`, or one run of a training function.
 
@@ -296,7 +269,7 @@ class Run:
         folder: str | Path | None = None,
         callbacks: list[Callback] | None = None,
         save: Callable[[Run, str], None] | None = None,
-        save_behind: Callable[[str], SaveBehind] | None = None,
+        save_behind: Callable[[str], tuple[SubmittedWrite, Callable[[], None]]] | None = None,
         obstacle_to_stop: str | None = None,
         may_validate: bool = True,
     ) -> None:

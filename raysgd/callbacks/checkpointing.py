@@ -6,13 +6,13 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raysgd.callbacks import sidecar
-from raysgd.callbacks.callback import Run, SaveBehind, WritesFiles
+from raysgd.callbacks.callback import Run, WritesFiles
 from raysgd.callbacks.early_stopping import Mode, WatchedMetric
 from raysgd.core import arguments as checks
 from raysgd.core.files import inside
@@ -21,6 +21,9 @@ from raysgd.core.text.printable import printable
 from raysgd.core.text.secrets import masked
 from raysgd.exceptions import RaySGDError, StorageError
 from raysgd.storage import Folder, open_folder
+
+if TYPE_CHECKING:
+    from raysgd.storage.background_writer import SubmittedWrite
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +125,7 @@ class Checkpointing(WritesFiles):
         self._num_failures = 0
         self._unsaved: Saved | None = None
         self._rated: tuple[tuple[int, int], float | None] | None = None
-        self._in_flight: tuple[Saved, SaveBehind] | None = None
+        self._in_flight: tuple[Saved, SubmittedWrite, Callable[[], None]] | None = None
         self._end: str | None = None
         self._is_loaded = False
 
@@ -245,15 +248,11 @@ class Checkpointing(WritesFiles):
     def _rate(self, run: Run, score: float | None) -> None:
         """Store `score`, the metric of epoch `run.epoch`, for this epoch's file. Delete files that are not kept."""
         self._finish_write(run)
-        before, epoch = self._saved, (run.epoch, 0)
-        rated = [replace(each, score=score) if each.number == epoch else each for each in before]
+        epoch = (run.epoch, 0)
+        rated = [replace(each, score=score) if each.number == epoch else each for each in self._saved]
         if self._unsaved is not None and self._unsaved.number == epoch:
             self._unsaved = replace(self._unsaved, score=score)
-        self._saved, dropped = self._divide(run, rated)
-        if self._saved != before:
-            self._update_index(self._saved)
-            for each in dropped:
-                self._delete(each)
+        self._keep_some_of(run, rated)
 
     def _pause_at(self, global_step: int) -> int | None:
         self._paused_at, every = global_step, self.every_n_steps
@@ -314,7 +313,7 @@ class Checkpointing(WritesFiles):
                 run.save(self._location(new.content))
             else:
                 assert run._save_behind is not None, "it is a run of a class-based trainer"
-                self._in_flight = new, run._save_behind(self._location(new.content))
+                self._in_flight = new, *run._save_behind(self._location(new.content))
             self._write_index(self._saved)
         except OSError as error:
             self._saved = before
@@ -336,9 +335,10 @@ class Checkpointing(WritesFiles):
         """
         if self._in_flight is None or not (waits or self._in_flight[1].is_done):
             return
-        (new, save), self._in_flight = self._in_flight, None
+        (new, write, note), self._in_flight = self._in_flight, None
         try:
-            save.finish()
+            write.wait()
+            note()
         except (OSError, RaySGDError) as error:  # the storage failed, or the worker that held the state was lost
             self._saved = [each for each in self._saved if each.number != new.number]
             self._delete(new)
@@ -346,10 +346,7 @@ class Checkpointing(WritesFiles):
             self._fail(new, error)
             return
         self._num_failures = 0
-        self._saved, dropped = self._divide(run, self._saved)
-        self._update_index(self._saved)
-        for each in dropped:
-            self._delete(each)
+        self._keep_some_of(run, self._saved)
 
     def _fail(self, new: Saved, error: OSError | RaySGDError) -> None:
         self._num_failures += 1
@@ -393,6 +390,15 @@ class Checkpointing(WritesFiles):
         last_told = (run._last_told or 0) if run.validates_beside and self.keep_best else math.inf
         waiting = [each.number for each in saved if each.score is None and _epoch_ended_by(each) > last_told]
         return self._rule.divide(saved, waiting)
+
+    def _keep_some_of(self, run: Run, saved: list[Saved]) -> None:
+        """Store the list of saved checkpoints, without those that are not kept, and delete their files."""
+        before = self._saved
+        self._saved, dropped = self._divide(run, saved)
+        if self._saved != before:
+            self._update_index(self._saved)
+        for each in dropped:
+            self._delete(each)
 
     @property
     def _complete(self) -> list[Saved]:

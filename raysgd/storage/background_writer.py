@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import logging
 import os
 import threading
@@ -22,17 +21,25 @@ Write = Callable[[str, Any], object]
 
 
 class SubmittedWrite:
-    """A file that was submitted to a `BackgroundWriter`.
+    """A file that was submitted to a `BackgroundWriter`. Without arguments, a file that is complete already.
+
+    Args:
+        changed: Condition of the writer.
+        job: The path of the file, the function that returns the object to write, and the function that writes it.
 
     Attributes:
         is_done: True when the file is complete or could not be written.
         seconds: How long it took to produce and write the content of the file. 0 until `is_done` is True.
     """
 
-    def __init__(self, writer: BackgroundWriter) -> None:
-        self._writer = writer
+    def __init__(
+        self,
+        changed: threading.Condition | None = None,
+        job: tuple[str, Callable[[], Any], Write] | None = None,
+    ) -> None:
+        self._changed, self._job = changed or threading.Condition(), job
         self._failure: BaseException | None = None
-        self.is_done, self.seconds = False, 0.0
+        self.is_done, self.seconds = job is None, 0.0
 
     def wait(self) -> None:
         """Wait until the file is complete.
@@ -40,7 +47,28 @@ class SubmittedWrite:
         Raises:
             BaseException: The file could not be written. No later call raises this error again.
         """
-        self._writer._await(self)
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_done)
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _run(self) -> BaseException | None:
+        """Write the file. Return the error, or None if the file was written."""
+        assert self._job is not None, "each file is written once"
+        # Forget the functions before the end of the write is told, because they may refer to large objects.
+        (path, produce, write), self._job = self._job, None
+        try:
+            write(path, produce())
+        except BaseException as error:  # only log the error here, because a later call raises it
+            logger.error("could not write checkpoint %s: %r", files.shown(path), error)
+            _forget_variables(error)
+            return error
+        logger.info("wrote checkpoint %s", files.shown(path))
+        return None
 
 
 class BackgroundWriter:
@@ -56,8 +84,7 @@ class BackgroundWriter:
     """
 
     def __init__(self) -> None:
-        self._jobs: collections.deque[tuple[SubmittedWrite, str, Callable[[], Any], Write]] = collections.deque()
-        self._failures: collections.deque[BaseException] = collections.deque()
+        self._writes: list[SubmittedWrite] = []  # in the order of `submit`, without those that are written
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -83,8 +110,8 @@ class BackgroundWriter:
                 thread = RayThread(target=self._work, name="raysgd-checkpoint-writer", daemon=False)
                 thread.start()  # the thread cannot run before this block ends, because the block holds the lock
                 self._thread = thread
-            submitted = SubmittedWrite(self)
-            self._jobs.append((submitted, files.absolute(path), produce, write))
+            submitted = SubmittedWrite(self._changed, (files.absolute(path), produce, write))
+            self._writes.append(submitted)
             return submitted
 
     def write(self, path: str | os.PathLike[str], state: Any, write: Write) -> None:
@@ -100,8 +127,7 @@ class BackgroundWriter:
                 not written either.
         """
         self._drain()
-        with self._changed:
-            self._raise_failure(passing=WorkersLostError)
+        self._raise_failure(passing=WorkersLostError)
         write(os.fspath(path), state)
         self._make_up()
 
@@ -112,17 +138,7 @@ class BackgroundWriter:
             BaseException: The original error of a file that could not be written.
         """
         self._drain()
-        with self._changed:
-            self._raise_failure()
-
-    def _await(self, submitted: SubmittedWrite) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: submitted.is_done)
-            failure, submitted._failure = submitted._failure, None
-            if failure is not None:
-                if failure in self._failures:
-                    self._failures.remove(failure)
-                raise failure
+        self._raise_failure()
 
     def _drain(self) -> None:
         with self._changed:
@@ -149,16 +165,17 @@ class BackgroundWriter:
         Args:
             passing: Errors of this class are not raised.
         """
-        failure = next((each for each in self._failures if not isinstance(each, passing)), None)
-        if failure is not None:
-            self._failures.remove(failure)
-            raise failure
+        with self._changed:
+            for each in self._writes:
+                if not isinstance(each._failure, passing):
+                    each._raise_failure()
 
     def _make_up(self) -> None:
         """Discard the errors about states that were lost with a worker, because a newer state was written."""
         with self._changed:
-            kept = [failure for failure in self._failures if not isinstance(failure, WorkersLostError)]
-            self._failures = collections.deque(kept)
+            for each in self._writes:
+                if isinstance(each._failure, WorkersLostError):
+                    each._failure = None
 
     def _work(self) -> None:
         """Write the submitted files, one after the other, until none is left.
@@ -167,34 +184,21 @@ class BackgroundWriter:
         """
         while True:
             with self._changed:
-                if not self._jobs:
+                self._writes = [each for each in self._writes if not each.is_done or each._failure is not None]
+                submitted = next((each for each in self._writes if not each.is_done), None)
+                if submitted is None:
                     self._thread = None
                     self._changed.notify_all()
                     return
-                submitted, path, produce, write = self._jobs.popleft()
             began = time.perf_counter()
-            failure = self._failure_of(path, produce, write)
-            del produce, write  # free the functions now, because they may refer to large objects
+            failure = submitted._run()
             if failure is None:
                 self._make_up()
             with self._changed:
-                if failure is not None:
-                    self._failures.append(failure)
                 submitted._failure, submitted.seconds = failure, time.perf_counter() - began
                 submitted.is_done = True
                 self._changed.notify_all()
             del failure, submitted
-
-    def _failure_of(self, path: str, produce: Callable[[], Any], write: Write) -> BaseException | None:
-        """Write a submitted file. Return the error, or None if the file was written."""
-        try:
-            write(path, produce())
-        except BaseException as error:  # only log the error here, because a later call raises it
-            logger.error("could not write checkpoint %s: %r", files.shown(path), error)
-            _forget_variables(error)
-            return error
-        logger.info("wrote checkpoint %s", files.shown(path))
-        return None
 
 
 def _forget_variables(error: BaseException | None) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 from weakref import ref
 
-from raysgd.callbacks.callback import Run, SaveBehind
+from raysgd.callbacks.callback import Run
 from raysgd.callbacks.calling import CallbackCalls
 from raysgd.callbacks.sidecar import Sidecar, Sidecars, place_of
 from raysgd.core.engine.controller import ElasticController
@@ -45,7 +45,7 @@ class FileSaves:
     def __init__(self, controller: ElasticController, writer: BackgroundWriter) -> None:
         self._snapshots, self._writer = controller.snapshots, writer
         self._newest: Callable[[], NewestSnapshot | None] = lambda: None
-        self._submitted: SubmittedWrite | None = None
+        self._submitted = SubmittedWrite()
 
     def write(self, checkpoint: Any, content: Content) -> None:
         """Write a checkpoint file, and return when the file is complete."""
@@ -76,15 +76,11 @@ class FileSaves:
             self._submitted = self._writer.submit(checkpoint, make, partial(self._write, kept_alive))
         self._newest = ref(newest)
 
-    def submitted_by(self, save: Callable[[], Any]) -> SubmittedWrite | None:
-        """Run a function that saves the trainer, and return the write that it submitted to the background thread.
-
-        Return None if the function submitted no write, because the file is complete already.
-        """
-        self._submitted = None
+    def submitted_by(self, save: Callable[[], Any]) -> SubmittedWrite:
+        """Run a function that saves the trainer, and return the write that it submitted to the background thread."""
+        self._submitted = SubmittedWrite()  # complete already, if the function submits none
         save()
-        submitted, self._submitted = self._submitted, None
-        return submitted
+        return self._submitted
 
     def await_states(self) -> None:
         """Wait until the driver has received all training states that the background thread has yet to write.
@@ -148,8 +144,8 @@ class RunCheckpoints:
         self.of_epoch.append(location)
         self._note(location, step, seconds)
 
-    def save_behind(self, location: str) -> SaveBehind:
-        """Save a checkpoint in the background, and return an object that reports when the file is complete.
+    def save_behind(self, location: str) -> tuple[SubmittedWrite, Callable[[], None]]:
+        """Save a checkpoint in the background. Return the write, and a function to call when the file is complete.
 
         Write the sidecar before the checkpoint. A complete checkpoint then always has a sidecar.
         """
@@ -158,7 +154,7 @@ class RunCheckpoints:
         # The step after which the workers copied the training state that is now being written.
         step = self.reports.last_step
         self.of_epoch.append(location)
-        return SaveBehind(write, lambda: self._note(location, step, 0.0 if write is None else write.seconds))
+        return write, lambda: self._note(location, step, write.seconds)
 
     def _note(self, location: str, step: int | None, seconds: float) -> None:
         self.note_seconds(seconds)

@@ -379,11 +379,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     def load(self, checkpoint: str | PathLike[str]) -> Any:
         """Load the training state from a file that `save` wrote."""
 
-    def _save_behind(self, checkpoint: str) -> SubmittedWrite | None:
-        """Save a checkpoint in a background thread.
-
-        Return an object that reports when the file is complete. Return None if the file is complete already.
-        """
+    def _save_behind(self, checkpoint: str) -> SubmittedWrite:
+        """Save a checkpoint in a background thread. Return an object that reports when the file is complete."""
         return self._life.saves.submitted_by(partial(self.save, checkpoint, blocking=False))
 
     @abstractmethod

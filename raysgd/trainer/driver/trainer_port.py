@@ -55,7 +55,7 @@ class TrainerPort:
             trainers.
         leaves_epochs: True if a run can stop inside an epoch, and later continue there.
         epoch_obstacle: Returns the reason why an interrupted epoch must start over, or None if it can continue.
-        save_behind: Saves the trainer in a background thread. Returns None if the file is already complete.
+        save_behind: Saves the trainer in a background thread, and returns the write.
         save_snapshot: Writes a snapshot that the driver already has to a file. A snapshot is a copy of the training
             state.
         place_in: Returns the number of completed epochs in a snapshot, and its number of steps over all epochs.
@@ -83,7 +83,7 @@ class TrainerPort:
     left_file: str | None
     leaves_epochs: bool
     epoch_obstacle: Callable[[], str | None]
-    save_behind: Callable[[str], SubmittedWrite | None]
+    save_behind: Callable[[str], SubmittedWrite]
     save_snapshot: Callable[[str, Snapshot], None]
     place_in: Callable[[Snapshot], tuple[int, int]]
     settings: Callable[[], Any]
