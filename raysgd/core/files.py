@@ -20,6 +20,7 @@ import shutil
 import socket
 import stat
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
@@ -51,7 +52,7 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
     if not (stat.S_ISREG(earlier) or stat.S_ISLNK(earlier)):
         raise FileExistsError(errno.EEXIST, "the path is not a regular file: pass another path", target)
     remove_leftovers(folder)
-    temporary = os.path.join(folder, f"{_PREFIX}{_home_of_processes()}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}")
+    temporary = os.path.join(folder, f"{_PREFIX}{home_of_processes()}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}")
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     file = cast("IO[bytes]", io.BufferedRandom(_FlushedEarly(descriptor, "r+b")))
     try:
@@ -110,28 +111,24 @@ def _find_begin_flush() -> Callable[[int, int, int, int], int] | None:
 
 
 @functools.cache
-def _home_of_processes() -> str:
-    """Return a name for this machine or container, within which process IDs are unique.
-
-    Return "" if the name cannot be determined.
-    """
+def home_of_processes() -> str:
+    """Return a name for this machine since its last boot, or for this container. In it, process IDs are unique."""
     try:
-        boot, processes = Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/pid").st_ino
+        place = Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/pid").st_ino
     except OSError:  # only Linux has these files
-        return ""
-    return hashlib.sha256(f"{socket.gethostname()} {boot} {processes}".encode()).hexdigest()[:16]
+        place = "", uuid.getnode()
+    return hashlib.sha256(f"{socket.gethostname()} {place}".encode()).hexdigest()[:16]
 
 
-def _is_of_dead_process(name: str) -> bool:
-    """Return True if the name of a temporary file shows that its process ran on this machine and has ended."""
-    match = _OF_PROCESS.fullmatch(name)
-    if match is None or match[1] != _home_of_processes():
+def has_ended(home: Any, pid: Any) -> bool:
+    """Return True if a process ran in the place `home`, which is here, and has ended. Return False if it is unknown."""
+    if home != home_of_processes() or not isinstance(pid, int) or os.name != "posix":
         return False
     try:
-        os.kill(int(match[2]), 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except OSError:  # the process is alive, but belongs to another user
+    except (OSError, OverflowError):  # the process is alive, but belongs to another user, or the number is not one
         return False
     return False
 
@@ -146,7 +143,9 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> None:
         for entry in entries:
             if entry.name.startswith(_PREFIX) and entry.name.endswith(_SUFFIX):
                 with contextlib.suppress(OSError):
-                    if _last_change(entry) >= old and not _is_of_dead_process(entry.name):
+                    of_process = _OF_PROCESS.fullmatch(entry.name)
+                    is_dead = of_process is not None and has_ended(of_process[1], int(of_process[2]))
+                    if not is_dead and _last_change(entry) >= old:
                         continue
                     if entry.is_dir(follow_symlinks=False):
                         shutil.rmtree(entry)

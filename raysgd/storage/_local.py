@@ -9,18 +9,18 @@ import secrets
 import shutil
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from raysgd.core.files import check_regular, flush_to_disk, replacing
 from raysgd.core.imports import require
-from raysgd.exceptions import StorageError
 from raysgd.storage import _transfers
-from raysgd.storage._retrying import storage_error
+from raysgd.storage._retrying import telling
 from raysgd.storage.folder import Folder, check_name, check_single
 
 _STAGED = ".staged-"
-_ADVICE = "Check that the disk is mounted and that you may write there, or use another place."
+_telling = partial(telling, advice="Check that the disk is mounted and that you may write there, or use another place.")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -177,20 +177,3 @@ def _rename_to_new(source: Path, target: Path) -> None:
     if target.exists():
         raise FileExistsError(errno.EEXIST, "a folder with this name exists already", str(target))
     os.rename(source, target)
-
-
-@contextlib.contextmanager
-def _telling(doing: str) -> Iterator[None]:
-    """Inside the block, convert errors of the operating system to a `StorageError`.
-
-    A `FileNotFoundError` is not converted.
-
-    Args:
-        doing: Description of the operation for the error message, such as "write `a.txt`".
-    """
-    try:
-        yield
-    except (FileNotFoundError, StorageError):
-        raise
-    except OSError as error:
-        raise storage_error(doing, error, _ADVICE) from error

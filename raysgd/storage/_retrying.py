@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import math
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from raysgd.core.text.secrets import has_secret, masked
@@ -134,6 +135,20 @@ def storage_error(doing: str, error: BaseException, advice: str) -> StorageError
     storage_error = StorageError(f"could not {doing}: {in_short(error)}. {_ADVICE.get(_number(error), advice)}")
     storage_error.errno = _number(error)
     return storage_error
+
+
+@contextlib.contextmanager
+def telling(doing: str, advice: str) -> Iterator[None]:
+    """Inside the block, convert errors of the operating system, except a `FileNotFoundError`, to a `StorageError`.
+
+    The arguments are those of `storage_error`.
+    """
+    try:
+        yield
+    except (FileNotFoundError, StorageError):
+        raise
+    except OSError as error:
+        raise storage_error(doing, error, advice) from error
 
 
 def cause_of(error: BaseException) -> BaseException | None:

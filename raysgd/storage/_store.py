@@ -26,7 +26,7 @@ from raysgd.core.imports import require
 from raysgd.core.text.secrets import masked
 from raysgd.exceptions import StorageError
 from raysgd.storage import _filesystems, _transfers
-from raysgd.storage._retrying import DEFAULT_S, TIMEOUT_VARIABLE, cause_of, retried, storage_error
+from raysgd.storage._retrying import DEFAULT_S, TIMEOUT_VARIABLE, cause_of, retried, storage_error, telling
 from raysgd.storage._uris import child_of
 from raysgd.storage.folder import Folder, check_name, check_single, lies_inside
 
@@ -121,7 +121,8 @@ class StoreFolder(Folder):
             self._delete(self.filesystem.delete_dir, self.path)
 
     def upload(self, source: Path, without: Collection[str] = ()) -> None:
-        files, empty = _tree_of(source, f"copy `{source}` to `{self}`")
+        with telling(f"copy `{source}` to `{self}`", "Copy only files and folders that this process can read."):
+            files, empty = _transfers.tree_of(source)
         if not files and not empty:
             self.make()
         _transfers.on_threads(lambda name: (self / name).make(), empty)
@@ -151,7 +152,7 @@ class StoreFolder(Folder):
             (target / name).mkdir(parents=True, exist_ok=True)
         files = [name for name, is_file in names.items() if is_file and not _is_own(name)]
         sums = self._listed_sums([name for name, is_file in names.items() if is_file and _base(name).startswith(_LIST)])
-        _transfers.on_threads(lambda name: self._fetch_to(name, target / name, sums.get(name, ())), files)
+        _transfers.on_threads(lambda name: self.fetch(name, target / name, sums.get(name, ())), files)
 
     def _listed_sums(self, lists: list[str]) -> dict[str, set[str]]:
         """Read the checksums of uploaded files from the files that list them.
@@ -165,19 +166,19 @@ class StoreFolder(Folder):
         checksums: dict[str, set[str]] = {}
         for path, content in _transfers.on_threads(self.read, lists).items():
             try:
-                listed = _listed_in(content)
-            except ValueError as error:
-                raise storage_error(f"read `{self / path}`", error, "Delete it, if you trust the rest.") from error
+                listed = json.loads(content)
+            except (ValueError, RecursionError):
+                listed = None
+            if not isinstance(listed, dict) or not all(isinstance(each, str) for each in listed.values()):
+                damage = ValueError("it is not a list of checksums")
+                raise storage_error(f"read `{self / path}`", damage, "Delete it, if you trust the rest.")
             for name, checksum in listed.items():
                 checksums.setdefault(_joined(path.rpartition("/")[0], name), set()).add(checksum)
         return checksums
 
     # ------------------------------------------------------------------------------------------------ files
 
-    def fetch(self, name: str, target: Path) -> None:
-        self._fetch_to(name, target)
-
-    def _fetch_to(self, name: str, target: Path, checksums: Collection[str] = ()) -> None:
+    def fetch(self, name: str, target: Path, checksums: Collection[str] = ()) -> None:
         with _transfers.placing(target) as file:
             (self / name)._fetch(file, checksums)
 
@@ -344,7 +345,12 @@ class StoreFolder(Folder):
             delete: Function that deletes it.
             path: Path in the file system.
         """
-        self._ask(f"delete `{self}`", partial(_unless_missing, delete, path))
+
+        def attempt() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                delete(path)
+
+        self._ask(f"delete `{self}`", attempt)
 
 
 def _from(top: str, path: str) -> str:
@@ -361,38 +367,9 @@ def _fs() -> Any:
     return require("pyarrow.fs", "storage", "storage other than a local disk")
 
 
-def _unless_missing(delete: Callable[[str], object], path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        delete(path)
-
-
 def _is_own(name: str) -> bool:
     return _base(name).startswith((_MARKER, _transfers.TEMPORARY))
 
 
 def _base(name: str) -> str:
     return name.rpartition("/")[2]
-
-
-def _listed_in(content: bytes) -> dict[str, str]:
-    """Return the checksums by file name from the content of a `.raysgd-sums-*` file.
-
-    Raises:
-        ValueError: `content` is not a list of checksums.
-    """
-    try:
-        checksums = json.loads(content)
-    except (ValueError, RecursionError):
-        checksums = None
-    if not isinstance(checksums, dict) or not all(isinstance(checksum, str) for checksum in checksums.values()):
-        raise ValueError("it is not a list of checksums")
-    return checksums
-
-
-def _tree_of(source: Path, doing: str) -> tuple[list[str], list[str]]:
-    try:
-        return _transfers.tree_of(source)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise storage_error(doing, error, "Copy only files and folders that this process can read.") from error

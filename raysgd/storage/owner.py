@@ -16,10 +16,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from raysgd.core.files import has_ended, home_of_processes
 from raysgd.storage.folder import Folder
 
 logger = logging.getLogger(__name__)
@@ -80,21 +80,13 @@ def _taken(owner: _Lock | _CounterFile, folder: Folder, on_wait: Callable[[], No
 
 
 def _is_this_process(holder: dict[str, Any]) -> bool:
-    return (holder.get("machine"), holder.get("pid")) == (_machine(), os.getpid())
-
-
-@cache
-def _machine() -> str:
-    """Return an identifier of the machine since its last boot, and of the process IDs that this process sees."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return f"{uuid.getnode():x} {socket.gethostname()}"
+    return (holder.get("machine"), holder.get("pid")) == (home_of_processes(), os.getpid())
 
 
 def _about_this_process(**more: Any) -> bytes:
-    return json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "machine": _machine(), **more}).encode()
+    return json.dumps(
+        {"pid": os.getpid(), "host": socket.gethostname(), "machine": home_of_processes(), **more}
+    ).encode()
 
 
 def _read(content: bytes) -> dict[str, Any]:
@@ -181,7 +173,7 @@ class _CounterFile:
         holder, now = self.holder(), time.monotonic()
         if holder != self._seen[0]:
             self._seen = holder, now
-        if holder and not self._is_dead(holder) and now < self._seen[1] + _STALE_S:
+        if holder and not has_ended(holder.get("machine"), holder.get("pid")) and now < self._seen[1] + _STALE_S:
             return False
         self._write(0)
         time.sleep(_POLL_S)
@@ -203,19 +195,6 @@ class _CounterFile:
         holder = self.holder()
         if holder.get("token") == self._token and _is_this_process(holder):  # not in a forked process
             self._folder.remove(FILE)
-
-    @staticmethod
-    def _is_dead(holder: dict[str, Any]) -> bool:
-        """Return True if the program ran on this machine and has ended. Return False if this is unknown."""
-        if holder.get("machine") != _machine() or not isinstance(holder.get("pid"), int):
-            return False
-        try:
-            os.kill(holder["pid"], 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:  # it belongs to another user
-            return False
-        return False
 
     def _write(self, count: int) -> None:
         self._folder.write(FILE, _about_this_process(token=self._token, count=count))

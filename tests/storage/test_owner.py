@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from raysgd.core.files import home_of_processes
 from raysgd.storage import Folder, open_folder, owner
 from raysgd.storage.owner import FILE, owning
 from tests.helpers.stories import ROOT
@@ -139,9 +140,9 @@ def test_a_dead_program_of_this_machine_is_not_waited_for(counted: Folder, monke
     monkeypatch.setattr(owner, "_STALE_S", 1000.0)
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    other(counted, pid=dead.pid, machine=owner._machine())
+    other(counted, pid=dead.pid, machine=home_of_processes())
     own(counted)
-    other(counted, pid=os.getppid(), machine=owner._machine())
+    other(counted, pid=os.getppid(), machine=home_of_processes())
     with pytest.raises(ValueError, match=str(os.getppid())):
         own(counted)
 
