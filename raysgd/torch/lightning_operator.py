@@ -264,10 +264,7 @@ class LightningOperator(TrainingOperator):
                 self._hooks.call("on_before_zero_grad", optimizer)
                 self._hooks.call("optimizer_zero_grad", *where, optimizer, optimizer_idx=0)
             if loss is None:
-                parallel = self._raysgd.parallel
-                parallel.leg.end_waiting()
-                if parallel.leg.rules.has_several:
-                    parallel.leg.share(None, parallel.num_ranks)
+                self._raysgd.gradients.skip(optimizer)
                 return None
             self._backward(loss, optimizer)
             return loss.detach()
@@ -294,8 +291,10 @@ class LightningOperator(TrainingOperator):
     def _training_step(self, batch: Any, batch_idx: int) -> tuple[torch.Tensor | None, Any]:
         """Run the module's `training_step`. Return the loss for the backward pass, and the detached output.
 
-        The loss is None with manual optimization. Without a `DistributedDataParallel` wrapper, it is also None if
-        `training_step` returned None.
+        The loss is None with manual optimization, and on a single worker also if `training_step` returned None.
+
+        Raises:
+            ValueError: `training_step` returned None, and there are other workers, or others may join.
         """
         output, parallel = None, self._raysgd.parallel
 
@@ -307,8 +306,13 @@ class LightningOperator(TrainingOperator):
                     output = self._hooks.call("training_step_end", output)
             if not self._module.automatic_optimization:
                 return None
-            loss = loss_of(output)
-            parallel.leg.note_omitted(loss is None, parallel.num_ranks)
+            loss, may_grow = loss_of(output), parallel.synchronizes and self._raysgd.context.settings.may_grow
+            if loss is None and (may_grow or parallel.num_ranks > 1):
+                raise ValueError(
+                    "`training_step` returned None, which works on a single worker only, to which none can be added: "
+                    "other workers would wait for the gradients of the batch. Return `0 * loss` instead, which counts "
+                    "with its samples."
+                )
             return loss
 
         loss = run() if self.model is self._module else run_in_forward_of(self.model, self._module, run)

@@ -3,7 +3,7 @@
 - `optimization`: `automatic`, `manual`, or `pair`: manual with two optimizers.
 - `scheduler`, `interval`, `frequency`: what `configure_optimizers` returns beside the optimizer. Manual modules step it
   by hand.
-- `none`: what `training_step` returns None for: some batches, or the share of one rank.
+- `none`: what `training_step` returns None for: no batch, or some. With several workers, it returns a loss.
 - `log`: how the loss is logged, and what beside it.
 - `loss`: whether a step returns the loss or a dict.
 - `hook`: which hook the module overrides.
@@ -55,9 +55,6 @@ def data(words: Words) -> tuple[DataLoader[Any], DataLoader[Any]]:
     if words["none"] == "batch":
         for number in WITHOUT_ROWS:
             targets[batches[number]] = torch.nan
-    if words["none"] == "rank":
-        share = size // int(words["workers"])
-        targets[batches[1][-share:]] = torch.nan
     validated = TensorDataset(INPUTS[:num_rows], TARGETS[:num_rows])
     return DataLoader(TensorDataset(INPUTS[:num_rows], targets), size), DataLoader(validated, 7)
 
@@ -223,7 +220,7 @@ class Lightning(Kind):
         "scheduler": ("no", *SCHEDULERS),
         "interval": ("step", "epoch"),
         "frequency": (1, 2, 3),
-        "none": ("no", "no", "batch", "rank"),
+        "none": ("no", "no", "batch", "batch"),
         "log": ("epoch", "both", "step", "dict", "object", "reduced", "steps"),
         "loss": ("tensor", "dict"),
         "hook": tuple(HOOKS),
@@ -247,10 +244,8 @@ class Lightning(Kind):
             new.update(rows=24, batch=4, none="no")
             if new["hook"] == "on_after_backward":
                 new["hook"] = "no"  # Lightning calls it for each batch of a step
-        if new["none"] == "rank":
-            new.update(batch=6, kill="no")
-        if new["none"] == "rank" and (new["workers"] == 1 or not is_automatic):
-            new["none"] = "batch"  # all workers have to call `manual_backward` equally often
+        if is_automatic and new["workers"] != 1:
+            new["none"] = "no"
         if new["none"] == "batch" and new["log"] == "object":
             new["log"] = "epoch"
         if new["micro"] != "no" and new["hook"] == "on_train_batch_start":

@@ -35,7 +35,7 @@ from raysgd.torch.lightning_operator import LightningOperator
 from raysgd.torch.objects.precision import NativeAmp, Precision
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.training_operator import OperatorContext
-from tests.torch.lab import validate_on_spare
+from tests.torch.lab import Experiment, run_alone, validate_on_spare
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset
 
 MakeTrainer = Callable[..., TorchTrainer]
@@ -605,6 +605,16 @@ def test_a_batch_that_the_module_leaves_out_ends_a_step_of_others(train_local: T
     trainer, module = train_local(LeavesOut, accumulate_grad_batches=2)
     trainer.train()
     assert module.seen == ["step", "step"], "on batch 1, with that of 0, and on the last one"
+
+
+def test_a_worker_that_others_may_join_has_to_return_a_loss_for_each_batch(process_group: None) -> None:
+    class LeavesOut(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+    run_alone(Experiment(TrainingOperator.from_ptl(LeavesOut)))
+    with pytest.raises(ValueError, match=r"`training_step` returned None.*Return `0 \* loss`"):
+        run_alone(Experiment(TrainingOperator.from_ptl(LeavesOut), options={"may_grow": True}))
 
 
 # ---------------------------------------------------------------------------------------- manual optimization

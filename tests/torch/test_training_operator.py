@@ -350,19 +350,6 @@ def test_a_step_in_which_nothing_counts_is_left_out(caplog: pytest.LogCaptureFix
     assert caplog.text.count("nothing counts in a step") == 1
 
 
-def test_a_weight_of_metrics_that_gradients_do_not_have_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    class Mine(Counting):
-        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-            return {**super().train_batch(batch, batch_info), "batch_weight": self.config["told"]}
-
-    for told, num_warnings in ((2.0, 0), (torch.tensor(2), 0), (3, 1)):
-        caplog.clear()
-        operator = make(Mine, {"weight": 2, "told": told})
-        operator.train_epoch(dataset_batches())
-        operator.train_epoch(dataset_batches())
-        assert caplog.text.count("averages metrics, not gradients") == num_warnings
-
-
 class WeighsItsOutput(LinearOperator):
     """Notes in each backward pass whether the model's output still takes memory."""
 

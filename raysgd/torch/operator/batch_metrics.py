@@ -8,7 +8,6 @@ the step, the worker's `TrainingCall` counts the metrics that wait, or drops the
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from raysgd.core.numbers.meters import AverageMeterCollection
-from raysgd.core.numbers.metric_meters import BATCH_WEIGHT, NUM_SAMPLES, as_weight, weight_of
+from raysgd.core.numbers.metric_meters import BATCH_WEIGHT, NUM_SAMPLES, weight_of
 from raysgd.core.numbers.results import as_number
 from raysgd.core.text.frames import defined_at
 from raysgd.torch.data import batches
@@ -28,8 +27,6 @@ from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.worker.data.around_batch import note, set_apart
 from raysgd.trainer.worker.operator import Internals
 from raysgd.utils import IS_PADDING
-
-logger = logging.getLogger(__name__)
 
 
 class BatchMetrics(Internals):
@@ -131,13 +128,10 @@ class BatchMetrics(Internals):
             metrics = self.completed(metrics, batch)
         elif leg.batch.is_by_samples:
             self._check_count(metrics[NUM_SAMPLES])
-        if not leg.plan.is_padding:
-            if not waits:
-                if reported is not None:
-                    self.meters.pending.pop()
-                self.meters.add_pending(*self.values_and_weight(metrics, "train_batch"))
-            if BATCH_WEIGHT in metrics:
-                self._compare_weight(metrics)
+        if not leg.plan.is_padding and not waits:
+            if reported is not None:
+                self.meters.pending.pop()
+            self.meters.add_pending(*self.values_and_weight(metrics, "train_batch"))
         if self.callbacks.noting_batches:
             pending = None if leg.plan.is_padding else self.meters.pending[-1][0]
             self.callbacks.note_batch(self._operator, pending, leg.plan.sync_gradients)
@@ -194,17 +188,6 @@ class BatchMetrics(Internals):
                 f"count by the {drawn} samples of the batch: call `self.backward(loss, weight=num_samples)` "
                 "with what the loss is the mean over, or return as many samples as the batch has."
                 f"{defined_at(type(self._operator), 'train_batch')}"
-            )
-
-    def _compare_weight(self, metrics: Mapping[str, Any]) -> None:
-        """Warn once if a batch's metrics are averaged with a weight that none of its backward passes used."""
-        weight, given = as_weight(BATCH_WEIGHT, metrics[BATCH_WEIGHT]), self.parallel.leg.batch.weights
-        if not any(math.isclose(weight, each, rel_tol=1e-6) for each in given) and self.once.is_first("weight"):
-            logger.warning(
-                "`%s.train_batch` returned `batch_weight` %s, and no backward pass of the batch had that weight. It "
-                "averages metrics, not gradients: to average these too, call `self.backward(loss, weight=...)` with it",
-                type(self._operator).__name__,
-                weight,
             )
 
     # ------------------------------------------------------------------------------------ means over labels

@@ -20,8 +20,6 @@ class Batch:
         needs_backward: True if the batch still needs a backward pass and its weight matters.
         had_backward: True if a backward pass was recorded.
         computed: IDs of the optimizers that have gradients of this batch but have not stepped with them yet.
-        weights: Weights of the batch in its backward passes. They come from user code or from the labels. Weights that
-            are tensors are left out, and passes that are weighted by the number of samples add no weight.
         amounts: For each call of the criterion, the number of labels or other amount over which it averaged.
         has_uncounted: True if a loss ignored labels or weighted them unequally, and user code passed no weight. A
             tensor if the value is on a GPU.
@@ -42,7 +40,6 @@ class Batch:
         "needs_backward",
         "number",
         "was_asked_to_step",
-        "weights",
     )
 
     def __init__(self, number: int = 0) -> None:
@@ -51,7 +48,6 @@ class Batch:
         self.is_exchanged = self.was_asked_to_step = False
         self.computed: set[int] = set()
         self.left_out: set[int] = set()
-        self.weights: list[float] = []
         self.amounts: list[Any] = []
         self.has_uncounted: Any = False
 

@@ -148,8 +148,6 @@ class Window:
             divided by this number before it multiplies a loss. The sum of a step's losses thus has roughly the scale of
             a single batch's loss.
         own: Sum of the amounts of this rank's batches so far.
-        total: Sum of the amounts of all ranks' batches so far, if the amounts are numbers of samples. Otherwise 0,
-            because this rank does not have the amounts of the other ranks.
         num_batches: Number of batches so far.
         last: Sequence number and weight of the latest batch.
         is_exchanged: True if the latest batch ends the step. Its backward pass then averages the gradients over the
@@ -162,13 +160,36 @@ class Window:
     is_weighted: bool
     reference: float
     own: float = 0.0
-    total: float = 0.0
     num_batches: int = 0
     last: tuple[int, float | None] | None = None
     is_exchanged: bool = True
     is_of_criterion: bool = False
     is_complete: bool = False
     seen: list[tuple[int, int]] | None = None
+    _done: float = 0.0
+    _kept: float = 0.0  # samples of the latest global batch, as the next attribute
+    _skipped: float = 0.0
+    _has_kept: bool = False
+
+    def add_samples(self, number: float, is_skipped: bool, ends_global_batch: bool) -> None:
+        """Count the samples of a batch of all ranks.
+
+        Samples that user code skips do not count. But a global batch of which it skips all samples counts as a gradient
+        of 0, as with Lightning.
+        """
+        self._has_kept |= not is_skipped
+        if is_skipped:
+            self._skipped += number
+        else:
+            self._kept += number
+        if ends_global_batch:
+            self._done += self._kept or self._skipped
+            self._kept = self._skipped = 0.0
+
+    @property
+    def total(self) -> float:
+        """Number of samples of all ranks' batches; 0 if user code skips all of them, or if the amounts are others."""
+        return self._done + (self._kept or self._skipped) if self._has_kept else 0.0
 
     def correction(self, seen: float, num_ranks: int) -> float:
         """Return the factor by which to multiply the summed gradients before the step.
@@ -215,27 +236,13 @@ class Counted:
             self._total = self._wait()
         return self._total
 
+    def learn(self, of_ranks: Sequence[float]) -> None:
+        """Add up the amounts that the ranks sent along with their gradients."""
+        self._total = sum(of_ranks)
+
     @property
-    def own(self) -> list[float]:
-        """Amount of this rank's batch, in a list to send to the other ranks along with the gradients."""
-        return [self.amount]
-
-    def learn(self, told: Sequence[Sequence[float]]) -> None:
-        """Compute the sum of all ranks' amounts from the amounts that this rank received with the gradients.
-
-        Args:
-            told: By rank, the list of numbers that the rank sent along with its gradients.
-        """
-        self._total = sum(float(each) for (each,) in told)
-
-    def divisor(self, num_ranks: int) -> Any:
-        """Return the divisor for the sum of the ranks' gradients, each multiplied by its `amount / reference`.
-
-        The divisor is 1 if all amounts are 0.
-
-        Args:
-            num_ranks: Number of ranks.
-        """
+    def divisor(self) -> Any:
+        """Divisor of the sum of the ranks' gradients, each multiplied by its `amount / reference`. 1 if all are 0."""
         return self.total / self.reference or 1.0
 
     def factor(self) -> Any:
@@ -247,60 +254,3 @@ class Counted:
         if isinstance(self.total, torch.Tensor):
             return torch.nan_to_num(share / self.total)
         return share / self.total if self.total else 0.0
-
-
-class Omitted:
-    """Counts the samples that user code skips in an optimizer step.
-
-    In the step's mean gradient, skipped samples have gradients of zero. The counts are used to correct the mean. A
-    global batch is the batch of all ranks together. Each rank may split its share into several batches. With gradient
-    accumulation, a step has several global batches.
-
-    Args:
-        size: Largest number of global batches in the step.
-
-    Attributes:
-        own: Number of samples that this rank skips in each global batch.
-        is_known: True if this rank knows how many samples all ranks skip.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.own, self._drawn = [0.0] * size, [0.0] * size
-        self.learn([self.own])
-
-    def note(self, index: int, num_drawn: float, num_omitted: float) -> None:
-        """Record the samples of one batch.
-
-        Args:
-            index: Index of the batch's global batch within the step.
-            num_drawn: Number of samples in this batch and in the batches that the other ranks train on at the same
-                time.
-            num_omitted: Number of samples that this rank skips in the batch.
-        """
-        self._drawn[index] += num_drawn
-        self.own[index] += num_omitted
-        self.is_known = False
-
-    def learn(self, told: Sequence[Sequence[float]]) -> None:
-        """Compute how many samples all ranks skip, from the numbers that were received with the gradients.
-
-        Args:
-            told: By rank, the list of numbers that the rank sent along with its gradients.
-        """
-        self._of_all, self.is_known = [sum(map(float, each)) for each in zip(*told, strict=True)], True
-
-    def divisor(self, num_ranks: int) -> float:
-        """Return the divisor for the sum of the ranks' gradients. `correction` is applied later, before the step."""
-        return float(num_ranks)
-
-    @property
-    def correction(self) -> float:
-        """Factor by which to multiply the step's gradients; 0 if all samples of the step are skipped.
-
-        A step may consist of several global batches. If all samples of one of them are skipped, but other samples of
-        the step are not, the mean counts that global batch as a gradient of 0, as Lightning does.
-        """
-        drawn = self._drawn
-        kept = [all_of_it - left for all_of_it, left in zip(drawn, self._of_all, strict=True)]
-        counted = [each if each > 1e-9 * drawn[index] else 0.0 for index, each in enumerate(kept)]
-        return sum(drawn) / sum(each or drawn[index] for index, each in enumerate(counted)) if any(counted) else 0.0

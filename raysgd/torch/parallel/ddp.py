@@ -174,15 +174,10 @@ class DDP(Strategy):
             return
         if self.leg.undo is not None:
             self.leg.undo.note_exchange()
-        omitted = self.leg.omitted
-        own = [*(float(each.grad is not None) for each in trained), *(omitted.own if omitted else ())]
-        sums = torch.tensor(own, dtype=torch.float64, device=reachable())
+        counts = torch.tensor([each.grad is not None for each in trained], dtype=torch.float64, device=reachable())
         with self.exchanges.noting():
-            self.all_sum(sums)
-            has_gradient, of_all = sums.tolist()[: len(trained)], sums.tolist()[len(trained) :]
-            if omitted is not None:
-                omitted.learn([of_all])
-            used = [parameter for parameter, count in zip(trained, has_gradient, strict=True) if count]
+            self.all_sum(counts)
+            used = [parameter for parameter, count in zip(trained, counts.tolist(), strict=True) if count]
             for parameter in used:
                 if parameter.grad is None:  # another rank has a gradient, so this rank contributes zeros
                     parameter.grad = torch.zeros_like(parameter)

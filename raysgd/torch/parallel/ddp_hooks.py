@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.core.connections.group import Array, Group
 from raysgd.core.connections.mesh.mesh import MeshBroken
 from raysgd.core.connections.torch import mesh_group
-from raysgd.torch.parallel.batch_weight import Counted, Omitted
+from raysgd.torch.parallel.batch_weight import Counted
 from raysgd.torch.parallel.exchanges import completed
 from raysgd.torch.parallel.strategy import Strategy
 
@@ -155,7 +155,7 @@ def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Futur
 def _average_at_once(parallel: Strategy, group: Group, bucket: Any) -> Any:
     """Average the gradients of a bucket over the mesh, and return them in a completed future.
 
-    With the first bucket, this rank also sends the amounts that `Leg.outgoing` returns, if there are any. With the last
+    With the first bucket, this rank also sends the amount that `Leg.outgoing` returns, if there is one. With the last
     bucket, it also sends its metrics, once per optimizer step.
     """
     gradients, leg, exchanges = bucket.buffer(), parallel.leg, parallel.exchanges
@@ -169,24 +169,24 @@ def _average_at_once(parallel: Strategy, group: Group, bucket: Any) -> Any:
         elif not (is_last and leg.send_rows(partial(group.add_up_with, numbers))):
             group.add_up(numbers)
     exchanges.num_made += is_last
-    return completed(gradients.div_(float(group.size) if told is None else told.divisor(group.size)))
+    return completed(gradients.div_(float(group.size) if told is None else told.divisor))
 
 
-def _add_up_with_amounts(group: Group, numbers: Array, told: Counted | Omitted, row: Array) -> list[Array]:
-    """Sum gradients over the ranks. With the gradients, send this rank's amounts and metrics.
+def _add_up_with_amounts(group: Group, numbers: Array, told: Counted, row: Array) -> list[Array]:
+    """Sum gradients over the ranks. With the gradients, send this rank's amount and metrics.
 
     Args:
         group: Mesh that connects the ranks.
         numbers: Gradients of this rank. They are replaced by their sum.
-        told: Object with the amounts of this rank. It is updated with the amounts of all ranks.
+        told: Amount of this rank's batch. It is updated with the amounts of all ranks.
         row: Encoded metrics of this rank.
 
     Returns:
         The encoded metrics of each rank.
     """
-    own = np.array(told.own, np.float64).view(np.uint8)
+    own = np.array([told.amount], np.float64).view(np.uint8)
     received = group.add_up_with(numbers, np.concatenate((own, row)))
-    told.learn([each[: own.nbytes].view(np.float64).tolist() for each in received])
+    told.learn([each[: own.nbytes].view(np.float64).item() for each in received])
     return [each[own.nbytes :] for each in received]
 
 

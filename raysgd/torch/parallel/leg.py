@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from raysgd.torch.parallel.batch import Batch
-from raysgd.torch.parallel.batch_weight import BatchWeights, Counted, Omitted, Window
+from raysgd.torch.parallel.batch_weight import BatchWeights, Counted, Window
 from raysgd.torch.parallel.logical_shards import LogicalShards
 from raysgd.torch.parallel.step_rows import StepRows
 from raysgd.torch.parallel.undo import Undo
@@ -64,7 +64,6 @@ class Leg:
         has_clipped: True if gradients were clipped in this leg.
         accumulated: With accumulation, the weights of those batches of the current step that had a backward pass. None
             before the first such batch, and without accumulation.
-        omitted: Counts the samples that user code skips in the step; None until `note_omitted` is called in the step.
     """
 
     def __init__(
@@ -83,10 +82,8 @@ class Leg:
         self.usual = 1.0
         self.has_clipped = False
         self.accumulated: Window | None = None
-        self.omitted: Omitted | None = None
         self._is_weighted = False  # True in a backward pass whose loss was already multiplied by its weight
         self._num_waiting, self._is_by_samples = 0, True
-        self._num_complete = 0  # number of global batches of the step that are complete after the latest batch
 
     @property
     def accumulate(self) -> int:
@@ -122,7 +119,6 @@ class Leg:
         if self._num_waiting and not self._weighs_like(plan):
             raise self._drawn_too_early(plan)
         self.plan, self.batch = plan, Batch(self.batch.number + 1)
-        self._num_complete = (0 if plan.starts_step else self._num_complete) + plan.ends_global_batch
         if rules.has_several or rules.averages:
             self._num_waiting += 1
             self.batch.needs_backward = True
@@ -221,19 +217,18 @@ class Leg:
 
     # ------------------------------------------------------------------------------------ backward passes and steps
 
-    def note_backward(self, optimizers: Sequence[Any], weight: Any = None) -> bool:
+    def note_backward(self, optimizers: Sequence[Any], by_samples: bool = True) -> bool:
         """Record a backward pass of the batch. Return True if the batch already had a backward pass.
 
         Args:
             optimizers: Optimizers whose gradients were cleared for this backward pass, or to which the pass adds.
-            weight: Weight from user code, or the batch's number of labels; None if the batch is weighted by its number
-                of samples.
+            by_samples: True if the gradients are weighted by the batch's number of samples.
 
         Raises:
             ValueError: With accumulation, `optimizer_step` was already called for this batch.
         """
         if self.rules.averages or self.rules.has_several:
-            self.use(by_samples=weight is None)
+            self.use(by_samples)
         if self.rules.has_several and self.batch.was_asked_to_step:
             raise ValueError(
                 "`self.backward` was called after `self.optimizer_step` for the same batch and optimizer. With "
@@ -244,8 +239,6 @@ class Leg:
         self.is_used = True
         batch.left_out -= ids
         batch.computed |= ids
-        if isinstance(weight, float):
-            batch.weights.append(weight)
         is_further, batch.had_backward = batch.had_backward, True
         return is_further
 
@@ -253,13 +246,14 @@ class Leg:
         """Return True if a backward pass of this batch adds to the gradients that the optimizer's parameters have."""
         return self.accumulated is not None if self.rules.has_several else id(optimizer) in self.batch.computed
 
-    def share(self, weight: Any, num_ranks: int, *, is_of_criterion: bool = False) -> float:
+    def share(self, weight: Any, num_ranks: int, *, is_of_criterion: bool = False, is_skipped: bool = False) -> float:
         """Add the batch to those accumulated for a step (the window). Return the factor by which to multiply its loss.
 
         Args:
             weight: Weight of the batch; None to weight it by its number of samples.
             num_ranks: Number of ranks over which gradients are averaged.
             is_of_criterion: True if `weight` comes from the criterion, False if it comes from user code.
+            is_skipped: True if user code leaves the batch out, on a single worker.
 
         Raises:
             ValueError: Some batches of the window are weighted by samples and others are not, or user code passed two
@@ -284,7 +278,7 @@ class Leg:
             window.last = batch.number, weight
             window.num_batches += 1
             window.own += amount
-            window.total += total or 0.0
+            window.add_samples(total or 0.0, is_skipped, plan.ends_global_batch)
         elif window.last[1] != weight:
             raise ValueError(
                 f"`self.backward(loss, weight={weight!r})`: another loss of this batch for the same optimizer had "
@@ -312,25 +306,10 @@ class Leg:
             self.rows.send(gather)
         return is_due
 
-    def note_omitted(self, is_omitted: bool, num_ranks: int) -> None:
-        """Record whether user code skips the batch on this rank. Called for each batch if user code may skip batches.
-
-        Args:
-            is_omitted: True if this rank skips the batch.
-            num_ranks: Number of ranks over which gradients are averaged.
-        """
-        plan, rules = self.plan, self.rules
-        if not rules.has_several or self.omitted is None:
-            self.omitted = Omitted(rules.num_batches)
-        drawn = float(rules.samples_in_step(plan) or num_ranks)
-        own = drawn / num_ranks * plan.sample_weight if rules.averages else drawn
-        index = max(0, self._num_complete - plan.ends_global_batch) if rules.has_several else 0
-        self.omitted.note(index, drawn, own if is_omitted else 0.0)
-
     def stepped(self, optimizer: Any) -> None:
         """Record that `optimizer` has stepped, so that the next backward pass clears the old gradients."""
         self.batch.computed.discard(id(optimizer))
-        self.accumulated = self.omitted = None
+        self.accumulated = None
 
     @contextmanager
     def weighting(self, counted: Counted | None = None) -> Iterator[None]:
@@ -346,22 +325,21 @@ class Leg:
         finally:
             self.counted, self._is_weighted = None, False
 
-    def outgoing(self, is_told: bool = False) -> tuple[Any, Counted | Omitted | None]:
-        """Return the factor by which to multiply gradients before they are sent, and the amounts to send with them.
+    def outgoing(self, is_told: bool = False) -> tuple[Any, Counted | None]:
+        """Return the factor by which to multiply gradients before they are sent, and the amount to send with them.
 
-        The factor is a number or a one-element tensor. The amounts are a `Counted` or an `Omitted`; None if the other
-        ranks need no amounts. The caller must divide the sum of the ranks' gradients by the `divisor` of the amounts.
+        The factor is a number or a one-element tensor. The amount is None if the other ranks need none. The caller must
+        divide the sum of the ranks' gradients by the `divisor` of the amount.
 
         Args:
-            is_told: True if the caller can send amounts along with the gradients.
+            is_told: True if the caller can send an amount along with the gradients.
         """
+        counted = self.counted
         if self.rules.has_several or self._is_weighted:
-            weight = 1.0
-        elif self.counted is None:
+            return 1.0, None
+        if counted is None:
             self.use()
-            weight = self.plan.sample_weight
-        elif is_told and not self.counted.is_known:
-            return self.counted.amount / self.counted.reference, self.counted
-        else:
-            weight = self.counted.factor()
-        return weight, self.omitted if is_told and self.omitted is not None and not self.omitted.is_known else None
+            return self.plan.sample_weight, None
+        if is_told and not counted.is_known:
+            return counted.amount / counted.reference, counted
+        return counted.factor(), None

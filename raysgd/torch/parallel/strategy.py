@@ -27,7 +27,7 @@ from raysgd.core.connections.group import Group
 from raysgd.core.connections.torch import mesh_group, summation_beside
 from raysgd.torch.objects.blocks import without_checkpointing
 from raysgd.torch.objects.loading import load_model, load_optimizer
-from raysgd.torch.parallel.batch_weight import Counted, Omitted
+from raysgd.torch.parallel.batch_weight import Counted
 from raysgd.torch.parallel.exchanges import Exchanges
 from raysgd.torch.parallel.global_record import GlobalRecord
 from raysgd.torch.parallel.leg import Leg
@@ -285,15 +285,15 @@ class Strategy:
         if self.leg.undo is not None:
             self.leg.undo.note_exchange()
 
-    def multiply_by_weight(self, gradients: torch.Tensor, is_told: bool = False) -> Counted | Omitted | None:
+    def multiply_by_weight(self, gradients: torch.Tensor, is_told: bool = False) -> Counted | None:
         """Multiply this rank's gradients by their weight, in place, before they are sent to the other ranks.
 
         Args:
             gradients: Gradients of the running backward pass.
-            is_told: True if the caller can send amounts along with the gradients.
+            is_told: True if the caller can send an amount along with the gradients.
 
         Returns:
-            The amounts to send along with the gradients, which `Leg.outgoing` explains; None if there are none.
+            The amount to send along with the gradients, which `Leg.outgoing` explains; None if there is none.
         """
         weight, told = self.leg.outgoing(is_told)
         if isinstance(weight, torch.Tensor) or weight not in (0.0, 1.0):

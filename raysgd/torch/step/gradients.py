@@ -102,7 +102,7 @@ class Gradients:
             is_given: True if the weight comes from user code.
         """
         leg = self._parallel.leg
-        is_further = leg.note_backward(cleared, weight)
+        is_further = leg.note_backward(cleared, by_samples=weight is None)
         leg.end_forward()
         if leg.rules.has_several:
             share = leg.share(weight, self._parallel.num_ranks, is_of_criterion=not is_given)
@@ -231,47 +231,41 @@ class Gradients:
     # ------------------------------------------------------------------------------------ steps
 
     def complete(self, optimizer: Any) -> None:
-        """Average the accumulated gradients over all batches of a step, without samples that user code skipped.
+        """Average the accumulated gradients over all batches of a step.
 
         If the total weight of the batches is 0, clear the gradients, so that the optimizer does not step. However, if
         the weight is 0 because the loss ignores all labels, keep gradients of 0, as in a single process.
 
         A second call for the same step does nothing.
-
-        Raises:
-            ValueError: User code skips samples on this rank, but the ranks have not sent each other how many they skip.
         """
-        leg, num_ranks, correction = self._parallel.leg, self._parallel.num_ranks, 1.0
-        window, omitted, parameters = leg.accumulated, leg.omitted, self._precision.parameters(optimizer)
-        if window is not None:
-            if window.is_complete:
-                return
-            self._check_unchanged(optimizer)
-            window.is_complete = True
-            if not window.is_exchanged:
-                self._parallel.average_deferred(parameters)
-            seen = window.total
-            if window.is_weighted:
-                seen = float(self._parallel.start_total(window.own)())
-                leg.usual = seen / num_ranks / window.num_batches or leg.usual
-            correction = window.correction(seen, num_ranks)
-        if omitted is not None:
-            if not omitted.is_known:  # the ranks have not sent each other their numbers of skipped samples
-                if num_ranks > 1 and any(omitted.own):
-                    raise ValueError(
-                        "`training_step` returned None on one of several workers, which the others cannot learn here: "
-                        'only small models on CPUs tell, with `backend="gloo"` and no communication hook. Return '
-                        "`0 * loss` instead, which counts with its samples."
-                    )
-                omitted.learn([omitted.own])
-            correction *= omitted.correction
+        window, num_ranks = self._parallel.leg.accumulated, self._parallel.num_ranks
+        if window is None or window.is_complete:
+            return
+        self._check_unchanged(optimizer)
+        window.is_complete, parameters = True, self._precision.parameters(optimizer)
+        if not window.is_exchanged:
+            self._parallel.average_deferred(parameters)
+        seen = window.total
+        if window.is_weighted:
+            seen = float(self._parallel.start_total(window.own)())
+            self._parallel.leg.usual = seen / num_ranks / window.num_batches or self._parallel.leg.usual
+        correction = window.correction(seen, num_ranks)
         if correction == 0.0:
-            if window is None or not window.is_of_criterion:
+            if not window.is_of_criterion:
                 self._leave_out([optimizer])
         elif correction != 1.0:
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(correction)
+
+    def skip(self, optimizer: Any) -> None:
+        """Leave a batch out of its step, as user code on a single worker wants."""
+        leg = self._parallel.leg
+        leg.end_waiting()
+        if leg.rules.has_several:
+            leg.share(None, 1, is_skipped=True)
+        elif optimizer is not None:
+            self._leave_out([optimizer])
 
     def _leave_out(self, optimizers: Iterable[Any]) -> None:
         """Clear the optimizers' gradients and skip their step, because all batches have weight 0. Warn once."""

@@ -9,7 +9,7 @@ import torch
 
 from raysgd.torch.objects.criteria import LossCall
 from raysgd.torch.parallel.batch import Batch
-from raysgd.torch.parallel.batch_weight import BatchWeights, Omitted
+from raysgd.torch.parallel.batch_weight import BatchWeights, Window
 from raysgd.trainer.worker.step_loop import BatchPlan
 
 LOSS = torch.ones((), requires_grad=True)
@@ -102,25 +102,22 @@ def test_logical_shards_count_by_their_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("drawn", "told", "correction"),
+    ("batches", "total"),
     [
-        ([8.0, 8.0], [[0.0, 0.0], [0.0, 0.0]], 1.0),
-        ([8.0], [[0.0], [4.0]], 2.0),
-        ([8.0], [[4.0], [4.0]], 0.0),
-        ([8.0, 8.0], [[0.0, 0.0], [0.0, 4.0]], 16 / 12),
-        ([8.0, 8.0], [[0.0, 4.0], [0.0, 4.0]], 1.0),  # a whole batch, as with Lightning
-        ([8.0, 8.0], [[4.0, 4.0], [4.0, 4.0]], 0.0),
-        ([8.0, 8.0], [[0.0, 4.0], [4.0, 4.0]], 16 / 12),
-        ([8.0, 0.0], [[0.0, 0.0], [4.0, 0.0]], 2.0),  # fewer batches than a window has
+        ([(8.0, False, True), (8.0, False, True)], 16.0),
+        ([(8.0, True, True)], 0.0),
+        ([(4.0, True, False), (4.0, False, True)], 4.0),
+        ([(8.0, False, True), (4.0, False, False), (4.0, True, True)], 12.0),
+        ([(8.0, False, True), (8.0, True, True)], 16.0),  # a whole batch, as with Lightning
+        ([(8.0, True, True), (8.0, True, True)], 0.0),
+        ([(4.0, True, False), (4.0, True, True), (4.0, False, False), (4.0, True, True)], 12.0),
+        ([(4.0, False, False), (4.0, True, False)], 4.0),  # the data end within a batch
     ],
 )
-def test_gradients_are_the_mean_over_the_samples_that_ranks_have_not_left_out(
-    drawn: list[float], told: list[list[float]], correction: float
+def test_gradients_are_the_mean_over_the_samples_that_user_code_has_not_skipped(
+    batches: list[tuple[float, bool, bool]], total: float
 ) -> None:
-    omitted = Omitted(len(drawn))
-    for index, number in enumerate(drawn):
-        omitted.note(index, number, told[0][index])
-    assert omitted.own == told[0]
-    assert not omitted.is_known
-    omitted.learn(told)
-    assert omitted.correction == pytest.approx(correction)
+    window = Window(is_weighted=False, reference=1.0)
+    for batch in batches:
+        window.add_samples(*batch)
+    assert window.total == total
