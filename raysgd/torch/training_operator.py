@@ -29,7 +29,7 @@ from raysgd.torch.step import schedulers
 from raysgd.torch.step.gradients import backward_with
 from raysgd.torch.step.schedulers import Plateau
 from raysgd.trainer.messages.epochs import VALIDATES, bind_batch_info
-from raysgd.trainer.worker.operator import made_by_hand, required, rung
+from raysgd.trainer.worker.operator import is_stock, made_by_hand, required, rung
 from raysgd.utils import BATCH_WEIGHT
 
 if TYPE_CHECKING:
@@ -123,7 +123,8 @@ class TrainingOperator(RegisteringOperator):
             A dict with `batch_count`, `num_samples`, and the mean and `last_<metric>` of each `train_batch` metric.
         """
         internals = self._raysgd
-        begin_training(required(self, "model"))
+        for model in self._models_of("train_batch"):
+            begin_training(model)
         info = {**internals.info_of_call(num_steps, epoch_idx), **(info or {})}
         validates, has_scheduler = info.get(VALIDATES, False), getattr(self, "scheduler", None) is not None
         by_batch, by_epoch = schedulers.schedulers_of(self, validates) if has_scheduler else ([], [])
@@ -141,6 +142,15 @@ class TrainingOperator(RegisteringOperator):
                 by_epoch, self.scheduler_metric, summary, internals.mean_over_workers, validates
             )
         return summary
+
+    def _models_of(self, method: str) -> list[torch.nn.Module]:
+        """Return the models whose mode the loop around a method sets.
+
+        That is `self.model`. If there is none, and user code overrides the method, return all registered models.
+        """
+        if hasattr(self, "model") or is_stock(self, method):
+            return [required(self, "model")]
+        return [model for model in self._raysgd.registered.models if isinstance(model, torch.nn.Module)]
 
     def _plateaus(self, epoch: int) -> list[Plateau]:
         """Return the `ReduceLROnPlateau` schedulers to step after an epoch, with the metrics that they need.
@@ -281,7 +291,8 @@ class TrainingOperator(RegisteringOperator):
         Do not run collectives here: workers may have different numbers of batches.
         """
         internals = self._raysgd
-        required(self, "model").eval()
+        for model in self._models_of("validate_batch"):
+            model.eval()
         meters, validate_batch = internals.new_meters(), bind_batch_info(self.validate_batch)
         with torch.no_grad():
             for batch_idx, batch in enumerate(val_iterator):

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from raysgd.core.engine.shared.types import World
+from raysgd.exceptions import NotRegisteredError
 from raysgd.torch import TrainingOperator
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.objects.precision import NativeAmp
@@ -161,6 +162,38 @@ def test_training_and_validation_set_the_mode_of_the_model() -> None:
     assert not operator.model.training
     operator.train_epoch(dataset_batches())
     assert operator.model.training
+
+
+class OwnNames(Bare):
+    """Two models, neither of which is `self.model`."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        networks = [torch.nn.Linear(NUM_FEATURES, 1), torch.nn.Linear(1, 1)]
+        (self.first, self.second), self.optimizers = self.register(
+            models=networks, optimizers=[an_optimizer(each) for each in networks]
+        )
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        loss = self.second(self.first(batch[0])).square().mean()
+        self.backward(loss, optimizer=self.optimizers)
+        self.optimizer_step(self.optimizers)
+        return {"loss": loss.detach()}
+
+
+def test_models_may_have_names_of_their_own() -> None:
+    class Validates(OwnNames):
+        def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            return {"loss": self.second(self.first(batch[0])).square().mean()}
+
+    operator = make(Validates)
+    operator.validate(dataset_batches())
+    assert not operator.first.training
+    assert not operator.second.training
+    operator.train_epoch(dataset_batches())
+    assert operator.first.training
+    assert operator.second.training
+    with pytest.raises(NotRegisteredError, match="has no `self.model`"):
+        make(OwnNames).validate(dataset_batches())
 
 
 def test_validation_computes_no_gradients() -> None:
