@@ -192,7 +192,7 @@ def test_models_may_have_names_of_their_own() -> None:
     operator.train_epoch(dataset_batches())
     assert operator.first.training
     assert operator.second.training
-    with pytest.raises(NotRegisteredError, match="has no `self.model`"):
+    with pytest.raises(NotRegisteredError, match=r"has no `self.model`"):
         make(OwnNames).validate(dataset_batches())
 
 
