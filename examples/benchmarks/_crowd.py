@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from raysgd.core.cluster.resources import ClusterView, NodeView
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.placement import Reservation, Slot
@@ -25,7 +26,7 @@ from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.connection import Connection, NoConnection
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.replica import Capture
-from raysgd.core.engine.shared.types import ClusterView, Heartbeat, NodeView, ReplicaProgress, StateHandover, World
+from raysgd.core.engine.shared.types import Heartbeat, ReplicaProgress, StateHandover, World
 from raysgd.core.engine.worker import RemoteWorker, WorkerAnswer, WorkerProcess
 from raysgd.core.numbers.meters import MetricSummary
 from raysgd.core.numbers.time_spent import TimeSpent

@@ -22,7 +22,7 @@ from raysgd.core.arguments import (
     is_number,
     refuse_text,
 )
-from raysgd.core.engine.gpus import DriverView
+from raysgd.core.cluster.gpus import DriverView
 from raysgd.core.numbers.ranking import MAX, MIN
 from raysgd.core.text.secrets import masked
 from raysgd.exceptions import InvalidCountError
@@ -439,7 +439,7 @@ class ScalingConfig:
         """
         if self.use_gpu != "auto":
             return self
-        from raysgd.core.engine.placement import choose_gpus_of_cluster
+        from raysgd.core.cluster.ray_cluster import choose_gpus_of_cluster
 
         resources = dict(self.resources_per_worker or {})
         num_gpus = choose_gpus_of_cluster(

@@ -21,7 +21,7 @@ from importlib import metadata
 from itertools import takewhile
 from typing import Any, Literal
 
-from raysgd.core.engine.placement import init_ray
+from raysgd.core.cluster.ray_cluster import init_ray
 from raysgd.core.imports import install_command
 from raysgd.core.private_names import missing_names, private_names, versions_tested
 

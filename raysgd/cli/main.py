@@ -17,7 +17,7 @@ import click
 
 from raysgd._version import __version__
 from raysgd.compat.migrate.command import migrate
-from raysgd.core.engine.placement import init_ray
+from raysgd.core.cluster.ray_cluster import init_ray
 from raysgd.core.text.printable import printable_lines
 from raysgd.exceptions import RaySGDError
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd._version import __version__
 from raysgd.core.cluster.keeper import NAMESPACE
-from raysgd.core.engine.placement import init_ray
+from raysgd.core.cluster.ray_cluster import init_ray
 from raysgd.core.private_names import find_name
 from raysgd.core.text import log_lines
 from raysgd.core.text.tracebacks import hides_library_frames

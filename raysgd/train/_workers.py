@@ -17,11 +17,11 @@ from raysgd.air.config import ScalingConfig
 from raysgd.air.reports import PreemptionInfo
 from raysgd.core.arguments import MIN_HEARTBEAT_S, check_amount, check_num_workers, check_seconds
 from raysgd.core.cluster.program_end import end_with
+from raysgd.core.cluster.ray_cluster import drain_deadlines, draining_nodes, ensure_ray
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.group import GroupHooks
 from raysgd.core.engine.group import WorkerGroup as EngineGroup
 from raysgd.core.engine.lifecycle import ElasticRules
-from raysgd.core.engine.placement import drain_deadlines, draining_nodes, ensure_ray
 from raysgd.core.engine.policies import Diagnosis, FailurePolicy, RetryBudget, ScalingPolicy
 from raysgd.core.engine.shared.connection import NoConnection
 from raysgd.core.engine.shared.group_spec import FrontEndWords, GroupSpec

@@ -23,7 +23,7 @@ from raysgd.callbacks.callback import Callback
 from raysgd.callbacks.calling import Dispatcher, FunctionCalls, as_list, own_among
 from raysgd.compat.names import MOVED, former_names
 from raysgd.core.arguments import check_hook, is_integer, refuse_text, refuse_unknown
-from raysgd.core.engine.placement import gpus_of_nodes
+from raysgd.core.cluster.ray_cluster import gpus_of_nodes
 from raysgd.core.engine.shared.group_events import GroupEvent, GroupHistory
 from raysgd.core.files import check_path
 from raysgd.core.synonyms import callback_instead_of

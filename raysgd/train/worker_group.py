@@ -11,12 +11,13 @@ from functools import partial
 from typing import Any
 
 from raysgd.core.arguments import check_amount
+from raysgd.core.cluster.resources import Resources, num_fitting
 from raysgd.core.engine.gathering import Listener
 from raysgd.core.engine.group import WorkerGroup as EngineGroup
-from raysgd.core.engine.policies import classify, num_fitting
+from raysgd.core.engine.policies import classify
 from raysgd.core.engine.shared.connection import NoConnection
 from raysgd.core.engine.shared.group_spec import GroupSpec
-from raysgd.core.engine.shared.types import GroupReport, Resources
+from raysgd.core.engine.shared.types import GroupReport
 from raysgd.core.worker_errors import worker_error
 from raysgd.exceptions import (
     InactiveWorkerGroupError,

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from raysgd.air import CheckpointConfig, DatasetConfig, FailureConfig, RunConfig, ScalingConfig, SyncConfig
-from raysgd.core.engine import placement
-from raysgd.core.engine.gpus import DriverView
+from raysgd.core.cluster import ray_cluster
+from raysgd.core.cluster.gpus import DriverView
 from raysgd.exceptions import InvalidCountError
 
 
@@ -270,9 +270,9 @@ class TestDatasetConfig:
 class TestGpusOfTheCluster:
     @pytest.fixture(autouse=True)
     def two_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(placement, "ensure_ray", lambda: None)
+        monkeypatch.setattr(ray_cluster, "ensure_ray", lambda: None)
         monkeypatch.setattr(
-            placement, "gpus_of_nodes", lambda custom: (2.0,) if "accelerator_type:T4" not in custom else ()
+            ray_cluster, "gpus_of_nodes", lambda custom: (2.0,) if "accelerator_type:T4" not in custom else ()
         )
 
     @pytest.mark.parametrize(

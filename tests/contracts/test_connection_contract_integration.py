@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import ray
 
+from raysgd.core.cluster.resources import Resources
 from raysgd.core.connections._gloo import OpenSocket, open_sockets, opened_since
 from raysgd.core.connections.horovod import HorovodConnection
 from raysgd.core.connections.mesh.meeting import ConnectFailed
@@ -28,7 +29,7 @@ from raysgd.core.connections.torch import TorchConnection
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.shared.connection import Connection
 from raysgd.core.engine.shared.group_spec import GroupSpec
-from raysgd.core.engine.shared.types import Rendezvous, Resources, World
+from raysgd.core.engine.shared.types import Rendezvous, World
 from tests.helpers.fakes import CountingReplica, NullConnection, meeting, raise_from_compiled_code
 from tests.helpers.processes import wait_until
 from tests.helpers.run_if import RunIf

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from raysgd.core.cluster.resources import Resources
 from raysgd.core.connections.torch import TorchConnection
 from raysgd.core.engine import startup
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.policies import choose_source, takers
 from raysgd.core.engine.shared.group_spec import GroupSpec
-from raysgd.core.engine.shared.types import GroupReport, Resources, StateHandover, World
+from raysgd.core.engine.shared.types import GroupReport, StateHandover, World
 from raysgd.exceptions import ReservationTimeoutError
 from tests.helpers.failure_plan import FailurePlan
 from tests.helpers.fakes import NullConnection, SteppingReplica

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 import ray
 
+from raysgd.core.cluster.resources import Resources
 from raysgd.core.engine import group as engine_group
 from raysgd.core.engine import ranks
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.replica import Capture
-from raysgd.core.engine.shared.types import GroupReport, Resources, World
+from raysgd.core.engine.shared.types import GroupReport, World
 from raysgd.core.worker_errors import worker_error
 from tests.helpers.fakes import CountingReplica, NullConnection, add, read
 

@@ -24,11 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from raysgd.air.session import tune_here
+from raysgd.core.cluster import ray_cluster
 from raysgd.core.cluster.ray_session import RayThreads, delaying_shutdown, keep_threads_from_starting_ray
 from raysgd.core.connections import _compiler
 from raysgd.core.connections.horovod import HorovodConnection
 from raysgd.core.connections.torch import end_process_group, is_connection_error
-from raysgd.core.engine import placement
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.shared.types import World
 from raysgd.core.private_names import PrivateNames, missing_names, private_names, versions_tested
@@ -571,7 +571,7 @@ def test_no_dataset_is_looked_into_without(name: str, monkeypatch: pytest.Monkey
 def test_ray_says_of_no_process_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name != "_actor_id":
         monkeypatch.delattr(importlib.import_module("ray._private.state"), name)
-        assert not placement._is_alive("maker", None)
+        assert not ray_cluster.is_alive("maker", None)
     if name != "workers":
         identity = SimpleNamespace(hex=lambda: "01")
         actor = SimpleNamespace() if name == "_actor_id" else SimpleNamespace(_actor_id=identity)
@@ -586,15 +586,15 @@ def test_what_is_free_is_known_of_one_node_without(
     monkeypatch.delattr(importlib.import_module("ray._private.state"), name)
     nodes = [{"NodeID": str(number), "Alive": True} for number in range(num_nodes)]
     ray = SimpleNamespace(nodes=lambda: nodes, available_resources=lambda: {"CPU": 3.0})
-    monkeypatch.setattr(placement, "_ray", lambda: ray)
-    assert placement._free_by_node() == free
+    monkeypatch.setattr(ray_cluster, "untyped_ray", lambda: ray)
+    assert ray_cluster._free_by_node() == free
 
 
 @without("get_draining_nodes")
 def test_no_node_goes_away_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(importlib.import_module("ray._private.state").GlobalState, name)
     was_connected = ray.is_initialized()
-    assert placement.drain_deadlines() == {}
+    assert ray_cluster.drain_deadlines() == {}
     assert was_connected == ray.is_initialized(), "the question started Ray"
 
 
@@ -604,7 +604,7 @@ def test_ray_is_used_as_it_is_without(name: str, monkeypatch: pytest.MonkeyPatch
     place = "worker" if "enable" not in name else "authentication.authentication_token_setup"
     module = importlib.import_module(f"ray._private.{place}")
     monkeypatch.delattr(module, name)
-    placement._quiet_ray() if name == "print_to_stdstream" else placement._use_token()
+    ray_cluster._quiet_ray() if name == "print_to_stdstream" else ray_cluster._use_token()
     assert not (name == "_global_node" and cluster._ends_with_program())
     assert not hasattr(module, name)
 

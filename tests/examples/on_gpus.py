@@ -22,8 +22,9 @@ from unittest import mock
 import ray
 import torch
 
+from raysgd.core.cluster import ray_cluster
+from raysgd.core.cluster.gpus import GpuChoice
 from raysgd.core.engine import placement
-from raysgd.core.engine.gpus import GpuChoice
 from raysgd.torch.driver import arguments
 from raysgd.train._torch import process_group
 from tests.docs.test_docs import ROOT, program, python_blocks
@@ -67,7 +68,7 @@ def source_of(name: str) -> str:
 def run(name: str, num_gpus: int) -> dict[str, Any]:
     """Run a program in an empty folder up to where its workers would start."""
     made: list[GpuChoice] = []
-    choose, wait = placement.choose_gpus, placement.Reservation.wait
+    choose, wait = ray_cluster.choose_gpus, placement.Reservation.wait
 
     def seen(function: Callable[..., GpuChoice]) -> Callable[..., GpuChoice]:
         def choosing(*args: Any, **options: Any) -> GpuChoice:
@@ -94,7 +95,7 @@ def run(name: str, num_gpus: int) -> dict[str, Any]:
     view = with_gpus(arguments.view_of_driver)
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(placement, "choose_gpus", seen(choose)),
+        mock.patch.object(ray_cluster, "choose_gpus", seen(choose)),
         mock.patch.object(placement.Reservation, "wait", granted),
         mock.patch.object(arguments, "view_of_driver", view),
         mock.patch.object(process_group, "view_of_driver", view),

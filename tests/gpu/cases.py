@@ -21,8 +21,8 @@ import torch
 import torch.multiprocessing
 
 from raysgd import Recovery, train
+from raysgd.core.cluster.gpus import MULTI_RANK, why_ranks_cannot_share
 from raysgd.core.connections.torch import loaded_nccl
-from raysgd.core.engine.gpus import MULTI_RANK, why_ranks_cannot_share
 from raysgd.testing import hang_rank, kill_worker
 from raysgd.torch import TorchTrainer
 from raysgd.train import ScalingConfig

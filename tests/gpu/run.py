@@ -28,8 +28,8 @@ from typing import Any
 import ray
 import torch
 
+from raysgd.core.cluster.gpus import MULTI_RANK
 from raysgd.core.connections.torch import loaded_nccl
-from raysgd.core.engine.gpus import MULTI_RANK
 from tests.gpu.cases import CASES, ROOT, CannotRun, Case, Machine
 
 _RESULT = "RESULT "

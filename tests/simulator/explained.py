@@ -27,8 +27,6 @@ EXPLAINED = {
     "placement.Reservation.is_granted: `group = self._own or self._outer` -> `return`": _RAY,
     "platform._run_beside: `0` -> `1` (2)": _RAY,
     "platform._sigkill: `os.kill(pid, signal.SIGKILL)` -> `pass`": _RAY,
-    "placement.cluster_view: `NodeView(f'bundle {index}', 'this reservation', bundle, bundle)` -> `NodeView('this reservation', f'bundle {index}', bundle, bundle)`": _RAY,
-    "placement.outer_group: `ray = _ray()` -> `return`": _RAY,
     "snapshots.is_due: `num_calls > _MAX_CALLS` -> `num_calls >= _MAX_CALLS`": "one call of ten thousand less is kept",
     "startup.StandbyWorkers.kill: `self._startup.remove(worker)` -> `pass`": "a worker that was ended is ended again after a while",
     "types.Heartbeat: `0` -> `1` (3)": "a snapshot that there is not is asked for once, and no rank has it",

@@ -8,10 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from raysgd.core.cluster.resources import ClusterView, NodeView, Resources
 from raysgd.core.engine.placement import Reservation, Slot
 from raysgd.core.engine.shared.connection import Connection
 from raysgd.core.engine.shared.group_spec import NO_WORDS, FrontEndWords
-from raysgd.core.engine.shared.types import ClusterView, NodeView, Outcome, Resources, WorkerInfo
+from raysgd.core.engine.shared.types import Outcome, WorkerInfo
 from raysgd.core.engine.transfers import SharedValue, Transfer
 from raysgd.core.engine.worker import LocalCall, LocalWorker, RemoteWorker
 from raysgd.exceptions import ReservationTimeoutError

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.shared.types import GroupReport, Outcome
-from raysgd.core.engine.startup import StandbyWorker, StandbyWorkers
+from raysgd.core.engine.startup import StandbyWorkers
+from raysgd.core.engine.worker import StandbyWorker
 from tests.simulator.processes import Process
 
 if TYPE_CHECKING:

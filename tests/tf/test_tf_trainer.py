@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from raysgd.callbacks import Checkpointing
-from raysgd.core.engine import placement
+from raysgd.core.cluster import ray_cluster
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.driver import arguments
 from raysgd.trainer.configuration.recovery import Recovery
@@ -113,8 +113,8 @@ def group(**options: Any) -> GroupSettings:
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster that has one GPU."""
-    monkeypatch.setattr(placement, "ensure_ray", lambda: None)
-    monkeypatch.setattr(placement, "gpus_of_nodes", lambda custom: (1.0,))
+    monkeypatch.setattr(ray_cluster, "ensure_ray", lambda: None)
+    monkeypatch.setattr(ray_cluster, "gpus_of_nodes", lambda custom: (1.0,))
 
 
 @pytest.mark.usefixtures("one_gpu")

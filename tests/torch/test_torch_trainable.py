@@ -12,8 +12,8 @@ import torch
 
 import raysgd.torch
 from raysgd import TorchTrainer
-from raysgd.core.engine import placement
-from raysgd.core.engine.gpus import DriverView
+from raysgd.core.cluster import ray_cluster
+from raysgd.core.cluster.gpus import DriverView
 from raysgd.torch import BaseTorchTrainable, torch_trainer
 from raysgd.torch.driver import arguments
 from raysgd.utils import BATCH_SIZE
@@ -94,8 +94,8 @@ def test_tune_reserves_for_each_worker_what_the_gpus_of_the_cluster_allow(
     of_nodes: tuple[float, ...], num_workers: int, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arguments, "view_of_driver", lambda environment: DriverView(0))
-    monkeypatch.setattr(placement, "ensure_ray", lambda: None)
-    monkeypatch.setattr(placement, "gpus_of_nodes", lambda custom: of_nodes)
+    monkeypatch.setattr(ray_cluster, "ensure_ray", lambda: None)
+    monkeypatch.setattr(ray_cluster, "gpus_of_nodes", lambda custom: of_nodes)
     trainable_cls = TorchTrainer.as_trainable(training_operator_cls=LinearOperator, num_workers=num_workers)
     _, *workers = trainable_cls.default_resource_request({}).bundles
     assert workers == [{"CPU": 1, "GPU": share} if share else {"CPU": 1}] * num_workers

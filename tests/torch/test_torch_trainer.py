@@ -26,8 +26,8 @@ import torch
 import torch.distributed.fsdp
 
 import raysgd
-from raysgd.core.engine import placement
-from raysgd.core.engine.gpus import DriverView
+from raysgd.core.cluster import ray_cluster
+from raysgd.core.cluster.gpus import DriverView
 from raysgd.data import Dataset
 from raysgd.exceptions import InvalidCountError, WorkerError
 from raysgd.torch import TorchTrainer, TrainingOperator
@@ -1135,8 +1135,8 @@ def test_a_step_of_the_stock_loop_takes_few_calls(make_local: MakeTrainer) -> No
 def test_the_process_of_a_detached_trainer_gets_what_was_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray may restart it when the cluster has become another."""
     monkeypatch.setattr(arguments, "view_of_driver", lambda environment: DriverView(0, "1", 23007))
-    monkeypatch.setattr(placement, "ensure_ray", lambda: None)
-    monkeypatch.setattr(placement, "gpus_of_nodes", lambda custom: (1.0,))
+    monkeypatch.setattr(ray_cluster, "ensure_ray", lambda: None)
+    monkeypatch.setattr(ray_cluster, "gpus_of_nodes", lambda custom: (1.0,))
     options = {"num_workers": 2, "config": {}}
     chosen = {"use_gpu": True, "num_gpus_per_worker": 0.5, "backend": "nccl"}
     assert arguments.settle_gpus(options) == {**options, **chosen}

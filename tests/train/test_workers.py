@@ -6,8 +6,9 @@ from typing import Any, cast
 
 import pytest
 
+from raysgd.core.cluster.resources import Resources
 from raysgd.core.engine.group import WorkerGroup as EngineGroup
-from raysgd.core.engine.shared.types import Failure, GroupReport, Outcome, Resources
+from raysgd.core.engine.shared.types import Failure, GroupReport, Outcome
 from raysgd.exceptions import WorkerFault
 from raysgd.train import _workers
 from raysgd.train._workers import FunctionWorkers

@@ -1,1 +1,1 @@
-"""This process in Ray's cluster: its Ray session, its exit, what outlives it, and its lines to workers on its node."""
+"""Ray's cluster and this process in it: sessions, nodes, resources and GPUs, the program's end, lines to workers."""

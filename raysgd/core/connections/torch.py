@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from raysgd.core.cluster.gpus import MULTI_RANK, DriverView, why_ranks_cannot_share
 from raysgd.core.connections._compiler import defer_compiler
 from raysgd.core.connections._gloo import DelayedCalls, GlooConnections, as_written, open_sockets, opened_since
 from raysgd.core.connections._origins import is_of, with_causes
@@ -28,7 +29,6 @@ from raysgd.core.connections.group import Group
 from raysgd.core.connections.mesh.board import Board, neighbors, others
 from raysgd.core.connections.mesh.meeting import ConnectFailed, Deadline, ListeningConnection, listen_at
 from raysgd.core.connections.mesh.mesh import Mesh, MeshBroken
-from raysgd.core.engine.gpus import MULTI_RANK, DriverView, why_ranks_cannot_share
 from raysgd.core.engine.shared.connection import FORM_TIMEOUT_S
 from raysgd.core.engine.shared.types import Rendezvous, World
 from raysgd.core.memory import keep_freed_memory

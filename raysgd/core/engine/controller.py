@@ -16,19 +16,20 @@ from typing import Any
 from weakref import WeakSet
 
 from raysgd.core.cluster.keeper import CallNumber, keeper
+from raysgd.core.cluster.ray_cluster import cluster_view
 from raysgd.core.cluster.ray_session import RayThreads
+from raysgd.core.cluster.resources import ClusterView
 from raysgd.core.engine.group import GroupHooks, WorkerGroup
 from raysgd.core.engine.lifecycle import NUM_COPIES, RELEASE_S, START_ATTEMPTS, Clock, ElasticRules, Lifecycle
+from raysgd.core.engine.loan import Loan
 from raysgd.core.engine.monitor import LEAVING, ROOM, Monitor
-from raysgd.core.engine.placement import cluster_view
 from raysgd.core.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy
 from raysgd.core.engine.repair import GroupRepair
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.replica import Capture
-from raysgd.core.engine.shared.types import ClusterView, GroupReport, HeldAtStep
+from raysgd.core.engine.shared.types import GroupReport, HeldAtStep
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot, copy_call
-from raysgd.core.engine.startup import Loan
 from raysgd.core.engine.transfers import DividedValue
 from raysgd.core.worker_errors import worker_error
 from raysgd.exceptions import OnFailure, RanksDifferError, RaySGDError, UnpicklableError, WorkerError, WorkersLostError

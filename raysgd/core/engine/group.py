@@ -13,17 +13,28 @@ from functools import partial
 from typing import Any
 
 from raysgd.core.cluster.keeper import CallNumber, KeptGroup
+from raysgd.core.cluster.ray_cluster import cluster_view, note_processes
+from raysgd.core.cluster.resources import explain
 from raysgd.core.engine import ranks as rank_rules
 from raysgd.core.engine.gathering import Listener, await_all, roll_call
 from raysgd.core.engine.liveness import OwnTime, quiet_s
-from raysgd.core.engine.placement import Slots, cluster_view, explain, note_processes
+from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.policies import Diagnosis, LostNodes, classify, emptied_nodes, words
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import GroupReport, Outcome, Rendezvous, StateHandover, WorkerInfo, World, hosts_of
-from raysgd.core.engine.startup import StandbyWorker, StandbyWorkers, StartupCheck
+from raysgd.core.engine.startup import StandbyWorkers, StartupCheck
 from raysgd.core.engine.transfers import SharedValue, StoredPart, Transfer, together
-from raysgd.core.engine.worker import LocalCall, LocalWorker, RemoteWorker, notes_of, pack, packed_bytes, with_rank
+from raysgd.core.engine.worker import (
+    LocalCall,
+    LocalWorker,
+    RemoteWorker,
+    StandbyWorker,
+    notes_of,
+    pack,
+    packed_bytes,
+    with_rank,
+)
 from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdownError
 
 logger = logging.getLogger(__name__)
@@ -260,7 +271,7 @@ class WorkerGroup:
     def give_ranks(self, workers: Sequence[LocalWorker | RemoteWorker], infos: Sequence[WorkerInfo]) -> None:
         """Set the group's workers. A worker's rank is its index in `workers`."""
         self.workers, self.infos = list(workers), list(infos)
-        note_processes(infos)
+        note_processes((info.node_id, info.pid) for info in infos)
         self.worlds = rank_rules.assign(self.infos)
         self.num_workers, self.gone = len(self.workers), set()
 

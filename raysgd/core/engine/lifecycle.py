@@ -16,21 +16,13 @@ from typing import Any
 
 from raysgd.core.cluster.keeper import keeper
 from raysgd.core.cluster.ray_session import session
+from raysgd.core.cluster.resources import ClusterView, capacity
 from raysgd.core.engine.group import GroupHooks, WorkerGroup
-from raysgd.core.engine.policies import (
-    Resizing,
-    RetryBudget,
-    ScalingPolicy,
-    Wait,
-    capacity,
-    classify,
-    resizing,
-    words,
-)
+from raysgd.core.engine.policies import Resizing, RetryBudget, ScalingPolicy, Wait, classify, resizing, words
 from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.group_events import EventKind, GroupHistory
 from raysgd.core.engine.shared.group_spec import GroupSpec
-from raysgd.core.engine.shared.types import ClusterView, GroupReport
+from raysgd.core.engine.shared.types import GroupReport
 from raysgd.core.engine.snapshots import Snapshots
 from raysgd.core.engine.startup import Replacements
 from raysgd.core.worker_errors import worker_error

@@ -1,444 +1,46 @@
-"""Finds free resources in the Ray cluster and reserves them. A reservation consists of slots, each for one worker.
+"""Reserves resources in the Ray cluster. A reservation consists of slots, each for one worker.
 
-All queries to Ray for free resources are in this module, and so is the code that creates and removes placement groups.
+No other module creates or removes placement groups.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import re
-import socket
-import sys
 import threading
 import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import wait
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
-from functools import partial, wraps
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from raysgd.core.cluster.keeper import NAMESPACE, keeper
-from raysgd.core.cluster.program_end import prepare_to_use_ray
-from raysgd.core.cluster.ray_session import RayThreads, session
-from raysgd.core.engine.gpus import DriverView, GpuChoice, choose_gpus, largest_share
-from raysgd.core.engine.policies import capacity, cpus_that_fit, num_fitting
+from raysgd.core.cluster.ray_cluster import ask_head, cluster_view, is_alive, living_nodes, outer_group, untyped_ray
+from raysgd.core.cluster.ray_session import session
+from raysgd.core.cluster.resources import (
+    Resources,
+    capacity,
+    explain,
+    impossibility,
+)
 from raysgd.core.engine.shared.group_spec import NO_WORDS, FrontEndWords
-from raysgd.core.engine.shared.types import ClusterView, NodeView, PlacementGroupHolder, Resources, WorkerInfo
-from raysgd.core.private_names import find_name
 from raysgd.exceptions import OnFailure, ReservationTimeoutError
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
 _POLL_S = 0.01
 _GUARD_POLL_S = 2.0
 _LOOK_S = 0.5
 _CLOSE_S = 5.0
 _SLICE_S = 1.0
-_CONNECT_S = 5.0
 # Seconds of waiting after which a warning says what is missing; an idle cluster grants a reservation within a second.
 _TELL_S = 5.0
-_BUNDLE = "bundle_group_"
 _CANNOT_GROW = (
     "No node will join: Ray was started for this program alone. To use a cluster, run the program on one of its "
     "machines, or set RAY_ADDRESS."
 )
-_DIED = re.compile(r"worker died or was killed.*Node ID: (\w+).*Worker PID: (\d+)", re.DOTALL)
-
-
-def _ray() -> Any:
-    """Return the `ray` module, typed as `Any` because the module's annotations are incomplete."""
-    import ray
-
-    return ray
-
-
-def ensure_ray() -> None:
-    """Connect to the Ray cluster at RAY_ADDRESS. Without RAY_ADDRESS, use a cluster on this machine or start one.
-
-    If this process is already connected to Ray, keep that connection.
-
-    Raises:
-        ConnectionError: No Ray cluster answers at RAY_ADDRESS.
-        PermissionError: The Ray cluster rejects the token of this program.
-        RaySGDError: The program is exiting.
-    """
-    ray = _ray()
-    prepare_to_use_ray()
-    if not ray.is_initialized():
-        logger.info("Ray is not initialized: using the cluster of RAY_ADDRESS or of this machine, or starting one")
-        init_ray(include_dashboard=False)
-        # If this process runs the head node, `init_ray` has just started the cluster.
-        if not is_ray_client() and ray.get_runtime_context().worker.node.is_head():
-            _started.add(session())
-    _quiet_ray()
-
-
-def init_ray(**options: Any) -> None:
-    """Call `ray.init`. If this user has a token file for Ray's authentication, use the token.
-
-    Unless `RAY_AUTH_MODE` is set, Ray itself reads the token file `~/.ray/auth_token` only when it starts a cluster.
-
-    Raises:
-        ConnectionError: No Ray cluster answers at the address in `options`, or without one, at RAY_ADDRESS. Ray itself
-            would keep trying for minutes.
-        PermissionError: The Ray cluster rejects the token of this program.
-        RaySGDError: The program is exiting.
-    """
-    ray = _ray()
-    prepare_to_use_ray()
-    _check_address(options.get("address") or os.environ.get("RAY_ADDRESS", ""))
-    _use_token()
-    try:
-        ray.init(**options)
-    except ConnectionError as error:
-        # Ray's error does not name the cause, and its own cause contains the error of the connection only as text.
-        if "AuthenticationError" not in str(error.__cause__):
-            raise
-        raise PermissionError(
-            f"{error}: the cluster rejects the token of this program, or the program has none. Copy the file "
-            "`~/.ray/auth_token` of the head node to this machine, with mode 600, or set `RAY_AUTH_TOKEN`; then unset "
-            "`RAY_AUTH_MODE`, or set `RAY_AUTH_MODE=token`."
-        ) from error
-
-
-def _check_address(address: str) -> None:
-    error = _connection_error(address.removeprefix("ray://"), _CONNECT_S)
-    if error is not None:
-        raise ConnectionError(
-            f"No Ray cluster answers at `{address}`: {error}. The address is that of `ray.init` or of the environment "
-            'variable RAY_ADDRESS: correct it, or start a cluster there with `ray start --head`. `RAY_ADDRESS="local"` '
-            "starts Ray on this machine."
-        )
-
-
-def _connection_error(address: str, timeout_s: float) -> OSError | None:
-    """Try to connect to the address `host:port` and return the error.
-
-    Return None if the connection works, or if the address is not of this form, such as "auto".
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        return None
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
-    except OSError as error:
-        return error
-    return None
-
-
-def _use_token() -> None:
-    setup = "ray._private.authentication.authentication_token_setup"
-    enable = find_name(f"{setup}:maybe_enable_token_auth_if_token_available")
-    with suppress(TypeError):  # in older versions of Ray, the function is missing or takes other arguments
-        enable(warn_if_disabled=False)
-
-
-_started: set[Any] = set()
-"""Ray sessions that `ensure_ray` started. They run on this machine only, so no node can join."""
-
-_noted: set[tuple[str, str]] = set()
-
-
-def note_processes(infos: Iterable[WorkerInfo]) -> None:
-    """Record worker processes, so that Ray's messages about their deaths are hidden.
-
-    Instead, raysgd logs its own message about a dead worker.
-    """
-    _noted.update((info.node_id, str(info.pid)) for info in infos)
-
-
-def _quiet_ray() -> None:
-    """Hide the message of 1,200 characters that Ray prints for each dead worker of raysgd.
-
-    Ray prints this message even with `log_to_driver=False`. Ray's function that prints it is private. If that function
-    is missing, nothing is hidden.
-    """
-    show = find_name("ray._private.worker:print_to_stdstream")
-    if show is None or hasattr(show, "__wrapped__"):
-        return
-
-    @wraps(show)
-    def show_others(data: Any, *args: Any, **options: Any) -> None:
-        died = _DIED.search("".join(data["lines"])) if data.get("pid") == "raylet" else None
-        if died is None or died.groups() not in _noted:
-            show(data, *args, **options)
-
-    worker: Any = sys.modules["ray._private.worker"]
-    worker.print_to_stdstream = show_others
-
-
-def is_head_gone() -> bool:
-    """Return True if the head node of this process's cluster refuses connections, which means that Ray has stopped."""
-    return _is_gone(_head_address())
-
-
-def _head_address() -> str:
-    """Return the address of the head node of this process's cluster, or "" if it is unknown."""
-    ray = _ray()
-    if not ray.is_initialized():  # `get_runtime_context` would start Ray
-        return ""
-    return str(getattr(ray.get_runtime_context(), "gcs_address", ""))
-
-
-def _is_gone(address: str) -> bool:
-    """Return True if the cluster's head node at this address refuses connections.
-
-    A head node that is just busy still accepts connections.
-    """
-    return isinstance(_connection_error(address, _SLICE_S), ConnectionRefusedError)
-
-
-def ask_head(ask: Callable[[], T], otherwise: T) -> T:
-    """Return the result of `ask`, a query to the cluster's head node. If the head node is gone, return `otherwise`.
-
-    Without its head node, Ray tries to reach it for a minute and then kills this process. Until then, this thread must
-    be free to save the newest snapshot after a signal. So the query runs in another thread.
-    """
-    head, answer = _head_address(), RayThreads().start(ask, "raysgd-ask")
-    while not wait([answer], _SLICE_S).done:
-        if _is_gone(head):
-            return otherwise
-    return answer.result()
-
-
-def is_ray_client() -> bool:
-    """Return True if this process is connected through Ray Client."""
-    return bool(_ray().util.client.ray.is_connected())
-
-
-def gpus_of_nodes(custom: Mapping[str, float] | None = None) -> tuple[float, ...]:
-    """Return the number of GPUs of each node of `cluster_view`, whether free or not. Empty if Ray is not initialized.
-
-    If this process runs in a placement group, return the number of GPUs of each of the group's bundles.
-
-    Args:
-        custom: Other resources that a node must have to be counted.
-    """
-    ray: Any = sys.modules.get("ray")
-    if not (ray and ray.is_initialized()):
-        return ()
-    need = Resources(num_cpus=0, custom=custom or {})
-    return tuple(node.total.get("GPU", 0.0) for node in cluster_view().nodes if num_fitting(node.total, need))
-
-
-def choose_gpus_of_cluster(
-    use_gpu: bool | str,
-    num_workers: int,
-    driver: DriverView,
-    custom: Mapping[str, float] | None = None,
-    *,
-    uses_ray: bool = True,
-    num_gpus_per_worker: float = 1,
-    backend: str = "auto",
-    has_driver: bool = False,
-) -> GpuChoice:
-    """Decide by the GPUs of the cluster what `choose_gpus` decides. Log if workers share GPUs because of "auto".
-
-    With "auto", connect to Ray.
-
-    Args:
-        use_gpu: See `choose_gpus`, also for the other arguments.
-        num_workers: The largest number of workers, spare workers included.
-        driver: What this process sees.
-        custom: Resources of a worker besides CPUs and GPUs.
-        uses_ray: False if this process is the only worker.
-        num_gpus_per_worker: The user's number of GPUs for each worker.
-        backend: The user's backend.
-        has_driver: True if a worker runs in this process.
-
-    Raises:
-        ValueError: The workers cannot share the cluster's GPUs.
-    """
-    of_nodes = None
-    if use_gpu == "auto" and driver.num_gpus is not None and uses_ray:
-        ensure_ray()
-        of_nodes = gpus_of_nodes(custom)
-    options: dict[str, Any] = {"backend": backend, "has_driver": has_driver}
-    choice = choose_gpus(use_gpu, num_workers, driver, of_nodes, num_gpus_per_worker=num_gpus_per_worker, **options)
-    if of_nodes is not None and 0 < choice.num_gpus < num_gpus_per_worker:
-        logger.warning(
-            '%s workers share %g GPU(s), with %g of a GPU each, because of `use_gpu="auto"`: workers on one GPU take '
-            "turns. For a GPU each pass at most `num_workers=%d` (spares count too), for CPUs `use_gpu=False`",
-            num_workers,
-            sum(of_nodes),
-            choice.num_gpus,
-            max(1, sum(map(int, of_nodes))),
-        )
-    return choice
-
-
-def outer_group() -> Any:
-    """Return the placement group in which this process runs, or None.
-
-    Return None as well if Ray does not place this process's child tasks in that group.
-    """
-    ray = _ray()
-    captures = ray.get_runtime_context().should_capture_child_tasks_in_placement_group
-    return ray.util.get_current_placement_group() if captures else None
-
-
-def living_nodes() -> frozenset[str]:
-    """Return the IDs of the nodes that Ray believes to be alive. Return an empty set if the head node is gone."""
-    return ask_head(_living_nodes, frozenset())
-
-
-def _living_nodes() -> frozenset[str]:
-    return frozenset(node["NodeID"] for node in _ray().nodes() if node["Alive"])
-
-
-def cluster_view() -> ClusterView:
-    """Return the cluster's live nodes with their total and free resources, and its placement groups.
-
-    Nodes that Ray is draining are left out. If the head node is gone, the view is empty.
-
-    If this process runs in a placement group, as in a Tune trial, return only that group's bundles. Each bundle is
-    returned as a node whose resources are all free.
-    """
-    outer = outer_group()
-    if outer is not None:
-        bundles = enumerate(outer.bundle_specs)
-        return ClusterView(
-            tuple(NodeView(f"bundle {index}", "this reservation", bundle, bundle) for index, bundle in bundles),
-            can_grow=False,
-        )
-    return ask_head(_whole_view, ClusterView((), is_head_gone=True))
-
-
-def _whole_view() -> ClusterView:
-    # These queries must be made in this order: see `_is_settling`.
-    free, leaving, groups = _free_by_node(), _drain_deadlines(), _placement_groups()
-    nodes = []
-    for node in _ray().nodes():
-        name = node["NodeID"]
-        if node["Alive"] and name not in leaving:
-            total, left = _plain(node["Resources"]), free.get(name, {})
-            nodes.append(NodeView(name, node["NodeManagerAddress"], total, _plain(left), _is_settling(left, groups)))
-    holders = [
-        PlacementGroupHolder(entry.get("name") or identity, entry["state"], tuple(entry["bundles"].values()))
-        for identity, entry in groups.items()
-    ]
-    return ClusterView(tuple(nodes), tuple(holders), can_grow=session() not in _started)
-
-
-def _is_settling(free: Mapping[str, float], groups: Collection[str]) -> bool:
-    """Return True if a removed placement group still holds resources of a node.
-
-    Ray lists a group as removed as soon as its removal is requested. The group's resources become free later. On a busy
-    machine, this can take several seconds. Only then do the group's bundles disappear from the node's resources.
-
-    Args:
-        free: The node's free resources, including Ray's entries for bundles.
-        groups: IDs of the placement groups that are not removed. Query them after `free`.
-    """
-    return any(name.startswith(_BUNDLE) and name.rpartition("_")[2] not in groups for name in free)
-
-
-def _free_by_node() -> Mapping[str, Mapping[str, float]]:
-    """Return each node's free resources, by node ID.
-
-    This function uses a private function of Ray. If Ray lacks it, the result is empty for a cluster of several
-    nodes, because Ray's public function returns only the sum over all nodes.
-    """
-    by_node = find_name("ray._private.state:available_resources_per_node")
-    if by_node is not None:
-        return dict(by_node())
-    alive = _living_nodes()
-    return {next(iter(alive)): _ray().available_resources()} if len(alive) == 1 else {}
-
-
-def _placement_groups() -> dict[str, Any]:
-    """Return Ray's table entries for the placement groups that are not removed, by ID."""
-    table = _ray().util.placement_group_table()
-    return {identity: entry for identity, entry in table.items() if entry["state"] != "REMOVED"}
-
-
-def _plain(amounts: Mapping[str, float]) -> dict[str, float]:
-    """Return the amounts of resources without the entries that Ray uses internally."""
-    hidden = ("node:", "object_store_memory")
-    return {name: amount for name, amount in amounts.items() if not name.startswith(hidden) and "_group_" not in name}
-
-
-def draining_nodes() -> frozenset[str]:
-    """Return the IDs of the nodes that Ray is draining."""
-    return frozenset(drain_deadlines())
-
-
-def drain_deadlines() -> dict[str, int]:
-    """Return when Ray will remove the nodes that it is draining.
-
-    This function uses a private function of Ray. If Ray lacks it, or if the head node is gone, the result is empty.
-
-    Returns:
-        The deadlines by node ID, in milliseconds of Unix time. 0 for an unknown deadline.
-    """
-    return ask_head(_drain_deadlines, {})
-
-
-def _drain_deadlines() -> dict[str, int]:
-    draining = find_name("ray._private.state:state.get_draining_nodes")
-    return {} if draining is None else dict(draining())
-
-
-def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
-    """Return a table of resources for error messages.
-
-    The table lists the requested resources, each node's resources, the placement groups that hold resources or wait
-    for them, and the CPUs that other tasks and actors use.
-    """
-    where = f" on nodes with the labels {dict(need.labels)}" if need.labels else ""
-    lines = [f"  requested:  {num_workers} x {need.bundle()}{where}"]
-    hidden = {"memory"} - need.bundle().keys()  # Ray lists every node's memory, but few programs request memory
-    for node in view.nodes:
-        free, total = ({name: of[name] for name in of if name not in hidden} for of in (node.available, node.total))
-        lines.append(f"  node {node.address}:  free {free} of {total}")
-    for holder in view.holders:
-        how = "held" if holder.state == "CREATED" else "waited for"
-        counts = Counter(str(dict(bundle)) for bundle in holder.bundles)
-        bundles = ", ".join(f"{count} x {bundle}" for bundle, count in counts.items())
-        lines.append(f"  {how} by placement group {holder.name} ({holder.state}):  {bundles}")
-    held = sum(bundle.get("CPU", 0.0) for h in view.holders if h.state == "CREATED" for bundle in h.bundles)
-    used = sum(n.total.get("CPU", 0.0) - n.available.get("CPU", 0.0) for n in view.nodes)
-    if used - held > 1e-6:
-        lines.append(f"  held by other tasks and actors:  {used - held:g} CPU")
-    if need.num_gpus and not any(node.total.get("GPU") for node in view.nodes):
-        lines.append("No node has a GPU. To train on CPUs pass `use_gpu=False`.")
-    return "\n".join(lines)
-
-
-def impossibility(need: Resources, num_workers: int, view: ClusterView, words: FrontEndWords = NO_WORDS) -> str | None:
-    """Return an error message if the workers cannot fit into the cluster, even if all nodes were idle.
-
-    If a smaller request could fit, the message suggests it. If the workers can fit, return None.
-    """
-    most = capacity(view, need, free_only=False)
-    if most >= num_workers:
-        return None
-    limit = f"{most} worker{'s' if most > 1 else ''} at most"
-    fits = f"The nodes have room for {limit}" if most else "No node is large enough for a worker"
-    num_cpus = cpus_that_fit(view, need, num_workers)
-    ways = [f"for {limit} (spares count too)"] if most else []
-    ways += [f"for less per worker: `{words.with_cpus.format(num_cpus)}`"] if num_cpus else []
-    ways += _ways_with_fewer_gpus(need, num_workers, view)
-    remedy = f"\nAsk {', or '.join(ways)}." if ways else ""
-    return f"{fits}, even when nothing else runs:\n{explain(need, num_workers, view)}{remedy}"
-
-
-def _ways_with_fewer_gpus(need: Resources, num_workers: int, view: ClusterView) -> list[str]:
-    """Return what to ask for if the workers would fit with less of a GPU, or without. Empty if no node has a GPU."""
-    of_nodes = [node.total.get("GPU", 0.0) for node in view.nodes]
-    fits_without = capacity(view, replace(need, num_gpus=0), free_only=False) >= num_workers
-    if not (need.num_gpus and any(of_nodes) and fits_without):
-        return []
-    ways, share = ["for CPUs only: `use_gpu=False`"], largest_share(num_workers, of_nodes)
-    if 0 < share < need.num_gpus <= 1:
-        ways.insert(0, f'for shared GPUs: `use_gpu="auto"`, or `num_gpus_per_worker={share:g}` of `TorchTrainer`')
-    return ways
 
 
 def _state_of(group: Any) -> str:
@@ -446,7 +48,7 @@ def _state_of(group: Any) -> str:
 
     Unlike `group.wait(0)`, this function waits until Ray has answered. If the head node is gone, it returns "".
     """
-    return str(ask_head(lambda: _ray().util.placement_group_table(group), {"state": ""}).get("state", "REMOVED"))
+    return str(ask_head(lambda: untyped_ray().util.placement_group_table(group), {"state": ""}).get("state", "REMOVED"))
 
 
 class Reservation:
@@ -478,7 +80,7 @@ class Reservation:
         within: Any = "default",
         words: FrontEndWords = NO_WORDS,
     ) -> None:
-        ray = _ray()
+        ray = untyped_ray()
         self._need, self._num_workers, self._words = need, num_workers, words
         self._session = session()
         self._holder: Any = None
@@ -550,7 +152,7 @@ class Reservation:
                 if self.is_granted():  # if this process stalled, the grant may have arrived in the meantime
                     return
                 view = cluster_view()
-                reason = impossibility(self._need, self._num_workers, view, self._words)
+                reason = impossibility(self._need, self._num_workers, view, self._words.with_cpus)
                 table = reason or explain(self._need, self._num_workers, view)
                 message = f"The cluster did not grant {self._num_workers} workers within {timeout_s:g} s.\n{table}"
                 raise ReservationTimeoutError(f"{message}\n{self._words.when_not_granted}".rstrip())
@@ -569,7 +171,7 @@ class Reservation:
 
     def _tell_impossible(self, timeout_s: float) -> None:
         view = cluster_view()
-        reason = impossibility(self._need, self._num_workers, view, self._words)
+        reason = impossibility(self._need, self._num_workers, view, self._words.with_cpus)
         if reason is None:
             return
         if not view.can_grow:
@@ -627,7 +229,7 @@ class Reservation:
         own, alive = self._own, living_nodes()
         if own is None:
             return [next(iter(alive), None)] * self._num_workers
-        table: Mapping[str, Any] = ask_head(lambda: _ray().util.placement_group_table(own), {})
+        table: Mapping[str, Any] = ask_head(lambda: untyped_ray().util.placement_group_table(own), {})
         holders = table.get("bundles_to_node_id", {})
         return [node if (node := holders.get(index)) in alive else None for index in range(self._num_workers)]
 
@@ -640,7 +242,7 @@ class Reservation:
         """
         if self._own is None or not self._need.num_gpus:
             return []
-        ray = _ray()
+        ray = untyped_ray()
         options = {**self.actor_options(0), "num_cpus": 0}
         self._holder = ray.remote(_GPUHolder).options(**options).remote()
         ids: list[str] = ray.get(self._holder.gpu_ids.remote())
@@ -654,7 +256,7 @@ class Reservation:
         """
         if self._own is None:
             return
-        ray = _ray()
+        ray = untyped_ray()
         group, self._own = self._own, None
         holder, self._holder = self._holder, None
         if session() != self._session:
@@ -686,7 +288,7 @@ class _GPUHolder:
 
     def gpu_ids(self) -> list[str]:
         """Return the IDs of the GPUs that Ray assigned to this actor."""
-        return [str(identity) for identity in _ray().get_gpu_ids()]
+        return [str(identity) for identity in untyped_ray().get_gpu_ids()]
 
 
 def guard(name: str) -> Any:
@@ -706,31 +308,13 @@ def guard(name: str) -> Any:
     context = ray.get_runtime_context()
     maker = (context.get_worker_id(), context.get_node_id()) if keeper() is None else (context.get_actor_id(), None)
     # False if this process is a driver, whose placement groups Ray itself removes, or if Ray lacks the query.
-    if not _is_alive(*maker):
+    if not is_alive(*maker):
         return None
     return (
         ray.remote(ReservationGuard)
         .options(num_cpus=0, lifetime="detached", namespace=NAMESPACE, name=name, max_restarts=-1)
         .remote(name, *maker)
     )
-
-
-def _is_alive(maker: str, node_id: str | None) -> bool:
-    """Return True if a worker process or an actor is alive.
-
-    This function uses private queries of Ray. If they are missing, it returns False.
-
-    Args:
-        maker: With `node_id`, the ID of a worker process. Without it, the ID of an actor; an actor that Ray will
-            restart counts as alive.
-        node_id: Node of the worker process.
-    """
-    actors, workers = find_name("ray._private.state:actors"), find_name("ray._private.state:workers")
-    if actors is None or workers is None:
-        return False
-    if node_id is None:
-        return bool(actors(maker).get("State", "DEAD") != "DEAD")
-    return maker in workers() and node_id in _living_nodes()
 
 
 class ReservationGuard:
@@ -746,7 +330,7 @@ class ReservationGuard:
     def _watch(self, name: str, maker: str, node_id: str | None) -> None:
         import ray
 
-        while _is_alive(maker, node_id):
+        while is_alive(maker, node_id):
             time.sleep(_GUARD_POLL_S)
         time.sleep(_GUARD_POLL_S)  # the dead process's request to create the group may still be in transit
         with suppress(ValueError):  # raised if the group does not exist

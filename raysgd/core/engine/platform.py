@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
-from raysgd.core.cluster import call_lines
+from raysgd.core.cluster import call_lines, ray_cluster
 from raysgd.core.cluster.call_lines import LineCall
 from raysgd.core.cluster.ray_session import RayThread
-from raysgd.core.engine import placement, transfers
+from raysgd.core.engine import transfers
 from raysgd.core.engine.placement import Reservation, Slot
 from raysgd.core.engine.shared.connection import Connection
 from raysgd.core.engine.shared.types import Failure, Outcome, WorkerInfo
@@ -38,15 +38,15 @@ class Platform:
 
     make_reservation: Callable[..., Reservation] = Reservation
     """Creates a reservation of resources. Takes the arguments of `Reservation`."""
-    ensure_running = staticmethod(placement.ensure_ray)
+    ensure_running = staticmethod(ray_cluster.ensure_ray)
     """Connects to a cluster, or starts one."""
     transfer = staticmethod(transfers.transfer)
     """Returns a `Transfer`, which receives a call's result."""
     store = staticmethod(transfers.store)
     """Stores one copy of a value that all workers can read."""
-    living_nodes = staticmethod(placement.living_nodes)
+    living_nodes = staticmethod(ray_cluster.living_nodes)
     """Returns the IDs of the nodes that Ray reports as alive."""
-    is_head_gone = staticmethod(placement.is_head_gone)
+    is_head_gone = staticmethod(ray_cluster.is_head_gone)
     """Returns True if the cluster's head node refuses connections."""
     now = staticmethod(time.monotonic)
     """Returns seconds of a monotonic clock."""
@@ -84,7 +84,7 @@ class Platform:
         actors, identity = find_name("ray._private.state:actors"), getattr(worker.actor, "_actor_id", None)
         if actors is None or identity is None:
             return None
-        entry: Any = placement.ask_head(lambda: actors(identity.hex()), {})
+        entry: Any = ray_cluster.ask_head(lambda: actors(identity.hex()), {})
         pid, place = entry.get("Pid"), entry.get("Address", {})
         return WorkerInfo(place["NodeID"], place["IPAddress"], pid) if pid and place.get("NodeID") else None
 

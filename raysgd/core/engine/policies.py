@@ -6,25 +6,16 @@ cluster.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import floor
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from textwrap import shorten
 from typing import Literal
 
-from raysgd.core.engine.shared.types import (
-    ClusterView,
-    Failure,
-    FailureKind,
-    GroupReport,
-    ReplicaProgress,
-    Resources,
-    WorkerInfo,
-)
+from raysgd.core.cluster.resources import ClusterView, Resources, capacity
+from raysgd.core.engine.shared.types import Failure, FailureKind, GroupReport, ReplicaProgress, WorkerInfo
 from raysgd.core.text.log_lines import named
 from raysgd.exceptions import WorkerFault
 
-_TOLERANCE = 1e-6  # allowance for rounding errors in sums of resources; Ray's smallest unit of resources is 1/10000
 _REASON_LENGTH = 160
 _LONGEST_DELAY_S = 60.0
 # Short descriptions of how a worker was lost, by the class of the error with which Ray reports the loss.
@@ -61,42 +52,6 @@ class WaitForWorkers:
 
     delay_s: float | None
     reason: str
-
-
-def num_fitting(amounts: Mapping[str, float], need: Resources) -> int:
-    """Return how many workers fit on a node that has these amounts of resources.
-
-    Args:
-        amounts: The node's free or total resources.
-        need: Resources of one worker. If the worker needs none, the result is a very large number.
-    """
-    bundle = need.bundle()
-    if not bundle:
-        return 10**6
-    return min(int((amounts.get(name, 0.0) + _TOLERANCE) / amount) for name, amount in bundle.items())
-
-
-def capacity(view: ClusterView, need: Resources, *, free_only: bool = True) -> int:
-    """Return how many workers fit into the cluster's free resources. Node labels are ignored.
-
-    Args:
-        view: The cluster's nodes and their resources.
-        need: Resources of one worker.
-        free_only: False to count the cluster's total resources instead.
-    """
-    return sum(num_fitting(node.available if free_only else node.total, need) for node in view.nodes)
-
-
-def cpus_that_fit(view: ClusterView, need: Resources, num_workers: int) -> float:
-    """Return the largest number of CPUs per worker with which all workers would fit into an empty cluster.
-
-    Only numbers below `need.num_cpus` are tried. Return 0 if the workers do not fit with any of them.
-    """
-    of_nodes = {node.total.get("CPU", 0.0) for node in view.nodes}
-    shares = {floor(100 * cpus / count) / 100 for cpus in of_nodes for count in range(1, num_workers + 1)}
-    smaller = sorted((share for share in shares if 0 < share < need.num_cpus), reverse=True)
-    needs = ((share, replace(need, num_cpus=share)) for share in smaller)
-    return next((share for share, less in needs if capacity(view, less, free_only=False) >= num_workers), 0.0)
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
+from raysgd.core.cluster.resources import capacity, explain, impossibility
 from raysgd.core.engine import ranks as rank_rules
 from raysgd.core.engine.lifecycle import NUM_COPIES, SETTLE_S, Lifecycle, pay_for_start
 from raysgd.core.engine.monitor import Monitor
-from raysgd.core.engine.placement import explain, impossibility
 from raysgd.core.engine.policies import (
     LOOK_AT_RAYS_LOG,
     Diagnosis,
@@ -29,7 +29,6 @@ from raysgd.core.engine.policies import (
     RetryBudget,
     WaitForWorkers,
     are_alike,
-    capacity,
     choose_source,
     classify,
     failed_alike,
@@ -42,8 +41,8 @@ from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.group_events import EventKind
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.types import GroupReport, ReplicaProgress, StateHandover, WorkerInfo
-from raysgd.core.engine.startup import StandbyWorker
 from raysgd.core.engine.transfers import DividedValue, LostPartError
+from raysgd.core.engine.worker import StandbyWorker
 from raysgd.core.text.log_lines import named
 from raysgd.core.worker_errors import worker_error
 from raysgd.exceptions import OnFailure, ReservationTimeoutError, UnevenStepsError, WorkersLostError
@@ -972,7 +971,8 @@ class GroupRepair:
             if isinstance(decision, WaitForWorkers):
                 # Not checked after a failure, because the workers may fit once lost nodes come back.
                 if kind == "started":
-                    impossible = impossibility(self._spec.resources, scaling.min_workers, view, self._spec.words)
+                    need, with_cpus = self._spec.resources, self._spec.words.with_cpus
+                    impossible = impossibility(need, scaling.min_workers, view, with_cpus)
                 if decision.delay_s is None:
                     table = impossible or explain(self._spec.resources, scaling.max_workers, view)
                     few = f"Too few workers can be started: {decision.reason}."

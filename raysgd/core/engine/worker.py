@@ -806,3 +806,11 @@ def _gpu_ids() -> tuple[str, ...]:
     if ray is None or not ray.is_initialized():
         return ()
     return tuple(map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ())))
+
+
+@dataclass(frozen=True)
+class StandbyWorker:
+    """A worker outside the worker group that is ready to join the group."""
+
+    worker: RemoteWorker
+    info: WorkerInfo

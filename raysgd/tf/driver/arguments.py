@@ -8,9 +8,9 @@ from typing import Any
 
 from raysgd.core.arguments import check_num_workers, check_operator_class
 from raysgd.core.arrays.data_kinds import kind_of
+from raysgd.core.cluster.gpus import DriverView
+from raysgd.core.cluster.ray_cluster import choose_gpus_of_cluster
 from raysgd.core.connections.tensorflow import GROWTH
-from raysgd.core.engine.gpus import DriverView
-from raysgd.core.engine.placement import choose_gpus_of_cluster
 from raysgd.core.imports import require_installed
 from raysgd.core.text.secrets import masked
 from raysgd.tf.creator_operator import make_operator

@@ -17,10 +17,10 @@ import torch
 
 from raysgd.core import arguments as checks
 from raysgd.core.arguments import did_you_mean, is_number, refuse_text
+from raysgd.core.cluster.gpus import GpuChoice
+from raysgd.core.cluster.ray_cluster import choose_gpus_of_cluster, gpus_of_nodes
 from raysgd.core.connections.horovod import INSTALL_COMMAND, import_horovod
 from raysgd.core.connections.torch import view_of_driver
-from raysgd.core.engine.gpus import GpuChoice
-from raysgd.core.engine.placement import choose_gpus_of_cluster, gpus_of_nodes
 from raysgd.core.text.log_lines import Once
 from raysgd.exceptions import RemovedNameError
 from raysgd.torch import constants
@@ -56,7 +56,7 @@ def check_place(num_workers: int, use_local: Any) -> None:
 
 def _check_use_local(num_workers: int) -> None:
     if num_workers > 1:
-        from raysgd.core.engine.placement import is_ray_client
+        from raysgd.core.cluster.ray_cluster import is_ray_client
 
         if is_ray_client():
             raise ValueError(

@@ -21,9 +21,10 @@ from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.air.session import TrialFacts
 from raysgd.air.trial import TrialFolder
-from raysgd.core.engine.placement import Reservation, ensure_ray
+from raysgd.core.cluster.ray_cluster import ensure_ray
+from raysgd.core.cluster.resources import Resources
+from raysgd.core.engine.placement import Reservation
 from raysgd.core.engine.policies import Decision, Diagnosis, FailurePolicy, RetryBudget, words
-from raysgd.core.engine.shared.types import Resources
 from raysgd.core.worker_errors import training_failed_error, worker_error
 from raysgd.exceptions import StorageError, WorkerError, WorkersLostError, failure_logged
 from raysgd.train import _workers

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from raysgd.core import arguments as checks
-from raysgd.core.engine.shared.types import Resources
+from raysgd.core.cluster.resources import Resources
 
 _OWN_ARGUMENTS = {"CPU": "num_cpus_per_worker", "GPU": "num_gpus_per_worker"}
 _STRATEGIES = ("PACK", "SPREAD")

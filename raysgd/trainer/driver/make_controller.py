@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from raysgd.core.cluster.ray_cluster import draining_nodes
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.lifecycle import ElasticRules
-from raysgd.core.engine.placement import draining_nodes
 from raysgd.core.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.core.engine.shared.connection import Connection
 from raysgd.core.engine.shared.group_spec import FrontEndWords, GroupSpec

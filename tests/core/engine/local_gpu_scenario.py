@@ -15,11 +15,12 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raysgd.core.engine.gpus import DriverView
+from raysgd.core.cluster.gpus import DriverView
+from raysgd.core.cluster.ray_cluster import choose_gpus_of_cluster
+from raysgd.core.cluster.resources import Resources
 from raysgd.core.engine.group import WorkerGroup
-from raysgd.core.engine.placement import choose_gpus_of_cluster
 from raysgd.core.engine.shared.group_spec import GroupSpec
-from raysgd.core.engine.shared.types import Rendezvous, Resources, World
+from raysgd.core.engine.shared.types import Rendezvous, World
 from tests.helpers.fakes import CountingReplica, NullConnection
 from tests.helpers.ray_start import patient_ray
 

@@ -16,13 +16,13 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
+from raysgd.core.cluster.ray_cluster import cluster_view
+from raysgd.core.cluster.resources import Resources, capacity
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.group import WorkerGroup
-from raysgd.core.engine.placement import cluster_view
-from raysgd.core.engine.policies import ScalingPolicy, capacity
+from raysgd.core.engine.policies import ScalingPolicy
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.group_spec import GroupSpec
-from raysgd.core.engine.shared.types import Resources
 from tests.helpers.fakes import CountingReplica, NullConnection, add
 from tests.helpers.ray_start import patient_ray
 

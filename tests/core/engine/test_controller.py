@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
+from raysgd.core.cluster.resources import ClusterView
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.policies import RetryBudget
 from raysgd.core.engine.shared.call import Call
-from raysgd.core.engine.shared.types import ClusterView, World
+from raysgd.core.engine.shared.types import World
 from raysgd.core.history.status import ask_status
 from raysgd.exceptions import (
     RanksDifferError,

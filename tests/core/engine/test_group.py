@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from raysgd.core.cluster.resources import Resources
 from raysgd.core.engine.gathering import roll_call
 from raysgd.core.engine.group import GroupHooks, WorkerGroup
 from raysgd.core.engine.placement import Reservation
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.shared.connection import NoConnection
 from raysgd.core.engine.shared.group_spec import GroupSpec
-from raysgd.core.engine.shared.types import Failure, GroupReport, Outcome, Rendezvous, Resources, WorkerInfo, World
+from raysgd.core.engine.shared.types import Failure, GroupReport, Outcome, Rendezvous, WorkerInfo, World
 from raysgd.core.engine.transfers import SharedValue
 from raysgd.core.engine.worker import LocalWorker
 from raysgd.exceptions import TrainerShutdownError, WorkerFault

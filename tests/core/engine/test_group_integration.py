@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 from ray.util import placement_group_table
 
+from raysgd.core.cluster.resources import Resources
 from raysgd.core.connections.torch import TorchConnection
 from raysgd.core.engine import gathering
 from raysgd.core.engine import group as engine_group
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.policies import classify
 from raysgd.core.engine.shared.group_spec import GroupSpec
-from raysgd.core.engine.shared.types import GroupReport, Resources
+from raysgd.core.engine.shared.types import GroupReport
 from raysgd.core.worker_errors import worker_error
 from tests.helpers.failure_plan import FailurePlan
 from tests.helpers.fakes import CountingReplica, NullConnection, add, read

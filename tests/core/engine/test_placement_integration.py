@@ -20,12 +20,12 @@ import ray
 from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raysgd.core.cluster.ray_cluster import cluster_view, ensure_ray, is_ray_client
+from raysgd.core.cluster.resources import Resources, capacity
 from raysgd.core.engine import placement
 from raysgd.core.engine.group import WorkerGroup
-from raysgd.core.engine.placement import Reservation, Slots, cluster_view, ensure_ray, is_ray_client
-from raysgd.core.engine.policies import capacity
+from raysgd.core.engine.placement import Reservation, Slots
 from raysgd.core.engine.shared.group_spec import FrontEndWords, GroupSpec
-from raysgd.core.engine.shared.types import Resources
 from raysgd.exceptions import ReservationTimeoutError
 from tests.conftest import NUM_CPUS
 from tests.helpers.fakes import CountingReplica, NullConnection, add
@@ -178,8 +178,9 @@ def test_what_no_node_can_ever_hold_is_said_once_and_waited_for(
 
 
 WAITING = """
-from raysgd.core.engine.placement import Reservation, ensure_ray
-from raysgd.core.engine.shared.types import Resources
+from raysgd.core.engine.placement import Reservation
+from raysgd.core.cluster.ray_cluster import ensure_ray
+from raysgd.core.cluster.resources import Resources
 
 ensure_ray()
 try:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from raysgd.core.cluster.resources import ClusterView, NodeView, Resources
 from raysgd.core.engine.policies import (
     Decision,
     Diagnosis,
@@ -17,30 +18,17 @@ from raysgd.core.engine.policies import (
     Wait,
     WaitForWorkers,
     are_alike,
-    capacity,
     choose_source,
     classify,
-    cpus_that_fit,
     emptied_nodes,
     failed_alike,
     is_lack_of_memory,
-    num_fitting,
     resizing,
     takers,
     why_not_started,
     words,
 )
-from raysgd.core.engine.shared.types import (
-    ClusterView,
-    Failure,
-    FailureKind,
-    GroupReport,
-    NodeView,
-    Outcome,
-    ReplicaProgress,
-    Resources,
-    WorkerInfo,
-)
+from raysgd.core.engine.shared.types import Failure, FailureKind, GroupReport, Outcome, ReplicaProgress, WorkerInfo
 from tests.helpers.fakes import failure, fault
 
 
@@ -56,44 +44,6 @@ def view(*free_cpus: float, total: float = 8, **more: float) -> ClusterView:
 
 def policy(max_workers: int = 4, **options: float) -> ScalingPolicy:
     return ScalingPolicy(max_workers, **options)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("free", "need", "expected"),
-    [
-        ({"CPU": 4}, Resources(), 4),
-        ({"CPU": 4}, Resources(num_cpus=3), 1),
-        ({"CPU": 2.5}, Resources(), 2),
-        ({"CPU": 0.5}, Resources(), 0),
-        ({"CPU": 0.5}, Resources(num_cpus=0.25), 2),
-        ({"CPU": 0.3}, Resources(num_cpus=0.1), 3),  # 0.3 / 0.1 is a little less than 3
-        ({"CPU": 8, "GPU": 1}, Resources(num_gpus=1), 1),
-        ({"CPU": 8}, Resources(num_gpus=1), 0),
-        ({"CPU": 8, "tpu": 3}, Resources(custom={"tpu": 2}), 1),
-        ({"CPU": 1, "GPU": 8}, Resources(num_gpus=1), 1),
-        ({}, Resources(), 0),
-    ],
-)
-def test_the_scarcest_resource_decides_how_many_fit(free: dict[str, float], need: Resources, expected: int) -> None:
-    assert num_fitting(free, need) == expected
-
-
-def test_workers_that_need_nothing_fit_in_any_number() -> None:
-    assert num_fitting({}, Resources(num_cpus=0)) >= 1000
-
-
-@pytest.mark.parametrize(
-    ("free_cpus", "num_cpus", "expected"),
-    [((2, 2), 1, 4), ((1, 1), 2, 0), ((3, 3), 2, 2), ((0.5, 0.5), 1, 0), ((), 1, 0)],
-)
-def test_what_is_left_over_on_two_nodes_does_not_make_a_worker(
-    free_cpus: tuple[float, ...], num_cpus: float, expected: int
-) -> None:
-    assert capacity(view(*free_cpus), Resources(num_cpus)) == expected
-
-
-def test_capacity_counts_all_there_is_when_asked_to() -> None:
-    assert capacity(view(1, 0, total=4), Resources(2), free_only=False) == 4
 
 
 @pytest.mark.parametrize(
@@ -138,29 +88,6 @@ def test_what_can_never_fit_is_not_waited_for_where_no_node_joins() -> None:
         decision = patient.decide(where, Resources(), 0)
         assert isinstance(decision, WaitForWorkers)
         assert decision.delay_s == 1.0
-
-
-@pytest.mark.parametrize(
-    ("cpus_of_nodes", "need", "num_workers", "expected"),
-    [
-        ((2,), Resources(), 4, 0.5),
-        ((2,), Resources(), 3, 0.66),
-        ((2, 8), Resources(num_cpus=4), 3, 2.66),
-        ((4, 4), Resources(num_cpus=3), 4, 2),
-        ((2,), Resources(num_gpus=1), 4, 0),
-        ((2,), Resources(custom={"license": 1}), 4, 0),
-        ((), Resources(), 1, 0),
-        ((0,), Resources(), 1, 0),
-    ],
-)
-def test_with_how_many_cpus_each_all_would_fit(
-    cpus_of_nodes: tuple[float, ...], need: Resources, num_workers: int, expected: float
-) -> None:
-    nodes = tuple(NodeView(str(cpus), "10.0.0.1", {"CPU": cpus}, {"CPU": 0}) for cpus in cpus_of_nodes)
-    found = cpus_that_fit(ClusterView(nodes), need, num_workers)
-    assert found == expected
-    if found:
-        assert capacity(ClusterView(nodes), replace(need, num_cpus=found), free_only=False) >= num_workers
 
 
 def test_waits_double_up_to_a_cap() -> None:

@@ -12,11 +12,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from raysgd.core.cluster.resources import Resources
 from raysgd.core.connections.mesh.mesh import Mesh
 from raysgd.core.connections.torch import TorchConnection
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.shared.group_spec import GroupSpec
-from raysgd.core.engine.shared.types import Resources
 from raysgd.torch.parallel import handover
 from tests.helpers.fakes import CountingReplica
 from tests.helpers.patience import hearing_all_losses

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from raysgd.core.cluster.resources import Resources
 from raysgd.core.engine.shared.connection import Connection
 from raysgd.core.engine.shared.replica import ReplicaFactory
-from raysgd.core.engine.shared.types import Resources
 from raysgd.core.text.log_lines import LogRelay
 
 EverySeconds = float | Literal["auto"] | None

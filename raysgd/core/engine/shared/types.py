@@ -6,7 +6,7 @@ All classes are frozen dataclasses.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -102,81 +102,6 @@ class World:
     @property
     def is_distributed(self) -> bool:
         return self.size > 1
-
-
-@dataclass(frozen=True)
-class Resources:
-    """The resources that one worker needs.
-
-    Attributes:
-        num_cpus: Number of CPUs.
-        num_gpus: Number of GPUs.
-        custom: Amounts of other resources, by name.
-        runtime_env: The Ray runtime environment for the worker's process. If empty, the job's environment is used.
-        labels: Labels that the worker's node must have. If empty, any node is allowed.
-    """
-
-    num_cpus: float = 1
-    num_gpus: float = 0
-    custom: Mapping[str, float] = field(default_factory=dict)
-    runtime_env: Mapping[str, Any] = field(default_factory=dict)
-    labels: Mapping[str, str] = field(default_factory=dict)
-
-    def bundle(self) -> dict[str, float]:
-        """Return the resources as a Ray bundle. Zero amounts are omitted, because Ray rejects them."""
-        amounts = {"CPU": float(self.num_cpus), "GPU": float(self.num_gpus), **self.custom}
-        return {name: amount for name, amount in amounts.items() if amount > 0}
-
-
-@dataclass(frozen=True)
-class NodeView:
-    """One live node, with its total and free resources.
-
-    Attributes:
-        node_id: Ray's ID of the node.
-        address: Address of the node.
-        total: All resources of the node.
-        available: Free resources of the node.
-        is_settling: True if more resources will be free soon, because Ray has not finished removing a placement group.
-    """
-
-    node_id: str
-    address: str
-    total: Mapping[str, float]
-    available: Mapping[str, float]
-    is_settling: bool = False
-
-
-@dataclass(frozen=True)
-class PlacementGroupHolder:
-    """A placement group that holds resources or waits for them."""
-
-    name: str
-    state: str
-    bundles: tuple[Mapping[str, float], ...]
-
-
-@dataclass(frozen=True)
-class ClusterView:
-    """The cluster's nodes and resources at one moment.
-
-    Attributes:
-        nodes: The live nodes, without nodes that Ray will remove soon. In a placement group, each bundle of the group
-            counts as a node.
-        holders: The placement groups that hold resources or wait for them.
-        can_grow: True if more nodes may join.
-        is_head_gone: True if the cluster's head node is gone. The view is then empty, because the cluster cannot be
-            queried.
-    """
-
-    nodes: tuple[NodeView, ...]
-    holders: tuple[PlacementGroupHolder, ...] = ()
-    can_grow: bool = True
-    is_head_gone: bool = False
-
-    def without(self, node_ids: Collection[str]) -> ClusterView:
-        """Return the view without the nodes that have these IDs."""
-        return replace(self, nodes=tuple(node for node in self.nodes if node.node_id not in node_ids))
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from raysgd.core.engine.shared.types import (
-    GroupReport,
-    Outcome,
-    Rendezvous,
-    Resources,
-    StateHandover,
-    WorkerInfo,
-    World,
-    hosts_of,
-)
+from raysgd.core.cluster.resources import Resources
+from raysgd.core.engine.shared.types import GroupReport, Outcome, Rendezvous, StateHandover, WorkerInfo, World, hosts_of
 from tests.helpers.fakes import failure
 
 
