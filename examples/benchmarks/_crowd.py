@@ -111,8 +111,8 @@ class HostedWorker(RemoteWorker):
     def __init__(self, slot: Slot, host: Any, index: int) -> None:
         self.slot, self._host, self._index = slot, host, index
 
-    def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._host.run.remote(self._index, method, *args)
+    def submit(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._host.run.remote(self._index, method.__name__, *args)
 
     def kill(self) -> None: ...
 

@@ -18,6 +18,7 @@ from raysgd.core.engine.policies import classify
 from raysgd.core.engine.shared.connection import NoConnection
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import GroupReport
+from raysgd.core.engine.worker import WorkerProcess
 from raysgd.core.worker_errors import worker_error
 from raysgd.exceptions import (
     InactiveWorkerGroupError,
@@ -107,8 +108,8 @@ class RemoteMethod:
                 f"The worker of rank {rank} that this handle belongs to has stopped: get a new handle, `group[{rank}]`."
             )
         if self.name.endswith("__execute"):  # the name under which old programs call functions on workers
-            return group.submit(rank, "execute", *args, **kwargs)
-        return group.submit(rank, "host", FunctionReplica.call_object, self.name, *args, **kwargs)
+            return group.submit(rank, WorkerProcess.execute, *args, **kwargs)
+        return group.submit(rank, WorkerProcess.host, FunctionReplica.call_object, self.name, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -310,7 +311,7 @@ class WorkerGroup:
         return gather([self.execute_single_async(worker_index, func, *args, **kwargs)])[0]
 
     def _submit(self, worker: Worker, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return worker.actor.group.submit(worker.actor.rank, "execute", func, *args, **kwargs)
+        return worker.actor.group.submit(worker.actor.rank, WorkerProcess.execute, func, *args, **kwargs)
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -327,7 +328,7 @@ def describe(group: EngineGroup, ranks: Sequence[int] | None = None) -> list[Wor
         LostDuringCallError: A worker died.
     """
     asked = range(len(group)) if ranks is None else ranks
-    processes = gather([group.submit(rank, "execute", describe_process) for rank in asked])
+    processes = gather([group.submit(rank, WorkerProcess.execute, describe_process) for rank in asked])
     infos = [group.infos[rank] for rank in asked]
     return [
         Worker(
@@ -370,5 +371,8 @@ def make_objects(make_object: Callable[[], Any], workers: Sequence[Worker]) -> N
         WorkerError: The class raised. The error is also an instance of the class that was raised.
     """
     gather(
-        [each.actor.group.submit(each.actor.rank, "host", FunctionReplica.make_object, make_object) for each in workers]
+        [
+            each.actor.group.submit(each.actor.rank, WorkerProcess.host, FunctionReplica.make_object, make_object)
+            for each in workers
+        ]
     )

@@ -30,6 +30,7 @@ from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.shared.connection import Connection
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import Rendezvous, World
+from raysgd.core.engine.worker import WorkerProcess
 from tests.helpers.fakes import CountingReplica, NullConnection, meeting, raise_from_compiled_code
 from tests.helpers.processes import wait_until
 from tests.helpers.run_if import RunIf
@@ -103,7 +104,7 @@ class Rig:
 
     def on(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Starts `function(replica, *args)` in one process; `ray.get` has the answer."""
-        return self.group.submit(rank, "on_replica", function, False, None, *args)
+        return self.group.submit(rank, WorkerProcess.on_replica, function, False, None, *args)
 
     def on_each(self, num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         answers = ray.get([self.on(rank, function, *args) for rank in range(num_ranks)])
@@ -677,7 +678,7 @@ def test_who_waits_in_gloo_for_a_rank_that_has_failed_in_the_mesh_is_freed_by_an
     rig.join_silently(CASES["gloo"], 3)
     waiting = rig.on(0, wait_for_rank_1)
     assert ray.get(rig.on(1, give_up_and_leave, lost_in_mesh)).value == (2, False)
-    ray.get(rig.group.submit(0, "beside", interrupt_connection))
+    ray.get(rig.group.submit(0, WorkerProcess.beside, interrupt_connection))
     assert ray.get(waiting, timeout=60).value == "freed"
     rig.leave(3)
 

@@ -20,6 +20,7 @@ from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.policies import choose_source, takers
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import GroupReport, StateHandover, World
+from raysgd.core.engine.worker import WorkerProcess
 from raysgd.exceptions import ReservationTimeoutError
 from tests.helpers.failure_plan import FailurePlan
 from tests.helpers.fakes import NullConnection, SteppingReplica
@@ -86,7 +87,7 @@ class Rig:
 
     def mend(self, survivors: list[int], num_new: int) -> GroupReport:
         """Lets the survivors go on with so many new ones."""
-        report = self.group.leave_group(survivors)
+        report = self.group.tear_down(survivors)
         assert report.ok, report
         progress_reports = report.values
         source = choose_source(progress_reports)
@@ -164,17 +165,17 @@ def test_ranks_answer_beside_their_work_without_those_that_are_late_and_say_how_
     wait_until(lambda: is_stopped(rig.pids()[2]))
     try:
         in_time = {rank: (rank, 3, rig.pids()[rank]) for rank in (0, 1)}
-        assert rig.group.ask_beside("beside", where, ranks=[0, 1], timeout_s=PATIENCE_S) == in_time
-        answers = rig.group.ask_beside("beside", where, timeout_s=1.0)
+        assert rig.group.ask_beside(where, ranks=[0, 1], timeout_s=PATIENCE_S) == in_time
+        answers = rig.group.ask_beside(where, timeout_s=1.0)
         assert {0} <= set(answers) <= {0, 1}, "on a busy machine rank 1 may be late, too"
-        assert set(rig.group.ask_beside("stack", ranks=[1], timeout_s=PATIENCE_S)) == {1}
+        assert set(rig.group.ask_workers(WorkerProcess.stack, ranks=[1], timeout_s=PATIENCE_S)) == {1}
         call = rig.group.submit_beside(2, where)
         assert not rig.group.poll(2, call).answered
     finally:
         os.kill(rig.pids()[2], signal.SIGCONT)
     wait_until(lambda: rig.group.poll(2, call).answered)
     assert rig.group.poll(2, call).value[0] == 2
-    progress_reports = rig.group.leave_group([0, 2]).values
+    progress_reports = rig.group.tear_down([0, 2]).values
     assert [(one.progress, one.words) for one in progress_reports] == [(4, "4 steps done")] * 2
     os.kill(rig.pids()[2], signal.SIGSTOP)
     rig.group.kill_rank(2)
@@ -243,7 +244,7 @@ def test_room_for_more_is_reserved_or_refused_and_then_nothing_is_held(make: Mak
     assert rig.group.standby.start_more(2, 2) == 1
     wait_until(lambda: ready(rig, 1))
     [spare] = rig.group.standby.take_ready(1)
-    rig.group.leave_group([0])
+    rig.group.tear_down([0])
     report = rig.group.regroup([0], [spare], StateHandover(0, (1,)))
     assert report.values == [f"rank {rank} of 2" for rank in range(2)]
     rig.group.kill(10)

@@ -23,6 +23,7 @@ from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.types import GroupReport, World
+from raysgd.core.engine.worker import WorkerProcess
 from raysgd.core.worker_errors import worker_error
 from tests.helpers.fakes import CountingReplica, NullConnection, add, read
 
@@ -391,7 +392,7 @@ def test_a_large_state_waits_under_a_token_and_is_fetched_while_its_worker_is_bu
     assert all(capture.token is None for capture in captures[1:])
     busy: Any = None  # with a local worker: its call runs when it is gathered
     if not large.kind.use_local:
-        busy = large.group.submit(0, "on_replica", wait_for, False, None, tmp_path / "done")
+        busy = large.group.submit(0, WorkerProcess.on_replica, wait_for, False, None, tmp_path / "done")
     assert large.group.fetch(0, fetch, captures[0].token).result(120.0) == 2.0
     (tmp_path / "done").touch()
     if busy is not None:
@@ -441,8 +442,8 @@ def test_signs_of_life_and_interrupts_do_not_wait_for_what_a_worker_does_beside_
     if large.kind.use_local:  # there it is done at once
         (tmp_path / "go").touch()
     transfer = large.group.beside(0, wait_for, tmp_path / "go")
-    assert set(large.group.ask_beside("describe", ranks=[0], timeout_s=120)) == {0}
-    assert set(large.group.ask_beside("interrupt", ranks=[0], timeout_s=120)) == {0}
+    assert set(large.group.ask_workers(WorkerProcess.describe, ranks=[0], timeout_s=120)) == {0}
+    assert set(large.group.ask_workers(WorkerProcess.interrupt, ranks=[0], timeout_s=120)) == {0}
     (tmp_path / "go").touch()
     transfer.result(120.0)
 
@@ -460,8 +461,10 @@ def test_a_worker_that_sends_its_state_for_long_gives_signs_of_life_and_can_be_i
     if large.kind.use_local:  # there it never travels
         (tmp_path / "done").touch()
     sending = large.group.fetch(0, wait_for, tmp_path / "done")
-    for method, *args in [("describe",), ("beside", read), ("stack",), ("interrupt",)]:
-        assert 0 in large.group.ask_beside(method, *args, ranks=[0], timeout_s=120.0)
+    assert 0 in large.group.ask_beside(read, ranks=[0], timeout_s=120.0)
+    methods: tuple[Any, ...] = (WorkerProcess.describe, WorkerProcess.stack, WorkerProcess.interrupt)
+    for method in methods:
+        assert 0 in large.group.ask_workers(method, ranks=[0], timeout_s=120.0)
     (tmp_path / "done").touch()
     assert sending.result(None) == "waited"
 

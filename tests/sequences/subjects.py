@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from raysgd.core.engine.worker import WorkerProcess
 from tests.helpers.doors import controller_of
 from tests.sequences import books
 from tests.sequences.books import Books, Wrong
@@ -239,7 +240,7 @@ class ClassTrainer(Subject):
 
     def stacks(self) -> list[str]:
         group = controller_of(self.trainer).group
-        stacks = group.ask_beside("stack") if group is not None else {}
+        stacks = group.ask_workers(WorkerProcess.stack) if group is not None else {}
         return [f"rank {rank}: {' > '.join(re.findall(_PLACE, stack)[-10:])}" for rank, stack in stacks.items()]
 
     def close(self) -> None:

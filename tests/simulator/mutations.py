@@ -222,7 +222,7 @@ def _leave_with_the_dead(real: Any) -> Any:
     def leave(self: GroupRepair, change: Any, survivors: Sequence[int], without_state: Any) -> NextGroup:
         ranks = list(survivors)
         while True:
-            report = self._lifecycle.running.leave_group(ranks, self._monitor.poll)
+            report = self._lifecycle.running.tear_down(ranks, self._monitor.poll)
             if report.ok:
                 return NextGroup(ranks, report.values, [])
 
@@ -389,8 +389,8 @@ class _Agreeing:
     def __len__(self) -> int:
         return len(self._group)
 
-    def ask_beside(self, method: str, *args: Any, ranks: Any = None) -> dict[int, Any]:
-        found = self._group.ask_beside(method, *args, ranks=ranks)
+    def ask_beside(self, function: Any, *args: Any, ranks: Any = None) -> dict[int, Any]:
+        found = self._group.ask_beside(function, *args, ranks=ranks)
         return dict.fromkeys(ranks, args[-1]) if ranks is not None and ranks != [0] else found
 
 

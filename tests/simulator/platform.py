@@ -14,7 +14,7 @@ from raysgd.core.engine.shared.connection import Connection
 from raysgd.core.engine.shared.group_spec import NO_WORDS, FrontEndWords
 from raysgd.core.engine.shared.types import Outcome, WorkerInfo
 from raysgd.core.engine.transfers import SharedValue, Transfer
-from raysgd.core.engine.worker import LocalCall, LocalWorker, RemoteWorker
+from raysgd.core.engine.worker import LocalCall, LocalWorker, RemoteWorker, WorkerProcess
 from raysgd.exceptions import ReservationTimeoutError
 from tests.simulator.kernel import DriverThread, Event, Future, Kernel
 from tests.simulator.processes import Call, Process
@@ -182,11 +182,11 @@ class SimWorker(RemoteWorker):
     def __init__(self, slot: Slot, process: Process) -> None:
         self.slot, self.process = slot, process
 
-    def submit(self, method: str, *args: Any, **kwargs: Any) -> Call:
-        return self.process.submit(method, args)
+    def submit(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
+        return self.process.submit(method.__name__, args)
 
     def ask(self, packed: bytes, *values: Any) -> Call:
-        return self.submit("on_packed", packed, *values)
+        return self.submit(WorkerProcess.on_packed, packed, *values)
 
     def kill(self) -> None:
         self.process.kill(reaches_stopped=False)
@@ -198,8 +198,8 @@ class SimLocalWorker(LocalWorker):
     def __init__(self, process: Process) -> None:
         self.process = process
 
-    def submit(self, method: str, *args: Any) -> LocalCall:
-        return LocalCall(lambda: self.process.run_here(method, args))
+    def submit(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> LocalCall:
+        return LocalCall(lambda: self.process.run_here(method.__name__, args))
 
     def use_gpus(self, gpu_ids: Sequence[str]) -> None:
         pass

@@ -404,7 +404,7 @@ def test_a_detached_trainer_that_is_killed_while_it_stops_its_ranks_leaves_none_
     node = simulation.cluster.nodes["n0"]
     kernel, sent, submit = simulation.kernel, list[Any](), SimWorker.submit
 
-    def send(worker: SimWorker, method: str, *args: Any, **kwargs: Any) -> Any:
+    def send(worker: SimWorker, method: Any, *args: Any, **kwargs: Any) -> Any:
         if args and args[0] in (replica_calls.propose_hold, replica_calls.resolve_hold):
             sent.append(args)
             if len(sent) == num_sent + 1:

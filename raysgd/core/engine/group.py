@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from raysgd.core.cluster.keeper import CallNumber, KeptGroup
 from raysgd.core.cluster.ray_cluster import cluster_view, note_processes
@@ -30,6 +30,8 @@ from raysgd.core.engine.worker import (
     LocalWorker,
     RemoteWorker,
     StandbyWorker,
+    WorkerMethod,
+    WorkerProcess,
     notes_of,
     pack,
     packed_bytes,
@@ -38,6 +40,9 @@ from raysgd.core.engine.worker import (
 from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdownError
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _LATE_S = 2.0  # how long `ask_beside` waits for answers by default
 _POLL_S = 0.1
@@ -176,8 +181,8 @@ class WorkerGroup:
         """
         num_workers = len(self.workers)
         # A worker answers this call even while it runs the user's hook.
-        placed = self._submit("describe", ranks=self.remote_ranks)
-        calls = self._submit("prepare", self._spec.initialization_hook)
+        placed = self._submit(self.remote_ranks, WorkerProcess.describe)
+        calls = self._submit(range(num_workers), WorkerProcess.prepare, self._spec.initialization_hook)
         if placed and not self.slots.are_own:
             self._await_placement(list(placed.values()), timeout_s)
         report = self._gather(calls, self._startup.poll)
@@ -233,7 +238,7 @@ class WorkerGroup:
         """Start the calls in which each rank joins the group and builds its replica. Return the calls by rank."""
         make_replica = self._spec.make_replica
         return {
-            rank: worker.submit("build", self.worlds[rank], rendezvous, make_replica, captures)
+            rank: worker.submit(WorkerProcess.build, self.worlds[rank], rendezvous, make_replica, captures)
             for rank, worker in enumerate(self.workers)
         }
 
@@ -259,7 +264,9 @@ class WorkerGroup:
             addresses.setdefault(0, (hosts[0], 0))
         opening = {rank: host for rank, host in enumerate(hosts) if addresses.get(rank, ("", 0))[0] != host}
         self._has_listened |= bool(opening)
-        calls = {rank: self.workers[rank].submit("open_endpoint", host, rank) for rank, host in opening.items()}
+        calls = {
+            rank: self.workers[rank].submit(WorkerProcess.open_endpoint, host, rank) for rank, host in opening.items()
+        }
         opened = self._gather(calls, on_wait)
         if not opened.ok:  # a rank cannot listen, so do not let any rank join
             failed = {outcome.rank: outcome for outcome in opened.outcomes if outcome.failure is not None}
@@ -326,20 +333,25 @@ class WorkerGroup:
         for rank, args in args_by_rank.items():
             worker: Any = workers[rank]
             if worker.is_local:
-                calls[rank] = worker.submit("on_replica", function, capture, landed, *args)
+                calls[rank] = worker.submit(WorkerProcess.on_replica, function, capture, landed, *args)
             else:
-                ask = worker.ask if by_line else partial(worker.submit, "on_packed")
+                ask = worker.ask if by_line else partial(worker.submit, WorkerProcess.on_packed)
                 calls[rank] = ask(*packed[id(args)])
         return self._gather(calls, on_wait)
 
-    def submit(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+    def submit(self, rank: int, method: WorkerMethod[P], *args: P.args, **kwargs: P.kwargs) -> Any:
         """Call a method of the worker at a remote rank. Return Ray's reference to the result."""
         return self._remote(rank).submit(method, *args, **kwargs)
 
-    def _submit(self, method: str, *args: Any, ranks: Iterable[int] | None = None) -> dict[int, Any]:
-        """Start a call of a worker method on `ranks`. Return the calls by rank. Default: all ranks."""
-        asked = range(len(self.workers)) if ranks is None else ranks
-        return {rank: self.workers[rank].submit(method, *args) for rank in asked}
+    def _submit(
+        self,
+        ranks: Iterable[int],
+        method: WorkerMethod[P],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> dict[int, Any]:
+        """Start a call of a worker method on `ranks`. Return the calls by rank."""
+        return {rank: self.workers[rank].submit(method, *args, **kwargs) for rank in ranks}
 
     def _remote(self, rank: int) -> RemoteWorker:
         worker = self.workers[rank]
@@ -437,7 +449,7 @@ class WorkerGroup:
         Returns:
             A `Transfer`, which receives the function's result.
         """
-        return self._platform.transfer(self.workers[rank].submit("send", function, *args))
+        return self._platform.transfer(self.workers[rank].submit(WorkerProcess.send, function, *args))
 
     def fetch_parts(self, function: Callable[..., Any], tokens: Sequence[Any]) -> Transfer:
         """Fetch a shard of the training state from each rank, and store copies that survive the loss of a node.
@@ -455,25 +467,38 @@ class WorkerGroup:
         keepers = rank_rules.keepers(self.infos, self._platform.home)
         relays = {}
         for rank, keeper in keepers.items():
-            arrival, copy = self.submit(keeper, "relay", [parts[rank].reference])
+            arrival, copy = self.submit(keeper, WorkerProcess.relay, [parts[rank].reference])
             relays[rank] = self._platform.transfer(arrival), StoredPart(self.infos[keeper].node_id, copy)
         return together(parts, [info.node_id for info in self.infos], relays)
 
     def ask_beside(
-        self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = _LATE_S
-    ) -> dict[int, Any]:
-        """Call a worker method on `ranks`, even while the ranks run other calls. Default: all ranks.
+        self,
+        function: Callable[..., T],
+        *args: Any,
+        ranks: Iterable[int] | None = None,
+        timeout_s: float = _LATE_S,
+    ) -> dict[int, T | None]:
+        """Run `function(replica, *args)` in the second thread of `ranks`, even while the ranks run other calls.
 
         Args:
-            method: Name of the method. The workers run it in a thread other than the one that runs calls.
-            *args: Arguments of the method.
-            ranks: The ranks to call.
+            function: Called with the replica and `args`.
+            *args: Further arguments.
+            ranks: The ranks to call. Default: all ranks.
             timeout_s: How long to wait for the answers.
 
         Returns:
-            The answers that arrive in time, by rank.
+            The answers that arrive in time, by rank. None for a rank that has no replica.
         """
-        calls = self._submit(method, *args, ranks=ranks)
+        asked = range(len(self.workers)) if ranks is None else ranks
+        return self._answers(self._submit(asked, WorkerProcess.beside, function, *args), timeout_s)
+
+    def ask_workers(
+        self, method: Callable[[WorkerProcess], T], ranks: Iterable[int] | None = None, timeout_s: float = _LATE_S
+    ) -> dict[int, T]:
+        """Call a worker method that runs beside calls. Return what `ask_beside` returns."""
+        return self._answers(self._submit(range(len(self.workers)) if ranks is None else ranks, method), timeout_s)
+
+    def _answers(self, calls: Mapping[int, Any], timeout_s: float) -> dict[int, Any]:
         remote = {rank: call for rank, call in calls.items() if not isinstance(call, LocalCall)}
         if remote:
             await_all(self._platform, remote.values(), timeout_s)
@@ -488,7 +513,7 @@ class WorkerGroup:
         Returns:
             A reference to the remote call. Pass it to `poll` to get the outcome.
         """
-        return self.workers[rank].submit("beside", function, *args)
+        return self.workers[rank].submit(WorkerProcess.beside, function, *args)
 
     def poll(self, rank: int, call: Any) -> Outcome:
         """Return the current outcome of a remote call started by `submit_beside`, without waiting for the call."""
@@ -548,7 +573,7 @@ class WorkerGroup:
         previous process started it.
         """
         self.interrupt()
-        behind = self._submit("execute", _nothing, ranks=self.remote_ranks)
+        behind = self._submit(self.remote_ranks, WorkerProcess.execute, _nothing)
         self._unanswered = {**self._unanswered, **behind}
         return self.settle(GroupReport(()))
 
@@ -559,7 +584,7 @@ class WorkerGroup:
             ranks: The ranks to poll. They may be running a call. A rank in the driver process counts as answering.
         """
         remote = set(self.remote_ranks)
-        calls = self._submit("describe", ranks=[rank for rank in ranks if rank in remote])
+        calls = self._submit([rank for rank in ranks if rank in remote], WorkerProcess.describe)
         answers = self._roll_call(calls, len(ranks) - len(calls))
         self.silent |= {rank for rank, outcome in answers.items() if not outcome.answered}
         return [rank for rank in ranks if rank not in answers or answers[rank].ok]
@@ -610,7 +635,7 @@ class WorkerGroup:
 
         Return the remote ranks' calls of `interrupt`, without waiting for them.
         """
-        calls = self._submit("interrupt", ranks=ranks)
+        calls = self._submit(ranks, WorkerProcess.interrupt)
         for rank, call in [*calls.items()]:
             if isinstance(call, LocalCall):
                 calls.pop(rank).run(rank)
@@ -622,7 +647,7 @@ class WorkerGroup:
         patience_s = quiet_s(heartbeat_s) if self.is_cut_off else heartbeat_s
         return roll_call(self._platform, references, num_others, patience_s)
 
-    def leave_group(self, survivors: Sequence[int], on_wait: Callable[[], None] | None = None) -> GroupReport:
+    def tear_down(self, survivors: Sequence[int], on_wait: Callable[[], None] | None = None) -> GroupReport:
         """Make the survivors leave their group. Return a report with each survivor's progress.
 
         If their connections allow it, the survivors also start to listen for the ranks of the next group, which saves a
@@ -634,7 +659,7 @@ class WorkerGroup:
             on_wait: Called regularly during the wait.
         """
         hosts = dict(zip(survivors, hosts_of([self.infos[rank] for rank in survivors]), strict=True))
-        calls = {rank: self.workers[rank].submit("leave_group", host) for rank, host in hosts.items()}
+        calls = {rank: self.workers[rank].submit(WorkerProcess.leave_group, host) for rank, host in hosts.items()}
         report = self._gather(calls, on_wait)
         ports = {outcome.rank: outcome.value[1] for outcome in report.outcomes if outcome.ok}
         self._listening = {self.workers[rank]: (hosts[rank], port) for rank, port in ports.items() if port is not None}
@@ -681,7 +706,9 @@ class WorkerGroup:
 
         def join(rendezvous: Rendezvous) -> dict[int, Any]:
             return {
-                rank: worker.submit("regroup", self.worlds[rank], rendezvous, to_new if worker in new else handover)
+                rank: worker.submit(
+                    WorkerProcess.regroup, self.worlds[rank], rendezvous, to_new if worker in new else handover
+                )
                 for rank, worker in enumerate(self.workers)
             }
 
@@ -756,7 +783,7 @@ class WorkerGroup:
             timeout_s: How long to wait until the resources are released, in seconds. Closing has a separate timeout.
         """
         try:
-            remote = [worker.submit("close") for worker in self.workers if isinstance(worker, RemoteWorker)]
+            remote = [worker.submit(WorkerProcess.close) for worker in self.workers if isinstance(worker, RemoteWorker)]
             for worker in self.workers:
                 if isinstance(worker, LocalWorker):
                     worker.kill()

@@ -25,6 +25,7 @@ from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import GroupReport
 from raysgd.core.engine.snapshots import Snapshots
 from raysgd.core.engine.startup import Replacements
+from raysgd.core.engine.worker import WorkerProcess
 from raysgd.core.worker_errors import worker_error
 from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdownError, WorkersLostError
 
@@ -288,7 +289,7 @@ class Lifecycle(ABC):
         self.group = group
         self.keep_facts(list(kept.facts))
         self.snapshots.completed(None)  # no snapshot has the workers' state yet
-        numbers = [number for number in group.ask_beside("last_call").values() if number is not None]
+        numbers = [number for number in group.ask_workers(WorkerProcess.last_call).values() if number is not None]
         kept_by.found = max(numbers, key=lambda number: (number.call, number.attempt), default=None)
         logger.info("found %s workers again", len(kept.workers))
         return True
@@ -514,12 +515,13 @@ class Lifecycle(ABC):
         if not self.spec.runs_on or group is None or len(group) >= self.scaling.max_workers:
             return
         if group.standby.num_ready and self.admits_others():
-            group.ask_beside("beside", replica.hold)
+            group.ask_beside(replica.hold)
 
     def admits_others(self) -> bool:
         """Poll the replicas, even during a call. Return True if all replicas would let other workers join now."""
-        reports = self.group.ask_beside("beside", replica.replica_progress) if self.group is not None else {}
-        return len(reports) == self.num_workers and all(each.admits and not each.obstacle for each in reports.values())
+        reports = self.group.ask_beside(replica.replica_progress) if self.group is not None else {}
+        admitting = [each for each in reports.values() if each is not None and each.admits and not each.obstacle]
+        return len(admitting) == self.num_workers
 
     def start_spares(self) -> None:
         """Start missing spare workers, without waiting until they are ready."""

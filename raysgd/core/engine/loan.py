@@ -11,7 +11,7 @@ from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import Outcome
-from raysgd.core.engine.worker import StandbyWorker, notes_of, pack
+from raysgd.core.engine.worker import StandbyWorker, WorkerProcess, notes_of, pack
 from raysgd.exceptions import OnFailure
 
 _ROUND_S = 0.5
@@ -64,10 +64,10 @@ class Loan:
                 with self._lock:
                     if self.is_recalled:
                         return None
-                    self.call = self._worker.submit("on_packed", *packed)
+                    self.call = self._worker.submit(WorkerProcess.on_packed, *packed)
                 while not self._platform.ready([self.call], _ROUND_S):
                     on_wait()
-                    self._liveness.ask([self._worker], lambda worker: worker.submit("describe"))
+                    self._liveness.ask([self._worker], lambda worker: worker.submit(WorkerProcess.describe))
                     if self._liveness.poll()[1]:
                         self._worker.kill()
                         self._platform.kill_process(self.standby_worker.info)
@@ -86,7 +86,7 @@ class Loan:
         with self._lock:
             self.is_recalled = True
             if self.call is not None:
-                self._worker.submit("beside", replica.leave_call, self._number)
+                self._worker.submit(WorkerProcess.beside, replica.leave_call, self._number)
 
     @property
     def is_over(self) -> bool:

@@ -19,6 +19,7 @@ from raysgd.core.engine.liveness import LivenessCheck, quiet_s
 from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import Heartbeat
+from raysgd.core.engine.worker import WorkerProcess
 from raysgd.core.text.log_lines import Once, named
 from raysgd.exceptions import WorkersLostError
 
@@ -288,7 +289,7 @@ class Monitor:
             return "there is no group"
         asked = {rank: each for rank, each in ask_heartbeats(group, _REPORT_S).items() if each.step >= 0}
         heartbeats = {**self.heartbeats, **self._before, **asked}
-        stacks: Mapping[int, str] = group.ask_beside("stack", timeout_s=_REPORT_S)
+        stacks: Mapping[int, str] = group.ask_workers(WorkerProcess.stack, timeout_s=_REPORT_S)
         alike: dict[str, list[int]] = {}
         for rank in range(len(group)):
             alike.setdefault(f"{_place(heartbeats.get(rank))}\n{stacks.get(rank, '  no answer')}", []).append(rank)
@@ -305,13 +306,13 @@ class Monitor:
         newest = min(heartbeat.snapshot for heartbeat in self.heartbeats.values())
         if newest <= self._snapshot:
             return
-        parts = group.ask_beside("beside", replica.part_of_snapshot, newest)
+        parts = group.ask_beside(replica.part_of_snapshot, newest)
         if None in parts.values() and self._once.is_first("snapshots too fast"):
             logger.warning(
                 "snapshots inside the call are taken too often to collect each one, so a restart may lose more steps. "
                 "Use a larger `snapshot_every_n_steps`, so that snapshots are a second or more apart"
             )
-        captures = [parts[rank] for rank in range(len(group)) if parts.get(rank) is not None]
+        captures = [part for rank in range(len(group)) if (part := parts.get(rank)) is not None]
         if len(captures) < len(group):
             return
         self._snapshots.poll()
@@ -376,14 +377,14 @@ class Monitor:
             margin = 1  # there is no other rank to agree with, so stop after the current step
         self._num_holds += 1
         number = self._num_holds
-        answers = group.ask_beside("beside", replica.propose_hold, number, margin, None, ranks=[0])
+        answers = group.ask_beside(replica.propose_hold, number, margin, None, ranks=[0])
         at = answers.get(0)
         if at is not None:
             others = range(1, len(group))
-            answers |= group.ask_beside("beside", replica.propose_hold, number, margin, at, ranks=others)
+            answers |= group.ask_beside(replica.propose_hold, number, margin, at, ranks=others)
         is_refused = any(answer is None or answer != at for answer in answers.values())
         is_agreed = len(answers) == len(group) and not is_refused
-        resolved = group.ask_beside("beside", replica.resolve_hold, number, is_agreed)
+        resolved = group.ask_beside(replica.resolve_hold, number, is_agreed)
         if answers or resolved:
             self._heard_at = self._lifecycle.now()
         self._is_holding = is_agreed
@@ -397,10 +398,10 @@ class Monitor:
         one rank, all ranks must stop. Otherwise the proposal is canceled.
         """
         group = self._lifecycle.running
-        holds = filter(None, group.ask_beside("beside", replica.last_hold).values())
+        holds = filter(None, group.ask_beside(replica.last_hold).values())
         self._num_holds, is_agreed = max(holds, default=(0, False))
         if self._num_holds:
-            group.ask_beside("beside", replica.resolve_hold, self._num_holds, is_agreed)
+            group.ask_beside(replica.resolve_hold, self._num_holds, is_agreed)
 
 
 def _place(heartbeat: Heartbeat | None) -> str:
@@ -425,5 +426,5 @@ def shown_together(alike: Mapping[str, Sequence[int]]) -> str:
 
 def ask_heartbeats(group: WorkerGroup, timeout_s: float) -> dict[int, Heartbeat]:
     """Request a heartbeat from each rank. Return the heartbeats that arrive within `timeout_s`, by rank."""
-    answers = group.ask_beside("beside", replica.sign_of_life, timeout_s=timeout_s)
+    answers = group.ask_beside(replica.sign_of_life, timeout_s=timeout_s)
     return {rank: heartbeat for rank, heartbeat in answers.items() if heartbeat is not None}

@@ -548,7 +548,7 @@ class GroupRepair:
         """
         if self._went_on_at is None or not is_lack_of_memory(diagnosis):
             return False
-        signs = self._lifecycle.running.ask_beside("beside", replica.sign_of_life, ranks=diagnosis.ranks)
+        signs = self._lifecycle.running.ask_beside(replica.sign_of_life, ranks=diagnosis.ranks)
         return any(sign is not None and sign.step <= self._went_on_at for sign in signs.values())
 
     def _wait_for_memory(self, report: GroupReport, diagnosis: Diagnosis) -> NotInPlace | None:
@@ -796,7 +796,7 @@ class GroupRepair:
         """
         group, staying = self._lifecycle.running, list(survivors)
         while staying:
-            report = group.leave_group(staying, self._monitor.poll)
+            report = group.tear_down(staying, self._monitor.poll)
             if report.ok:
                 pairs = zip(staying, report.values, strict=True)
                 return NextGroup(

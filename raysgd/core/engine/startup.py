@@ -22,7 +22,7 @@ from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.policies import why_not_started
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import WorkerInfo, World
-from raysgd.core.engine.worker import RemoteWorker, StandbyWorker, notes_of
+from raysgd.core.engine.worker import RemoteWorker, StandbyWorker, WorkerProcess, notes_of
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class StartupCheck:
         self._platform.kill_process(info)
 
     def _ask(self, workers: list[RemoteWorker]) -> None:
-        self._liveness.ask(workers, lambda worker: worker.submit("describe"))
+        self._liveness.ask(workers, lambda worker: worker.submit(WorkerProcess.describe))
 
 
 @dataclass
@@ -160,7 +160,7 @@ class StandbyWorkers:
         for index, slot in enumerate(slots):
             world = World(rank=max(0, world_size - len(slots) + index), size=world_size)
             worker = self._platform.new_worker(slot, self._spec.connection, self._spec.num_threads)
-            call = worker.submit("prepare_standby", self._spec.initialization_hook, world, make_replica)
+            call = worker.submit(WorkerProcess.prepare_standby, self._spec.initialization_hook, world, make_replica)
             self._coming.append((worker, call))
             self._startup.watch_worker(worker)
         return len(slots)
@@ -324,7 +324,7 @@ class StandbyWorkers:
         idle = self._idle
         if not idle:
             return
-        calls = [each.worker.submit("describe") for each in idle]
+        calls = [each.worker.submit(WorkerProcess.describe) for each in idle]
         await_all(self._platform, calls, quiet_s(self._spec.heartbeat_s))
         answers = [self._platform.outcome(-1, call) for call in calls]
         for standby_worker, answer in zip(idle, answers, strict=True):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from typing import Any, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, cast
 
 from raysgd.core.cluster.call_lines import ARE_POSSIBLE, LARGEST, Line, LineCall, LineEnd
 from raysgd.core.cluster.keeper import CallNumber, keeper
@@ -47,6 +47,7 @@ from raysgd.exceptions import UnpicklableError
 logger = logging.getLogger(__name__)
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+P = ParamSpec("P")
 
 _RAYS_BREAKPOINT = "ray.util.rpdb.set_trace"  # Ray sets PYTHONBREAKPOINT to this value
 _FOLDER = "/dev/fd"
@@ -585,11 +586,15 @@ class LocalCall:
             return with_rank(Outcome(rank, failure=carrier.failure))
 
 
+WorkerMethod: TypeAlias = Callable[Concatenate[WorkerProcess, P], Any]
+"""A method of `WorkerProcess`, as the driver names it to a `LocalWorker` or a `RemoteWorker`."""
+
+
 class LocalWorker:
     """The driver's handle to the worker in the driver process (`use_local=True`).
 
-    This handle shares the methods `submit` and `kill` with `RemoteWorker`, but a call runs only when the driver gathers
-    the results. It then runs in the driver's thread, so that a debugger can stop in it.
+    A call runs only when the driver gathers the results. It then runs in the driver's thread, so that a debugger can
+    stop in it.
     """
 
     is_local = True
@@ -599,9 +604,9 @@ class LocalWorker:
         self._process = WorkerProcess(connection, num_threads=None, is_remote=False)
         self._connection = connection
 
-    def submit(self, method: str, *args: Any) -> LocalCall:
+    def submit(self, method: WorkerMethod[P], *args: P.args, **kwargs: P.kwargs) -> LocalCall:
         """Return a `LocalCall` of the worker's method. `LocalCall.run` then runs the method."""
-        return LocalCall(partial(getattr(self._process, method), *args))
+        return LocalCall(partial(method, self._process, *args, **kwargs))
 
     def use_gpus(self, gpu_ids: Sequence[str]) -> None:
         """Make this worker use only the GPUs that are reserved for it. See `Connection.use_gpus`."""
@@ -643,14 +648,14 @@ class RemoteWorker:
         self._session = session()
         self.actor = _actor_class().options(**options).remote(connection, num_threads, log_level=log_lines.level())
 
-    def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def submit(self, method: WorkerMethod[P], *args: P.args, **kwargs: P.kwargs) -> Any:
         """Start a call of one of the worker's methods. Return Ray's reference to the result.
 
         If the method runs in the same thread as `attend`, first close the Unix socket, so that `attend` ends.
         """
-        if method not in _BESIDE:
+        if method.__name__ not in _BESIDE:
             self._hang_up()
-        return getattr(self.actor, method).remote(*args, **kwargs)
+        return getattr(self.actor, method.__name__).remote(*args, **kwargs)
 
     def ask(self, packed: bytes, *values: Any) -> Any:
         """Send the worker a call that `pack` has pickled. Use a Unix socket if possible, otherwise Ray.
@@ -660,7 +665,7 @@ class RemoteWorker:
         before = self._call
         self._can_attend = self._can_attend and (before is None or before.was_heard)
         if values or len(packed) > LARGEST or not self._can_attend:
-            return self.submit("on_packed", packed, *values)
+            return self.submit(WorkerProcess.on_packed, packed, *values)
         if before is not None and before.has_answer and before.line.send(packed):
             self._call = LineCall(before.line)
             return self._call
@@ -669,7 +674,7 @@ class RemoteWorker:
             self._call = LineCall(Line(lambda name: self.actor.attend.remote(name, packed)))
         except OSError:  # raised, for example, in a sandbox or if too many files are open
             self._can_attend = False
-            return self.submit("on_packed", packed)
+            return self.submit(WorkerProcess.on_packed, packed)
         return self._call
 
     def _hang_up(self) -> None:

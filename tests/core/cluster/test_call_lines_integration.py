@@ -18,7 +18,7 @@ from raysgd.core.engine import worker
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import GroupReport
-from raysgd.core.engine.worker import RemoteWorker
+from raysgd.core.engine.worker import RemoteWorker, WorkerProcess
 from tests.helpers.fakes import CountingReplica, NullConnection
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
@@ -94,7 +94,7 @@ def test_a_line_serves_one_call_after_the_other_until_ray_has_one(group: WorkerG
     assert values(ask(group, value_of, 4, by_line=False)) == [4, 4]
     assert all(line.is_ended for line in first)
     assert values(ask(group, value_of, 5)) == [5, 5]
-    assert group.ask_beside("stack") == dict.fromkeys(range(2), "  no call is running\n")
+    assert group.ask_workers(WorkerProcess.stack) == dict.fromkeys(range(2), "  no call is running\n")
 
 
 @pytest.mark.parametrize("size", [LARGEST // 2, 2 * LARGEST])

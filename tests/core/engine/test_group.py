@@ -17,7 +17,7 @@ from raysgd.core.engine.shared.connection import NoConnection
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import Failure, GroupReport, Outcome, Rendezvous, WorkerInfo, World
 from raysgd.core.engine.transfers import SharedValue
-from raysgd.core.engine.worker import LocalWorker
+from raysgd.core.engine.worker import LocalWorker, WorkerProcess
 from raysgd.exceptions import TrainerShutdownError, WorkerFault
 from tests.core.engine.trainer import RESTARTS, Trainer, befalls, dies
 from tests.helpers.fakes import CountingReplica, FakeClock, NullConnection, failure
@@ -61,10 +61,10 @@ class DyingWorker:
     def __init__(self, method: str) -> None:
         self._method = method
 
-    def submit(self, method: str, *args: Any) -> Outcome:
+    def submit(self, method: Callable[..., Any], *args: Any) -> Outcome:
         words = "ActorDiedError", "it died", "the worker process", ""
         died = Failure("died", WorkerFault(1, "node", None, *words))
-        return Outcome(1, failure=died) if method == self._method else Outcome(1, 4711)
+        return Outcome(1, failure=died) if method.__name__ == self._method else Outcome(1, 4711)
 
 
 class AnsweringPlatform(Platform):
@@ -106,7 +106,7 @@ class Calls:
         def build(rendezvous: Rendezvous) -> dict[int, Any]:
             arguments = rendezvous, CountingReplica, False
             workers = zip(self._group.worlds, self._group.workers, strict=True)
-            return {world.rank: worker.submit("build", world, *arguments) for world, worker in workers}
+            return {world.rank: worker.submit(WorkerProcess.build, world, *arguments) for world, worker in workers}
 
         return self._group._connect(build)
 
@@ -242,8 +242,8 @@ class LightWorker:
     asked: list[str] = field(default_factory=list)
     is_local: bool = False
 
-    def submit(self, method: str, *args: Any) -> TimedCall:
-        self.asked.append(method)
+    def submit(self, method: Callable[..., Any], *args: Any) -> TimedCall:
+        self.asked.append(method.__name__)
         after_s = 0.0 if self.has_died else self.interrupted_after_s
         return TimedCall(self.rank, self.poller.now() + after_s, self.has_died)
 

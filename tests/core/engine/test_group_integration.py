@@ -25,6 +25,7 @@ from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.policies import classify
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import GroupReport
+from raysgd.core.engine.worker import WorkerProcess
 from raysgd.core.worker_errors import worker_error
 from tests.helpers.failure_plan import FailurePlan
 from tests.helpers.fakes import CountingReplica, NullConnection, add, read
@@ -157,7 +158,7 @@ def test_a_worker_that_is_busy_is_given_a_moment_to_close_and_then_ended(
     group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_group, "_CLOSE_TIMEOUT_S", 0.2)
-    group.submit(0, "on_replica", follow, False, None, FailurePlan(Path()), FOR_EVER_S)
+    group.submit(0, WorkerProcess.on_replica, follow, False, None, FailurePlan(Path()), FOR_EVER_S)
     pids = [info.pid for info in group.infos]
     group.stop(10)
     wait_until(lambda: not any(is_alive(pid) for pid in pids))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from raysgd.core.engine.shared.connection import NoConnection
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import Failure, FailureKind, Outcome, WorkerInfo
 from raysgd.core.engine.startup import StandbyWorkers, StartupCheck
-from raysgd.core.engine.worker import RemoteWorker, StandbyWorker, WorkerAnswer
+from raysgd.core.engine.worker import RemoteWorker, StandbyWorker, WorkerAnswer, WorkerProcess
 from tests.helpers.fakes import FakeClock, fault
 
 
@@ -30,8 +30,8 @@ class Process:
     is_stopped: bool = False
     calls: list[str] = field(default_factory=list)
 
-    def submit(self, method: str) -> Process:
-        self.calls.append(method)
+    def submit(self, method: Callable[..., Any]) -> Process:
+        self.calls.append(method.__name__)
         return self
 
     def kill(self) -> None:
@@ -156,8 +156,8 @@ class Spare:
     def new_worker(self, slot: Any, connection: Any, num_threads: int | None) -> Spare:
         return self
 
-    def submit(self, method: str, *arguments: Any) -> tuple[str, float]:
-        return method, self.now() + (self.late_s if method == "describe" else 0.0)
+    def submit(self, method: Callable[..., Any], *arguments: Any) -> tuple[str, float]:
+        return method.__name__, self.now() + (self.late_s if method is WorkerProcess.describe else 0.0)
 
     def ready(self, calls: list[tuple[str, float]], timeout_s: float) -> list[tuple[str, float]]:
         self.clock.sleep(timeout_s)
@@ -347,9 +347,9 @@ class Scene:
         self.calls: list[str] = []
         self.loan = Loan(StandbyWorker(cast(Any, self), INFO), 1, cast(Platform, self), SPEC)
 
-    def submit(self, method: str, *args: Any) -> str:
-        self.calls.append(method)
-        return method
+    def submit(self, method: Callable[..., Any], *args: Any) -> str:
+        self.calls.append(method.__name__)
+        return method.__name__
 
     def kill(self) -> None:
         self.calls.append("kill")
