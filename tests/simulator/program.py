@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from raysgd.core.engine.shared.call import Call
-from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.call import Call, Completed
+from raysgd.core.engine.shared.call import Left as LeftCall
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.core.history.status import ask_status
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError
@@ -245,26 +245,28 @@ class Program:
         call = replace(call, leaves=lambda: hold_at is None and kernel.now >= left_at)
         befallen, self._invariants.may_only_copy = dict(self._simulation.befalling.kinds), True
         try:
-            walked = self._controller.run(call, budget=budget)
+            ended = self._controller.run_or_leave(call, budget=budget)
         finally:
             self._invariants.may_only_copy = False
         if hold_at is not None:
-            self._check_planned(walked, hold_at)
+            self._check_planned(ended, hold_at)
         elif befallen == dict(self._simulation.befalling.kinds) and not any(befallen.get(kind) for kind in DELAYS):
             late_s = kernel.now - left_at - 6 * self._simulation.late_s  # each question may be late
             self._invariants.require(late_s < LEAVING_S, f"a call ended {late_s:.1f} s after it was to be left")
-        if isinstance(walked[0], Capture):
+        if isinstance(ended, LeftCall):
             if op.argument % 3 == 0:  # another program goes on
                 self._controller.kill_group()
-            walked = self._go_on_left([each.progress for each in walked], budget)
+            walked = self._go_on_left([each.progress for each in ended.parts], budget)
+        else:
+            walked = ended.values
         state = self._taken(walked, before, is_exact)
         self._check_pass(state, before, is_exact)
         return state
 
-    def _check_planned(self, answers: Sequence[Any], hold_at: int) -> None:
+    def _check_planned(self, ended: Completed | LeftCall, hold_at: int) -> None:
         """A call ends after the steps that were planned, or earlier, with its pass."""
-        is_left = isinstance(answers[0], Capture)
-        steps = {each.progress.steps if is_left else each.num_steps for each in answers}
+        is_left = isinstance(ended, LeftCall)
+        steps = {each.progress.steps for each in ended.parts} if is_left else {each.num_steps for each in ended.values}
         is_right = steps == {hold_at} if is_left else max(steps) < hold_at
         self._invariants.require(is_right, f"a call that was to be left after {hold_at} steps took {steps}")
 

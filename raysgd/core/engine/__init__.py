@@ -16,6 +16,6 @@ No module of the engine imports a training framework. The modules that only make
 
 Start reading at `controller`, which runs the calls one at a time, and `repair`, which handles failures. Both use
 `lifecycle` (starts and stops the group), `monitor` (watches the running call) and `snapshots`. `group` owns the
-workers, `startup` the standby workers (outside the group, ready to replace lost workers), `loan` their calls beside training, and `placement` the reserved
-resources. `worker` is the code that runs in worker processes.
+workers, `startup` the standby workers (outside the group, ready to replace lost workers), `loan` their calls beside
+training, and `placement` the reserved resources. `worker` is the code that runs in worker processes.
 """

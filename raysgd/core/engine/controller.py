@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 from weakref import WeakSet
 
@@ -24,8 +25,8 @@ from raysgd.core.engine.lifecycle import NUM_COPIES, RELEASE_S, START_ATTEMPTS, 
 from raysgd.core.engine.loan import Loan
 from raysgd.core.engine.monitor import LEAVING, ROOM, Monitor
 from raysgd.core.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy
-from raysgd.core.engine.repair import GroupRepair
-from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.repair import GroupRepair, Movability, NotInPlace, NotLeft
+from raysgd.core.engine.shared.call import Call, Completed, Left
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.types import GroupReport, HeldAtStep
@@ -45,6 +46,14 @@ _LOST_ON_ITS_WAY = (
 )
 
 _OF_THIS_PROGRAM: WeakSet[ElasticController] = WeakSet()
+
+
+class _Phase(Enum):
+    """What the driver is doing in an attempt to run a call. The value is the error after which the group is kept."""
+
+    SENDING = UnpicklableError  # no rank has received the call
+    WAITING = WorkersLostError  # the ranks only wait between two steps
+    MENDING = WorkerError  # there is nothing to kill: the group is in sync, or was already killed
 
 
 class PlaceInLine:
@@ -417,10 +426,15 @@ class ElasticController(Lifecycle):
             return True
 
     def run(self, call: Call, *, max_retries: int = _DEFAULT_RETRIES, budget: RetryBudget | None = None) -> list[Any]:
-        """Run `call` on every rank and return the values in rank order. After a failure, retry the call.
+        """Run a call that never ends early and return the values in rank order. See `run_or_leave`."""
+        ended = self.run_or_leave(call, max_retries=max_retries, budget=budget)
+        assert isinstance(ended, Completed), "the call ended early"
+        return ended.values
 
-        If `call.rank` is set, only that rank runs the call. If the call ends early (`call.leaves`), return each rank's
-        part of a snapshot, a `Capture`, instead of the values.
+    def run_or_leave(
+        self, call: Call, *, max_retries: int = _DEFAULT_RETRIES, budget: RetryBudget | None = None
+    ) -> Completed | Left:
+        """Run `call` on every rank, or only on the rank `call.rank` if it is set. After a failure, retry the call.
 
         Args:
             call: The function to run on the workers, with its arguments for each rank.
@@ -444,14 +458,14 @@ class ElasticController(Lifecycle):
                     self._adapt(call)
                 if self.holds_only_state and not (call.captures or self._is_taken_up):
                     self._copy_only_state(call, budget)
-                values = self._run(call, budget)
+                ended = self._run(call, budget)
                 # If the call took longer than estimated, a snapshot is due now.
                 if self.spec.captures_after_calls and self.snapshots.is_overdue:
                     self._run(copy_call(), budget)
                 if self._follows_cluster and not self.is_ending:
                     self.start_owed_spares()
                 has_failed = False
-                return values
+                return ended
             finally:
                 if has_failed:
                     self._monitor.observe()
@@ -621,8 +635,8 @@ class ElasticController(Lifecycle):
             finally:
                 self._monitor.is_on = False
 
-    def _run(self, call: Call, budget: RetryBudget) -> list[Any]:
-        """Run a call until an attempt succeeds or no further attempt is allowed. Return what `run` returns."""
+    def _run(self, call: Call, budget: RetryBudget) -> Completed | Left:
+        """Run a call until an attempt succeeds or no further attempt is allowed."""
         kept_by = keeper()
         number = kept_by.number(call) if kept_by is not None else None
         self.num_calls = number.call if number is not None else self.num_calls + 1
@@ -631,34 +645,32 @@ class ElasticController(Lifecycle):
             function = call.resume if is_inside and call.resume is not None else call.function
             group = self.ensure_group()
             args = call.args_for(group.worlds)
-            # After this error, keep the group, because no rank received the call.
-            kept: type[Exception] = UnpicklableError
+            phase = _Phase.SENDING
             try:
                 report, values = self._attempt(group, call, function, args, number)
                 if values is not None:
-                    return values
-                held: list[Capture] | None = None
-                if self._is_left(call, report):
-                    if captures := self._left(group, report):
-                        return captures
+                    return Completed(values)
+                must_end = self._is_left(call, report)
+                if must_end:
+                    if (left := self._left(group, report)) is not None:
+                        return left
                     num_lost += 1
                     if num_lost == NUM_COPIES:
-                        kept = WorkersLostError  # the ranks only wait between two steps
+                        phase = _Phase.WAITING
                         raise WorkersLostError(_LOST_ON_ITS_WAY)
                     report = self.recovery.ask_progress()
-                    held = [] if report.ok else None  # if no rank was lost, all ranks go on, and soon stop again
-                # After this error, there is nothing to kill: the group is in sync, or was already killed.
-                kept = WorkerError
-                if not report.ok and call.leaves is not None and call.leaves():
-                    held = self.recovery.leave_with_survivors(call, report, budget)
-                    if held:
-                        self._end_if_too_small()
-                        return held
-                is_inside = True if held is not None else self._mended(call, report, budget)
+                phase = _Phase.MENDING
+                if not report.ok:
+                    ended = self._leave_or_recover(call, report, budget)
+                    if isinstance(ended, Left):
+                        return ended
+                    is_inside = ended
+                else:  # if the call must end, all ranks go on, and soon stop again
+                    is_inside = must_end or self.recovery.change_held(report)
             except BaseException as error:  # Ctrl-C or an error in the driver: ranks may still be in the call
                 # A driver that is the only worker is not stuck in a collective, so its group can be kept.
-                left = None if isinstance(error, kept) else self.group
-                if left is not None and not left.is_driver_only:
+                broken = None if isinstance(error, phase.value) else self.group
+                if broken is not None and not broken.is_driver_only:
                     self.interrupted = None  # this block handles the interrupt, so it must not be raised again
                     self.recovery.fetch_only_state()
                     self.end_call(type(error).__name__)
@@ -671,17 +683,25 @@ class ElasticController(Lifecycle):
             if number is not None:
                 number = replace(number, attempt=number.attempt + 1, is_resumed=is_inside)
 
-    def _mended(self, call: Call, report: GroupReport, budget: RetryBudget) -> bool:
-        """Repair the group after a failure, or change the group's members while its ranks wait between two steps.
-
-        Return True if the call can resume where it stopped.
+    def _leave_or_recover(self, call: Call, report: GroupReport, budget: RetryBudget) -> Left | bool:
+        """After a failure, end the call with the survivors' state if it must end early, or repair the group.
 
         Args:
-            call: The call that failed or stopped.
-            report: The outcomes of the call. Without a failure, the ranks have stopped between two steps.
+            call: The call that failed.
+            report: The outcomes of the call.
             budget: Retries for the call.
+
+        Returns:
+            `Left` if the call has ended. Otherwise, True if it can resume where it stopped, or False if it starts over.
         """
-        return self.recovery.change_held(report) if report.ok else self.recovery.recover(call, report, budget)
+        if call.leaves is not None and call.leaves():
+            ended = self.recovery.leave_with_survivors(call, report, budget)
+            if isinstance(ended, Left):
+                self._end_if_too_small()
+                return ended
+            if ended is NotLeft.RUNNABLE:
+                return True
+        return self.recovery.recover(call, report, budget)
 
     def _end_if_too_small(self) -> None:
         """End a group whose training state was copied to the driver, if it has too few workers to train.
@@ -703,14 +723,13 @@ class ElasticController(Lifecycle):
         is_planned = self._monitor.is_leaving or all(each.is_planned for each in values)
         return is_planned or (call.leaves is not None and call.leaves())
 
-    def _left(self, group: WorkerGroup, report: GroupReport) -> list[Capture]:
+    def _left(self, group: WorkerGroup, report: GroupReport) -> Left | None:
         """End a call early, after all ranks stopped at the same step. Take a snapshot of the state after that step.
 
         Wait until the snapshot has arrived in the driver.
 
         Returns:
-            Each rank's part of the snapshot, by rank. An empty list if the snapshot was lost in transit. The call has
-            then not ended.
+            How the call ended. None if the snapshot was lost in transit. The call has then not ended.
 
         Raises:
             WorkersLostError: Ray was stopped before the snapshot arrived.
@@ -720,9 +739,9 @@ class ElasticController(Lifecycle):
         self._monitor.await_snapshot()
         if not self.snapshots.shares_current:
             self.refuse_if_cut_off()
-            return []
+            return None
         self.snapshots.leave_call()
-        return captures
+        return Left(captures)
 
     def hold_to_leave(self, call: Call) -> None:
         """If `call.leaves` returns True, make the running call stop after the next step.
@@ -820,16 +839,16 @@ class ElasticController(Lifecycle):
     def _leave_nodes(self) -> None:
         """Move the workers off nodes that are being removed. Restart all workers only if there is no other way."""
         self._monitor.watch()
-        in_place = self.recovery.can_change()
-        if in_place is None:  # workers were lost; the call will fail, and recovery handles the loss
+        movability = self.recovery.movability()
+        if movability is Movability.LOST:
             return
-        if in_place:
+        failed: NotInPlace | None = NotInPlace("left", LEAVING)
+        if movability is Movability.CAN_MOVE:
             failed = self.recovery.change(self.leaving_nodes_in_use(), LEAVING)
         else:
             self.snapshot()
-            failed = "left", LEAVING
         if failed is not None:
-            self.recovery.restart_workers(*failed)
+            self.recovery.restart_workers(failed.kind, failed.cause)
 
     def _grow_if_possible(self, call: Call) -> None:
         """If resources are free, start missing spare workers and add workers to the group.
@@ -841,14 +860,14 @@ class ElasticController(Lifecycle):
         if len(group) >= most:
             return
         self._monitor.watch()
-        in_place = self.recovery.can_change()
-        if in_place is None:  # workers were lost; the call will fail, and recovery handles the loss
+        movability = self.recovery.movability()
+        if movability is Movability.LOST:
             return
-        if in_place:
+        if movability is Movability.CAN_MOVE:
             num_awaited = most if call.resume is None else self.resizing.num_awaited_by_call
             failed = self.recovery.grow(num_awaited, ROOM)
             if failed is not None:
-                self.recovery.restart_workers(*failed)
+                self.recovery.restart_workers(failed.kind, failed.cause)
             return
         num_more = self.find_room()
         if not num_more:

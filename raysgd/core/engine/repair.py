@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import Any, NoReturn
 
 from raysgd.core.cluster.resources import capacity, explain, impossibility
@@ -37,7 +38,7 @@ from raysgd.core.engine.policies import (
     words,
 )
 from raysgd.core.engine.shared import replica
-from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.shared.call import Call, Left
 from raysgd.core.engine.shared.group_events import EventKind
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.types import GroupReport, ReplicaProgress, StateHandover, WorkerInfo
@@ -103,28 +104,44 @@ class NextGroup:
         return source
 
 
+class Why(Enum):
+    """Why the members of a group change."""
+
+    FAILURE = auto()  # ranks were lost in a call, which then resumes; may cost a retry
+    MEMORY = auto()  # survivors ran out of memory in a smaller group; waits for workers without a limit
+    DRAIN = auto()  # nodes are being removed; free
+    GROW = auto()  # workers are ready to join; free
+    EVACUATE = auto()  # only to copy the state to the driver: no worker joins, and one rank is enough
+    REUSE = auto()  # the processes stay, their replicas are rebuilt and restore a snapshot
+
+
+_KINDS: Mapping[Why, EventKind] = {
+    Why.FAILURE: "continued",
+    Why.MEMORY: "grown",
+    Why.DRAIN: "left",
+    Why.GROW: "grown",
+    Why.EVACUATE: "ended",
+    Why.REUSE: "restored",
+}
+
+
 @dataclass(frozen=True)
 class GroupChange:
     """A request to change the group in place: workers leave or join, and the workers that stay keep their processes.
 
     Attributes:
-        kind: Kind of event to record in the history. If ranks are lost, "continued" is recorded instead.
+        why: Reason for the change.
         cause: Takes the lost ranks and returns a message with the reason for the change.
         staying: Ranks that should stay in the group.
         began: Time at which the change began.
         num_awaited: The change waits for workers that are starting until the group has this many members. With 0, it
             waits only until the group has `min_workers` members.
-        budget: The retries that the change may use. None if the change costs no retry.
+        budget: The retries of the call, which a `FAILURE` may use. None for other changes.
         leaving: Ranks that leave without having failed.
         orphans: Progress and metrics of the leaving ranks, which other ranks take over.
-        wait_s: Longest time to wait for starting workers, in seconds.
-        goes_on: True if the ranks that stay continue with their current training state. False if all ranks will restore
-            a snapshot.
-        only_copies: True if the group is formed only to copy its state to the driver. Then no worker joins, and one
-            rank is enough.
     """
 
-    kind: EventKind
+    why: Why
     cause: Callable[[Collection[int]], str]
     staying: Sequence[int]
     began: float
@@ -132,13 +149,60 @@ class GroupChange:
     budget: RetryBudget | None = None
     leaving: frozenset[int] = frozenset()
     orphans: tuple[Any, ...] = ()
-    wait_s: float = field(default_factory=lambda: STANDBY_WAIT_S)
-    goes_on: bool = True
-    only_copies: bool = False
+
+    @property
+    def kind(self) -> EventKind:
+        """Kind of event to record in the history. If ranks are lost, "continued" is recorded instead."""
+        return _KINDS[self.why]
+
+    @property
+    def wait_s(self) -> float:
+        """Longest time to wait for starting workers, in seconds."""
+        return math.inf if self.why is Why.MEMORY else STANDBY_WAIT_S
 
 
-NotInPlace = tuple[EventKind, str]
-"""Why the group cannot be changed without a restart: the kind of event to record for the restart, and its cause."""
+@dataclass(frozen=True)
+class NotInPlace:
+    """The group cannot be changed without a restart.
+
+    Attributes:
+        kind: Kind of event to record for the restart.
+        cause: Reason for the restart, for the history.
+    """
+
+    kind: EventKind
+    cause: str
+
+
+class Movability(Enum):
+    """Whether the replicas can continue in another group, between two calls."""
+
+    CAN_MOVE = auto()
+    CANNOT_MOVE = auto()  # a change of the group needs a restart
+    LOST = auto()  # workers were lost: the next call fails, and recovery handles the loss
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Copies of the state of all ranks of a group.
+
+    Attributes:
+        parts: Each rank's part of the snapshot, by rank.
+    """
+
+    parts: list[Capture]
+
+    @property
+    def is_inside(self) -> bool:
+        """True if all ranks are inside a call, which can resume."""
+        return all(part.progress is not None for part in self.parts)
+
+
+class NotLeft(Enum):
+    """Why a call that should end early did not: the driver has no snapshot from inside the call."""
+
+    RUNNABLE = auto()  # a group can run the call: it resumes the call, or starts it over
+    FAILED = auto()  # `recover` must handle the failure
 
 
 class GroupRepair:
@@ -200,7 +264,7 @@ class GroupRepair:
             failed, self._went_on_in = self._continue_in_place(report, budget), call
             if failed is None:
                 return True
-            _, cause = failed
+            cause = failed.cause
         return self._restart_after(call, diagnosis, report, cause, budget)
 
     def _restart_after(
@@ -254,7 +318,7 @@ class GroupRepair:
         if failed is None:
             return True
         self._monitor.await_snapshot()
-        self.restart_workers(*failed)
+        self.restart_workers(failed.kind, failed.cause)
         return self._is_restored_inside
 
     @property
@@ -380,7 +444,7 @@ class GroupRepair:
         finally:
             lifecycle.is_fetching = False
 
-    def leave_with_survivors(self, call: Call, report: GroupReport, budget: RetryBudget) -> list[Capture] | None:
+    def leave_with_survivors(self, call: Call, report: GroupReport, budget: RetryBudget) -> Left | NotLeft:
         """After a failure in a call that should end early, copy the survivors' training state to the driver.
 
         Args:
@@ -389,41 +453,39 @@ class GroupRepair:
             budget: The retries of the call. One is used unless the survivors have a state from inside the call.
 
         Returns:
-            Each survivor's part of a snapshot that was taken inside the call. An empty list if the driver has no such
-            snapshot, but there is a group that can run the call: it resumes the call, or starts it over. None if
-            `recover` must handle the failure: the survivors could not form a group, their replicas cannot regroup, or
-            user code raised an exception.
+            Each survivor's part of a snapshot that was taken inside the call. `NotLeft.FAILED` if the survivors could
+            not form a group, their replicas cannot regroup, or user code raised an exception.
 
         Raises:
             WorkersLostError: See `recover`.
         """
         diagnosis = classify(report)
         if not self._spec.regroups or diagnosis.kind == "user":
-            return None
+            return NotLeft.FAILED
         self._monitor.go_on()
         group = self._lifecycle.running
-        infos, captures = group.infos, list[Capture]()
+        infos, captured = group.infos, None
         living: Collection[int] = group.settle(report)
         try:
             for _ in range(NUM_COPIES):
                 # A stuck rank may be in a step that takes forever, so only ask it if no other rank has the state.
-                captures = self._fetch_from((set(living) or group.stuck) - group.gone, only_inside=True)
-                if captures:
+                captured = self._fetch_from((set(living) or group.stuck) - group.gone, only_inside=True)
+                if captured is not None:
                     break
                 self._lifecycle.refuse_if_cut_off()
                 living = range(len(group))
         except CannotForm as failed:
             logger.warning("no worker has the state of a completed step: %s", failed.reason or "all are lost")
             if group.infos is infos:
-                return None
+                return NotLeft.FAILED
             # The survivors had formed a group, which then failed. The report is of the ranks of the group before.
             self._restart_after(call, diagnosis, GroupReport(()), self._in_words(diagnosis, infos=infos), budget)
-            return []
-        if not captures or any(each.progress is None for each in captures):
+            return NotLeft.RUNNABLE
+        if captured is None or not captured.is_inside:
             self._enlarge(call, diagnosis, self._in_words(diagnosis, infos=infos), budget)
-            return []
+            return NotLeft.RUNNABLE
         self._snapshots.leave_call()
-        return captures
+        return Left(captured.parts)
 
     def _enlarge(self, call: Call, diagnosis: Diagnosis, cause: str, budget: RetryBudget) -> None:
         """Prepare a group that was formed only to copy its state to run the call, which costs a retry.
@@ -456,17 +518,17 @@ class GroupRepair:
                 self._restart_after(call, diagnosis, GroupReport(()), f"{cause}; {obstacle}", budget)
             return
         staying, num_awaited = list(range(num_workers)), lifecycle.resizing.num_awaited
-        change = GroupChange("continued", lambda gone: cause, staying, lifecycle.now(), num_awaited, budget)
+        change = GroupChange(Why.FAILURE, lambda gone: cause, staying, lifecycle.now(), num_awaited, budget)
         failed = self._make(change)
         if failed is not None:
-            self._restart_after(call, diagnosis, GroupReport(()), failed[1], budget)
+            self._restart_after(call, diagnosis, GroupReport(()), failed.cause, budget)
 
     def await_only_state(self) -> None:
         """If the training state exists only in the workers, but a snapshot is in transit, wait for the snapshot."""
         if self._lifecycle.holds_only_state and self._snapshots.is_coming:
             self._monitor.await_snapshot()
 
-    def _fetch_from(self, living: Collection[int], *, only_inside: bool = False) -> list[Capture]:
+    def _fetch_from(self, living: Collection[int], *, only_inside: bool = False) -> Captured | None:
         """Form a group of the ranks in `living` and copy their training state to the driver.
 
         Forming a group brings the ranks in sync.
@@ -477,7 +539,7 @@ class GroupRepair:
                 call that the driver does not count as completed would make a restart repeat that call.
 
         Returns:
-            Each rank's part of the snapshot. An empty list if the snapshot was lost, because a rank was lost meanwhile.
+            The copies. None if the snapshot was lost, because a rank was lost meanwhile.
 
         Raises:
             CannotForm: No rank is left that has the state.
@@ -485,20 +547,20 @@ class GroupRepair:
         group, now, newcomers = self._lifecycle.running, self._lifecycle.now(), self._lifecycle.newcomers
         staying = [rank for rank in group.answering(sorted(living)) if group.workers[rank] not in newcomers]
         first = group.infos[0]
-        self._try_to_make(GroupChange("ended", lambda gone: "", staying, now, 0, only_copies=True))
+        self._try_to_make(GroupChange(Why.EVACUATE, lambda gone: "", staying, now, 0))
         if group.infos[0] != first:  # the previous rank 0, which sends the snapshots, was lost
             self._snapshots.drop_incoming()
         everyone = dict.fromkeys(range(len(group)), ())
         report = group.on_replica(replica.capture_here, everyone, on_wait=self._monitor.poll)
         if not report.ok:
             group.settle(report)
-            return []
-        captures: list[Capture] = [answer.value for answer in report.values]
-        if only_inside and any(each.progress is None for each in captures):
-            return captures
-        self._snapshots.take_from(group, captures)
+            return None
+        captured = Captured([answer.value for answer in report.values])
+        if only_inside and not captured.is_inside:
+            return captured
+        self._snapshots.take_from(group, captured.parts)
         self._monitor.await_snapshot()
-        return captures if self._snapshots.shares_current else []
+        return captured if self._snapshots.shares_current else None
 
     # --------------------------------------------------------------------------------------- changes in place
 
@@ -528,7 +590,7 @@ class GroupRepair:
             return told if nodes is not None and nodes.are_dead else told + silent
 
         num_awaited = 0 if lifecycle.is_ending else lifecycle.resizing.num_awaited
-        return self._make(GroupChange("continued", cause, survivors, began, num_awaited, budget))
+        return self._make(GroupChange(Why.FAILURE, cause, survivors, began, num_awaited, budget))
 
     def _settled(self, report: GroupReport, tell_stuck: Callable[[], None] = lambda: None) -> list[int]:
         """After a failed call, return the ranks that survived. Interrupt survivors that wait for lost ranks.
@@ -574,7 +636,7 @@ class GroupRepair:
         logger.warning("%s; waiting for new workers", cause(()))
         survivors = self._settled(report, self._monitor.tell_stuck)
         lifecycle.start_standby()  # if survivors continued in place before, no new workers were started then
-        return self._make(GroupChange("grown", cause, survivors, began, self._scaling.max_workers, wait_s=math.inf))
+        return self._make(GroupChange(Why.MEMORY, cause, survivors, began, self._scaling.max_workers))
 
     def change(self, leaving: frozenset[str], cause: str, parts: Sequence[Capture] = ()) -> NotInPlace | None:
         """Between two steps or calls, remove the workers on nodes that are going away, and add ready standby workers.
@@ -591,16 +653,16 @@ class GroupRepair:
         """
         group = self._lifecycle.running
         staying = [rank for rank, info in enumerate(group.infos) if info.node_id not in leaving]
-        kind: EventKind = "left" if len(staying) < len(group) else "grown"
+        why = Why.DRAIN if len(staying) < len(group) else Why.GROW
         if not self._spec.regroups and not self._spec.runs_on:
-            return kind, cause
+            return NotInPlace(_KINDS[why], cause)
         return self._make(
             GroupChange(
-                kind,
+                why,
                 cause=lambda gone: f"lost {named(gone)}; {cause}" if gone else cause,
                 staying=staying,
                 began=self._lifecycle.now(),
-                num_awaited=self._scaling.max_workers if kind == "left" else 0,
+                num_awaited=self._scaling.max_workers if why is Why.DRAIN else 0,
                 leaving=frozenset(range(len(group))) - frozenset(staying),
                 orphans=tuple(part.progress for rank, part in enumerate(parts) if rank not in staying),
             )
@@ -627,17 +689,18 @@ class GroupRepair:
         standby.kill_unresponsive()
         return self.change(frozenset(), cause) if standby.num_ready else None
 
-    def can_change(self) -> bool | None:
-        """Return True if all replicas can continue in a new group. Return None if workers were lost.
+    def movability(self) -> Movability:
+        """Ask all replicas if they can continue in a new group.
 
         Call this method between calls, because it polls the replicas with a call.
         """
         if not self._spec.regroups:
-            return False
+            return Movability.CANNOT_MOVE
         report = self.ask_progress()
         if not report.ok:
-            return False if classify(report).kind == "user" else None
-        return not any(answer.value.obstacle for answer in report.values)
+            return Movability.CANNOT_MOVE if classify(report).kind == "user" else Movability.LOST
+        has_obstacle = any(answer.value.obstacle for answer in report.values)
+        return Movability.CANNOT_MOVE if has_obstacle else Movability.CAN_MOVE
 
     def ask_progress(self) -> GroupReport:
         """Ask each rank for its progress, which also shows which ranks are lost."""
@@ -671,9 +734,9 @@ class GroupRepair:
         except CannotForm as failed:
             lost = gone(failed.staying)
             cause = change.cause(lost)
-            is_failure = change.kind == "continued" or bool(lost) or failed.is_failure
+            is_failure = change.why is Why.FAILURE or bool(lost) or failed.is_failure
             reason = f"{cause}; {failed.reason}" if failed.reason else cause
-            return "restored" if is_failure else change.kind, reason
+            return NotInPlace("restored" if is_failure else change.kind, reason)
         group = lifecycle.running
         if group.infos[0] != before[0]:
             self._snapshots.drop_incoming()
@@ -682,7 +745,7 @@ class GroupRepair:
         if change.budget is not None:
             change.budget.pay_for_continuing(source.progress)
         is_smaller = len(group) < self._scaling.max_workers
-        may_lack_memory = change.kind == "continued" and is_smaller and lifecycle.resizing.minds_memory
+        may_lack_memory = change.why is Why.FAILURE and is_smaller and lifecycle.resizing.minds_memory
         self._went_on_at = source.progress if may_lack_memory else None
         kind: EventKind = "continued" if lost else change.kind
         # If all joining workers died, the group has not grown, so record nothing.
@@ -759,7 +822,7 @@ class GroupRepair:
         standby, min_workers = self._lifecycle.running.standby, self._scaling.min_workers
         formed = self._leave_old_group(change, staying, without_state)
         # Ignore obstacles to continuing: a replica that cannot continue can still send its state.
-        if change.only_copies:
+        if change.why is Why.EVACUATE:
             reports = [replace(each, obstacle=None) for each in formed.progress_reports]
             self._remove_others(formed.staying)
             return replace(formed, progress_reports=reports)
@@ -771,7 +834,7 @@ class GroupRepair:
         with OnFailure(kill_new_ones):
             formed = self._fill_up(change, formed, without_state)
             # Survivors that continue do not take workers that are still starting, which a restart may need.
-            if not change.goes_on:
+            if change.why is Why.REUSE:
                 missing = min_workers - formed.num_workers
                 formed.joining += standby.take_needed(missing, missing, self._monitor.poll) or []
             if formed.num_workers < min_workers:
@@ -809,9 +872,9 @@ class GroupRepair:
             # Ranks that have not answered are not in this set, because they may just be slow.
             dead = {o.rank for o in failed if o.failure is not None}
             staying = [rank for rank in staying if rank not in (dead or {o.rank for o in failed})]
-        if not change.goes_on:
+        if change.why is Why.REUSE:
             group.standby.kill_unresponsive()  # spare workers may have died together with the workers
-        if change.goes_on or not group.standby.num_all:
+        if change.why is not Why.REUSE or not group.standby.num_all:
             raise CannotForm("", ())
         return NextGroup([], [], [])
 
@@ -839,7 +902,7 @@ class GroupRepair:
         lifecycle, group = self._lifecycle, self._lifecycle.running
         deadline = lifecycle.now() + change.wait_s
         while True:
-            if change.goes_on:
+            if change.why is not Why.REUSE:
                 progress = formed.progress_reports[formed.source].progress
                 obstacle = change.budget.obstacle_to_continuing(progress) if change.budget is not None else None
                 if obstacle is not None:
@@ -939,7 +1002,7 @@ class GroupRepair:
             unknown = [rank for rank in range(len(group)) if rank not in group.gone | group.silent]
             lifecycle.suspect(group.answering(unknown))
         num_awaited = lifecycle.resizing.num_awaited
-        change = GroupChange("restored", lambda gone: "", staying, lifecycle.now(), num_awaited, goes_on=False)
+        change = GroupChange(Why.REUSE, lambda gone: "", staying, lifecycle.now(), num_awaited)
         try:
             formed = self.form(change, staying)
         except CannotForm as failed:

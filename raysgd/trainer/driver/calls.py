@@ -20,8 +20,7 @@ from weakref import ref
 from raysgd.callbacks.monitors import open_steps, summaries_of_steps
 from raysgd.core import arguments as checks
 from raysgd.core.engine.controller import ElasticController
-from raysgd.core.engine.shared.call import Call
-from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.call import Call, Left
 from raysgd.core.engine.shared.types import Heartbeat, World
 from raysgd.core.engine.snapshots import NewestSnapshot
 from raysgd.core.engine.transfers import ask_all
@@ -422,10 +421,10 @@ class EpochCalls:
         began, num_events = time.perf_counter(), len(events)
         self.accounts.begin_call()
         try:
-            returned: list[Any] = self.controller.run(call, max_retries=max_retries)
-            if isinstance(returned[0], Capture):
-                raise EpochLeft([capture.progress for capture in returned])
-            answers: list[EpochAnswer] = returned
+            ended = self.controller.run_or_leave(call, max_retries=max_retries)
+            if isinstance(ended, Left):
+                raise EpochLeft([part.progress for part in ended.parts])
+            answers: list[EpochAnswer] = ended.values
             self._heartbeats = {rank: each.heartbeat for rank, each in enumerate(answers) if each.heartbeat is not None}
             self.accounts.note_times(self._heartbeats)
         finally:

@@ -19,7 +19,7 @@ import pytest
 from raysgd.core.cluster.resources import ClusterView
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.policies import RetryBudget
-from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.shared.call import Call, Left
 from raysgd.core.engine.shared.types import World
 from raysgd.core.history.status import ask_status
 from raysgd.exceptions import (
@@ -649,7 +649,9 @@ class TestACallThatIsLeft:
         """Walk until rank 0 has taken some steps, and ask to leave; return how many ranks came to which step."""
         trainer.expect(*befall)
         call = replace(trainer.walking(60), leaves=lambda: trainer.seen["step", 0] >= 12)
-        captures = trainer.controller.run(call)
+        ended = trainer.controller.run_or_leave(call)
+        assert isinstance(ended, Left)
+        captures = ended.parts
         assert trainer.controller.monitor is None
         landed = trainer.controller.snapshots.landed
         assert landed is not None
@@ -685,8 +687,9 @@ class TestACallThatIsLeft:
             asked_at.extend([step] if step >= 12 and not asked_at else [])
             return step >= 12
 
-        captures = trainer.controller.run(replace(trainer.walking(60), leaves=leaves))
-        assert captures[0].progress.steps == asked_at[0]
+        ended = trainer.controller.run_or_leave(replace(trainer.walking(60), leaves=leaves))
+        assert isinstance(ended, Left)
+        assert ended.parts[0].progress.steps == asked_at[0]
 
     def test_is_ended_with_an_error_where_its_state_never_arrives(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def fetch(replica: SimReplica, token: int) -> State:
@@ -766,7 +769,7 @@ class TestACallThatIsLeft:
             trainer.controller.is_ending = is_due
             return is_due
 
-        trainer.controller.run(replace(trainer.walking(60), leaves=leaves))
+        trainer.controller.run_or_leave(replace(trainer.walking(60), leaves=leaves))
         trainer.controller.is_ending = False
         assert before() is not None
         trainer.walk(10)

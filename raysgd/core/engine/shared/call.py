@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.types import World
 
 T = TypeVar("T")
@@ -42,8 +43,7 @@ class Call:
         is_repeatable: True if repeating the call later gives the same result. False for a function that reads the
             user's objects, because the user may change them before the call is repeated.
         leaves: Called regularly while the call runs. Once it returns True, the call ends early: all ranks stop at an
-            upcoming step, and the call returns a copy of each rank's state at that step. Only for calls that can be
-            resumed. See ADR 140.
+            upcoming step, and the call ends as `Left`. Only for calls that can be resumed. See ADR 140.
     """
 
     function: Callable[..., Any]
@@ -82,6 +82,28 @@ class Call:
             args: The arguments of every rank of the group, by rank.
         """
         return dict(enumerate(args)) if self.rank is None else {self.rank: args[self.rank]}
+
+
+@dataclass(frozen=True)
+class Completed:
+    """How a call ended: every rank completed it.
+
+    Attributes:
+        values: The values that the ranks returned, in rank order.
+    """
+
+    values: list[Any]
+
+
+@dataclass(frozen=True)
+class Left:
+    """How a call ended: early, with all ranks after the same step.
+
+    Attributes:
+        parts: Each rank's part of the snapshot after that step, in rank order. The driver has the snapshot.
+    """
+
+    parts: list[Capture]
 
 
 class CallHandle(ABC, Generic[T]):
