@@ -16,6 +16,7 @@ from tests.simulator.schedule import LOSSES
 
 if TYPE_CHECKING:
     from tests.simulator.running import Simulation
+    from tests.simulator.shadow import Shadow
 
 
 MOST_REPLAY_S = 30.0
@@ -78,6 +79,10 @@ class Invariants:
         self._reasons_before: tuple[int, ...] | None = None
         self.has_hung: bool | None = None
         self.may_only_copy = False
+
+    @property
+    def shadow(self) -> Shadow:
+        return self._simulation.shadow
 
     def require(self, holds: bool, otherwise: str) -> None:
         if not holds:
