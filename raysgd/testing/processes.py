@@ -391,7 +391,7 @@ def arm(trainer: Any, ranks: Sequence[int], trap: Trap) -> None:
         RuntimeError: A worker has died or does not answer. The trap is not set in any worker.
     """
     with OnFailure(functools.partial(disarm_everywhere, trainer, trap.key)):
-        reasons = group_of(trainer).ask_beside("beside", _set, trap, ranks=ranks, timeout_s=_CONFIRMED_S)
+        reasons = group_of(trainer).ask_beside(_set, trap, ranks=ranks, timeout_s=_CONFIRMED_S)
         for rank in ranks:
             if rank not in reasons:
                 raise RuntimeError(
@@ -412,4 +412,4 @@ def disarm_everywhere(trainer: Any, key: str | None) -> None:
         controller.check_active()
         group = controller.group
         if group is not None:
-            group.ask_beside("beside", _unset, key)
+            group.ask_beside(_unset, key)

@@ -73,7 +73,7 @@ INSIDE = {
     ),
     "core.engine": (
         "shared",
-        "liveness policies ranks",
+        "liveness policies ranks recovery",
         "placement",
         "worker",
         "transfers",

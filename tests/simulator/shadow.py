@@ -22,7 +22,7 @@ from raysgd.core.engine.recovery.machine import Command, Do, Event, Facts, Membe
 from raysgd.core.engine.repair import CannotForm, GroupChange, GroupRepair, NextGroup
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.replica import Capture
-from raysgd.core.engine.shared.types import GroupReport, HeldAtStep, ReplicaProgress
+from raysgd.core.engine.shared.types import GroupReport, ReplicaProgress
 from raysgd.exceptions import (
     RanksDifferError,
     ReservationTimeoutError,
@@ -104,6 +104,11 @@ class Shadow:
         is_right = isinstance(state, machine.Finished) and state.error is not None and isinstance(error, state.error)
         self._expect(is_right, f"the engine raises {error!r}")
         self.state = None
+
+    def leave(self) -> None:
+        """Between two waits, where the table has no state, the engine notices that the trainer was stopped."""
+        if self.state is not None:
+            self.state = machine.Running() if self._call is not None else None
 
     def begin(self, *kinds: type[State], **fields: Any) -> None:
         """The engine begins to wait for something."""
@@ -463,6 +468,11 @@ class ShadowedRepair(GroupRepair):
             raise
 
     def restart_workers(self, kind: Any, cause: str, after: GroupReport | None = None) -> None:
+        try:
+            self._lifecycle.check_active()
+        except BaseException:
+            self._shadow.leave()
+            raise
         with self._own(lambda: machine.restart(machine.Restart(kind, "idle"), self._shadow.facts())) as is_own:
             super().restart_workers(kind, cause, after)
         if is_own:
@@ -554,7 +564,6 @@ class ShadowedRepair(GroupRepair):
             return super()._fill_from_standby(change, formed, wait_s)
 
     def form(self, change: GroupChange, staying: Sequence[int], without_state: Collection[int] = ()) -> NextGroup:
-        shadow = self._shadow
         try:
             formed = super().form(change, staying, without_state)
         except CannotForm:

@@ -617,7 +617,7 @@ def transition(state: State, event: Event, facts: Facts) -> Step:
             return _copy_again(change, facts)
         case AwaitingSnapshot(Restart() as plan, None, is_brief=True), Landed() | LostInTransit():
             return _replace_workers(plan, facts)
-        case AwaitingSnapshot(plan), Landed() | LostInTransit():
+        case AwaitingSnapshot(Raise() | Restart() as plan), Landed() | LostInTransit():
             return _follow(plan, facts)
 
         # ---- back to the last snapshot
@@ -815,10 +815,8 @@ def _end_early(facts: Facts) -> Step:
     return Step(Finished("left"), (Do.LEAVE_CALL, *ends))
 
 
-def _follow(plan: Plan, facts: Facts) -> Step:
+def _follow(plan: Raise | Restart, facts: Facts) -> Step:
     """Go on with a plan, once the driver has the training state."""
-    if isinstance(plan, EndEarly):
-        return _end_early(facts)
     if isinstance(plan, Restart):
         return restart(plan, facts)
     if facts.only_in_workers:

@@ -1,0 +1,272 @@
+"""All runs of the table of a recovery: each ends, and none kills the only state or spends more retries than there are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from raysgd.core.engine.recovery import machine
+from raysgd.core.engine.recovery.machine import (
+    Aborting,
+    Answered,
+    AwaitingQuorum,
+    AwaitingSnapshot,
+    CallFailed,
+    Captured,
+    Capturing,
+    Change,
+    Do,
+    Done,
+    Event,
+    Facts,
+    Finished,
+    Formed,
+    Interrupted,
+    Landed,
+    Launching,
+    Lost,
+    LostInTransit,
+    Members,
+    NotGranted,
+    Paused,
+    Poll,
+    Polled,
+    Polling,
+    Progress,
+    Quorum,
+    Rebuilding,
+    Rendezvous,
+    Resources,
+    Restart,
+    Restoring,
+    Running,
+    Scheduling,
+    State,
+    Step,
+    Survivors,
+    TearingDown,
+    TooFew,
+    Why,
+    restart,
+    transition,
+)
+from raysgd.exceptions import RanksDifferError
+
+NUM_FACTS, NUM_FACTS_IN_SOAK = 12, 300
+MOST_NODES = 300_000
+MOST_INTERRUPTS = 1
+BOTH = frozenset({0, 1})
+
+
+@dataclass(frozen=True)
+class Node:
+    """A place in a run. Workers join or leave between two steps only once in it, and Ctrl-C comes once."""
+
+    state: State
+    facts: Facts
+    has_paused: bool = False
+    num_interrupts: int = 0
+
+
+def smaller(members: Members) -> list[Members]:
+    """Some workers less, down to none."""
+    ordered = sorted(members, key=str)
+    return [frozenset(ordered[:count]) for count in range(len(ordered))]
+
+
+def events(node: Node) -> Iterator[Event]:
+    """How the wait of a state may end, at its worst: calls never get further than their first step."""
+    facts, state = node.facts, node.state
+    if node.num_interrupts < MOST_INTERRUPTS:
+        yield Interrupted(KeyboardInterrupt)
+    match state:
+        case Running():
+            yield from (Answered(), Answered(RanksDifferError), CallFailed("died"), CallFailed("disconnected"))
+            yield from (CallFailed("user", at_one_line=True), CallFailed("user", all_answered=False))
+            yield from (CallFailed("user"), CallFailed("died", has_diverged=True))
+            if facts.must_end:
+                yield Paused(must_end=True)
+            if facts.members and not node.has_paused:
+                yield from (CallFailed("user", lacks_memory=True), Paused(False))
+                if len(facts.members) > 1:
+                    yield Paused(False, frozenset({0}))
+        case Polling(Poll.RESUME):
+            yield from (Polled(), CallFailed("died"))
+        case Polling():
+            yield from (Polled(), Polled(are_alike=False), Polled(steps=1), CallFailed("died"))
+        case Aborting():
+            yield from (Survivors(each, True) for each in (*smaller(facts.members), facts.members))
+        case TearingDown(_, members):
+            yield from (Progress(True, 0), Progress(True, 1), Progress(False), Lost(members, by_user=True))
+            yield from map(Lost, smaller(members))
+        case AwaitingQuorum(_, members):
+            yield Quorum(0)
+            if facts.num_standby:
+                yield Quorum(1)
+            yield from (Quorum(0, members - each) for each in smaller(members))
+        case Rendezvous():
+            yield from (Formed(), Formed(moves_rank_0=True), Lost(by_user=True), Lost(facts.members, facts.members))
+            yield from (Lost(each, facts.members) for each in smaller(facts.members))
+        case Capturing():
+            yield from (Captured(True), Captured(False), Lost())
+        case AwaitingSnapshot():
+            yield from (Landed(), LostInTransit())
+        case Scheduling():
+            yield from (Resources(True), Resources(False), Resources(False, is_hopeless=True))
+        case Launching():
+            yield from (Done(), Lost(), Lost(by_user=True), NotGranted())
+        case Rebuilding() if not facts.members:
+            yield TooFew()
+        case Rebuilding() | Restoring():
+            yield from (Done(), Lost(by_user=True), TooFew(), *map(Lost, (*smaller(facts.members), facts.members)))
+            if isinstance(state, Restoring):
+                yield Lost(by_user=True, is_part=True)
+
+
+def faults_of(node: Node, event: Event, step: Step) -> Iterator[str]:
+    """What must not be."""
+    facts, commands = node.facts, step.commands
+    is_safe = not facts.only_in_workers or isinstance(event, Landed) or Do.GIVE_STATE_UP in commands
+    if Do.KILL_GROUP in commands and not is_safe:
+        yield "kills the only state"
+    if Do.PAY_FOR_RESTART in commands and facts.num_left <= 0:
+        yield "more retries than there are"
+    if Do.PAY_TO_CONTINUE in commands and not (facts.num_left > 0 or facts.free_from <= 1):
+        yield "more retries than there are"
+    if Do.PAY_FOR_START in commands and not facts.num_starts_left:
+        yield "more starts than there are"
+    if isinstance(step.state, Finished) and (step.state.how == "raised") != (step.state.error is not None):
+        yield "no error is raised"
+    if isinstance(step.state, Finished) and facts.in_call:
+        is_aborted = step.state.how == "raised" and not facts.is_ending
+        if (Do.NOTE_ABORTED in commands) != is_aborted:
+            yield "it is not noted that a call broke off"
+    if isinstance(step.state, TearingDown) and not step.state.members:
+        yield "nobody leaves the group"
+
+
+def after(node: Node, event: Event) -> tuple[Node, list[str]]:
+    """Where an event leads, and what is wrong there."""
+    facts, state = node.facts, node.state
+    if isinstance(event, Landed) and facts.in_transit:
+        facts = replace(facts, only_in_workers=False, is_lost=False, has_snapshot=True)
+    if isinstance(event, (Landed, LostInTransit)):
+        facts = replace(facts, in_transit=False)
+    step = transition(state, event, facts)
+    wrong = [f"{each}: {type(state).__name__}, {type(event).__name__}" for each in faults_of(node, event, step)]
+    commands, following = step.commands, step.state
+    if Do.TAKE_PARTS in commands:
+        facts = replace(facts, in_transit=True)
+    if Do.DROP_IN_TRANSIT in commands:
+        facts = replace(facts, in_transit=False)
+    if Do.GIVE_STATE_UP in commands:
+        facts = replace(facts, only_in_workers=False)
+    if Do.KILL_GROUP in commands:
+        facts = replace(facts, has_group=False, only_in_workers=False, in_transit=False)
+    if Do.PAY_FOR_RESTART in commands:
+        facts = replace(facts, num_left=facts.num_left - 1, continued_at=None, free_from=1)
+    if Do.NOTE_HANG in commands:
+        facts = replace(facts, free_from=float("inf"))
+    if Do.PAY_TO_CONTINUE in commands:
+        facts = replace(facts, num_left=facts.num_left - (facts.free_from > 1), continued_at=1, free_from=3)
+    if Do.PAY_FOR_START in commands:
+        facts = replace(facts, num_starts_left=(facts.num_starts_left or 0) - 1)
+    if Do.NOTE_LOST_COPY in commands:
+        facts = replace(facts, num_lost_copies=facts.num_lost_copies + 1)
+    if state == Polling(Poll.PAY, getattr(state, "failed", None)) and isinstance(event, CallFailed):
+        facts = replace(facts, members=(smaller(facts.members) or [facts.members])[-1])  # nothing else ends such a wait
+    if isinstance(following, Rendezvous):
+        joining = frozenset(sorted(frozenset(range(4)) - following.members)[: following.num_joining])
+        num_standby = facts.num_standby - following.num_joining
+        facts = replace(facts, members=following.members | joining, num_standby=num_standby)
+    if isinstance(following, Rebuilding):
+        members = following.members or frozenset(range(facts.num_standby))
+        facts = replace(facts, members=members, num_standby=0)
+    if isinstance(state, Launching) and isinstance(event, Done):
+        facts = replace(facts, members=BOTH, has_group=True)
+    has_paused = node.has_paused or isinstance(event, Paused) or event == CallFailed("user", lacks_memory=True)
+    num_interrupts = node.num_interrupts + isinstance(event, Interrupted)
+    return Node(following, facts, has_paused, num_interrupts), wrong
+
+
+def walked(first: Node) -> tuple[set[Node], set[str]]:
+    """All places of all runs from here on, and what is wrong in them."""
+    wrong, open_places, seen = set[str](), {first}, {first}
+    stack = [(first, events(first))]
+    while stack:
+        node, left = stack[-1]
+        for event in left:
+            following, faults = after(node, event)
+            wrong.update(faults)
+            if following in open_places:
+                wrong.add(f"endless: {type(node.state).__name__}, {type(event).__name__}")
+            elif following not in seen:
+                assert len(seen) < MOST_NODES, "a set of facts has too many places"
+                seen.add(following)
+                if not isinstance(following.state, Finished):
+                    open_places.add(following)
+                    stack.append((following, events(following)))
+                    break
+        else:
+            stack.pop()
+            open_places.remove(node)
+    return seen, wrong
+
+
+def drawn_facts(seed: int) -> Facts:
+    rng = random.Random(seed)
+    regroups, only_in_workers = rng.random() < 0.7, rng.random() < 0.4
+    is_driver_only = rng.random() < 0.1
+    return Facts(
+        in_call=rng.random() < 0.8,
+        members=frozenset({0}) if is_driver_only else BOTH,
+        is_driver_only=is_driver_only,
+        min_workers=1 if is_driver_only else rng.choice([1, 1, 2]),
+        regroups=regroups,
+        renews=not regroups and rng.random() < 0.6,
+        continues=rng.random() < 0.8,
+        retries_user_errors=rng.random() < 0.1,
+        can_continue=rng.random() < 0.8,
+        keeps_alike=rng.random() < 0.8,
+        must_end=rng.random() < 0.3,
+        is_ending=(is_ending := rng.random() < 0.15),
+        is_cut_off=is_ending and rng.random() < 0.5,
+        only_in_workers=only_in_workers and not is_driver_only,
+        in_transit=rng.random() < 0.3,
+        is_lost=only_in_workers,
+        has_snapshot=not only_in_workers,
+        is_inside=rng.random() < 0.3,
+        num_standby=rng.choice([0, 1]),
+        num_retries=1,
+        num_left=1,
+        num_starts_left=rng.choice([None, 1]),
+        num_attempts=2,
+    )
+
+
+def first_places(facts: Facts) -> list[Node]:
+    """A call begins; or between two calls, the workers are replaced, or a change of the group begins."""
+    if facts.in_call:
+        return [Node(Running(), facts)]
+    change = Change(Why.DRAIN, expected=facts.members, size=2)
+    return [
+        Node(restart(Restart("restarted", "idle"), facts).state, facts),
+        Node(TearingDown(change, facts.members), facts),
+    ]
+
+
+def wrong_in(seeds: range) -> set[str]:
+    return {each for seed in seeds for first in first_places(drawn_facts(seed)) for each in walked(first)[1]}
+
+
+def test_every_run_ends_and_keeps_the_state_and_the_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "NUM_COPIES", 2)  # less to walk
+    assert wrong_in(range(NUM_FACTS)) == set()
+
+
+@pytest.mark.soak
+def test_every_run_of_many_more_facts_ends_and_keeps_the_state_and_the_retries() -> None:
+    assert wrong_in(range(NUM_FACTS, NUM_FACTS_IN_SOAK)) == set()

@@ -1,0 +1,176 @@
+"""Which rows of the table of a recovery schedules visit, and the table with one row or command less.
+
+python -m tests.simulator.cells --schedules 2000
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from types import CodeType
+from typing import Any
+
+from raysgd.core.engine.recovery import machine
+from raysgd.core.engine.recovery.machine import Event, Facts, State, Step
+from tests.simulator.running import Simulation, quiet
+from tests.simulator.schedule import Schedule, drawn
+
+Visit = tuple[State, Event, Facts]
+"""What a transition was asked."""
+SOURCE = inspect.getsource(machine)
+
+
+def visits_of(schedule: Schedule) -> list[Visit]:
+    """All transitions of a schedule."""
+    with quiet():
+        simulation = Simulation(schedule)
+        verdict = simulation.run()
+    assert verdict.broken is None, verdict.broken
+    return simulation.shadow.visited
+
+
+# ------------------------------------------------------------------------------------ rows
+
+
+def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+    yield from (each for each in tree.body if isinstance(each, ast.FunctionDef))
+
+
+@cache
+def rows() -> dict[int, str]:
+    """The rows of the table, by line: what is returned, and under which conditions."""
+    found = {}
+
+    def walk(node: ast.AST, path: tuple[str, ...]) -> None:
+        if isinstance(node, ast.Return) and node.value is not None:
+            found[node.lineno] = " | ".join((*path, ast.unparse(node.value)))
+        for child in ast.iter_child_nodes(node):
+            if isinstance(node, ast.If) and child in node.body:
+                walk(child, (*path, f"if {ast.unparse(node.test)}"))
+            elif isinstance(node, ast.match_case) and child in node.body:
+                guard = f" if {ast.unparse(node.guard)}" if node.guard else ""
+                walk(child, (*path, ast.unparse(node.pattern) + guard))
+            else:
+                walk(child, path)
+
+    for function in _functions(ast.parse(SOURCE)):
+        walk(function, (function.name,))
+    return found
+
+
+def rows_of(visits: Iterable[Visit]) -> Counter[int]:
+    """How often each row was visited."""
+    counts: Counter[int] = Counter()
+    lines = rows().keys()
+
+    def trace(frame: Any, what: str, argument: Any) -> Any:
+        if frame.f_code.co_filename != machine.__file__:
+            return None
+        if what == "line" and frame.f_lineno in lines:
+            counts[frame.f_lineno] += 1
+        return trace
+
+    before = sys.gettrace()
+    for visit in visits:
+        sys.settrace(trace)
+        try:
+            machine.transition(*visit)
+        finally:
+            sys.settrace(before)
+    return counts
+
+
+# ------------------------------------------------------------------------------------ mutants
+
+
+def mutants() -> Iterator[tuple[str, CodeType]]:
+    """The table with a row less, a condition that always or never holds, or a command less."""
+    tree = ast.parse(SOURCE)
+    places = [(function, node) for function in _functions(tree) for node in ast.walk(function)]
+    for index, (function, node) in enumerate(places):
+        for words, change in _changes(node):
+            mutant = copy.deepcopy(tree)
+            twin = [each for function in _functions(mutant) for each in ast.walk(function)][index]
+            change(twin)
+            yield f"{function.name}: {words}", compile(ast.fix_missing_locations(mutant), machine.__file__, "exec")
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[str, Callable[[Any], None]]]:
+    if isinstance(node, ast.Match):
+        for index, case in enumerate(node.cases):
+            guard = f" if {ast.unparse(case.guard)}" if case.guard else ""
+            yield f"no row {ast.unparse(case.pattern)}{guard}", lambda twin, index=index: twin.cases.pop(index)
+    if isinstance(node, (ast.If, ast.IfExp)):
+        for value in (True, False):
+            yield f"{ast.unparse(node.test)} is {value}", lambda twin, value=value: _set_test(twin, value)
+    if isinstance(node, (ast.Tuple, ast.List)):
+        for index, element in enumerate(node.elts):
+            if _is_command(element):
+                yield f"no {ast.unparse(element)}", lambda twin, index=index: twin.elts.pop(index)
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".after", "commands.append")):
+        for index, argument in enumerate(node.args):
+            if _is_command(argument):
+                yield f"no {ast.unparse(argument)}", lambda twin, index=index: _drop_argument(twin, index)
+
+
+def _is_command(node: ast.AST) -> bool:
+    return ast.unparse(node).startswith(("Do.", "Record("))
+
+
+def _set_test(twin: Any, value: bool) -> None:
+    twin.test = ast.Constant(value)
+
+
+def _drop_argument(twin: Any, index: int) -> None:
+    twin.args.pop(index)
+    if twin.func.attr == "append":
+        twin.func, twin.args = ast.Name("list", ast.Load()), []
+
+
+def mutated(code: CodeType) -> Callable[[State, Event, Facts], Step]:
+    """The `transition` of a mutant, over the values of the table itself."""
+    space: dict[str, Any] = {"__name__": machine.__name__, "__file__": machine.__file__}
+    fields = dict(vars(machine))
+    exec(code, space)  # the classes are made again, so the functions use those of the table
+    functions = {
+        name for name, value in space.items() if inspect.isfunction(value) and value.__module__ == machine.__name__
+    }
+    space.update({name: value for name, value in fields.items() if name not in functions})
+    transition: Callable[[State, Event, Facts], Step] = space["transition"]
+    return transition
+
+
+def differs(transition: Callable[[State, Event, Facts], Step], visit: Visit) -> bool:
+    """Whether a mutant goes another way."""
+    try:
+        return transition(*visit) != machine.transition(*visit)
+    except Exception:
+        return True
+
+
+# ------------------------------------------------------------------------------------ report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--schedules", type=int, default=1000, help="how many to run")
+    parser.add_argument("--first", type=int, default=0, help="the seed to begin with")
+    arguments = parser.parse_args()
+    counts: Counter[int] = Counter()
+    for seed in range(arguments.first, arguments.first + arguments.schedules):
+        counts += rows_of(visits_of(drawn(seed)))
+    for line, words in rows().items():
+        print(f"{counts[line]:8}  {line:4}  {words}")
+    never = [words for line, words in rows().items() if not counts[line]]
+    print(f"{len(rows()) - len(never)} of {len(rows())} rows were visited")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
