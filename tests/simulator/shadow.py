@@ -33,6 +33,7 @@ from raysgd.exceptions import (
 from tests.simulator.kernel import Stopped
 
 if TYPE_CHECKING:
+    from tests.simulator.platform import Cluster
     from tests.simulator.running import Simulation
 
 _OUTCOMES = (WorkerError, WorkersLostError, UnevenStepsError, RanksDifferError, ReservationTimeoutError, CannotForm)
@@ -73,6 +74,10 @@ class Shadow:
     def is_on(self) -> bool:
         """Whether this thread of the driver is in a recovery, and not inside a step of it."""
         return self.state is not None and not self.depth and threading.get_ident() == self._thread
+
+    @property
+    def cluster(self) -> Cluster:
+        return self._simulation.cluster
 
     @property
     def depth(self) -> int:
@@ -224,7 +229,7 @@ class Shadow:
         )
         comes_from_driver = snapshots._coming is not None and snapshots._coming.token is None
         has_landed = snapshots.landed is not None or comes_from_driver
-        continued_at = budget._continued_at
+        continued_at, starts = budget._continued_at, controller.recovery._start_budget
         return Facts(
             in_call=call is not None,
             members=self.members,
@@ -253,6 +258,7 @@ class Shadow:
             num_left=budget.num_restarts - budget.num_spent,
             continued_at=continued_at,
             free_from=float("inf") if budget._has_hung else 1 if continued_at is None else continued_at + 2,
+            num_starts_left=None if starts is None else starts.num_restarts - starts.num_spent,
             num_attempts=controller.scaling.num_attempts,
         )
 
@@ -336,6 +342,9 @@ class ShadowedController(ElasticController):
             (self.hooks, "on_failure", Do.NOTIFY_FAILURE),
         ):
             _doing(shadow, owner, name, command)
+        if self._start_budget is not None:
+            _doing(shadow, self._start_budget, "pay_for_restart", Do.PAY_FOR_START)
+            _doing(shadow, self._start_budget, "refuse", Do.NOTE_REFUSED)
         poll, await_snapshot = self.snapshots.poll, partial(type(self._monitor).await_snapshot, self._monitor)
 
         def polled(timeout_s: float | None = 0.0) -> None:
@@ -527,10 +536,12 @@ class ShadowedRepair(GroupRepair):
         members = shadow.members_of(survivors)
         stale = shadow.members_of(set(survivors).intersection(without_state))
         try:
-            return super()._leave_old_group(change, survivors, without_state)
-        finally:
-            if not isinstance(sys.exc_info()[1], Stopped):
-                self._tell_torn_down(change, members, stale)
+            formed = super()._leave_old_group(change, survivors, without_state)
+        except CannotForm:
+            self._tell_torn_down(change, members, stale)
+            raise
+        self._tell_torn_down(change, members, stale)
+        return formed
 
     def _tell_torn_down(self, change: GroupChange, members: Members, stale: Members) -> None:
         shadow = self._shadow
@@ -581,12 +592,13 @@ class ShadowedRepair(GroupRepair):
         failed = shadow.members_of(outcome.rank for outcome in report.outcomes if not outcome.ok)
         is_by_user = classify(report).kind == "user"
         try:
-            return super()._survivors_of(report, staying, num_workers)
-        finally:
-            error = sys.exc_info()[1]
-            if error is None or isinstance(error, CannotForm):
-                left = machine.NOBODY if is_by_user else shadow.survivors
-                shadow.feed(machine.Lost(left, failed, by_user=is_by_user))
+            survivors = super()._survivors_of(report, staying, num_workers)
+        except CannotForm:
+            left = machine.NOBODY if is_by_user else shadow.survivors
+            shadow.feed(machine.Lost(left, failed, by_user=is_by_user))
+            raise
+        shadow.feed(machine.Lost(shadow.survivors, failed))
+        return survivors
 
     def _fetch_from(self, living: Collection[int], *, only_inside: bool = False) -> list[Capture]:
         self._shadow.rank_0 = self._lifecycle.running.infos[0]

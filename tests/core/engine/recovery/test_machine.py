@@ -1,4 +1,4 @@
-"""All runs of the table of a recovery: each ends, and none kills the only state or spends more retries than there are."""
+"""All runs of the table of a recovery: each ends, none kills the only state, and none spends more than its retries."""
 
 from __future__ import annotations
 

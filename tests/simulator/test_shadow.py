@@ -1,0 +1,307 @@
+"""The table of a recovery beside the engine: what seldom happens, which rows that visits, and rows that are missing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from raysgd.core.engine.controller import ElasticController
+from raysgd.core.engine.lifecycle import Lifecycle
+from raysgd.core.engine.policies import FailurePolicy, RetryBudget
+from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.snapshots import Snapshots
+from raysgd.core.engine.transfers import LostPartError
+from raysgd.exceptions import (
+    RanksDifferError,
+    RaySGDError,
+    ReservationTimeoutError,
+    UnevenStepsError,
+    UnpicklableError,
+    WorkerError,
+    WorkersLostError,
+)
+from tests.simulator import befalling
+from tests.simulator.befalling import UserBugError
+from tests.simulator.cells import Visit
+from tests.simulator.program import Program
+from tests.simulator.replica import SimReplica, look, note, walk, walk_on
+from tests.simulator.running import Simulation, Verdict, quiet
+from tests.simulator.schedule import Fault, Op, Schedule
+
+Act = Callable[[ElasticController, RetryBudget], Any]
+NUM_SCHEDULES = 300
+
+
+def training(**more: Any) -> Call:
+    """A call that trains."""
+    call = Call(walk, lambda worlds: [(1, None)] * len(worlds), changes_state=True, keeps_alike=True, resume=walk_on)
+    return replace(call, **more)
+
+
+def noting(**more: Any) -> Call:
+    """A call that cannot continue in another group."""
+    return Call(note, lambda worlds: [(1,)] * len(worlds), changes_state=True, keeps_alike=True, **more)
+
+
+def raises(error: type[BaseException], call: Call, **settings: Any) -> Act:
+    """A call that raises."""
+
+    def act(controller: ElasticController, budget: RetryBudget) -> None:
+        for name, value in settings.items():
+            setattr(controller, name, value)
+        with pytest.raises(error):
+            controller.run(call, budget=budget)
+
+    return act
+
+
+def refuse(values: Any) -> None:
+    raise RanksDifferError("they differ")
+
+
+def only_in_workers(act: Act) -> Act:
+    """The driver has no copy of the state."""
+
+    def acted(controller: ElasticController, budget: RetryBudget) -> None:
+        controller.snapshots.clear()
+        controller.snapshots.completed(None)
+        act(controller, budget)
+
+    return acted
+
+
+def losing_copies(count: int, act: Act) -> Act:
+    """The next snapshots are lost on their way to the driver."""
+
+    def acted(controller: ElasticController, budget: RetryBudget) -> None:
+        left, take = [count], Snapshots.take_captures
+
+        def take_and_lose(snapshots: Snapshots, *args: Any, **options: Any) -> None:
+            take(snapshots, *args, **options)
+            if left[0]:
+                left[0] -= 1
+                snapshots._lose_coming()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Snapshots, "take_captures", take_and_lose)
+            act(controller, budget)
+
+    return acted
+
+
+def leaves(**more: Any) -> Act:
+    """A call that must end early, from its second step on."""
+
+    def act(controller: ElasticController, budget: RetryBudget) -> None:
+        controller.run(training(leaves=lambda: True, **more), budget=budget)
+
+    return act
+
+
+def once(raised: Callable[[], BaseException]) -> Callable[[Any], Any]:
+    """The first time, a method raises."""
+
+    def make(real: Any) -> Any:
+        errors = [raised]
+
+        def method(*args: Any, **options: Any) -> Any:
+            if errors:
+                raise errors.pop()()
+            return real(*args, **options)
+
+        return method
+
+    return make
+
+
+@dataclass(frozen=True)
+class Story:
+    """Something that seeds draw seldom or never.
+
+    Attributes:
+        act: What the program does.
+        settings: Of the schedule.
+        faults: What befalls it.
+        changes: What another process, or user code, does otherwise: owners, names there, and what makes the other way.
+        options: Of the simulation.
+    """
+
+    act: Act
+    settings: Any = field(default_factory=dict)
+    faults: tuple[Fault, ...] = ()
+    changes: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = ()
+    options: Any = field(default_factory=dict)
+
+    def run(self) -> tuple[Verdict, list[Visit]]:
+        settings = {"num_workers": 3, "nodes": (4,), "num_samples": 40, **self.settings}
+        schedule = Schedule(1, ops=(Op("act"),), faults=self.faults, **settings)
+        with quiet(), pytest.MonkeyPatch.context() as patch:
+            simulation = Simulation(schedule, **self.options)
+
+            def act(program: Program, op: Op, budget: RetryBudget) -> None:
+                for owner, name, make in self.changes:
+                    patch.setattr(owner, name, make(getattr(owner, name)))
+                befalling, invariants = simulation.befalling, simulation.invariants
+                invariants.may_only_copy = True
+                befalling.num_incidents += len(STORIES)  # what costs a retry here is no fault of the schedule
+                self.act(simulation.controller, budget)
+                befalling.kinds["raise in a call"] = 0
+
+            patch.setattr(Program, "_act", act, raising=False)
+            return simulation.run(), simulation.shadow.visited
+
+
+def dies(*places: int, point: str = "step") -> tuple[Fault, ...]:
+    return tuple(Fault("die", point, place) for place in places)
+
+
+def bug() -> BaseException:
+    return UserBugError("a bug")
+
+
+def head_gone_with_copies(act: Act) -> Act:
+    """When the next snapshot is taken, the program is about to end, and Ray is gone."""
+
+    def acted(controller: ElasticController, budget: RetryBudget) -> None:
+        take, cluster = Snapshots.take_captures, vars(controller)["shadow"].cluster
+
+        def take_and_end(snapshots: Snapshots, *args: Any, **options: Any) -> None:
+            take(snapshots, *args, **options)
+            controller.is_ending = cluster.is_head_gone = True
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Snapshots, "take_captures", take_and_end)
+            act(controller, budget)
+        cluster.is_head_gone = False
+
+    return acted
+
+
+def at_end(act: Act) -> Act:
+    """The program is about to end."""
+
+    def acted(controller: ElasticController, budget: RetryBudget) -> None:
+        controller.is_ending = True
+        act(controller, budget)
+
+    return acted
+
+
+def without_group(act: Act) -> Act:
+    def acted(controller: ElasticController, budget: RetryBudget) -> None:
+        controller.kill_group()
+        act(controller, budget)
+
+    return acted
+
+
+def any_end(call: Call) -> Act:
+    """A call that may raise."""
+
+    def act(controller: ElasticController, budget: RetryBudget) -> None:
+        with suppress(RaySGDError, KeyboardInterrupt):
+            controller.run(call, budget=budget)
+
+    return act
+
+
+def retrying(act: Act) -> Act:
+    """Errors of user code are retried."""
+
+    def acted(controller: ElasticController, budget: RetryBudget) -> None:
+        controller.recovery._failures = FailurePolicy(True, retries_user_errors=True)
+        act(controller, budget)
+
+    return acted
+
+
+LEAVES = training(leaves=lambda: True)
+ENDLESS = tuple(Fault("lose connection", "called", nth) for nth in range(1, 161))
+ALL_RAISE = tuple(Fault("raise", "half", nth) for nth in (1, 2, 3))
+STORIES = {
+    "the ranks' values differ": Story(raises(RanksDifferError, Call(look, check=refuse))),
+    "the ranks ran different steps": Story(
+        raises(UnevenStepsError, training(divergence=lambda told: "rank 0 ran more")), faults=dies(4)
+    ),
+    "a call cannot be sent": Story(raises(UnpicklableError, Call(look, lambda worlds: [(threading.Lock(),)] * 3))),
+    "a rank dies while the program ends": Story(
+        at_end(raises(WorkersLostError, noting())), faults=dies(1, point="note")
+    ),
+    "no worker starts while the program ends": Story(without_group(at_end(raises(WorkersLostError, noting())))),
+    "the snapshot of a paused call is lost": Story(losing_copies(1, any_end(LEAVES))),
+    "four snapshots of a paused call are lost": Story(
+        losing_copies(4, raises(WorkersLostError, LEAVES)), {"batch_size": 1}
+    ),
+    "Ray is gone when a paused call is to end": Story(head_gone_with_copies(any_end(LEAVES)), {"is_large": True}),
+    "Ray is gone when a call that must end early has failed": Story(
+        head_gone_with_copies(any_end(LEAVES)), {"is_large": True}, dies(1)
+    ),
+    "a connection is lost whenever a call begins that must end early": Story(
+        raises(WorkersLostError, LEAVES), {"num_workers": 2, "joins_late": True}, ENDLESS
+    ),
+    "a connection is lost whenever a call begins that must end early, at the end": Story(
+        at_end(raises(WorkersLostError, LEAVES)), {"num_workers": 2, "joins_late": True}, ENDLESS
+    ),
+    "all ranks raise at one line, in different states": Story(
+        raises(WorkerError, training()), {"has_halves": True}, ALL_RAISE
+    ),
+    "user code raises while it leaves its group": Story(
+        any_end(training()), {"renews": True}, dies(4), ((SimReplica, "leave_group", once(bug)),)
+    ),
+    "user code raises while it joins another group": Story(
+        any_end(training()), {}, dies(4), ((SimReplica, "regroup", once(bug)),)
+    ),
+    "user code raises while a group is restored": Story(
+        any_end(noting()), {}, dies(1, point="note"), ((SimReplica, "restore", once(bug)),)
+    ),
+    "a shard is lost": Story(
+        any_end(noting()), {}, dies(1, point="note"), ((SimReplica, "restore", once(lambda: LostPartError("lost"))),)
+    ),
+    "user code raises while a group starts": Story(
+        any_end(noting()), {"regroups": False}, dies(1, point="note"), ((SimReplica, "setup", once(bug)),)
+    ),
+    "the resources of a new group go to another program": Story(
+        any_end(noting()),
+        {},
+        dies(1, point="note"),
+        ((Lifecycle, "try_start", once(lambda: ReservationTimeoutError("gone"))),),
+    ),
+    "a state of which there is no copy is not repeated": Story(
+        only_in_workers(any_end(noting(captures=True))), {}, dies(1, point="note")
+    ),
+    "the copies of the only state are lost": Story(
+        only_in_workers(losing_copies(9, any_end(noting(captures=True)))), {"is_large": True}, dies(1, point="note")
+    ),
+    "the copies of a call that must end early are lost": Story(
+        losing_copies(9, any_end(LEAVES)), {"is_large": True}, dies(1)
+    ),
+    "two copies of a call that must end early are lost": Story(
+        losing_copies(2, any_end(LEAVES)), {"is_large": True}, dies(1)
+    ),
+    "too few are left of a call that must end early": Story(any_end(LEAVES), {"min_workers": 3}, dies(1)),
+    "memory runs out after a loss": Story(
+        any_end(training()),
+        {"nodes": (2, 1), "resize_interval_s": "auto"},
+        (Fault("lose node", "step", 6), Fault("raise", "step", 9)),
+        ((befalling, "UserBugError", lambda real: MemoryError),),
+    ),
+    "errors of user code are retried": Story(retrying(any_end(training())), {}, (Fault("raise", "step", 4),)),
+    "a start has no retry left": Story(
+        any_end(noting()),
+        {"regroups": False},
+        (*dies(1, point="note"), *dies(4, 5, 6, 7, 8, point="prepare")),
+        options={"start_budget": RetryBudget(1)},
+    ),
+}
+"""Stories by name. The rows that they visit, seeds visit seldom or never."""
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_what_seldom_happens_follows_the_table(name: str) -> None:
+    verdict, _ = STORIES[name].run()
+    assert verdict.broken is None, "\n".join(verdict.log)
