@@ -537,7 +537,9 @@ class ShadowedRepair(GroupRepair):
         stale = shadow.members_of(set(survivors).intersection(without_state))
         try:
             formed = super()._leave_old_group(change, survivors, without_state)
-        except CannotForm:
+        except Stopped:
+            raise
+        except BaseException:
             self._tell_torn_down(change, members, stale)
             raise
         self._tell_torn_down(change, members, stale)

@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import pytest
 
 from raysgd.core.engine.controller import ElasticController
+from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.lifecycle import Lifecycle
 from raysgd.core.engine.policies import FailurePolicy, RetryBudget
 from raysgd.core.engine.shared.call import Call
@@ -48,14 +50,12 @@ def noting(**more: Any) -> Call:
     return Call(note, lambda worlds: [(1,)] * len(worlds), changes_state=True, keeps_alike=True, **more)
 
 
-def raises(error: type[BaseException], call: Call, **settings: Any) -> Act:
+def raises(error: type[BaseException], call: Call, own_budget: RetryBudget | None = None) -> Act:
     """A call that raises."""
 
     def act(controller: ElasticController, budget: RetryBudget) -> None:
-        for name, value in settings.items():
-            setattr(controller, name, value)
         with pytest.raises(error):
-            controller.run(call, budget=budget)
+            controller.run(call, budget=own_budget or budget)
 
     return act
 
@@ -75,11 +75,11 @@ def only_in_workers(act: Act) -> Act:
     return acted
 
 
-def losing_copies(count: int, act: Act) -> Act:
+def losing_copies(num_copies: int, act: Act) -> Act:
     """The next snapshots are lost on their way to the driver."""
 
     def acted(controller: ElasticController, budget: RetryBudget) -> None:
-        left, take = [count], Snapshots.take_captures
+        left, take = [num_copies], Snapshots.take_captures
 
         def take_and_lose(snapshots: Snapshots, *args: Any, **options: Any) -> None:
             take(snapshots, *args, **options)
@@ -103,16 +103,19 @@ def leaves(**more: Any) -> Act:
     return act
 
 
-def once(raised: Callable[[], BaseException]) -> Callable[[Any], Any]:
-    """The first time, a method raises."""
+def raising(raised: Callable[[], BaseException], *places: int, acts_first: bool = False) -> Callable[[Any], Any]:
+    """At these places, counted from 1, a method raises."""
 
     def make(real: Any) -> Any:
-        errors = [raised]
+        numbers = count(1)
 
         def method(*args: Any, **options: Any) -> Any:
-            if errors:
-                raise errors.pop()()
-            return real(*args, **options)
+            is_place = next(numbers) in (places or (1,))
+            if not is_place or acts_first:
+                found = real(*args, **options)
+            if is_place:
+                raise raised()
+            return found
 
         return method
 
@@ -251,25 +254,25 @@ STORIES = {
         raises(WorkerError, training()), {"has_halves": True}, ALL_RAISE
     ),
     "user code raises while it leaves its group": Story(
-        any_end(training()), {"renews": True}, dies(4), ((SimReplica, "leave_group", once(bug)),)
+        any_end(training()), {"renews": True}, dies(4), ((SimReplica, "leave_group", raising(bug)),)
     ),
     "user code raises while it joins another group": Story(
-        any_end(training()), {}, dies(4), ((SimReplica, "regroup", once(bug)),)
+        any_end(training()), {}, dies(4), ((SimReplica, "regroup", raising(bug)),)
     ),
     "user code raises while a group is restored": Story(
-        any_end(noting()), {}, dies(1, point="note"), ((SimReplica, "restore", once(bug)),)
+        any_end(noting()), {}, dies(1, point="note"), ((SimReplica, "restore", raising(bug)),)
     ),
     "a shard is lost": Story(
-        any_end(noting()), {}, dies(1, point="note"), ((SimReplica, "restore", once(lambda: LostPartError("lost"))),)
+        any_end(noting()), {}, dies(1, point="note"), ((SimReplica, "restore", raising(lambda: LostPartError("lost"))),)
     ),
     "user code raises while a group starts": Story(
-        any_end(noting()), {"regroups": False}, dies(1, point="note"), ((SimReplica, "setup", once(bug)),)
+        any_end(noting()), {"regroups": False}, dies(1, point="note"), ((SimReplica, "setup", raising(bug)),)
     ),
     "the resources of a new group go to another program": Story(
         any_end(noting()),
         {},
         dies(1, point="note"),
-        ((Lifecycle, "try_start", once(lambda: ReservationTimeoutError("gone"))),),
+        ((Lifecycle, "try_start", raising(lambda: ReservationTimeoutError("gone"))),),
     ),
     "a state of which there is no copy is not repeated": Story(
         only_in_workers(any_end(noting(captures=True))), {}, dies(1, point="note")
@@ -287,8 +290,56 @@ STORIES = {
     "memory runs out after a loss": Story(
         any_end(training()),
         {"nodes": (2, 1), "resize_interval_s": "auto"},
-        (Fault("lose node", "step", 6), Fault("raise", "step", 9)),
+        (Fault("lose node", "step", 6), Fault("raise", "step", 7)),
         ((befalling, "UserBugError", lambda real: MemoryError),),
+    ),
+    "a rank dies when a call that must end early is to be tried again": Story(
+        any_end(LEAVES),
+        {"joins_late": True},
+        (Fault("lose connection", "begin", 1),),
+        ((SimReplica, "replica_progress", raising(bug, 4)),),
+    ),
+    "a rank fails to copy its state": Story(
+        any_end(LEAVES), {}, dies(1), ((SimReplica, "capture_here", raising(bug)),)
+    ),
+    "Ctrl-C comes while a group is ended": Story(
+        raises(KeyboardInterrupt, noting(), RetryBudget(0)),
+        {},
+        dies(1, point="note"),
+        ((WorkerGroup, "kill", raising(KeyboardInterrupt, acts_first=True)),),
+    ),
+    "Ctrl-C comes while the only state is fetched": Story(
+        only_in_workers(raises(KeyboardInterrupt, noting(captures=True))),
+        {},
+        dies(1, point="note"),
+        ((WorkerGroup, "settle", raising(KeyboardInterrupt)),),
+    ),
+    "Ctrl-C comes again while the only state is fetched": Story(
+        only_in_workers(raises(KeyboardInterrupt, noting(captures=True))),
+        {},
+        dies(1, point="note"),
+        ((WorkerGroup, "settle", raising(KeyboardInterrupt, 1, 2)),),
+    ),
+    "Ctrl-C comes while survivors leave their group": Story(
+        raises(KeyboardInterrupt, training()), {}, dies(1), ((WorkerGroup, "leave_group", raising(KeyboardInterrupt)),)
+    ),
+    "user code raises in the driver": Story(
+        any_end(training()), {"num_workers": 1, "use_local": True}, (Fault("raise", "step", 4),)
+    ),
+    "too few are left of a call that must end early before it has begun": Story(
+        any_end(LEAVES), {"min_workers": 3, "joins_late": True}, dies(1, point="begin")
+    ),
+    "no attempt to start a group succeeds": Story(
+        any_end(noting()),
+        {"regroups": False},
+        (*dies(1, point="note"), *dies(4, 5, 6, 7, 8, 9, 10, 11, point="prepare")),
+        options={"scaling": {"num_attempts": 2}},
+    ),
+    "user code raises while replicas are built again": Story(
+        any_end(noting()),
+        {"regroups": False, "renews": True},
+        dies(1, point="note"),
+        ((SimReplica, "setup", raising(bug)),),
     ),
     "errors of user code are retried": Story(retrying(any_end(training())), {}, (Fault("raise", "step", 4),)),
     "a start has no retry left": Story(

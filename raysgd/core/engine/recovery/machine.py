@@ -587,15 +587,15 @@ def transition(state: State, event: Event, facts: Facts) -> Step:
             return Step(Rendezvous(change, members, stale, num_joining))
         case Rendezvous(change, members, _, num_joining), Formed(moves_rank_0):
             return _with_group(change, members, num_joining, moves_rank_0, facts)
-        case Rendezvous(change, members), Lost(by_user=True):
-            return _cannot_continue(change, members, facts)
-        case Rendezvous(change, members), Lost(left) if left == facts.members:  # the next attempt would fail, too
-            return _cannot_continue(change, members, facts, is_failure=True).after(Do.SUSPECT_NODES)
-        case Rendezvous(change, members, stale), Lost(left, failed):
+        case Rendezvous(change, members, stale), Lost(left, failed, by_user):
+            change = replace(change, has_regrouped=True)
+            if by_user:
+                return _cannot_continue(change, members, facts)
+            if left == facts.members:  # the next attempt would fail, too
+                return _cannot_continue(change, members, facts, is_failure=True).after(Do.SUSPECT_NODES)
             # Whoever joined and failed may not have the state. Those that had it still do.
             without_state = failed - (members - stale)
-            again = replace(change, has_regrouped=True)
-            return _tear_down(again, left, without_state & left, facts).after(Do.SUSPECT_NODES)
+            return _tear_down(change, left, without_state, facts).after(Do.SUSPECT_NODES)
 
         # ---- the state goes to the driver
         case Capturing(Change(plan=EndEarly()) as change), Captured(is_inside=False):
