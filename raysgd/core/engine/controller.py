@@ -670,15 +670,17 @@ class ElasticController(Lifecycle):
             except BaseException as error:  # Ctrl-C or an error in the driver: ranks may still be in the call
                 # A driver that is the only worker is not stuck in a collective, so its group can be kept.
                 broken = None if isinstance(error, phase.value) else self.group
-                if broken is not None and not broken.is_driver_only:
-                    self.interrupted = None  # this block handles the interrupt, so it must not be raised again
-                    self.recovery.fetch_only_state()
-                    self.end_call(type(error).__name__)
-                if isinstance(error, RanksDifferError):
-                    # Repeating the calls since the last snapshot may make the ranks differ again.
-                    self.snapshots.forget_calls()
-                if not self.is_ending:
-                    self.snapshots.note_broken_off(call, has_group=self.group is not None)
+                try:
+                    if broken is not None and not broken.is_driver_only:
+                        self.interrupted = None  # this block handles the interrupt, so it must not be raised again
+                        self.recovery.fetch_only_state()
+                        self.end_call(type(error).__name__)
+                finally:  # also if Ctrl-C comes again
+                    if isinstance(error, RanksDifferError):
+                        # Repeating the calls since the last snapshot may make the ranks differ again.
+                        self.snapshots.forget_calls()
+                    if not self.is_ending:
+                        self.snapshots.note_broken_off(call, has_group=self.group is not None)
                 raise
             if number is not None:
                 number = replace(number, attempt=number.attempt + 1, is_resumed=is_inside)
