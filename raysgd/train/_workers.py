@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from raysgd.air.config import ScalingConfig
 from raysgd.air.reports import PreemptionInfo
-from raysgd.core.arguments import MIN_HEARTBEAT_S, check_amount, check_num_workers, check_seconds
+from raysgd.core.arguments import MIN_HEARTBEAT_S, check_num_workers, check_seconds
 from raysgd.core.cluster.program_end import end_with
 from raysgd.core.cluster.ray_cluster import drain_deadlines, draining_nodes, ensure_ray
 from raysgd.core.engine.controller import ElasticController
@@ -84,21 +84,16 @@ class FunctionWorkers(GroupHooks):
 
     Args:
         config: Configures how the workers are connected.
-        num_workers: Number of workers, or a pair of the minimum and maximum.
-        num_cpus: CPUs per worker.
-        num_gpus: GPUs per worker.
+        scaling: Number and resources of the workers. Here, strict placement strategies do not count.
         num_restarts: Number of restarts before a failure is raised as an error. Each `start`, training function and
             call of `gather` counts from 0 again. Workers that die while starting also count.
         checkpoints: Object that receives the functions' checkpoints.
-        resize_interval_s: Seconds between two searches for free resources, if a run has fewer workers than the maximum.
         heartbeat_s: A worker process that does not respond for this many seconds counts as lost.
         placement: Further requirements of the workers, and how Ray places the workers on nodes.
         failures: Policy that decides after a failure whether to retry or to raise the error.
         on_failure: Function to call before the training function restarts after a failure.
         words: Advice for users, which the engine adds to its messages.
         num_ahead: Number of reports that may wait for the driver before a function is blocked.
-        is_elastic: True if functions continue without a restart when other workers are lost.
-        num_spares: Number of spare workers that are ready to replace lost workers.
 
     Attributes:
         num_started: Number of groups that were started.
@@ -108,41 +103,30 @@ class FunctionWorkers(GroupHooks):
         current_run: The run of the latest function; None if no function is running.
 
     Raises:
-        ValueError: A number is out of range, or `is_elastic` is not possible with the other arguments.
+        ValueError: A number is out of range, or functions cannot continue in place with these arguments.
     """
 
     def __init__(
         self,
         config: BackendConfig,
-        num_workers: int | tuple[int, int],
-        num_cpus: float,
-        num_gpus: float,
+        scaling: ScalingConfig,
         num_restarts: float,
         checkpoints: CheckpointTaker,
         *,
-        resize_interval_s: float,
         heartbeat_s: float = 60.0,
         placement: Placement,
         failures: FailurePolicy | None = None,
         on_failure: Callable[[Diagnosis], None] = lambda diagnosis: None,
         words: FrontEndWords = WORDS,
         num_ahead: int = 0,
-        is_elastic: bool = False,
-        num_spares: int = 0,
     ) -> None:
-        workers, read = ScalingConfig(num_workers=num_workers), constants.env_integer
-        least, most = workers.worker_range
-        check_seconds("resize_interval_s", resize_interval_s)
+        least, most = scaling.worker_range
         check_seconds("heartbeat_s", heartbeat_s, MIN_HEARTBEAT_S)
-        check_amount("num_cpus_per_worker", num_cpus)
-        check_amount("num_gpus_per_worker", num_gpus)
-        check_spares(num_spares, is_elastic)
-        if is_elastic:
-            check_elastic(config, (least, most), num_gpus, num_restarts)
+        check_elastic(config, scaling, num_restarts)
+        read = constants.env_integer
         self._config, self._backend = config, backend_of(config)
         self._scaling = ScalingPolicy(max_workers=most, min_workers=least)
-        self._is_range = isinstance(workers.num_workers, tuple)
-        self._failures = replace(failures or FailurePolicy(), continues=is_elastic)
+        self._failures = replace(failures or FailurePolicy(), continues=scaling.elastic)
         self._on_failure, self._num_ahead = on_failure, num_ahead
         shares = int(self._backend.share_cuda_visible_devices)
         self._shares_gpus = bool(read(constants.ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV, shares))
@@ -151,17 +135,17 @@ class FunctionWorkers(GroupHooks):
         self.spec = GroupSpec(
             NoConnection(),
             self.replicas,
-            placement.resources(num_cpus, num_gpus),
+            placement.resources(scaling.num_cpus_per_worker, scaling.num_gpus_per_worker),
             reservation_timeout_s=read(constants.TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, 100),
             captures=False,
-            runs_on=is_elastic,
-            num_spares=num_spares,
+            runs_on=scaling.elastic,
+            num_spares=scaling.spare_workers,
             packs=placement.packs(by_default=not read(constants.TRAIN_ENABLE_WORKER_SPREAD_ENV, 0)),
             heartbeat_s=heartbeat_s,
             words=words,
         )
         self.checkpoints, self.budget = checkpoints, RetryBudget(num_restarts)
-        self.max_workers, self.resize_interval_s = most, resize_interval_s
+        self.max_workers, self.resize_interval_s = most, scaling.elastic_resize_monitor_interval_s
         self.decode: Callable[[Any], dict[str, Any]] = self._backend.decode_data
         self._controller: ElasticController | None = None
         self._group: EngineGroup | None = None
@@ -225,7 +209,7 @@ class FunctionWorkers(GroupHooks):
         self.budget.renew()
         self._finalizer = end_with(owner, controller.stop, force=True)
         with OnFailure(self._finalizer):
-            controller.start(as_fits=self._is_range)
+            controller.start(as_fits=self._scaling.min_workers < self.max_workers)
         self._controller = controller
 
     def group_spec(self, initialization_hook: Callable[[], Any] | None) -> GroupSpec:
@@ -466,39 +450,34 @@ class FunctionWorkers(GroupHooks):
                 self._backend.on_shutdown(self.workers, self._config)
 
 
-def check_spares(num_spares: Any, is_elastic: bool) -> None:
-    """Check the number of spare workers.
-
-    Raises:
-        ValueError: The number is out of range, or spare workers were requested without `elastic=True`.
-    """
-    check_num_workers("spare_workers", num_spares, hint="They wait to step in for lost ones.", least=0)
-    if num_spares and not is_elastic:
-        raise ValueError(
-            f"`spare_workers={num_spares}` without `elastic=True`: they step in where functions go on after a failure. "
-            "Pass both, or neither."
-        )
-
-
-def check_elastic(config: BackendConfig, num_workers: tuple[int, int], num_gpus: float, num_restarts: float) -> None:
-    """Check that a trainer's other arguments allow `elastic=True`.
+def check_elastic(config: BackendConfig, scaling: ScalingConfig, num_restarts: float) -> None:
+    """Check that functions can continue in place after a failure, if the config requests this with `elastic=True`.
 
     Args:
         config: Configures how the workers are connected.
-        num_workers: Minimum and maximum number of workers.
-        num_gpus: GPUs per worker.
+        scaling: Number and resources of the workers.
         num_restarts: Number of restarts before a failure is raised as an error.
 
     Raises:
-        ValueError: With these arguments, functions cannot continue without a restart after a failure.
+        InvalidCountError: The number of workers is not set.
+        ValueError: With these arguments, functions cannot continue without a restart after a failure. Or spare workers
+            were requested without `elastic=True`, or their number is out of range.
     """
-    least, most = num_workers
+    least, most = scaling.worker_range
+    check_num_workers("spare_workers", scaling.spare_workers, hint="They wait to step in for lost ones.", least=0)
+    if scaling.spare_workers and not scaling.elastic:
+        raise ValueError(
+            f"`spare_workers={scaling.spare_workers}` without `elastic=True`: they step in where functions go on after "
+            "a failure. Pass both, or neither."
+        )
+    if not scaling.elastic:
+        return
     if least == most:
         raise ValueError(
             f"`elastic=True` and `num_workers={most}`: after a failure, fewer workers continue, so pass the "
             f"least and the most, such as `num_workers=({max(1, most - 1)}, {most})`."
         )
-    if not config.can_regroup(num_gpus):
+    if not config.can_regroup(scaling.num_gpus_per_worker):
         raise ValueError(
             f"`elastic=True` with `{config!r}`: only workers that `TorchConfig` connects with gloo can form a new "
             'group while a function runs. Pass `TorchConfig(backend="gloo")`, or leave `elastic` out.'

@@ -16,7 +16,7 @@ from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import DatasetConfig, RunConfig, ScalingConfig, checked_config
 from raysgd.core.arguments import refuse_unknown
 from raysgd.detached.protocol import Detached
-from raysgd.train._workers import check_elastic, check_spares
+from raysgd.train._workers import check_elastic
 from raysgd.train.backend import BackendConfig, resolve
 from raysgd.train.base_trainer import BaseTrainer, TrainerType
 from raysgd.train.fit.data import OWN_CONFIG, merged_config, prepared
@@ -176,11 +176,7 @@ class DataParallelTrainer(BaseTrainer):
 
     def _check(self) -> None:
         super()._check()
-        scaling = self.scaling_config
-        workers, num_gpus = scaling.worker_range, scaling.num_gpus_per_worker
-        check_spares(scaling.spare_workers, scaling.elastic)
-        if scaling.elastic:
-            check_elastic(self._backend_config, workers, num_gpus, num_restarts(self.run_config))
+        check_elastic(self._backend_config, self.scaling_config, num_restarts(self.run_config))
 
     def _settle_gpus(self) -> None:
         self.scaling_config = self.scaling_config.with_gpus_chosen(self._backend_config.view_of_driver())

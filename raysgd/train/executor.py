@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raysgd.air.config import CheckpointConfig
+from raysgd.air.config import CheckpointConfig, ScalingConfig
+from raysgd.core.arguments import check_amount, check_seconds
 from raysgd.core.engine.shared.group_events import GroupHistory
 from raysgd.core.engine.worker import packed_bytes
 from raysgd.exceptions import TrainBackendError
@@ -117,17 +118,19 @@ class BackendExecutor:
         resize_interval_s: float = 60.0,
         heartbeat_s: float = 60.0,
     ) -> None:
-        self.checkpoint_manager = CheckpointManager()
+        check_seconds("resize_interval_s", resize_interval_s)
+        check_amount("num_cpus_per_worker", num_cpus_per_worker)
+        check_amount("num_gpus_per_worker", num_gpus_per_worker)
+        placement = Placement(additional_resources_per_worker)
+        scaling = ScalingConfig(
+            num_workers=num_workers,
+            use_gpu=num_gpus_per_worker > 0,
+            resources_per_worker={"CPU": num_cpus_per_worker, "GPU": num_gpus_per_worker},
+            elastic_resize_monitor_interval_s=resize_interval_s,
+        )
+        restarts, self.checkpoint_manager = restarts_allowed(max_retries), CheckpointManager()
         self._workers = FunctionWorkers(
-            backend_config,
-            num_workers,
-            num_cpus_per_worker,
-            num_gpus_per_worker,
-            restarts_allowed(max_retries),
-            self.checkpoint_manager,
-            resize_interval_s=resize_interval_s,
-            heartbeat_s=heartbeat_s,
-            placement=Placement(additional_resources_per_worker),
+            backend_config, scaling, restarts, self.checkpoint_manager, heartbeat_s=heartbeat_s, placement=placement
         )
         self._run: FunctionRun | None = None
 

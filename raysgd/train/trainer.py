@@ -22,7 +22,7 @@ from raysgd.air.config import CheckpointConfig, ScalingConfig
 from raysgd.callbacks.callback import Callback
 from raysgd.callbacks.calling import Dispatcher, FunctionCalls, as_list, own_among
 from raysgd.compat.names import MOVED, former_names
-from raysgd.core.arguments import check_hook, is_integer, refuse_text, refuse_unknown
+from raysgd.core.arguments import check_hook, check_seconds, is_integer, refuse_unknown
 from raysgd.core.cluster.ray_cluster import gpus_of_nodes
 from raysgd.core.engine.shared.group_events import GroupEvent, GroupHistory
 from raysgd.core.files import check_path
@@ -137,36 +137,27 @@ class Trainer:
         **unknown: NoReturn,
     ) -> None:
         refuse_unknown("Trainer", unknown, Trainer.__init__.__annotations__)
-        refuse_text(elastic=elastic)
         if logdir is not None:
             check_logdir(logdir)
         if not is_integer(max_retries):
             raise TypeError(f"`max_retries={max_retries!r}`: need an integer; -1 for any number.")
+        check_seconds("resize_interval_s", resize_interval_s)
         resources: Any = {} if resources_per_worker is None else resources_per_worker
         self._config = resolve(backend)
-        needs = ScalingConfig(
+        scaling = ScalingConfig(
             num_workers=num_workers,
             use_gpu=use_gpu,
-            resources_per_worker=resources,
+            resources_per_worker={"CPU": 1, **resources} if isinstance(resources, Mapping) else resources,
+            elastic_resize_monitor_interval_s=resize_interval_s,
             accelerator_type=accelerator_type,
+            elastic=elastic,
             spare_workers=spare_workers,
         ).with_gpus_chosen(self._config.view_of_driver())
-        num_cpus, num_gpus, most = resources.get("CPU", 1), needs.num_gpus_per_worker, needs.worker_range[1]
-        placement = Placement(needs.additional_resources_per_worker, accelerator_type, placement_strategy, runtime_env)
-        self._use_gpu = needs.use_gpu
-        pace: dict[str, Any] = {"resize_interval_s": resize_interval_s, "heartbeat_s": heartbeat_s}
-        self._checkpoints = CheckpointManager()
+        placement = Placement(scaling.additional_resources_per_worker, None, placement_strategy, runtime_env)
+        self._use_gpu = scaling.use_gpu
+        restarts, self._checkpoints = restarts_allowed(max_retries), CheckpointManager()
         self._workers = FunctionWorkers(
-            self._config,
-            num_workers,
-            num_cpus,
-            num_gpus,
-            restarts_allowed(max_retries),
-            self._checkpoints,
-            placement=placement,
-            is_elastic=elastic,
-            num_spares=spare_workers,
-            **pace,
+            self._config, scaling, restarts, self._checkpoints, heartbeat_s=heartbeat_s, placement=placement
         )
         self._make_alike = partial(
             Trainer,
@@ -178,9 +169,10 @@ class Trainer:
             placement_strategy=placement_strategy,
             runtime_env=runtime_env,
             elastic=elastic,
-            **pace,
+            resize_interval_s=resize_interval_s,
+            heartbeat_s=heartbeat_s,
         )
-        self._bundles = [{"CPU": 1.0}, *[placement.resources(num_cpus, num_gpus).bundle()] * most]
+        self._bundles = [{"CPU": 1.0}, *[self._workers.spec.resources.bundle()] * self._workers.max_workers]
         self._strategy = "PACK" if self._workers.spec.packs else "SPREAD"
         self.logdir: Path | Folder = self.create_logdir(logdir)
         self.latest_run_dir: Path | Folder | None = None

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
+from raysgd.air import ScalingConfig
 from raysgd.core.engine.shared.connection import NoConnection
 from raysgd.train._workers import WORDS, FunctionWorkers, check_elastic, preemption_of
 from raysgd.train.backend import BackendConfig, PlacedConnection
@@ -22,7 +23,7 @@ def workers(config: BackendConfig | None = None, **options: Any) -> FunctionWork
 
 def placed(placement: Placement) -> FunctionWorkers:
     """Workers of which the user says more than an executor takes."""
-    return FunctionWorkers(BackendConfig(), 2, 1, 0, 2, CheckpointManager(), resize_interval_s=60, placement=placement)
+    return FunctionWorkers(BackendConfig(), ScalingConfig(num_workers=2), 2, CheckpointManager(), placement=placement)
 
 
 def test_groups_are_started_from_what_the_user_asked_for() -> None:
@@ -88,8 +89,8 @@ def test_functions_can_go_on_with_fewer_workers_where_gloo_connects_them(
     num_workers: tuple[int, int], config: BackendConfig, num_restarts: int, words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        check_elastic(config, num_workers, 0, num_restarts)
-    check_elastic(TorchConfig(), (2, 3), 0, 1)
+        check_elastic(config, ScalingConfig(num_workers=num_workers, elastic=True), num_restarts)
+    check_elastic(TorchConfig(), ScalingConfig(num_workers=(2, 3), elastic=True), 1)
 
 
 # ------------------------------------------------------------------------------------------------- the plan of a run

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from raysgd.air import ScalingConfig
 from raysgd.core.cluster.resources import Resources
 from raysgd.core.engine.group import WorkerGroup as EngineGroup
 from raysgd.core.engine.shared.types import Failure, GroupReport, Outcome
@@ -68,7 +69,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> NotingBackend:
 def hooks(backend: Any, waits: list[float] | None = None, make_object: Any = None) -> FunctionWorkers:
     checkpoints: Any = SimpleNamespace(await_arrival=[].append if waits is None else waits.append)
     config: Any = SimpleNamespace(backend_cls=lambda: backend)
-    made = FunctionWorkers(config, 2, 1, 0, 0, checkpoints, resize_interval_s=60, placement=Placement())
+    made = FunctionWorkers(config, ScalingConfig(num_workers=2), 0, checkpoints, placement=Placement())
     made._make_object = make_object
     return made
 

@@ -199,15 +199,11 @@ class FitRun:
             preprocessor,
             self._begin_attempt,
         )
-        least, most = scaling.worker_range
         self._workers = FunctionWorkers(
             backend,
-            (least, most) if least < most else most,
-            scaling.num_cpus_per_worker,
-            scaling.num_gpus_per_worker,
+            scaling,
             num_restarts(job.run_config),
             self._checkpoints,
-            resize_interval_s=scaling.elastic_resize_monitor_interval_s,
             placement=Placement(
                 scaling.additional_resources_per_worker,
                 placement_strategy=followed(scaling.placement_strategy),
@@ -218,8 +214,6 @@ class FitRun:
             on_failure=self._note_failure,
             words=WORDS,
             num_ahead=job.num_ahead,
-            is_elastic=scaling.elastic,
-            num_spares=scaling.spare_workers,
         )
         self._run: FunctionRun | None = None
         self._reports: deque[tuple[dict[str, Any], Future[Any] | None]] = deque()
