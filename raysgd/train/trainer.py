@@ -308,7 +308,8 @@ class Trainer:
         """
         if self._workers.is_started:
             raise RuntimeError("The trainer has already started: `to_worker_group` starts its own workers.")
-        self._workers.start(self, make_object=partial(train_cls, *args, **kwargs))
+        make: Callable[..., Any] = train_cls
+        self._workers.start(self, make_object=partial(make, *args, **kwargs))
         return TrainWorkerGroup(self)
 
     def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> type[Any]:
