@@ -16,6 +16,7 @@ from typing import Any
 
 from raysgd.journal.entries import TRAINER_ARGUMENTS, Leg, RunOptions
 from raysgd.journal.journal import Journal
+from raysgd.replay.comparing import options_of
 from raysgd.torch.torch_trainer import TorchTrainer
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.configuration.batch_options import BatchOptions
@@ -170,9 +171,7 @@ def batch_options_for(leg: Leg) -> BatchOptions:
     """
     options, num_workers = leg.run.options, leg.num_workers
     _refuse(options)
-    batch_options = BatchOptions(
-        options.split_batches, options.micro_batch_size, options.deterministic, options.num_shards
-    )
+    batch_options = options_of(leg)
     if batch_options.is_global or num_workers == 1:
         return replace(batch_options, num_shards=batch_options.num_shards if batch_options.deterministic else 1)
     # Each worker had its own batch. The single process treats these batches as the shards of one global batch.

@@ -16,8 +16,7 @@ from raysgd.journal import jumps
 from raysgd.journal.journal import Journal, StepRecord
 from raysgd.journal.jumps import Jump
 from raysgd.replay.program import Program
-from raysgd.replay.sample_losses import SampleLoss, data_of, recomputed
-from raysgd.replay.samples import NeedsProgramError, samples_of
+from raysgd.replay.samples import NeedsProgramError, SampleLoss, data_of, recomputed, samples_of
 
 _AROUND = 4
 _MOST_SAMPLES = 20

@@ -23,8 +23,7 @@ from raysgd.replay.checkpoints import nearest_checkpoint
 from raysgd.replay.comparing import Comparison, compare, options_of, records_of, rounding_of, sizes_of
 from raysgd.replay.program import Program, batch_options_for
 from raysgd.replay.questions import journal_of
-from raysgd.replay.sample_losses import data_of, whole_batch
-from raysgd.replay.samples import samples_of
+from raysgd.replay.samples import data_of, samples_of, whole_batch
 from raysgd.torch.objects import rng
 from raysgd.torch.torch_trainer import TorchTrainer
 

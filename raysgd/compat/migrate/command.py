@@ -31,7 +31,7 @@ def migrate(paths: Sequence[Path], write: bool, shows_diff: bool, ray_train: boo
         require_installed("libcst", extra="migrate", purpose="`raysgd migrate`")
     except ModuleNotFoundError as error:
         raise click.ClickException(str(error)) from None
-    from raysgd.compat.migrate.files import files_of, migrate_file
+    from raysgd.compat.migrate.source import files_of, migrate_file
 
     try:
         files = [migrate_file(path, ray_train) for path in files_of(paths)]
