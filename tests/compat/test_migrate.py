@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from raysgd.compat.migrate import calls as _calls
 from raysgd.compat.migrate.calls import RENAMED, RETIRED
 from raysgd.compat.migrate.command import migrate as command
 from raysgd.compat.migrate.source import MigratedProgram, migrate
@@ -155,6 +156,14 @@ def side(diff: str, mark: str) -> str:
 def test_the_page_shows_what_becomes_of_a_program(diff: str) -> None:
     before = side(diff, "-")
     assert migrated(before, ray_train="ray.train" in before) == side(diff, "+")
+
+
+def test_each_section_of_the_tables_is_read() -> None:
+    source = Path(_calls.__file__).read_text(encoding="utf-8")
+    others = [title for title in _calls._TABLES if not re.fullmatch(r"(renamed|retired):( ray[\w.]+)+", title)]
+    assert [title for title in others if f'_TABLES["{title}"]' not in source] == []
+    assert len(others) == 5
+    assert all(all(rows.values()) for rows in (*RENAMED.values(), *RETIRED.values()))
 
 
 @RunIf(modules=["pandas", "pyarrow"])

@@ -8,13 +8,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
+import re
 import warnings
 from collections.abc import Iterator
 
 import pytest
 
+from raysgd.compat import paths as _paths
 from raysgd.compat.names import MOVED
 from raysgd.compat.paths import RAY_TRAIN, Paths, gone, renamed, table
+from raysgd.core.tables import read_table
 from tests.helpers.run_if import RunIf
 
 VENDORS = {
@@ -47,6 +50,23 @@ def test_everything_that_has_a_successor_is_there(
 def test_what_was_renamed_is_there(old: str) -> None:
     module, _, name = renamed()[old].rpartition(".")
     assert hasattr(importlib.import_module(module), name)
+
+
+def test_a_row_is_a_module_with_its_names_or_a_name_or_a_reason() -> None:
+    rows = read_table(_paths.__file__)
+    modules = [
+        row for title in ("sgd", "beside sgd", "inside Ray", "train", "kept by Ray") for row in rows[title].items()
+    ]
+    names = [row for title in ("renamed", "renamed train") for row in rows[title].items()]
+    assert [row for row in modules if not re.fullmatch(r"[\w.]+ [\w.]+(: \w+( \w+)*)?", " ".join(row))] == []
+    assert [row for row in names if not re.fullmatch(r"[\w.]+ [\w.]+", " ".join(row))] == []
+    assert len(rows) == 9
+
+
+def test_each_reason_that_several_names_share_is_there_and_is_used() -> None:
+    rows = read_table(_paths.__file__)
+    assert {reason for reason in rows["gone"].values() if re.fullmatch(r"\(.*\)", reason)} == rows["reasons"].keys()
+    assert _paths._OF_RAY in rows["reasons"]
 
 
 def test_a_name_is_listed_once() -> None:

@@ -32,6 +32,7 @@ from raysgd.core.connections.torch import end_process_group, is_connection_error
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.shared.types import World
 from raysgd.core.private_names import PrivateNames, missing_names, private_names, versions_tested
+from raysgd.core.tables import read_table
 from raysgd.detached import cluster
 from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
 from raysgd.streams.formats import HuggingFaceStream
@@ -153,6 +154,13 @@ def tabled_for(module: str) -> set[str]:
 def test_every_private_name_of_another_project_is_in_the_table() -> None:
     unlisted = {module: borrowed_by(module) - tabled_for(module) for module in modules()}
     assert {module: sorted(names) for module, names in unlisted.items() if names} == {}
+
+
+def test_every_row_has_names_and_says_where_they_are_used_and_what_happens_without() -> None:
+    sections = read_table(str(ROOT / "raysgd/core/private_names.py"))
+    assert {key for title, row in sections.items() if title != "versions" for key in row} == {"used in", "without"}
+    assert all(row.names and row.used_in and row.without for row in TABLE)
+    assert len(TABLE) == len(sections) - 1
 
 
 def test_every_name_of_the_table_is_used_where_it_says() -> None:
