@@ -62,7 +62,7 @@ class LaneEnds:
         self._num_rows, self._turn = begin.num_rows, begin.turn
         self.counts, self._seen_to = [0] * num_lanes, [0] * num_lanes  # for each lane: rows dealt, and rows seen so far
         if self._is_known:
-            self.counts, self._turn = of_pass.dealt(begin.num_rows)
+            self.counts, self._turn = deal(begin.num_rows, of_pass.lengths, turn=0)
             self._seen_to = of_pass.lengths
         self._is_dry = [self._is_known] * num_lanes  # for each lane: True if it has no more rows than those seen
         self._known_at: Sequence[int] = self.counts

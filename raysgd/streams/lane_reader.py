@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from raysgd.core.numbers.seeds import digest
 from raysgd.exceptions import StreamError
-from raysgd.streams.lanes import NUM_LANES, DealtRows, LanePart, LanePosition, Lanes, deal
+from raysgd.streams.lanes import NUM_LANES, LanePart, LanePosition, Lanes
 from raysgd.streams.stream import DROPPED, FAILED, Pipeline, RowSteps, Shard, total, warn_of_row
 
 logger = logging.getLogger(__name__)
@@ -393,13 +393,6 @@ class StreamPass:
     def lengths(self) -> list[int]:
         """Number of rows in each lane. Can only be used if `is_known`."""
         return self.lanes.lengths(self._of_shards)
-
-    def dealt(self, num_rows: int) -> DealtRows:
-        """Return how many of the first `num_rows` rows of the pass each lane contributes.
-
-        Can only be used if `is_known`.
-        """
-        return deal(num_rows, self.lengths, turn=0)
 
     def position(self, lane: int, place: Place) -> LanePosition:
         """Convert a place in a lane, which is a number of rows or a position, to a position."""

@@ -153,6 +153,7 @@ def lanes_of(rank: int, world_size: int, num_lanes: int) -> range:
     return range(first, after)
 
 
+@functools.cache
 def spread_order(num_lanes: int) -> list[int]:
     """Return the lane indices in order of turns: the order in which the lanes contribute rows to global batches.
 
@@ -206,7 +207,7 @@ def deal(num_rows: int, left: Sequence[int], turn: int) -> DealtRows:
     >>> deal(5, left=[9, 9, 1, 9], turn=0)
     DealtRows(counts=[2, 1, 1, 1], turn=1)
     """
-    order = _order(len(left))
+    order = spread_order(len(left))
     order = order[turn:] + order[:turn]
     counts = [0] * len(left)
     after = 0
@@ -223,11 +224,6 @@ def deal(num_rows: int, left: Sequence[int], turn: int) -> DealtRows:
         num_rows -= len(dealt) * (rounds or 1)
         after = 0 if rounds else dealt[-1][0] + 1
     return DealtRows(counts, (turn + after) % len(left))
-
-
-@functools.cache
-def _order(num_lanes: int) -> list[int]:
-    return spread_order(num_lanes)
 
 
 class LaneSlice(NamedTuple):
