@@ -68,10 +68,14 @@ def test_the_wheel_has_every_module_of_both_folders(wheel: zipfile.ZipFile) -> N
     assert "raysgd/operators/__init__.py" in ours
 
 
-def test_the_wheel_has_every_table(wheel: zipfile.ZipFile) -> None:
-    tables = {str(path.relative_to(ROOT)) for path in (ROOT / "raysgd").rglob("*.ini")}
-    assert {name for name in wheel.namelist() if name.endswith(".ini")} == tables
-    assert {"raysgd/compat/paths.ini", "raysgd/horovod/mends.txt"} <= {*tables, *wheel.namelist()}
+def test_the_wheel_has_every_file_that_a_module_reads(wheel: zipfile.ZipFile) -> None:
+    modules = {
+        path.relative_to(ROOT) for path in (ROOT / "raysgd").rglob("*") if path.suffix != ".py" and path.is_file()
+    }
+    files = {str(path) for path in modules if path.parts[1] != "operators" and "__pycache__" not in path.parts}
+    assert files <= set(wheel.namelist())
+    read = {"compat/paths.ini", "compat/migrate/calls.ini", "core/private_names.ini", "core/synonyms.ini"}
+    assert {f"raysgd/{name}" for name in (*read, "core/text/cards.css", "horovod/mends.txt")} <= files
 
 
 def test_the_wheel_says_that_it_is_typed_and_carries_the_licence(wheel: zipfile.ZipFile) -> None:

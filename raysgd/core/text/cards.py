@@ -1,6 +1,6 @@
 """Formats output for people: HTML cards for notebooks, and lines for a terminal.
 
-The cards work on light and dark backgrounds. All text in the HTML is escaped.
+The cards work on light and dark backgrounds, with the styles in `cards.css`. All text in the HTML is escaped.
 """
 
 from __future__ import annotations
@@ -9,26 +9,7 @@ import html
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
-
-_STYLE = """<style>
-.raysgd-card{font:13px/1.45 system-ui,-apple-system,"Segoe UI",sans-serif;max-width:62rem;padding:10px 14px;
- border:1px solid rgba(128,128,128,.35);border-radius:8px;overflow-x:auto;color:inherit}
-.raysgd-card .raysgd-title{font-weight:600;font-size:14px;margin:0 0 6px}
-.raysgd-card .raysgd-title span{font-weight:400;opacity:.7;margin-left:.6em}
-.raysgd-card table{border-collapse:collapse;margin:0 0 4px;border:0;font-size:13px;color:inherit;background:none}
-.raysgd-card th,.raysgd-card td{padding:2px 14px 2px 0;border:0;text-align:left;vertical-align:top;white-space:nowrap;
- background:none;color:inherit}
-.raysgd-card th{font-weight:500;opacity:.65}
-.raysgd-card table.raysgd-grid td,.raysgd-card table.raysgd-grid th{text-align:right;
- font-variant-numeric:tabular-nums;border-bottom:1px solid rgba(128,128,128,.2)}
-.raysgd-card table.raysgd-grid td:last-child,.raysgd-card table.raysgd-grid th:last-child{padding-right:0}
-.raysgd-card table.raysgd-facts td{white-space:normal}
-.raysgd-card .raysgd-words td,.raysgd-card .raysgd-words th{text-align:left!important}
-.raysgd-card details{margin-top:6px}
-.raysgd-card summary{cursor:pointer;opacity:.75}
-.raysgd-card ul{margin:4px 0 0;padding-left:1.2em}
-.raysgd-card .raysgd-note{opacity:.75;margin-top:6px}
-</style>"""
+from pathlib import Path
 
 
 def card(title: str, *parts: str, note: str = "") -> str:
@@ -41,7 +22,8 @@ def card(title: str, *parts: str, note: str = "") -> str:
     """
     beside = f"<span>{safe(note)}</span>" if note else ""
     heading = f'<div class="raysgd-title">{safe(title)}{beside}</div>'
-    return f'<div class="raysgd-card">{_STYLE}{heading}{"".join(parts)}</div>'
+    styles = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
+    return f'<div class="raysgd-card"><style>\n{styles}</style>{heading}{"".join(parts)}</div>'
 
 
 def two_column_table(rows: Iterable[tuple[str, str]], kind: str = "raysgd-facts") -> str:
