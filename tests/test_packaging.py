@@ -69,10 +69,8 @@ def test_the_wheel_has_every_module_of_both_folders(wheel: zipfile.ZipFile) -> N
 
 
 def test_the_wheel_has_every_file_that_a_module_reads(wheel: zipfile.ZipFile) -> None:
-    modules = {
-        path.relative_to(ROOT) for path in (ROOT / "raysgd").rglob("*") if path.suffix != ".py" and path.is_file()
-    }
-    files = {str(path) for path in modules if path.parts[1] != "operators" and "__pycache__" not in path.parts}
+    paths = {path.relative_to(ROOT) for path in (ROOT / "raysgd").rglob("*") if path.suffix != ".py" and path.is_file()}
+    files = {str(path) for path in paths if path.parts[1] != "operators" and "__pycache__" not in path.parts}
     assert files <= set(wheel.namelist())
     read = {"compat/paths.ini", "compat/migrate/calls.ini", "core/private_names.ini", "core/synonyms.ini"}
     assert {f"raysgd/{name}" for name in (*read, "core/text/cards.css", "horovod/mends.txt")} <= files
