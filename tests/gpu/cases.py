@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -167,19 +168,21 @@ def all_reduce(machine: Machine, num_ranks: int) -> dict[str, Any]:
         folder = machine.folder / str(len(failed))
         folder.mkdir()
         try:
-            torch.multiprocessing.spawn(reduce, (num_ranks, machine.device, machine.backend, folder, None), num_ranks)
+            torch.multiprocessing.spawn(reduce, (num_ranks, machine.device, machine.backend, folder), num_ranks)
         except torch.multiprocessing.ProcessRaisedException as error:
             failed[str(variables)] = str(error)[-500:]
         else:
-            return {"ranks": num_ranks, "variables": variables, "failed": failed}
+            return {"variables": variables, "failed": failed, **_written(folder)}
     raise AssertionError(failed)
 
 
-def abort_after_a_kill(machine: Machine, num_ranks: int) -> dict[str, Any]:
+def abort_after_a_kill(machine: Machine, num_ranks: int, shrinks: bool = False) -> dict[str, Any]:
     machine.check(num_ranks)
+    if shrinks and (machine.backend != "nccl" or not hasattr(torch.distributed, "shrink_group")):
+        raise CannotRun("it takes NCCL, and a PyTorch that has the function")
     context, arguments = (
         torch.multiprocessing.get_context("spawn"),
-        (num_ranks, machine.device, machine.backend, machine.folder, 1),
+        (num_ranks, machine.device, machine.backend, machine.folder, 1, shrinks),
     )
     processes = [context.Process(target=reduce, args=(rank, *arguments)) for rank in range(num_ranks)]
     for process in processes:
@@ -191,9 +194,15 @@ def abort_after_a_kill(machine: Machine, num_ranks: int) -> dict[str, Any]:
         process.kill()
     assert not left, f"hangs after the abort: {left}"
     assert [process.exitcode for process in processes] == [-9 if rank == 1 else 0 for rank in range(num_ranks)]
-    return {
-        "abort_s": [float((machine.folder / f"aborted-{rank}").read_text()) for rank in range(num_ranks) if rank != 1]
-    }
+    return _written(machine.folder)
+
+
+def _written(folder: Path) -> dict[str, list[float]]:
+    """Return what the ranks have measured, by name."""
+    found: dict[str, list[float]] = {}
+    for path in sorted(folder.glob("*_*-*")):
+        found.setdefault(path.name.partition("-")[0], []).append(float(path.read_text()))
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ numbers
@@ -227,6 +236,7 @@ def losses(
     machine: Machine,
     num_workers: int,
     arm: Callable[[TorchTrainer, int], object] = lambda trainer, epoch: None,
+    /,
     *,
     operator_cls: type[Any] = Classifier,
     precision: str = "fp32",
@@ -308,13 +318,15 @@ def freeze(machine: Machine) -> dict[str, Any]:
 
 
 def spare(machine: Machine) -> dict[str, Any]:
-    placed = machine.options(3)  # the spare needs its part of a GPU
-    options = {**placed, "num_workers": 2, "spare_workers": 1}
-    expected = trained(Classifier, 3, **machine.alone)
-    found = trained(Classifier, 3, _at(1, lambda trainer: kill_worker(trainer, 1, "step:3")), **options)
-    details = {"events": found.events, "sizes": found.sizes, "difference": difference(found, expected)}
-    assert details["difference"] < TOLERANCE["fp32"], details
-    assert found.sizes == [2, 2, 2], details
+    """A spare that is ready steps in; it has its part of a GPU."""
+
+    def arm(trainer: TorchTrainer) -> None:
+        while not trainer.status().num_spares:
+            time.sleep(0.1)
+        kill_worker(trainer, 1, "step:3")
+
+    details = losses(machine, 3, _at(1, arm), num_workers=2, spare_workers=1)
+    assert details["sizes"] == [2, 2, 2], details
     return details
 
 
@@ -364,11 +376,11 @@ def stop_and_resume(machine: Machine) -> dict[str, Any]:
     expected = trained(Classifier, 3, **machine.alone)
     command = [sys.executable, "-c", PROGRAM, machine.device, machine.backend, str(machine.folder)]
     first, second = (subprocess.run(command, cwd=ROOT, capture_output=True, text=True) for _ in range(2))
-    assert "Preempted" in first.stderr, first.stderr[-2000:]
+    assert first.returncode == 128 + signal.SIGTERM, first.stderr[-2000:]
     assert second.returncode == 0, second.stderr[-2000:]
     found = Trained(torch.load(machine.folder / "weights"))
     assert difference(found, expected) < TOLERANCE["fp32"], difference(found, expected)
-    return {"exit status": first.returncode, "difference": difference(found, expected)}
+    return {"left": first.stderr.splitlines()[-1], "difference": difference(found, expected)}
 
 
 # ------------------------------------------------------------------------------------------------ sharded models
@@ -483,6 +495,7 @@ CASES = (
     Case(1, "an all-reduce of 4 ranks", partial(all_reduce, num_ranks=4)),
     Case(1, "an abort after a kill in an all-reduce of 2 ranks", partial(abort_after_a_kill, num_ranks=2), 90),
     Case(1, "an abort after a kill in an all-reduce of 4 ranks", partial(abort_after_a_kill, num_ranks=4), 90),
+    Case(1, "`shrink_group` after a kill of 4 ranks", partial(abort_after_a_kill, num_ranks=4, shrinks=True), 90),
     *(
         Case(2, f"numbers of {size} ranks in {precision}", partial(numbers, num_workers=size, precision=precision), 100)
         for size in (2, 4)

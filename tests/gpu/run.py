@@ -6,6 +6,24 @@
 
 Each case runs in a process of its own, on one Ray cluster. A case that takes too long is ended. A part that takes more
 than its time leaves the other cases out, and says so.
+
+On a machine that has one GPU, 16 cores and no network, for a quarter of an hour: bring wheels of Ray, of what Ray needs
+and PyTorch's environment lacks, and of this project, and a `libnccl.so.2` of version 2.30 or later. Then, in this
+order, with the seconds that each line is expected to take (they were counted from runs on CPUs, never on a GPU):
+
+    export LD_PRELOAD=/path/of/libnccl.so.2 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MAX_CTAS=2
+    export NCCL_DEBUG=WARN OMP_NUM_THREADS=1
+    python -m tests.gpu.run --part 1 --json part-1.json --limit-s 100    # 70 s. Does it fail? Then nothing else can run.
+    export $(python -m tests.gpu.run --variables part-1.json)            # how ranks on this machine reach each other
+    python -m tests.gpu.run --part 3 --json part-3.json                  # 200 s: losses
+    python examples/benchmarks/gpu_recovery.py --sizes 2,4 --repetitions 2 --json recovery.json    # 120 s: figures
+    python -m tests.gpu.run --part 2 --only fp32 --json part-2.json --limit-s 120    # 90 s: numbers
+    python -m tests.gpu.run --part 4 --json part-4.json --limit-s 100    # 50 s: FSDP
+    python -m tests.gpu.run --part 2 --only bf16 --json part-2-bf16.json # 60 s, and what else there is time for
+
+Look at first, where a loss goes wrong: does `NCCL_DEBUG=INFO` end in the abort; does a wait of the host last as long as
+the loss (`epochs_s`); are the weights wrong by more than a rounding error? To see what the variables of PyTorch cost,
+repeat the figures with `TORCH_NCCL_BLOCKING_WAIT=0 NCCL_BLOCKING_WAIT=0 TORCH_NCCL_ASYNC_ERROR_HANDLING=0`.
 """
 
 from __future__ import annotations
@@ -122,8 +140,13 @@ def main() -> int:
     parser.add_argument("--only", default="", help="run only the cases whose name has this text")
     parser.add_argument("--json", type=Path, help="file to write after each case")
     parser.add_argument("--limit-s", type=float, default=230.0, help="seconds for the whole part")
+    parser.add_argument("--variables", type=Path, help="print what the first case of part 1 has found, for `export`")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.variables:
+        found_there = json.loads(args.variables.read_text())["cases"][0]["found"]["variables"]
+        print(*(f"{name}={value}" for name, value in found_there.items()))
+        return 0
     if args.case:
         import faulthandler
 
