@@ -13,7 +13,7 @@ order, with the seconds that each line is expected to take (they were counted fr
 
     export LD_PRELOAD=/path/of/libnccl.so.2 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MAX_CTAS=2
     export NCCL_DEBUG=WARN OMP_NUM_THREADS=1
-    python -m tests.gpu.run --part 1 --json part-1.json --limit-s 100    # 70 s. Does it fail? Then nothing else can run.
+    python -m tests.gpu.run --part 1 --json part-1.json --limit-s 100    # 70 s: can ranks reach each other?
     export $(python -m tests.gpu.run --variables part-1.json)            # how ranks on this machine reach each other
     python -m tests.gpu.run --part 3 --json part-3.json                  # 200 s: losses
     python examples/benchmarks/gpu_recovery.py --sizes 2,4 --repetitions 2 --json recovery.json    # 120 s: figures
@@ -39,6 +39,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,20 @@ def gpus() -> list[dict[str, str]]:
     return [dict(zip(("name", "uuid"), line.split(", "), strict=True)) for line in _query("gpu", "name,uuid")]
 
 
-def gpu_memory() -> dict[str, str]:
-    """Return the memory that each process uses on GPUs, by the process's ID."""
-    return dict(line.split(", ") for line in _query("compute-apps", "pid,used_memory"))
+def gpu_memory(known: Collection[str] = (), wait_s: float = 0.0) -> dict[str, str]:
+    """Return the memory that each process uses on GPUs, by the process's ID.
+
+    Args:
+        known: IDs of processes to leave out.
+        wait_s: Seconds to wait for the others to end.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        used = dict(line.split(", ") for line in _query("compute-apps", "pid,used_memory"))
+        used = {pid: memory for pid, memory in used.items() if pid not in known}
+        if not used or time.monotonic() >= deadline:
+            return used
+        time.sleep(0.2)
 
 
 def _query(what: str, columns: str) -> list[str]:
@@ -157,7 +169,9 @@ def main() -> int:
     began, found = time.monotonic(), []
     chosen = [case for case in CASES if args.part in (None, case.part) and args.only in case.name]
     num_gpus = torch.cuda.device_count() if args.device == "cuda" else 0
-    ray.init(num_cpus=_NUM_CPUS, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(
+        num_cpus=_NUM_CPUS, num_gpus=num_gpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
+    )
     environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     machine = machine_of(args.device, args.backend)
     for case in chosen:
@@ -171,7 +185,7 @@ def main() -> int:
             if result["status"] == "hung" and left_s < limit_s:
                 result |= {"status": "cannot run", "why": "the time of this part ended"}
             result["ranks_on_a_gpu"] = ranks_on_a_gpu(case, num_gpus)
-            if num_gpus and (left := {pid: used for pid, used in gpu_memory().items() if pid not in before}):
+            if num_gpus and (left := gpu_memory(before, wait_s=5.0)):
                 result |= {"status": "failed", "left_on_gpus": left}
         found.append(result)
         print(
