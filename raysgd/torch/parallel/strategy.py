@@ -265,7 +265,9 @@ class Strategy:
 
     def _start_sum(self, numbers: torch.Tensor) -> Callable[[], Any]:
         """Start to sum a tensor in the process group that all-reduces gradients. Return a function to wait for it."""
-        return dist.all_reduce(numbers, async_op=True).wait
+        work: Any = dist.all_reduce(numbers, async_op=True)
+        # With `NCCL_BLOCKING_WAIT`, `Work.wait` would make the host wait for the GPU. A future's `wait` does not.
+        return work.wait if numbers.is_cpu else work.get_future().wait
 
     def _total_at_once(self, group: Group, amount: float) -> float:
         numbers = np.array([amount], np.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,3 +59,13 @@ def test_a_rank_with_labels_on_a_gpu_meets_a_rank_that_only_pads(monkeypatch: py
 
     with groups_of(2) as ranks:
         assert [each.result() for each in on_all(ranks, total)] == [3.0, 3.0]
+
+
+def test_the_host_does_not_wait_for_a_sum_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Work.wait` would, with the setting that the workers have for NCCL."""
+    queued: torch.futures.Future[None] = torch.futures.Future()
+    queued.set_result(None)
+    work = SimpleNamespace(get_future=lambda: queued, wait=lambda: pytest.fail("the host waits for the GPU"))
+    monkeypatch.setattr(strategy, "reachable", lambda: torch.device("meta"))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: work)
+    assert DDP().start_total(3.0)().device.type == "meta"
