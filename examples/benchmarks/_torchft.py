@@ -157,18 +157,25 @@ class ReplicaGroup:
         optimizer: Optimizer of its parameters.
         folder: Shared by all groups.
         num_groups: Number of groups.
+        device: "cuda" to sum over NCCL, "cpu" for gloo.
     """
 
     def __init__(
-        self, peer: str, model: nn.Module, optimizer: torch.optim.Optimizer, folder: str, num_groups: int
+        self,
+        peer: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        folder: str,
+        num_groups: int,
+        device: str = "cpu",
     ) -> None:
-        from torchft import Manager, Optimizer, ProcessGroupGloo
+        from torchft import Manager, Optimizer, ProcessGroupGloo, ProcessGroupNCCL
 
         self.rank, self._num_groups, self._folder = int(os.environ["RANK"]), num_groups, Path(folder)
         self._model, self._own_optimizer = model, optimizer
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self._manager = Manager(
-            pg=ProcessGroupGloo(),
+            pg=ProcessGroupNCCL() if device == "cuda" else ProcessGroupGloo(),
             load_state_dict=self._load,
             state_dict=self._state,
             min_replica_size=1,

@@ -14,7 +14,8 @@ is split into: notice (until the driver knows), new group (until the others have
 With two workers, the stock loop is also compared with a loop by hand under `DistributedDataParallel`, which does not
 wait for its sums (ADR 175). Both train in the same processes, on the same batches, in turn. A copy of the state for the
 driver stops rank 0 after each call of the stock loop, and is measured apart. The memory of a communicator, and
-`shrink_group` beside a new group, are in part 1 of `tests/gpu`.
+`shrink_group` beside a new group, are in part 1 of `tests/gpu`. torchft, which waits for its sums, too, runs beside if
+`.venv-torchft` has it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import copy
 import json
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +34,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import OWN, Report, Target, choose_peers, estimate, in_pairs, make_parser, ray_cluster
+from _common import (
+    OWN,
+    JobError,
+    Report,
+    Target,
+    choose_peers,
+    estimate,
+    in_pairs,
+    make_parser,
+    ray_cluster,
+    take_turns,
+)
+from _torchft import PYTHON as TORCHFT
+from _torchft import ReplicaGroup, run_groups
 from _workloads import copies_made, watch_copies
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -40,6 +55,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import Recovery, TorchTrainer, TrainingOperator
 
+PEERS = {"torchft": str(TORCHFT), "torchft_tuned": str(TORCHFT)}
 FIGURES = {
     "recovery_s": "kill -> end of the next step, s",
     "notice_s": "notice, s",
@@ -65,17 +81,25 @@ class Perceptron(TrainingOperator):
     """Three layers."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        width = config["width"]
-        model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+        model = perceptron(config["width"])
         self.model, self.optimizer, self.criterion = self.register(
             models=model, optimizers=sgd(model), criterion=nn.CrossEntropyLoss()
         )
         self.register_data(train_loader=self.make_loader())
 
     def make_loader(self) -> Any:
-        num_samples = BATCH_SIZE * NUM_STEPS
-        data = TensorDataset(torch.randn(num_samples, 64), torch.randint(10, (num_samples,)))
-        return DataLoader(data, batch_size=BATCH_SIZE)
+        return DataLoader(samples(), batch_size=BATCH_SIZE)
+
+
+def perceptron(width: int) -> nn.Module:
+    """Return the model of all loops."""
+    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+def samples() -> TensorDataset:
+    """Return random samples for an epoch."""
+    num_samples = BATCH_SIZE * NUM_STEPS
+    return TensorDataset(torch.randn(num_samples, 64), torch.randint(10, (num_samples,)))
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -95,17 +119,32 @@ class Stamped(Perceptron):
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         folder = Path(self.config["folder"])
-        if (
-            self.world_rank == VICTIM
-            and self.global_step == NUM_STEPS + KILLED_AFTER
-            and not (folder / "died").exists()
-        ):
-            (folder / "died").write_text(repr(time.time()))
-            os.kill(os.getpid(), signal.SIGKILL)
+        die_if_due(folder, self.world_rank, self.global_step)
         result = super().train_batch(batch, batch_info)
-        with (folder / f"steps-{os.getpid()}").open("a") as file:
-            file.write(f"{now()!r}\n")
+        stamp(folder)
         return result
+
+
+def die_if_due(folder: Path, rank: int, num_steps: int) -> None:
+    """End this process, once, if its time has come."""
+    if rank == VICTIM and num_steps == NUM_STEPS + KILLED_AFTER and not (folder / "died").exists():
+        (folder / "died").write_text(repr(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stamp(folder: Path) -> None:
+    """Write down when a step has ended."""
+    with (folder / f"steps-{os.getpid()}").open("a") as file:
+        file.write(f"{now()!r}\n")
+
+
+def read_stamps(folder: Path, since: float | None = None) -> dict[str, float]:
+    """Return when the victim died, when the next step ended, at the earliest `since`, and the seconds of a step."""
+    died = float((folder / "died").read_text())
+    stamps = [sorted(map(float, path.read_text().split())) for path in folder.glob("steps-*")]
+    ends = min(end for each in stamps for end in each if end > (since or died))
+    before = [later - earlier for each in stamps for earlier, later in pairwise(each) if later < died]
+    return {"died": died, "ends": ends, "step_s": sorted(before)[len(before) // 2]}
 
 
 class Batches:
@@ -212,23 +251,51 @@ def recover(num_workers: int, smoke_test: bool) -> dict[str, float]:
             trainer.train()
             trainer.train()
             [event] = [event for event in trainer.status().events if event.is_failure]
-        died = float((Path(folder) / "died").read_text())
-        stamps = [sorted(map(float, path.read_text().split())) for path in Path(folder).glob("steps-*")]
-        ends = min(min(after) for each in stamps if (after := [end for end in each if end > event.at]))
-        before = [later - earlier for each in stamps for earlier, later in pairwise(each) if later < died]
+        found = read_stamps(Path(folder), event.at)
         aborts = [float(path.read_text()) for path in Path(folder).glob("abort-*")]
     figures = {
-        "recovery_s": ends - died,
-        "notice_s": event.began_at - died,
+        "recovery_s": found["ends"] - found["died"],
+        "notice_s": event.began_at - found["died"],
         "new_group_s": event.seconds,
-        "first_step_s": ends - event.at,
-        "step_s": sorted(before)[len(before) // 2],
+        "first_step_s": found["ends"] - event.at,
+        "step_s": found["step_s"],
     }
     return {**figures, **({"abort_s": max(aborts)} if aborts else {})}
 
 
+def recover_with_torchft(peer: str, smoke_test: bool) -> dict[str, float]:
+    """Kill one of two workers of torchft, and return the figures."""
+    width, device = (64, "cpu") if smoke_test else (2048, "cuda")
+    with tempfile.TemporaryDirectory() as folder:
+        log = run_groups(peer, 2, [__file__, "--torchft-worker", peer, folder, str(width), device])
+        try:
+            found = read_stamps(Path(folder))
+        except (OSError, ValueError) as error:
+            raise JobError(log) from error
+    return {"recovery_s": found["ends"] - found["died"], "step_s": found["step_s"]}
+
+
+def torchft_worker(peer: str, folder: str, width: str, kind: str) -> None:
+    """Run one process of `recover_with_torchft`, of any generation."""
+    rank = int(os.environ["RANK"])
+    device = torch.device(kind, rank % torch.cuda.device_count() if kind == "cuda" else 0)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    model, criterion = perceptron(int(width)).to(device), nn.CrossEntropyLoss()
+    group = ReplicaGroup(peer, model, sgd(model), folder, 2, kind)
+    for features, target in group.batches(samples(), BATCH_SIZE // 2):
+        die_if_due(Path(folder), rank, group.num_steps)
+        if group.step(lambda: criterion(model(features.to(device)), target.to(device))):  # noqa: B023 - called at once
+            stamp(Path(folder))
+        if group.num_steps >= 2 * NUM_STEPS:
+            os._exit(0)
+
+
 def main() -> None:
-    parser = make_parser(__doc__.partition("\n")[0], repetitions=3, peers={})
+    if sys.argv[1:2] == ["--torchft-worker"]:
+        torchft_worker(*sys.argv[2:])
+    parser = make_parser(__doc__.partition("\n")[0], repetitions=3, peers=PEERS)
     numbers = {"type": lambda text: [int(each) for each in text.split(",") if each]}
     parser.add_argument(
         "--sizes", default=[2, 4, 8], help="numbers of workers after whose losses to recover", **numbers
@@ -245,7 +312,8 @@ def main() -> None:
     if arguments.smoke_test:
         arguments.sizes, arguments.widths, arguments.pairs, arguments.repetitions = [2], [64], 1, 1
     sizes = arguments.sizes
-    report = Report("gpu_recovery", arguments, choose_peers(arguments, {}))
+    peers = choose_peers(arguments, PEERS)
+    report = Report("gpu_recovery", arguments, peers)
     num_gpus = 0 if arguments.smoke_test else torch.cuda.device_count()
     written, targets = [], []
 
@@ -269,6 +337,11 @@ def main() -> None:
             write(written)
             over = estimate([run["recovery_s"] - run["step_s"] for run in runs]).median
             targets.append(Target(f"{size} workers: recovery without a step, s", 0.5, True, over))
+    contenders = {peer: partial(recover_with_torchft, peer, arguments.smoke_test) for peer in peers.selected}
+    for peer, runs in take_turns(contenders, arguments.repetitions, report).items():
+        report.figures(f"{peer}, 2 workers", FIGURES, {peer: runs})
+        written.append({"peer": peer, "workers": 2, "runs": runs})
+        write(written)
     report.finish(targets)
 
 

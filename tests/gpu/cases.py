@@ -507,7 +507,6 @@ CASES = (
     Case(3, "a kill before, in and after the optimizer's step", partial(die_at_places, places=PLACES[4:7]), 90),
     Case(3, "a kill at the end of a batch", partial(die_at_places, places=PLACES[7:])),
     Case(3, "a kill in a copy of the state", kill_in_a_copy),
-    Case(3, "a kill in forming the new group", kill_in_a_new_group),
     Case(3, "a kill in the hand-over to a new worker", kill_in_the_hand_over, 90),
     Case(3, "a frozen worker", freeze, 90),
     Case(3, "a spare steps in", spare),
@@ -520,6 +519,7 @@ CASES = (
         partial(die_at_places, places=PLACES[6:7], operator_cls=GAN, precision="fp16"),
     ),
     Case(3, "SIGTERM to the program", stop_and_resume),
+    Case(3, "a kill in forming the new group", kill_in_a_new_group, 150),  # the last, because NCCL may wait in vain
     Case(4, "FSDP: 2 ranks, then 4", partial(sharded, before=2, after=4)),
     Case(4, "FSDP: 4 ranks, then 2", partial(sharded, before=4, after=2)),
     Case(4, "FSDP: a kill", partial(sharded_loss, num_workers=2)),

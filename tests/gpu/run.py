@@ -23,7 +23,8 @@ order, with the seconds that each line is expected to take (they were counted fr
 
 Look at first, where a loss goes wrong: does `NCCL_DEBUG=INFO` end in the abort; does a wait of the host last as long as
 the loss (`epochs_s`); are the weights wrong by more than a rounding error? To see what the variables of PyTorch cost,
-repeat the figures with `TORCH_NCCL_BLOCKING_WAIT=0 NCCL_BLOCKING_WAIT=0 TORCH_NCCL_ASYNC_ERROR_HANDLING=0`.
+repeat the figures with `NCCL_BLOCKING_WAIT=0 TORCH_NCCL_ASYNC_ERROR_HANDLING=0`. If a kill in forming the new group takes
+two minutes, a survivor cannot leave the initialization of NCCL: try `TORCH_NCCL_USE_COMM_NONBLOCKING=1`.
 """
 
 from __future__ import annotations

@@ -183,6 +183,7 @@ class DDP(Strategy):
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad)
                 parameter.grad.div_(self.num_ranks)
+        self.exchanges.wait()
 
     @contextmanager
     def further_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
