@@ -21,10 +21,13 @@ order, with the seconds that each line is expected to take (they were counted fr
     python -m tests.gpu.run --part 4 --json part-4.json --limit-s 100    # 50 s: FSDP
     python -m tests.gpu.run --part 2 --only bf16 --json part-2-bf16.json # 60 s, and what else there is time for
 
-Look at first, where a loss goes wrong: does `NCCL_DEBUG=INFO` end in the abort; does a wait of the host last as long as
-the loss (`epochs_s`); are the weights wrong by more than a rounding error? To see what the variables of PyTorch cost,
-repeat the figures with `NCCL_BLOCKING_WAIT=0 TORCH_NCCL_ASYNC_ERROR_HANDLING=0`. If a kill in forming the new group takes
-two minutes, a survivor cannot leave the initialization of NCCL: try `TORCH_NCCL_USE_COMM_NONBLOCKING=1`.
+What the results may say:
+
+- A loss ends in wrong weights: a step was taken with incomplete sums (ADR 175).
+- A kill in forming the new group takes two minutes: a survivor cannot leave the initialization of NCCL. Try
+  `TORCH_NCCL_USE_COMM_NONBLOCKING=1`.
+- The stock loop is slower than the loop by hand: do PyTorch's waits cost the time, or raysgd's? Repeat the benchmark
+  with `NCCL_BLOCKING_WAIT=0 TORCH_NCCL_ASYNC_ERROR_HANDLING=0`.
 """
 
 from __future__ import annotations
