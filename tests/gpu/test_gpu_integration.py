@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import train
+from raysgd.core.connections.torch import TorchConnection
 from raysgd.core.engine.shared.types import World
 from raysgd.testing import kill_worker
 from raysgd.torch import TorchTrainer, TrainingOperator
@@ -29,6 +31,7 @@ from raysgd.train import Trainer
 from raysgd.train.torch import TorchConfig
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.worker.step_loop import BatchPlan
+from tests.core.connections.ranks import boards_of
 from tests.helpers.run_if import RunIf
 from tests.torch import operators_for_tests
 from tests.torch.operators_for_tests import BatchNormOperator, LinearOperator, equal
@@ -233,6 +236,19 @@ def test_models_are_divided_on_a_gpu() -> None:
     plain = parallel.plain_model(model)
     assert plain is not None
     assert equal(dict(plain.state_dict()), after)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_sums_count_once_the_gpu_has_completed_them_and_no_rank_is_lost(is_lost: bool) -> None:
+    with boards_of(2) as boards:
+        connection, queued = TorchConnection("nccl", _board=boards[0]), torch.cuda.Event()
+        torch.cuda._sleep(10**9)
+        queued.record()
+        if is_lost:
+            boards[1].interrupt()
+        with pytest.raises(dist.DistNetworkError) if is_lost else nullcontext():
+            connection.wait_for_collectives()
+        assert queued.query()
 
 
 def place_of(operator: Any) -> tuple[str, int | None, str | None]:
