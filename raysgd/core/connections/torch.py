@@ -319,7 +319,7 @@ class TorchConnection(ListeningConnection):
 
         NCCL only puts a collective into the GPU's queue. If a rank is lost, the GPU waits in the collective until the
         group is aborted. Then the GPU runs what is queued behind it, such as an optimizer step, on incomplete sums. So
-        call this method before you queue work that must not happen then (ADR 174).
+        call this method before you queue work that must not happen then (ADR 175).
 
         If another rank is lost, or if the collectives take longer than `timeout_s`, this method aborts the group.
 
@@ -331,8 +331,9 @@ class TorchConnection(ListeningConnection):
             return
         import torch
 
-        queued, deadline = torch.cuda.Event(), time.monotonic() + self.timeout_s
+        queued: Any = torch.cuda.Event()
         queued.record()
+        deadline = time.monotonic() + self.timeout_s
         while not queued.query():
             if not self._is_cut and (board.is_broken or time.monotonic() > deadline):
                 self.interrupt()
