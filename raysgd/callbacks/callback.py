@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from raysgd.callbacks.worker_callback import warn_of_unknown_events
+from raysgd.core.files import check_path
 from raysgd.core.history.history import History
 from raysgd.storage import Folder, open_folder
 from raysgd.storage.opening import make_new
@@ -191,8 +192,30 @@ class Callback:
             global_step: Number of batches that each worker has trained on, over all epochs.
         """
 
+    @property
+    def _own_folder(self) -> Folder | None:
+        """The folder that the user passed, if only one program at a time may write there with this callback."""
+        return None
+
+    @property
+    def _uses_folder_of_run(self) -> bool:
+        """True if this callback writes to the folder of the run because the user passed no path."""
+        return False
+
     def _check_run(self, run: Run) -> None:
         """Raise an error if this callback cannot work in this run. Called before the run begins."""
+
+
+def given_path(argument: str, path: Any) -> Path | None:
+    """Return the absolute path of the file or folder that the user passed to a callback. None if it is None.
+
+    Raises:
+        TypeError, ValueError: `path` is not a path, or is a URI.
+    """
+    if path is None:
+        return None
+    check_path(argument, path)
+    return Path(path).expanduser().absolute()
 
 
 class WritesFiles(Callback):
@@ -209,11 +232,6 @@ class WritesFiles(Callback):
     _given: Any
 
     @property
-    def _own_folder(self) -> Folder | None:
-        """The folder that the user passed, if this callback must be the only one that writes there."""
-        return None
-
-    @property
     def _uses_folder_of_run(self) -> bool:
         return self._given is None
 
@@ -225,16 +243,6 @@ class WritesFiles(Callback):
                 f"`callbacks` has two `{kind}` that write to {place}: pass another `{self._argument}` to one of "
                 "them, or leave it out."
             )
-
-
-def own_folder(callback: Callback) -> Folder | None:
-    """Return the folder to which only one program at a time may write with this callback, or None."""
-    return callback._own_folder if isinstance(callback, WritesFiles) else None
-
-
-def uses_folder_of_run(callback: Callback) -> bool:
-    """Return True for a callback of the library that writes to the folder of the run because the user gave no path."""
-    return isinstance(callback, WritesFiles) and callback._uses_folder_of_run
 
 
 class Run:

@@ -9,9 +9,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from raysgd.callbacks.callback import Callback, Run, WritesFiles
+from raysgd.callbacks.callback import Callback, Run, WritesFiles, given_path
 from raysgd.core.arguments import refuse_text
-from raysgd.core.files import check_path
 from raysgd.core.history import readable
 from raysgd.core.writers.files import CsvTable, EventFile, JsonLines
 from raysgd.core.writers.services import CometRun, MLflowRun, ServiceRun, WandbRun
@@ -69,9 +68,7 @@ class _FileLogger(WritesFiles, MetricsLogger):
     _default_name: ClassVar[str]
 
     def __init__(self, path: str | Path | None = None) -> None:
-        if path is not None:
-            check_path("path", path)
-        self._given = Path(path).expanduser().absolute() if path is not None else None
+        self._given = given_path("path", path)
         self._file = self._format(self._given or self._default_name)
         super().__init__(self._file)
 
@@ -151,9 +148,7 @@ class TensorBoardLogger(WritesFiles, MetricsLogger):
     _argument = "folder"
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        if folder is not None:
-            check_path("folder", folder)
-        self._given = Path(folder).expanduser().absolute() if folder is not None else None
+        self._given = given_path("folder", folder)
         super().__init__(EventFile(self._given or "tensorboard", "", purpose="`TensorBoardLogger`"), hidden=("epoch",))
 
 

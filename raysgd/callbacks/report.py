@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysgd._version import __version__
-from raysgd.callbacks.callback import Run, WritesFiles
-from raysgd.core.files import check_path, replacing
+from raysgd.callbacks.callback import Run, WritesFiles, given_path
+from raysgd.core.files import replacing
 from raysgd.core.history import readable
 from raysgd.core.history.history import History, evenly, plain
 from raysgd.core.numbers import time_spent
@@ -69,9 +69,7 @@ class HTMLReport(WritesFiles):
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        if path is not None:
-            check_path("path", path)
-        self._given = Path(path).expanduser().absolute() if path is not None else None
+        self._given = given_path("path", path)
         self._warned = Once()
         self._rest_until = 0.0
         self._steps: list[dict[str, Any]] = []

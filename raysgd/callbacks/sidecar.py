@@ -29,11 +29,8 @@ _ENTRIES: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("pending", "epochs", "max_step"), lambda value: value is None or type(value) is int),
     "begun": lambda value: value is None or (isinstance(value, dict) and type(value.get("num_steps")) is int),
     "open_steps": lambda value: value is None or isinstance(value, list),
-    "parts": lambda value: (
-        isinstance(value, list) and all(isinstance(each, str) and _NAME_OF_PART.fullmatch(each) for each in value)
-    ),
 }
-"""For each entry of a sidecar file except the history, a function that returns True if the value is valid."""
+"""For each attribute of `Sidecar` except the history, a function that returns True if the value is valid."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +80,10 @@ class Sidecars:
         rest.stop_reason = history.stop_reason
         content = {
             "raysgd_run": _FORMAT,
-            "epoch": sidecar.epoch,
+            **{name: getattr(sidecar, name) for name in _ENTRIES},
             "history": rest.as_data(),
             "parts": list(parts),
             "callbacks": plain(sidecar.callbacks),
-            "pending": sidecar.pending,
-            "epochs": sidecar.epochs,
-            "begun": sidecar.begun,
-            "open_steps": sidecar.open_steps,
-            "max_step": sidecar.max_step,
         }
         _write(location(checkpoint), json.dumps(content, allow_nan=False))
 
@@ -169,16 +161,18 @@ def _read(checkpoint: str) -> tuple[Sidecar, list[str]] | None:
     try:
         content = json.loads(_text(beside))
         history = History.from_json(json.dumps(content["history"]))
-        for name, is_right in _ENTRIES.items():
+        for name, is_right in [*_ENTRIES.items(), ("parts", _is_list_of_parts)]:
             if not is_right(content.get(name)):
                 raise ValueError(f"`{name}` is {str(content.get(name))[:100]!r}")
     except FileNotFoundError:
         return None
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"`{files.shown(beside)}` is damaged: {error}. Delete it to resume without it.") from error
-    optional = (content.get(name) for name in ("pending", "epochs", "begun", "open_steps", "max_step"))
-    sidecar = Sidecar(content["epoch"], history, content["callbacks"], *optional)
-    return sidecar, content["parts"]
+    return Sidecar(history=history, **{name: content.get(name) for name in _ENTRIES}), content["parts"]
+
+
+def _is_list_of_parts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) and _NAME_OF_PART.fullmatch(each) for each in value)
 
 
 def _part(checkpoint: str, name: str) -> History:

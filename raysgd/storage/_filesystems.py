@@ -24,6 +24,11 @@ _SWITCHES = {"true": True, "false": False}
 _PURPOSE = "storage other than a local disk"
 
 
+def pyarrow_fs() -> Any:
+    """Return the module `pyarrow.fs`."""
+    return require("pyarrow.fs", "storage", _PURPOSE)
+
+
 def is_whole_at_close(filesystem: Any) -> bool:
     """Return True if a file in this file system becomes visible only when its writer closes it."""
     return _kind(filesystem) in _WHOLE_AT_CLOSE
@@ -58,7 +63,7 @@ def check(argument: str, uri: str) -> None:
         ValueError: The scheme is unknown, the bucket is missing, or an Azure URI has a key or options.
         ModuleNotFoundError: A package is not installed.
     """
-    require("pyarrow.fs", "storage", _PURPOSE)
+    pyarrow_fs()
     scheme = scheme_of(uri)
     if scheme in _IN_BUCKETS and not divided(uri)[0].partition("://")[2].rpartition("@")[2]:
         raise ValueError(
@@ -111,7 +116,7 @@ def _native(uri: str, limit_s: float) -> tuple[Any, str]:
     store, path, query = divided(uri)
     if scheme_of(uri) in ("gs", "gcs") and _RETRIES_OF_GCS not in query:
         query = f"{query or '?'}{'&' if query else ''}{_RETRIES_OF_GCS}={min(max(limit_s, 1.0), 10.0):g}"
-    filesystem, root = require("pyarrow.fs", "storage", _PURPOSE).FileSystem.from_uri(f"{_encoded(store)}/{query}")
+    filesystem, root = pyarrow_fs().FileSystem.from_uri(f"{_encoded(store)}/{query}")
     if filesystem.type_name == "s3":
         filesystem = _limited_s3(filesystem, store, query, limit_s)
     return filesystem, "/".join(part for part in (root.rstrip("/"), path) if part)
@@ -132,15 +137,14 @@ def _limited_s3(filesystem: Any, store: str, query: str, limit_s: float) -> Any:
 
     By default, PyArrow retries for up to 100 s.
     """
-    fs = require("pyarrow.fs", "storage", _PURPOSE)
     options: dict[str, Any] = {"region": filesystem.region, **dict(parse_qsl(query.removeprefix("?")))}
     user, _, key = store.partition("://")[2].rpartition("@")[0].partition(":")
     if user:
         options |= {"access_key": unquote(user), "secret_key": unquote(key)}
     num_tries = min(max(int(limit_s / _SILENCE_S), 1), _TRIES_OF_S3)
-    return fs.S3FileSystem(
+    return pyarrow_fs().S3FileSystem(
         **{name: _SWITCHES.get(value, value) for name, value in options.items()},
-        retry_strategy=fs.AwsStandardS3RetryStrategy(num_tries),
+        retry_strategy=pyarrow_fs().AwsStandardS3RetryStrategy(num_tries),
     )
 
 
@@ -152,5 +156,4 @@ def _of_fsspec(uri: str) -> tuple[Any, str]:
 
 def wrapped(filesystem: Any) -> Any:
     """Wrap an fsspec file system as a PyArrow file system."""
-    fs = require("pyarrow.fs", "storage", _PURPOSE)
-    return fs.PyFileSystem(fs.FSSpecHandler(filesystem))
+    return pyarrow_fs().PyFileSystem(pyarrow_fs().FSSpecHandler(filesystem))

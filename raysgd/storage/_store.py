@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from raysgd.core.imports import require
 from raysgd.core.text.secrets import masked
 from raysgd.exceptions import StorageError
 from raysgd.storage import _filesystems, _transfers
@@ -256,7 +255,7 @@ class StoreFolder(Folder):
     def _is_a(self, kind: str) -> bool:
         """Return True if `path` exists in the store and is of the given kind, "File" or "Directory"."""
         [info] = self._ask(f"look at `{self}`", partial(self.filesystem.get_file_info, [self.path]))
-        return bool(info.type == getattr(_fs().FileType, kind))
+        return bool(info.type == getattr(_filesystems.pyarrow_fs().FileType, kind))
 
     def _send(self, file: IO[bytes]) -> str:
         """Upload a local file to the path of this object, and return the checksum of the content.
@@ -328,7 +327,7 @@ class StoreFolder(Folder):
 
     def _listed(self, recursive: bool) -> list[tuple[str, bool]]:
         path = self.path
-        chosen = _fs().FileSelector(path, recursive=recursive, allow_not_found=True)
+        chosen = _filesystems.pyarrow_fs().FileSelector(path, recursive=recursive, allow_not_found=True)
         infos = self._ask(f"list `{self}`", partial(self.filesystem.get_file_info, chosen))
         top = path.strip("/")
         paths = [(info.path.removeprefix("/").removesuffix("/"), info.is_file) for info in infos]
@@ -361,10 +360,6 @@ def _from(top: str, path: str) -> str:
 def _joined(*parts: str) -> str:
     """Join those parts of a path that are not empty."""
     return "/".join(part for part in parts if part)
-
-
-def _fs() -> Any:
-    return require("pyarrow.fs", "storage", "storage other than a local disk")
 
 
 def _is_own(name: str) -> bool:

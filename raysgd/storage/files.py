@@ -9,6 +9,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,8 +40,7 @@ def check_location(name: str, location: Any) -> None:
         _folder_and_name(text, name)
 
 
-@contextlib.contextmanager
-def saving(location: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+def saving(location: str | os.PathLike[str]) -> AbstractContextManager[IO[bytes]]:
     """Open a temporary file for writing and reading. At the end of the block, it replaces the file at `location`.
 
     If the block raises an exception, the file at `location` is unchanged.
@@ -53,12 +53,9 @@ def saving(location: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """
     text = _uris.checked_text("path", location)
     if _uris.is_local(text):
-        with replacing(_path_of(text).rstrip(os.sep) or os.sep) as file:
-            yield file
-    else:
-        folder, name = _folder_and_name(text)
-        with folder.writing(name) as file:
-            yield file
+        return replacing(_path_of(text).rstrip(os.sep) or os.sep)
+    folder, name = _folder_and_name(text)
+    return folder.writing(name)
 
 
 @contextlib.contextmanager

@@ -65,7 +65,7 @@ def _taken(owner: _Lock | _CounterFile, folder: Folder, on_wait: Callable[[], No
     """Wait until this program owns the folder, and return `owner`. Return None if it owned the folder before."""
     until = time.monotonic() + _DYING_S
     while not owner.take():
-        holder = owner.holder()
+        holder = _holder_of(folder)
         if _is_this_process(holder):
             return None
         if time.monotonic() > until:
@@ -89,9 +89,10 @@ def _about_this_process(**more: Any) -> bytes:
     ).encode()
 
 
-def _read(content: bytes) -> dict[str, Any]:
-    with suppress(ValueError):
-        found = json.loads(content)
+def _holder_of(folder: Folder) -> dict[str, Any]:
+    """Return what is known about the program that owns a folder. Empty if there is none."""
+    with suppress(FileNotFoundError, ValueError, RecursionError):
+        found = json.loads(folder.read(FILE))
         if isinstance(found, dict):
             return found
     return {}
@@ -139,13 +140,6 @@ class _Lock:
                 os.close(descriptor)
         return self._descriptor is not None
 
-    def holder(self) -> dict[str, Any]:
-        """Return what is known about the program that holds the lock."""
-        try:
-            return _read(self._path.read_bytes())
-        except FileNotFoundError:
-            return {}
-
     def release(self) -> None:
         """Remove the file and its lock."""
         descriptor, self._descriptor = self._descriptor, None
@@ -170,29 +164,22 @@ class _CounterFile:
 
     def take(self) -> bool:
         """Write the file unless another program owns the folder. Return True if this program owns the folder."""
-        holder, now = self.holder(), time.monotonic()
+        holder, now = _holder_of(self._folder), time.monotonic()
         if holder != self._seen[0]:
             self._seen = holder, now
         if holder and not has_ended(holder.get("machine"), holder.get("pid")) and now < self._seen[1] + _STALE_S:
             return False
         self._write(0)
         time.sleep(_POLL_S)
-        if self.holder().get("token") != self._token:  # another program began in the same moment
+        if _holder_of(self._folder).get("token") != self._token:  # another program began in the same moment
             return False
         threading.Thread(target=self._count, name="raysgd-owner", daemon=True).start()
         return True
 
-    def holder(self) -> dict[str, Any]:
-        """Return what is known about the program that owns the folder, with its counter. Empty if there is none."""
-        try:
-            return _read(self._folder.read(FILE))
-        except FileNotFoundError:
-            return {}
-
     def release(self) -> None:
         """Remove the file, if it is still the file of this program."""
         self._ends.set()
-        holder = self.holder()
+        holder = _holder_of(self._folder)
         if holder.get("token") == self._token and _is_this_process(holder):  # not in a forked process
             self._folder.remove(FILE)
 
@@ -204,7 +191,7 @@ class _CounterFile:
         while not self._ends.wait(_BEAT_S):
             count += 1
             with suppress(OSError):
-                if self.holder().get("token") != self._token:
+                if _holder_of(self._folder).get("token") != self._token:
                     logger.warning("another program has taken over %s, because this one did not respond", self._folder)
                     return
                 self._write(count)

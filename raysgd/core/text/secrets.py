@@ -38,8 +38,8 @@ _USER = re.compile(
 )
 _OPTION = re.compile(rf"""(?P<start>[?&](?P<name>[\w.\-]+)=)(?P<value>(?:[^&\s'"`]|{_QUOTE_INSIDE})+)""")
 _QUOTED = r"""(?P<quote>['"])(?:\\.?|(?!(?P=quote)(?!\w))[^\\])*(?:(?P=quote)|\Z)"""
-# A value in quotes, the first bracket of a value, or a word without the brackets and quotes that follow it.
-_VALUE = re.compile(rf"""[bru]?{_QUOTED}|(?P<bracket>[\[({{])|[^\s&;]*[^\s&;:'"`,)\]}}>]""", re.DOTALL)
+# A value in quotes, the first bracket of a value, a masked value, or a word without the quotes and brackets after it.
+_VALUE = re.compile(rf"""[bru]?{_QUOTED}|(?P<bracket>[\[({{])|\*{{3}}|[^\s&;]*[^\s&;:'"`,)\]}}>]""", re.DOTALL)
 _BRACKET = re.compile(rf"{_QUOTED}|(?P<opening>[\[({{])|[\])}}]", re.DOTALL)
 _ENTRY = re.compile(r"""(?<![\w.\-])(?P<name>[\w.\-]+)(?:=|['"]\s*:\s*|\s*=\s*(?=[bru]?['"]))""")
 _ARGUMENT = re.compile(r"""(?<![\w\-])(?P<name>--?[A-Za-z][\w\-]*)\s+(?!-)""")
@@ -108,10 +108,10 @@ def masked(value: Any) -> Any:
 
 
 def _masked_text(text: str) -> str:
+    for names in (_ENTRY, _ARGUMENT):  # first, while all quotes are there
+        text = _without_values(text, names)
     text = _USER.sub(lambda match: f"{match[0].removesuffix(match['user'])}{_HIDDEN}@", text)
     text = _OPTION.sub(_hidden_option, text)
-    for names in (_ENTRY, _ARGUMENT):
-        text = _without_values(text, names)
     return _SHAPE.sub(lambda match: f"{match[1] or match[2] or match[3] or ''}{_HIDDEN}", text)
 
 

@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from raysgd.callbacks.callback import own_folder, uses_folder_of_run
 from raysgd.callbacks.calling import CallbackCalls, checked, overrides
 from raysgd.callbacks.progress import ProgressBar, is_watched
 from raysgd.callbacks.sidecar import Sidecar
@@ -134,7 +133,7 @@ class FitRun:
         self.history = self._run.history
         self._calls = CallbackCalls(self._callbacks, self._run)
         self._max_step: int | None = None
-        has_folder = options.folder is not None or any(map(uses_folder_of_run, self._callbacks))
+        has_folder = options.folder is not None or any(each._uses_folder_of_run for each in self._callbacks)
         in_header = {"validation_freq": options.validation_freq, "has_dataset": options.dataset is not None}
         self._reports = StepReports(
             trainer,
@@ -229,7 +228,7 @@ class FitRun:
             if self._leaving.signal is not None:
                 self._leaving.end_program(None)
 
-        own = [own_folder(each) for each in self._callbacks]
+        own = [each._own_folder for each in self._callbacks]
         if self._options.folder is not None:
             own.append(open_folder(self._options.folder))
         with ExitStack() as stack:

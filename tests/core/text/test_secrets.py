@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import json
 import logging
+import random
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
+from pprint import pformat
 from typing import Any
 
 import pytest
@@ -161,6 +164,27 @@ def test_harmless_names_are_not_masked(name: str) -> None:
     assert masked({name: "abc"}) == {name: "abc"}
     for text in (f"{name}=abc", repr({name: "abc"}), f"--{name} abc"):
         assert masked(text) == text
+
+
+def drawn(chance: random.Random, depth: int = 0) -> Any:
+    """A value of any form, with secrets between any characters."""
+    around = "ab'\"()[]{}\\,:;= \n@/&?%-"
+    if depth > 2 or chance.random() < 0.4:
+        before, after = ("".join(chance.choices(around, k=chance.randrange(8))) for _ in range(2))
+        return f"{before}Hidden1Value{after}"
+    parts = [drawn(chance, depth + 1) for _ in range(chance.randrange(1, 4))]
+    return chance.choice((parts, tuple(parts), {f"key{number}": part for number, part in enumerate(parts)}))
+
+
+def test_a_secret_of_any_form_is_masked_in_any_text_of_a_config() -> None:
+    for seed in range(1000):
+        chance = random.Random(seed)
+        config = {"lr": 0.1, "password": drawn(chance), "nested": {"api_key": drawn(chance)}, "end": "'\"]"}
+        for text in (repr(config), json.dumps(config), pformat(config), f"no password={config['password']!r} here"):
+            shown = masked(text)
+            assert "Hidden" not in shown, (seed, text)
+            assert masked(shown) == shown, (seed, text)
+        assert "Hidden" not in str(masked(config))
 
 
 def test_the_patterns_do_not_hang_in_long_texts() -> None:
