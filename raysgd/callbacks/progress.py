@@ -26,6 +26,7 @@ from raysgd.core.history import readable
 from raysgd.core.imports import require
 from raysgd.core.text import cards
 from raysgd.core.text.log_lines import Once
+from raysgd.core.text.printable import printable
 
 if TYPE_CHECKING:
     from raysgd.core.engine.shared.group_events import GroupEvent
@@ -184,11 +185,7 @@ class ProgressBar(Callback):
 
 def _as_text(metrics: Mapping[str, Any]) -> dict[str, str]:
     """Return the names and values of metrics as printable text. A name might contain control codes of terminals."""
-    return {_printable(name): _printable(readable.number(value)) for name, value in metrics.items()}
-
-
-def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in text)
+    return {printable(name): printable(readable.number(value)) for name, value in metrics.items()}
 
 
 def _label_of_call(progress: CallProgress) -> str:

@@ -64,34 +64,25 @@ def check(argument: str, uri: str) -> None:
         ModuleNotFoundError: A package is not installed.
     """
     pyarrow_fs()
-    scheme = scheme_of(uri)
+    scheme, shown = scheme_of(uri), f"`{argument}={masked(uri)!r}`"
     if scheme in _IN_BUCKETS and not divided(uri)[0].partition("://")[2].rpartition("@")[2]:
-        raise ValueError(
-            f"`{argument}={masked(uri)!r}`: need the name of a bucket, such as `{scheme}://bucket/folder`."
-        )
+        raise ValueError(f"{shown}: need the name of a bucket, such as `{scheme}://bucket/folder`.")
     if scheme in _NATIVE:
         return
     if scheme in _AZURE and (has_secret(uri) or divided(uri)[2]):
         raise ValueError(
-            f"`{argument}={masked(uri)!r}`: a URI of Azure has no key and no options. Set `AZURE_STORAGE_ACCOUNT_KEY`, "
-            "or `AZURE_STORAGE_CONNECTION_STRING`, here and where workers write."
+            f"{shown}: a URI of Azure has no key and no options. Set `AZURE_STORAGE_ACCOUNT_KEY`, or "
+            "`AZURE_STORAGE_CONNECTION_STRING`, here and where workers write."
         )
-    _check_known(argument, uri)
-
-
-def _check_known(argument: str, uri: str) -> None:
-    scheme = scheme_of(uri)
     registry = require("fsspec.registry", "storage", _PURPOSE)
     try:
         registry.get_filesystem_class(scheme)
     except ImportError as error:
-        raise ModuleNotFoundError(
-            f"`{argument}={masked(uri)!r}`: {error}, on this machine and on all nodes."
-        ) from error
+        raise ModuleNotFoundError(f"{shown}: {error}, on this machine and on all nodes.") from error
     except ValueError:
         raise ValueError(
-            f"`{argument}={masked(uri)!r}`: `{scheme}` is unknown. Allowed are paths, `file`, {_NAMED}, "
-            "and the schemes of fsspec. For anything else pass `filesystem`."
+            f"{shown}: `{scheme}` is unknown. Allowed are paths, `file`, {_NAMED}, and the schemes of fsspec. For "
+            "anything else pass `filesystem`."
         ) from None
 
 

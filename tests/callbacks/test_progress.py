@@ -292,7 +292,7 @@ def test_hostile_names_are_text() -> None:
     bar, stream, run = bar_on(Terminal())
     bar.on_progress(run, news(1, **{"[bold]x[/nothing]": 0.5}))
     bar.on_result(run, {"[/red]{task}\x1b[2J\n": 1.5})
-    assert screen(stream.getvalue()) == ["epoch  3/10  [/red]{task}?[2J? 1.500"]
+    assert screen(stream.getvalue()) == ["epoch  3/10  [/red]{task}\\x1b[2J\\n 1.500"]
 
 
 def test_the_rate_of_tqdm_does_not_count_what_was_done_before_it_was_drawn() -> None:
