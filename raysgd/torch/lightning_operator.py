@@ -344,7 +344,7 @@ class LightningOperator(TrainingOperator):
         """
         loss, leg = closure() if closure is not None else None, self._raysgd.parallel.leg
         self._raysgd.gradients.complete(optimizer)
-        if id(optimizer) in leg.batch.left_out:
+        if id(optimizer) in leg.batch.skipped:
             leg.stepped(optimizer)
             return loss
         self._raysgd.precision.unscale(optimizer)

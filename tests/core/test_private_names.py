@@ -43,6 +43,7 @@ from raysgd.torch.data import sampling
 from raysgd.torch.objects import criteria, filling, hyperparameters, loading, metric_objects, moving, remade
 from raysgd.torch.parallel import ddp, undo
 from raysgd.torch.parallel.horovod_parallel import HorovodParallel
+from raysgd.torch.parallel.record import StepRecord
 from raysgd.torch.step import advice
 from raysgd.train._torch import global_steps
 from raysgd.train.fit import fit_session
@@ -268,9 +269,10 @@ def test_a_step_is_copied_whole_without(name: str, process_group: None, monkeypa
 
     def take_step() -> bool:
         steps.open_call()
-        steps.begin_step()
-        steps.note_step(optimizer)
-        steps.note_return()
+        record = StepRecord()
+        record.begin(steps.save())
+        steps.see_step(record)
+        steps.see_return(record)
         return steps.copies_all
 
     assert not take_step()

@@ -16,6 +16,7 @@ from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.step.optimizer_hooks import OptimizerHooks
 from raysgd.torch.training_operator import TrainingOperator
+from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
 
@@ -57,21 +58,23 @@ class TornBatch:
         self._undo = make_undo(self._operator, parallel, undo, World(0, 2))
         hooks = OptimizerHooks(Precision(), StepOptions(), self._operator, parallel, InstalledCallbacks())
         hooks.watch(self._optimizers)
-        hooks.tell(self._undo.note_step)
         self._loop = StepLoop(self._operator, parallel, TorchFeed(lambda name: None, parallel, 1), self._undo)
+        hooks.tell(self._loop.note_step)
+        self._parallel = parallel
         self.open_call()
 
     def open_call(self) -> None:
+        self._parallel.begin_leg((), may_run_backward=True, undo=self._undo)
         self._undo.open_call()
         self._loop.note_boundary()
 
     def begin(self) -> None:
         """A batch begins."""
-        self._undo.begin_step()
+        self._loop.leg.begin_batch(BETWEEN_BATCHES)
 
     def step(self, number: int) -> None:
         """The gradients of an optimizer were exchanged; it steps."""
-        self._undo.note_exchange()
+        self._loop.leg.note_all_reduce()
         [weight] = self._optimizers[number].param_groups[0]["params"]
         weight.grad = torch.ones(1)
         self._optimizers[number].step()

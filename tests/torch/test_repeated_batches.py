@@ -19,6 +19,7 @@ from torch import nn
 
 from raysgd.core.engine.shared.types import StateHandover, World
 from raysgd.torch.operator.settings import TorchSettings
+from raysgd.torch.parallel import ddp_hooks
 from raysgd.torch.torch_runner import TorchRunner
 from raysgd.trainer.messages.epochs import EpochRequest
 from tests.torch import idioms
@@ -60,10 +61,9 @@ class Group:
         self.runner, self.breaks_at, self.num_seen = runner, breaks_at, 0
 
     def train(self) -> None:
-        exchanges = self.runner.operator._raysgd.parallel.exchanges
         of_user_code = SimpleNamespace(**{**vars(dist), "all_reduce": self.counted(dist.all_reduce)})
         with (
-            patch.object(exchanges, "track", self.counted(exchanges.track)),
+            patch.object(ddp_hooks, "_tracked", self.counted(ddp_hooks._tracked)),
             patch.object(idioms, "dist", of_user_code),
         ):
             torch.manual_seed(1)

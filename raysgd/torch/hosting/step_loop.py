@@ -24,6 +24,7 @@ from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.data.sources import LoaderSource
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.logical_shards import LogicalShards
+from raysgd.torch.parallel.record import SoFar
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.parallel.tensor_copies import lacks_memory
 from raysgd.torch.parallel.undo import Undo
@@ -51,18 +52,18 @@ class StepLoop(Loop):
     A step counts as completed once the training loop requests the next batch, which calls `note_boundary`. Before that,
     the operator's `global_step` already includes the step, but `return_to_boundary` can still undo it.
 
-    What happens in a step is recorded in `undo`: the `Leg` reports batches, the strategy reports all-reduces of
-    gradients, and `OptimizerHooks` reports steps.
+    What happens in a step is in the `record` of its `Leg`.
 
     Args:
         operator: Operator that trains.
         parallel: Strategy, such as DDP, that keeps the workers' models in sync.
         feed: Provides the operator's data.
-        undo: Records what happens in a step, copies the state that batches change, and restores it.
+        undo: Copies the state that batches change, and restores it.
 
     Attributes:
         latest_leg: Tracks the latest leg of the call. It also measures `own_s`, the seconds in which this rank did not
             wait for other ranks. None before the call's first leg, and in a new worker group.
+        so_far: What the committed steps of the call have shown.
     """
 
     _feed: TorchFeed
@@ -77,57 +78,63 @@ class StepLoop(Loop):
         self._global_step = 0  # the operator's `global_step` at the last boundary
         self.has_stock_loop = is_plain(operator, "train_epoch")
         self._may_run_backward = not is_plain(operator, "train_epoch", "train_batch", "backward")
-        # True if there are gradients that were not averaged over the ranks and with which no optimizer has stepped.
-        self._has_own_gradients = False
-        # Whether this call has averaged gradients over the ranks, and whether it has stepped optimizers.
-        self._has_exchanged = self._has_taken_steps = False
+        self.so_far = SoFar()
 
     @property
     def leg(self) -> Leg:
         return self._parallel.leg
 
     def is_lost(self, error: BaseException) -> bool:
-        return self._parallel.exchanges.has_broken or is_connection_error(error)
+        return self.leg.record.error is not None or is_connection_error(error)
 
     def may_be_parted(self, error: BaseException) -> bool:
         return self.is_lost(error) or any(isinstance(link, NotAligned) for link in with_causes(error))
 
     @property
     def can_return(self) -> bool:
-        return self.undo.is_whole or not self.undo.has_stepped
+        record = self.leg.record
+        return (record.saved is not None and record.saved.is_whole) or not record.stepped
 
     @property
     def is_whole(self) -> bool:
         """True if the current state is the result of completed steps only, or can be restored to such a state."""
-        if self._has_own_gradients or (self._has_taken_steps and not self._has_exchanged):
-            # The ranks' states differ: either each rank has accumulated its own gradients, or user code steps
-            # without an all-reduce, so that the weights diverge. New ranks must not copy such a state. The call is
-            # repeated from the snapshot. If the driver then finds that the weights differ, it raises.
-            return False
-        return self.undo.can_put_back(self._parallel.exchanges.has_broken)
+        # If the ranks are apart, the call is repeated from the snapshot. If the driver then finds that the weights
+        # differ, it raises.
+        return not self.so_far.ranks_are_apart and self.undo.can_restore(self.leg.record)
 
     def note_boundary(self) -> None:
-        undo, self._global_step = self.undo, self._operator.global_step
-        if not (undo.repeats and undo.has_begun):
-            undo.end_step()
-            return
-        is_exchanged, has_stepped = undo.num_exchanges > 0, undo.has_stepped
-        undo.end_step()
-        is_averaged = is_exchanged and not self._has_own_gradients
-        self._has_own_gradients = not is_averaged and bool(undo.waiting_parameters())
-        self._has_exchanged |= is_exchanged
-        self._has_taken_steps |= has_stepped and self._parallel.num_ranks > 1
+        leg, undo, self._global_step = self._parallel.leg, self.undo, self._operator.global_step
+        if leg.record.saved is not None:
+            undo.forget(leg.record)
+            if undo.repeats:
+                self.so_far = self.so_far.after(leg.record, lambda: self._parallel.num_ranks, undo.waiting_parameters)
+        leg.commit()
 
     end_call = note_boundary
 
     def note_restored(self) -> None:
-        self._has_own_gradients = self._has_taken_steps = False
+        self.so_far = SoFar(self.so_far.has_averaged)
         self._global_step = self._operator.global_step
         self.undo.note_restored()
+        self.leg.commit()
 
     def return_to_boundary(self) -> None:
         self._operator.global_step = self._global_step
-        self.undo.put_back()
+        self.undo.restore(self.leg.record)
+        self.leg.commit()
+
+    def waiting_parameters(self) -> list[torch.Tensor]:
+        """Return the parameters that have gradients with which no optimizer has stepped yet."""
+        return self.undo.waiting_parameters(self.leg.record)
+
+    def note_step(self, optimizer: Any, *_: Any, number: int) -> None:
+        """Record that an optimizer is about to step. PyTorch calls this after the hooks of the user."""
+        leg = self._parallel.leg
+        if leg.recorder is not None:
+            leg.recorder.note(f"optimizer {number} stepped")
+        leg.record.stepped.add(id(optimizer))
+        if leg.undo is not None:
+            leg.undo.see_step(leg.record)
 
     @property
     def own_s(self) -> float | None:
@@ -146,15 +153,15 @@ class StepLoop(Loop):
 
     def begin_call(self) -> None:
         self.latest_leg = None
-        self._has_exchanged = self._has_taken_steps = False
+        self.so_far = SoFar(has_own_gradients=self.so_far.has_own_gradients)
 
     @property
     def joint_work(self) -> JointWork | None:
-        return None if self._parallel.record is None else self._parallel.record.work
+        return None if self.leg.recorder is None else self.leg.recorder.work
 
     # ---------------------------------------------------------------------------------------- the steps of a call
 
-    def begin_leg(self, epoch_idx: int, source: LoaderSource | None = None) -> Leg:
+    def begin_leg(self, epoch_idx: int, source: LoaderSource | None = None, ledger: Ledger | None = None) -> Leg:
         """Create the `Leg` for a call, or for the rest of a call after the worker group has changed.
 
         The new `Leg` is also the attribute `leg` of the strategy.
@@ -162,6 +169,7 @@ class StepLoop(Loop):
         Args:
             epoch_idx: Index of the epoch.
             source: Source of the batches; None for the batch on which a new worker warms up.
+            ledger: Measures the time spent in communication.
 
         Raises:
             ValueError: The operator's `accumulate_grad_batches` returned an invalid number. Or a step has several
@@ -199,6 +207,7 @@ class StepLoop(Loop):
             shards=LogicalShards(num_shards, world.rank, world.size, wrapped) if num_shards else None,
             undo=self.undo if self.undo.is_told_of_batches else None,
             may_defer=internals.precision.can_defer,
+            ledger=ledger,
         )
         if internals.precision.is_mixed:
             internals.precision.begin_call()

@@ -32,8 +32,8 @@ from raysgd.torch.operator.internals import TorchInternals
 from raysgd.torch.operator.registrar import global_batches
 from raysgd.torch.operator.settings import OperatorContext, TorchSettings
 from raysgd.torch.parallel import handover
+from raysgd.torch.parallel.checksums import sums_of
 from raysgd.torch.parallel.ddp import DDP
-from raysgd.torch.parallel.global_record import sums_of
 from raysgd.torch.parallel.step_rows import names_of_all
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.step.advice import check_norms, comparing_sizes, with_advice
@@ -118,10 +118,8 @@ class TorchHostedOperator(HostedOperator):
         copies = recovery.undo if recovery.in_place else False
         undo = make_undo(self.operator, self.parallel, copies, world, self.ledger)
         self.loop = StepLoop(self.operator, self.parallel, self.feed, undo)
-        self.internals.hooks.tell(undo.note_step)
-        if self.parallel.record is not None:
-            self.internals.hooks.tell(self._note_step)
-        self.state = TorchState(self.operator, self.parallel, self.feed, self.loop.undo.waiting_parameters)
+        self.internals.hooks.tell(self.loop.note_step)
+        self.state = TorchState(self.operator, self.parallel, self.feed, self.loop.waiting_parameters)
         registered = self.internals.registered
         hyperparameters.note_first_rates(registered.schedulers)
         self.internals.chosen = hyperparameters.read(registered.optimizers)
@@ -130,11 +128,6 @@ class TorchHostedOperator(HostedOperator):
         facts = self.facts()
         self._part_ways()
         return facts
-
-    def _note_step(self, *_: Any, number: int) -> None:
-        """Record an optimizer's step as an action that all ranks must take."""
-        assert self.parallel.record is not None
-        self.parallel.record.note(f"optimizer {number} stepped")
 
     def _check_data(self) -> None:
         """Check that the train loader and the optimizers work with `split_batches` and `deterministic`.
@@ -277,13 +270,12 @@ class TorchHostedOperator(HostedOperator):
     @contextmanager
     def training(self, run: EpochRun, stream: Any) -> Iterator[None]:
         self.has_trained = True
-        self.parallel.exchanges.ledger = self.ledger
         if self._modes is not None:
             self._modes.give_back()  # the train/eval modes from before the evaluation
         if self._prediction is not None:
             self._prediction.close()
         self._modes = self._prediction = None
-        leg = stream.leg = self.loop.begin_leg(run.epoch_idx, stream.source)
+        leg = stream.leg = self.loop.begin_leg(run.epoch_idx, stream.source, self.ledger)
         internals, parallel = self.internals, self.parallel
         if leg.rules.weighs and is_plain(self.operator, "train_epoch", "train_batch", "forward", "backward"):
             refuse_sum(internals.criterion)
@@ -301,8 +293,8 @@ class TorchHostedOperator(HostedOperator):
             # lost rank's metrics.
             if parallel.tells_rows and self.epoch_obstacle is None and self.feed.is_divided(stream):
                 leg.rows = parallel.step_rows(run, self.world.size)
-            record = nullcontext() if parallel.record is None else parallel.record.of_call()
-            with record, self._in_shares(run, stream.source), noting:
+            recording = nullcontext() if leg.recorder is None else leg.recorder.of_call()
+            with recording, self._in_shares(run, stream.source), noting:
                 yield
             leg.weights.check_counted()
         finally:

@@ -90,7 +90,7 @@ class BatchMetrics(Internals):
         if weight is None and found != num_samples:
             if len(self.leg.batch.amounts) != 1 or self.logged:
                 raise _unknown_count(num_samples, found)
-            self.leg.batch.has_uncounted = True  # set to False later if the loss is the criterion's return value
+            self.leg.batch.uncounted = True  # set to False later if the loss is the criterion's return value
         size = {NUM_SAMPLES: num_samples}
         return size if weight is None else {**size, BATCH_WEIGHT: weight}
 
@@ -121,7 +121,7 @@ class BatchMetrics(Internals):
         metrics become final only once the training loop requests the next batch.
         """
         leg, reported, self._reported = self.parallel.leg, self._reported, None
-        if leg.batch.needs_backward:  # `train_batch` ran no backward pass
+        if leg.batch.waits:  # `train_batch` ran no backward pass
             leg.skip()
         waits = reported is not None and metrics is reported and not self.logged
         if not waits:

@@ -29,7 +29,7 @@ import torch
 
 from raysgd.core.numbers.metric_meters import as_weight
 from raysgd.torch.objects.criteria import NO_CALL, LossCall
-from raysgd.torch.parallel.batch import Batch
+from raysgd.torch.parallel.record import BatchRecord
 from raysgd.trainer.worker.step_loop import BatchPlan
 
 
@@ -49,7 +49,7 @@ class BatchWeights:
         self._uncounted: Any = False
         self._amounts: list[Any] = []  # the numbers of labels in the loss of the latest such batch
 
-    def note_labels(self, batch: Batch, plan: BatchPlan, call: LossCall) -> None:
+    def note_labels(self, batch: BatchRecord, plan: BatchPlan, call: LossCall) -> None:
         """Record a call to a loss that averages over labels, so that the batch can be weighted by its labels."""
         if call.amount is None or not torch.is_grad_enabled():
             return
@@ -57,13 +57,13 @@ class BatchWeights:
             batch.amounts.append(call.amount)
         if self._matter:
             self._labels = call._replace(output=None, target=None)  # do not keep the batch's large tensors in memory
-            batch.has_uncounted = batch.has_uncounted | (not plan.is_padding and call.is_uneven)
+            batch.uncounted = batch.uncounted | (not plan.is_padding and call.is_uneven)
 
-    def weight_of(self, batch: Batch, plan: BatchPlan, loss: torch.Tensor, given: Any) -> Any:
+    def weight_of(self, batch: BatchRecord, plan: BatchPlan, loss: torch.Tensor, given: Any) -> Any:
         """Return the weight of a batch, or None to weight it by its number of samples.
 
         Args:
-            batch: Batch whose backward pass is about to run.
+            batch: BatchRecord whose backward pass is about to run.
             plan: How the batch counts.
             loss: Loss of the batch. If it is the result of the latest recorded criterion call, labels are the weight.
             given: Weight from user code, or None.
@@ -78,7 +78,7 @@ class BatchWeights:
             return None
         weight = labels.amount if given is None else as_weight("weight", given)
         if not self._is_deterministic:
-            batch.has_uncounted = False
+            batch.uncounted = False
             return 0.0 if plan.is_padding else weight if isinstance(weight, torch.Tensor) else float(weight)
         if given is None and labels.is_uneven is not True:  # labels on a GPU are checked when the call ends
             self.check_labels(batch)
@@ -90,13 +90,13 @@ class BatchWeights:
             "`deterministic=True`, or use a loss that is the mean over the samples."
         )
 
-    def check_labels(self, batch: Batch) -> None:
+    def check_labels(self, batch: BatchRecord) -> None:
         """Raise if the batch's loss ignores labels or weights them unequally, and user code passed no weight.
 
         Labels on a GPU are checked when the call ends, because checking them here would wait for the GPU.
         """
-        if batch.has_uncounted is not False and self._matter:
-            self._uncounted, batch.has_uncounted = self._uncounted | batch.has_uncounted, False
+        if batch.uncounted is not False and self._matter:
+            self._uncounted, batch.uncounted = self._uncounted | batch.uncounted, False
             self._amounts = batch.amounts
             if not isinstance(self._uncounted, torch.Tensor):
                 self.check_counted()

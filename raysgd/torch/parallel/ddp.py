@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +38,10 @@ class DDP(Strategy):
 
     Args:
         tells_rows: True to send each rank's metrics to the other ranks in each step.
+
+    Attributes:
+        averaged: For each model whose gradients have been all-reduced completely since `further_pass` was last called,
+            the ID of one of its parameters.
     """
 
     synchronizes = True
@@ -50,6 +53,7 @@ class DDP(Strategy):
         self._hooked: set[int] = set()  # IDs of the wrappers that have raysgd's communication hook
         self._numbers: dict[int, int] = {}  # by the ID of a wrapper: its number in messages about the model
         self._uncovered: list[torch.nn.Parameter] = []
+        self.averaged: set[int] = set()
 
     def wrap(
         self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any], init_sync: bool = True
@@ -131,9 +135,7 @@ class DDP(Strategy):
         self._hooked.discard(id(wrapped))
         self._register_hook(wrapped, each.options)
 
-    def _check_step(self, came_through: Callable[[], None] | None) -> None:
-        if came_through is not None:
-            came_through()
+    def _check_covered(self) -> None:
         if any(parameter.requires_grad for parameter in self._uncovered):
             raise ValueError(
                 "Parameters were unfrozen (`requires_grad=True`) since `setup` or the last `self.rewrap()`, and their "
@@ -151,7 +153,7 @@ class DDP(Strategy):
                 the user wrapped a model with a `process_group`.
         """
         leg = super().begin_leg(models, may_run_backward, **options)
-        leg.check = partial(self._check_step, leg.check)
+        leg.check = self._check_covered
         for model in _wrappers(models):
             self._armed.add(id(model))
             if id(model) not in self._hooked:
@@ -172,10 +174,9 @@ class DDP(Strategy):
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if not trained:
             return
-        if self.leg.undo is not None:
-            self.leg.undo.note_exchange()
+        self.leg.note_all_reduce()
         counts = torch.tensor([each.grad is not None for each in trained], dtype=torch.float64, device=reachable())
-        with self.exchanges.noting():
+        with self.leg.record.noting_losses():
             self.all_sum(counts)
             used = [parameter for parameter, count in zip(trained, counts.tolist(), strict=True) if count]
             for parameter in used:
@@ -194,12 +195,12 @@ class DDP(Strategy):
         The old gradients are already the same on all ranks, so averaging does not change their part of the sum. With
         gradient accumulation, gradients are averaged only in the last batch of a step.
         """
-        self.exchanged.clear()
+        self.averaged.clear()
         with super().further_pass(parameters):
             yield
         if self.leg.plan.sync_gradients:
             models = [{*map(id, each.model.parameters())} for each in self._wrapped]
-            done = set().union(*(ids for ids in models if ids & self.exchanged))
+            done = set().union(*(ids for ids in models if ids & self.averaged))
             self.average_deferred([parameter for parameter in parameters if id(parameter) not in done])
 
     @contextmanager

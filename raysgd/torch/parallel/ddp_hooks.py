@@ -28,8 +28,7 @@ from raysgd.core.connections.group import Array, Group
 from raysgd.core.connections.mesh.mesh import MeshBroken
 from raysgd.core.connections.torch import mesh_group
 from raysgd.torch.parallel.batch_weight import Counted
-from raysgd.torch.parallel.exchanges import completed
-from raysgd.torch.parallel.strategy import Strategy
+from raysgd.torch.parallel.leg import Leg
 
 COMM_HOOK = "comm_hook"  # key of `ddp_args` for the user's hook; not an argument of DistributedDataParallel
 
@@ -48,13 +47,13 @@ class _HookState:
 
     Attributes:
         parallel: Strategy of this worker. It tracks the current batch and the communication in the batch.
-        work: Name under which the `GlobalRecord` records the all-reduce of this model's gradients.
+        work: Name under which the `FlightRecorder` records the all-reduce of this model's gradients.
         goes_at_once: True to send gradients over the mesh instead of gloo if possible.
         function: The user's hook, which all-reduces the gradients; None for the default all-reduce.
         state: State of the user's hook.
     """
 
-    parallel: Strategy
+    parallel: Any
     work: str = ""
     goes_at_once: bool = False
     function: Callable[..., Any] | None = None
@@ -67,9 +66,7 @@ class _HookState:
         return _HookState, (None,)
 
 
-def register(
-    parallel: Strategy, model: DistributedDataParallel, options: dict[str, Any], is_armed: bool, work: str
-) -> bool:
+def register(parallel: Any, model: DistributedDataParallel, options: dict[str, Any], is_armed: bool, work: str) -> bool:
     """Install raysgd's hook, which calls the user's hook if there is one. Return True if the hook was installed.
 
     Args:
@@ -77,7 +74,7 @@ def register(
         model: Wrapper on which to install the hook.
         options: Options of the wrapper, which may include the user's hook.
         is_armed: False before training starts. The hook is then installed only if there is a user's hook.
-        work: Name of the gradient all-reduce in the `GlobalRecord`.
+        work: Name of the gradient all-reduce in the `FlightRecorder`.
 
     Raises:
         ValueError: The user registered a hook on the model, and PyTorch allows only one. Or the user passed a
@@ -128,8 +125,8 @@ def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Futur
     """
     parallel, gradients = state.parallel, bucket.buffer()
     if bucket.is_last():
-        parallel.exchanged.add(id(bucket.parameters()[0]))
-        parallel.note_exchange(state.work)
+        parallel.averaged.add(id(bucket.parameters()[0]))
+        parallel.leg.note_all_reduce(state.work)
     group = mesh_group() if state.goes_at_once else None
     if group is not None and group.is_quick_for(gradients.nbytes):
         return _average_at_once(parallel, group, bucket)
@@ -139,9 +136,9 @@ def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Futur
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
         function, given = allreduce_hook, dist.group.WORLD
-    exchanges, leg, is_last = parallel.exchanges, parallel.leg, bucket.is_last()
-    with exchanges.noting():
-        future = exchanges.track(function(given, bucket), is_last)
+    leg, is_last = parallel.leg, bucket.is_last()
+    with leg.record.noting_losses():
+        future = _tracked(function(given, bucket), leg, is_last)
         if is_last:
             try:
                 leg.send_rows()
@@ -152,23 +149,56 @@ def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Futur
     return future
 
 
-def _average_at_once(parallel: Strategy, group: Group, bucket: Any) -> Any:
+def _tracked(future: Any, leg: Leg, is_last: bool) -> Any:
+    """Record how a running all-reduce ends. Return a future that completes or fails when the all-reduce does.
+
+    An all-reduce may end after its group has. It is therefore recorded for its own step.
+
+    Args:
+        future: Future of the all-reduce.
+        leg: Tracks the current step.
+        is_last: True if this is the last all-reduce in the backward pass of a model.
+    """
+    record, ledger = leg.record, leg.ledger
+    record.is_averaged |= is_last
+    # The last all-reduce starts when the backward pass has computed all gradients. From then on, this rank only waits,
+    # so this time is measured as communication.
+    is_awaited = is_last and ledger.begin_exchange()
+
+    def received(future: Any) -> Any:
+        with record.noting_losses():
+            gradients = future.value()
+        if is_awaited:
+            ledger.end_exchange()
+        return gradients
+
+    return future.then(received)  # the backward pass waits for the returned future, and thus for the callback
+
+
+def completed(gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Return a completed future for gradients that are already averaged. A communication hook must return a future."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(gradients)
+    return future
+
+
+def _average_at_once(parallel: Any, group: Group, bucket: Any) -> Any:
     """Average the gradients of a bucket over the mesh, and return them in a completed future.
 
     With the first bucket, this rank also sends the amount that `Leg.outgoing` returns, if there is one. With the last
     bucket, it also sends its metrics, once per optimizer step.
     """
-    gradients, leg, exchanges = bucket.buffer(), parallel.leg, parallel.exchanges
+    gradients, leg = bucket.buffer(), parallel.leg
     told, numbers = parallel.multiply_by_weight(gradients, is_told=True), gradients.numpy()
     is_last = bucket.is_last()
-    with exchanges.noting(), exchanges.ledger.exchanging(group):
+    with leg.record.noting_losses(), leg.ledger.exchanging(group):
         if told is not None:
             gather = partial(_add_up_with_amounts, group, numbers, told)
             if not (is_last and leg.send_rows(gather)):
                 gather(_NO_ROW)
         elif not (is_last and leg.send_rows(partial(group.add_up_with, numbers))):
             group.add_up(numbers)
-    exchanges.num_made += is_last
+    leg.record.is_averaged |= is_last
     return completed(gradients.div_(float(group.size) if told is None else told.divisor))
 
 

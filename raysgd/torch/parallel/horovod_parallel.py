@@ -21,7 +21,6 @@ import torch
 from raysgd.core.connections.horovod import import_horovod, is_connection_error
 from raysgd.core.private_names import require_names
 from raysgd.exceptions import InvalidRegistrationError
-from raysgd.torch.parallel.exchanges import Exchanges
 from raysgd.torch.parallel.strategy import Strategy, Summation
 
 _NUM_NAMES_OF_SUMS = 8  # number of names for sums; all ranks finish a sum before its name is reused
@@ -30,11 +29,11 @@ _NUM_NAMES_OF_SUMS = 8  # number of names for sums; all ranks finish a sum befor
 class HorovodByHand(Strategy):
     """The strategy "none" with `backend="horovod"`: the user keeps the workers' models in sync."""
 
+    is_lost = staticmethod(is_connection_error)
+
     def __init__(self) -> None:
         super().__init__()
         self._hvd = import_horovod()
-        # Horovod has no function that checks whether its connections are open, so assume that they are.
-        self.exchanges = Exchanges(is_connection_error, is_broken=lambda: False)
 
     def all_sum(self, tensor: torch.Tensor) -> None:
         self._hvd.allreduce_(tensor, name="raysgd.sum", op=self._hvd.Sum)
@@ -188,9 +187,9 @@ class HorovodParallel(HorovodByHand):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _finish_backward(self) -> None:
-        if self.record is not None:
-            self.record.note("gradients were exchanged")
-        with self.exchanges.noting():
+        if self.leg.recorder is not None:
+            self.leg.recorder.note("gradients were exchanged")
+        with self.leg.record.noting_losses(self.is_lost):
             for _, wrapped in self._pairs:
                 wrapped.synchronize()
 

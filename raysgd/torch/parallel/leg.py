@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from raysgd.torch.parallel.batch import Batch
 from raysgd.torch.parallel.batch_weight import BatchWeights, Counted, Window
 from raysgd.torch.parallel.logical_shards import LogicalShards
+from raysgd.torch.parallel.record import BatchRecord, FlightRecorder, StepRecord
 from raysgd.torch.parallel.step_rows import StepRows
 from raysgd.torch.parallel.undo import Undo
 from raysgd.trainer.worker.data.rank_rows import Gather
+from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES, BatchPlan, StepRules
 
 
@@ -36,6 +37,11 @@ class Leg:
         rules: What holds for all steps of the leg.
         shards: Adds up the gradients of logical shards; None without logical shards.
         undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
+        record: What has happened since the last commit, perhaps between two calls.
+        recorder: Records this rank's actions, to compare them with those of other ranks. None if they may differ.
+        ledger: Measures the time spent in communication.
+        checks_losses: True if user code may have caught the exception of a lost connection, so that each step is
+            checked.
 
     Attributes:
         rules: What holds for all steps of the leg.
@@ -45,12 +51,14 @@ class Leg:
         defer: Function that is called before each batch if the step accumulates gradients or has logical shards. It
             gets True if the all-reduce of the batch's gradients can wait for a later batch. None if the strategy cannot
             let it wait.
-        check: Function that is called when a step has ended, and raises if the step is invalid, for example after a
-            lost connection. None for no check.
+        check: Function that is called when a step has ended, and raises if the step is invalid. None for no check.
         refresh: Function that copies rank 0's buffers of unwrapped models to all ranks. It is called before the first
             part of each global batch. None if there are no such models.
         weights: Finds the weight of each batch.
         rows: Exchanges metrics between the ranks in each step; None if the ranks exchange no metrics.
+        record: What has happened since the last commit.
+        recorder: Records this rank's actions, to compare them with those of other ranks. None if they may differ.
+        ledger: Measures the time spent in communication.
         batch: What has happened to the batch that the training code requested last.
         began_at: Time at which this rank began to draw the batch; 0 once the batch's first backward pass has started.
         own_s: Seconds from `began_at` to the backward pass, summed over all batches. In this time, the rank does not
@@ -67,7 +75,15 @@ class Leg:
     """
 
     def __init__(
-        self, rules: StepRules = StepRules(), *, shards: LogicalShards | None = None, undo: Undo | None = None
+        self,
+        rules: StepRules = StepRules(),
+        *,
+        shards: LogicalShards | None = None,
+        undo: Undo | None = None,
+        record: StepRecord | None = None,
+        recorder: FlightRecorder | None = None,
+        ledger: Ledger | None = None,
+        checks_losses: bool = False,
     ) -> None:
         self.rules, self.plan, self.shards, self.undo = rules, BETWEEN_BATCHES, shards, undo
         self.defer: Callable[[bool], None] | None = None
@@ -75,7 +91,9 @@ class Leg:
         self.refresh: Callable[[], None] | None = None
         self.weights = BatchWeights(rules.weighs, shards is not None)
         self.rows: StepRows | None = None
-        self.batch = Batch()
+        self.batch = BatchRecord()
+        self.record = StepRecord() if record is None else record
+        self.recorder, self.ledger, self._checks_losses = recorder, ledger or Ledger(), checks_losses
         self.began_at = self.own_s = 0.0
         self.is_used = False
         self.counted: Counted | None = None
@@ -115,13 +133,12 @@ class Leg:
         if self.refresh is not None and before.ends_global_batch:
             self.refresh()
         if self.undo is not None and plan.starts_step:
-            self.undo.begin_step()
+            self.record.begin(self.undo.save())
         if self._num_waiting and not self._weighs_like(plan):
             raise self._drawn_too_early(plan)
-        self.plan, self.batch = plan, Batch(self.batch.number + 1)
-        if rules.has_several or rules.averages:
-            self._num_waiting += 1
-            self.batch.needs_backward = True
+        waits = rules.has_several or rules.averages
+        self._num_waiting += waits
+        self.plan, self.batch = plan, BatchRecord(self.batch.number + 1, waits)
 
         if self.defer is not None and (shards is not None or rules.has_several):
             self.defer(shards is not None or not plan.sync_gradients)
@@ -165,7 +182,8 @@ class Leg:
 
     def end_batch(self) -> None:
         """Let backward passes and steps from now on belong to no batch."""
-        self.plan, self.batch = BETWEEN_BATCHES, self.batch.end()
+        self.plan = BETWEEN_BATCHES
+        self.batch.end()
 
     def end_forward(self) -> None:
         """Stop measuring the time that this rank spends on the batch without waiting for other ranks (`own_s`).
@@ -181,8 +199,26 @@ class Leg:
         """Raise if the step that has ended is invalid, for example because a connection broke during the step."""
         if self.shards is not None:
             self.shards.check()
+        if self._checks_losses:
+            self.record.check()
         if self.check is not None:
             self.check()
+
+    def commit(self) -> None:
+        """Let a new record begin: the step has ended, or was undone, or another state was loaded."""
+        self.record = StepRecord(self.record.error)
+
+    def note_all_reduce(self, name: str | None = None) -> None:
+        """Record that a model's last gradients are about to be averaged.
+
+        Args:
+            name: Name of the all-reduce, the same on all ranks. None if the ranks may differ in what is averaged.
+        """
+        if name is not None and self.recorder is not None:
+            self.recorder.note(name)
+        self.record.num_all_reduces += 1
+        if self.undo is not None:
+            self.undo.see_all_reduce(self.record)
 
     def use(self, by_samples: bool = True) -> None:
         """Record that a backward pass of the batch is about to run.
@@ -196,9 +232,8 @@ class Leg:
 
     def end_waiting(self) -> None:
         """Record that the latest batch no longer needs a backward pass, because it had one or user code skips it."""
-        if self.batch.needs_backward:
-            self._num_waiting -= 1
-            self.batch.needs_backward = False
+        self._num_waiting -= self.batch.waits
+        self.batch.waits = False
 
     def skip(self) -> None:
         """Record that user code runs no backward pass for the latest batch. Has no effect if it has already run one.
@@ -206,7 +241,7 @@ class Leg:
         Raises:
             ValueError: With accumulation, every batch needs a backward pass.
         """
-        if self.batch.needs_backward and self.rules.has_several:
+        if self.batch.waits and self.rules.has_several:
             raise ValueError(
                 f"`{self.rules.option}`: a batch was skipped, but `self.backward` was not called for it. Call "
                 "`self.backward(loss)` and `self.optimizer_step()` for every batch (a `LightningModule` needs "
@@ -229,7 +264,7 @@ class Leg:
         """
         if self.rules.averages or self.rules.has_several:
             self.use(by_samples)
-        if self.rules.has_several and self.batch.was_asked_to_step:
+        if self.rules.has_several and self.batch.has_asked_to_step:
             raise ValueError(
                 "`self.backward` was called after `self.optimizer_step` for the same batch and optimizer. With "
                 f"`{self.rules.option}` every batch belongs to one step: call each method once for a batch, or omit "
@@ -237,14 +272,14 @@ class Leg:
             )
         batch, ids = self.batch, {*map(id, optimizers)}
         self.is_used = True
-        batch.left_out -= ids
-        batch.computed |= ids
+        batch.skipped -= ids
+        batch.with_gradients |= ids
         is_further, batch.had_backward = batch.had_backward, True
         return is_further
 
     def adds_to(self, optimizer: Any) -> bool:
         """Return True if a backward pass of this batch adds to the gradients that the optimizer's parameters have."""
-        return self.accumulated is not None if self.rules.has_several else id(optimizer) in self.batch.computed
+        return self.accumulated is not None if self.rules.has_several else id(optimizer) in self.batch.with_gradients
 
     def share(self, weight: Any, num_ranks: int, *, is_of_criterion: bool = False, is_skipped: bool = False) -> float:
         """Add the batch to those accumulated for a step (the window). Return the factor by which to multiply its loss.
@@ -300,7 +335,7 @@ class Leg:
         """
         if self.rows is None:
             return False
-        is_first, self.batch.is_exchanged = not self.batch.is_exchanged, True
+        is_first, self.batch.has_shared_metrics = not self.batch.has_shared_metrics, True
         is_due = is_first and self.plan.sync_gradients
         if is_due:
             self.rows.send(gather)
@@ -308,7 +343,7 @@ class Leg:
 
     def stepped(self, optimizer: Any) -> None:
         """Record that `optimizer` has stepped, so that the next backward pass clears the old gradients."""
-        self.batch.computed.discard(id(optimizer))
+        self.batch.with_gradients.discard(id(optimizer))
         self.accumulated = None
 
     @contextmanager

@@ -24,13 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from raysgd.core.connections.group import Group
-from raysgd.core.connections.torch import mesh_group, summation_beside
+from raysgd.core.connections.torch import is_connection_error, mesh_group, summation_beside
 from raysgd.torch.objects.blocks import without_checkpointing
 from raysgd.torch.objects.loading import load_model, load_optimizer
 from raysgd.torch.parallel.batch_weight import Counted
-from raysgd.torch.parallel.exchanges import Exchanges
-from raysgd.torch.parallel.global_record import GlobalRecord
 from raysgd.torch.parallel.leg import Leg
+from raysgd.torch.parallel.record import FlightRecorder, StepRecord
 from raysgd.torch.parallel.step_rows import StepRows, gather_rows
 from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.data.rank_rows import Gather, RowExchange
@@ -67,11 +66,7 @@ class Strategy:
             full state.
         leg: Tracks the current batch and step in the part of a training call that this worker group runs. Between
             calls, it is a `Leg` without batches.
-        exchanges: Tracks whether the gradient communication of the running step succeeds.
-        exchanged: For each model whose gradients have been all-reduced completely since `further_pass` was last called,
-            the ID of one of its parameters.
-        record: Records the actions that all ranks must take in the same order in a call; None if the ranks' actions may
-            differ.
+        is_lost: Function that returns True if an exception means that a connection to another rank was lost.
         forward_context: Function that returns the context manager, such as autocast, for forward passes.
         shares_frozen: True if the other ranks copy rank 0's frozen parameters. False if each rank creates the same
             frozen parameters itself.
@@ -79,15 +74,13 @@ class Strategy:
 
     synchronizes = False
     is_sharded = False
+    is_lost = staticmethod(is_connection_error)
 
     def __init__(self, has_others: bool = True, tells_rows: bool = False) -> None:
-        self.leg = Leg(StepRules(self.synchronizes))
+        self.leg = Leg(StepRules(self.synchronizes), recorder=FlightRecorder() if self.synchronizes else None)
         self.tells_rows = tells_rows
         self._row_exchange: tuple[Gather, RowExchange] | None = None  # for the current worker group; None until needed
         self.has_others = has_others
-        self.exchanges = Exchanges()
-        self.record = GlobalRecord() if self.synchronizes else None
-        self.exchanged: set[int] = set()
         self.forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.shares_frozen = True
         self._left_out: list[torch.nn.Module] = []
@@ -145,15 +138,15 @@ class Strategy:
             may_defer: True if the gradients of all batches of a step may be all-reduced together, in the last batch.
             options: Further arguments of `Leg`.
         """
-        leg = self.leg = Leg(StepRules(self.synchronizes) if rules is None else rules, **options)
+        before, rules = self.leg, rules or StepRules(self.synchronizes)
+        recorder = None if before.recorder is None else FlightRecorder(before.recorder.number + 1)
+        checks_losses = may_run_backward and self.has_others
+        leg = self.leg = Leg(rules, record=before.record, recorder=recorder, checks_losses=checks_losses, **options)
         leg.defer = self._deferrer(models, may_run_backward) if may_defer else None
         if leg.defer is not None:
             leg.defer(False)
-        if self.record is not None:
-            self.record = GlobalRecord(self.record.number + 1)
         if self._left_out:
             leg.refresh = partial(self._repeat_buffers, in_training=True)
-        leg.check = self.exchanges.check if may_run_backward and self.has_others else None
         return leg
 
     def end_leg(self) -> None:
@@ -161,9 +154,10 @@ class Strategy:
 
         Called at the end of each call, even if the call fails.
         """
-        if self.leg.defer is not None:
-            self.leg.defer(False)
-        self.leg = Leg(StepRules(self.synchronizes))
+        leg = self.leg
+        if leg.defer is not None:
+            leg.defer(False)
+        self.leg = Leg(StepRules(self.synchronizes), record=leg.record, recorder=leg.recorder, ledger=leg.ledger)
 
     def _deferrer(self, models: Sequence[torch.nn.Module], may_run_backward: bool) -> Callable[[bool], None] | None:
         """Return a function that gets True to defer the gradient communication of the next batch to a later batch.
@@ -213,9 +207,8 @@ class Strategy:
 
     def reform(self) -> None:
         """Adapt the models to the worker group that this process has joined. The model objects stay the same."""
-        self.exchanges = self.exchanges.of_next_group()
-        if self.record is not None:
-            self.record = GlobalRecord()
+        record, recorder = self.leg.record.in_next_group(), FlightRecorder() if self.synchronizes else None
+        self.leg = Leg(StepRules(self.synchronizes), record=record, recorder=recorder)
 
     def step_rows(self, run: EpochRun, size: int) -> StepRows | None:
         """Return the object that sends this rank's metrics to the other ranks in each step of a call.
@@ -259,9 +252,10 @@ class Strategy:
             # function sums the amounts if that has not happened.
             return partial(self._total_at_once, group, amount)
         numbers = torch.zeros(1, dtype=torch.float64, device=device) + amount
-        with self.exchanges.noting():
+        record = self.leg.record
+        with record.noting_losses(self.is_lost):
             wait = self._start_sum(numbers)
-        return cache(partial(self._total, wait, numbers))
+        return cache(partial(self._total, record, wait, numbers))
 
     def _start_sum(self, numbers: torch.Tensor) -> Callable[[], Any]:
         """Start to sum a tensor in the process group that all-reduces gradients. Return a function to wait for it."""
@@ -271,21 +265,14 @@ class Strategy:
 
     def _total_at_once(self, group: Group, amount: float) -> float:
         numbers = np.array([amount], np.float64)
-        with self.exchanges.noting():
+        with self.leg.record.noting_losses():
             group.add_up(numbers)
         return float(numbers[0])
 
-    def _total(self, wait: Callable[[], Any], numbers: torch.Tensor) -> Any:
-        with self.exchanges.noting():
+    def _total(self, record: StepRecord, wait: Callable[[], Any], numbers: torch.Tensor) -> Any:
+        with record.noting_losses(self.is_lost):
             wait()
         return numbers.item() if numbers.device.type == "cpu" else numbers[0]
-
-    def note_exchange(self, work: str) -> None:
-        """Record that a model's gradients are all-reduced, under the name `work`."""
-        if self.record is not None:
-            self.record.note(work)
-        if self.leg.undo is not None:
-            self.leg.undo.note_exchange()
 
     def multiply_by_weight(self, gradients: torch.Tensor, is_told: bool = False) -> Counted | None:
         """Multiply this rank's gradients by their weight, in place, before they are sent to the other ranks.

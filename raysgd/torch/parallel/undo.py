@@ -22,6 +22,7 @@ from raysgd.core.numbers.time_spent import UNDO
 from raysgd.core.private_names import require_names
 from raysgd.torch.objects import rng
 from raysgd.torch.parallel.object_copies import ObjectCopies
+from raysgd.torch.parallel.record import StepRecord
 from raysgd.torch.parallel.tensor_copies import TensorCopies, digest_of, digests_of, is_writable, kept
 from raysgd.trainer.worker.ledger import Ledger
 
@@ -77,19 +78,20 @@ class _Watched:
         return all(id(each) in self.moving or torch.equal(digest_of(each), digest) for each, digest in pairs)
 
 
-class _OpenStep:
-    """The running optimizer step: the state before the step, and what has happened in the step so far.
+class Saved:
+    """The state from before a step of the optimizer.
 
     Values of tensors are not in this object; `TensorCopies` has copies of them.
 
+    Args:
+        waiting: See the attribute.
+
     Attributes:
+        waiting: Parameters that already had gradients when the step began, because no optimizer had stepped with these
+            gradients yet.
         is_copied: True if any state was copied before the batch.
         is_whole: True if all state was copied before the batch.
         has_unknown: True if state that the batch may change cannot be copied.
-        has_stepped: True if an optimizer has started to step.
-        num_exchanges: Number of gradient all-reduces so far.
-        num_collectives: Number of collectives that had started in PyTorch's default process group when an optimizer
-            last started to step; None if no optimizer has stepped, or if the number is not needed.
         buffers: For each buffer of the models: the dict of buffers, the buffer's name, and its tensor before the batch.
         objects: Copies of objects in optimizers, schedulers and callbacks.
         gradients: Pairs of a parameter and its gradient before the batch.
@@ -97,10 +99,9 @@ class _OpenStep:
         flags: Pairs of a parameter and its `requires_grad` before the batch.
     """
 
-    def __init__(self) -> None:
-        self.is_copied = self.is_whole = self.has_unknown = self.has_stepped = False
-        self.num_exchanges = 0
-        self.num_collectives: float | None = None
+    def __init__(self, waiting: Sequence[torch.Tensor]) -> None:
+        self.waiting = waiting
+        self.is_copied = self.is_whole = self.has_unknown = False
         self.buffers: list[tuple[dict[str, Any], str, torch.Tensor | None]] = []
         self.objects = ObjectCopies(set())
         self.gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
@@ -124,11 +125,11 @@ class Undo:
     """Copies the state that a batch on this rank may change, and restores it if a failure interrupts the batch.
 
     With gradient accumulation, a batch here consists of all batches of an optimizer step. A boundary is a point in time
-    between two optimizer steps.
+    between two optimizer steps. What happens in a step is in a `StepRecord`, which the caller keeps.
 
     Args:
         models: Modules that are trained, without wrappers.
-        optimizers: Optimizers of the modules. The caller must call `note_step` before each of their steps.
+        optimizers: Optimizers of the modules. The caller must call `see_step` before each of their steps.
         others: Other objects that a batch may change, such as schedulers.
         followers: Function that returns the callbacks' objects, such as averaged weights, that change when an optimizer
             steps.
@@ -143,7 +144,7 @@ class Undo:
     Attributes:
         copies_all: True if all state is copied before each batch.
         repeats: True if a batch may be repeated after a failure.
-        is_told_of_batches: True if `begin_step` must be called before each batch. False if no batch is repeated and no
+        is_told_of_batches: True if `save` must be called before each batch. False if no batch is repeated and no
             gradients are kept.
     """
 
@@ -167,58 +168,31 @@ class Undo:
         self._is_off = not repeats
         self._copies = TensorCopies()
         self._watched: _Watched | None = None  # None if a failure restarts the call instead of repeating the batch
-        self._batch: _OpenStep | None = None
-        # IDs of the optimizers that have started to step since the last boundary.
-        self._stepped: set[int] = set()
-        # Parameters that already had gradients when the batch began, because no optimizer had stepped with these
-        # gradients yet. None if no batch has begun since the last boundary.
-        self._waiting: list[torch.Tensor] | None = None
         self._has_warned = False
         self._not_stepped: list[Any] = []  # optimizers whose `step` was not called in the last completed step
         self._keeps_gradients, self.repeats = keeps_gradients, repeats
         self.is_told_of_batches = keeps_gradients or repeats
 
-    @property
-    def is_whole(self) -> bool:
-        """True if all state was copied before the current batch."""
-        return self._batch is not None and self._batch.is_whole
-
-    @property
-    def num_exchanges(self) -> int:
-        """Number of gradient all-reduces in the current batch."""
-        return 0 if self._batch is None else self._batch.num_exchanges
-
-    @property
-    def has_begun(self) -> bool:
-        """True if a batch has begun since the last boundary."""
-        return self._waiting is not None
-
-    @property
-    def has_stepped(self) -> bool:
-        """True if an optimizer has started to step since the last boundary."""
-        return bool(self._stepped)
-
-    def waiting_parameters(self) -> list[torch.Tensor]:
+    def waiting_parameters(self, record: StepRecord | None = None) -> list[torch.Tensor]:
         """Return the parameters that have gradients with which no optimizer has stepped yet.
 
         The list is empty if no later step uses a batch's gradients.
+
+        Args:
+            record: The running step; None at a boundary.
         """
         if not self._keeps_gradients:
             return []
-        optimizers = self._not_stepped if self._waiting is None else self._without_step()
+        optimizers = self._not_stepped if record is None or record.saved is None else self._without_step(record)
         return [each for each in parameters_of(optimizers) if each.grad is not None]
 
-    def _without_step(self) -> list[Any]:
+    def _without_step(self, record: StepRecord) -> list[Any]:
         """Return the optimizers that have not stepped since the last boundary."""
-        return [each for each in self._optimizers if id(each) not in self._stepped]
+        return [each for each in self._optimizers if id(each) not in record.stepped]
 
     def note_restored(self) -> None:
-        """Discard all records about steps. Called after another state was loaded, because the records do not fit it.
-
-        From now on, all existing gradients count as gradients with which no optimizer has stepped.
-        """
-        self._batch = None
-        self._not_stepped, self._stepped, self._waiting = list(self._optimizers), set(), None
+        """Record that another state was loaded. No optimizer has stepped with the gradients that exist."""
+        self._not_stepped = list(self._optimizers)
 
     def switch_off(self) -> None:
         """Stop copying state. From now on, a failure in the middle of a batch restarts the call from the snapshot."""
@@ -230,61 +204,60 @@ class Undo:
         Args:
             is_used: False if batches of this call are not repeated after a failure, so that nothing is copied.
         """
-        self._batch = None
         is_watching = is_used and not self._is_off
         self._watched = _Watched(self._models, not self.copies_all, self._unchanging) if is_watching else None
 
     # ---------------------------------------------------------------------------------------------------- in a batch
 
-    def begin_step(self) -> None:
-        """Start a batch. Copy the state that the batch may change.
+    def save(self) -> Saved:
+        """Copy the state that the batch may change, before the batch begins.
 
         If there is not enough memory, log a warning and call `switch_off`.
         """
-        self._waiting = waiting = self.waiting_parameters()
-        batch, watched = _OpenStep(), self._watched
-        self._batch = batch
+        waiting, watched = self.waiting_parameters(), self._watched
+        saved = Saved(waiting)
         if watched is None:
-            return
+            return saved
         copies_all = self.copies_all or (self._watches and watched.is_first) or bool(waiting)
         if not (copies_all or self._watches or watched.buffers or watched.moving):
             self._copies = TensorCopies()
-            return
+            return saved
         before = self._ledger.enter(UNDO)
         try:
-            self._take(batch, watched, waiting, copies_all)
+            self._take(saved, watched, copies_all)
         except (MemoryError, RuntimeError) as error:  # PyTorch raises `RuntimeError` if it cannot allocate memory
             logger.warning(
                 "not enough memory to copy the state that a batch may change, so this worker stops copying. If a "
                 "worker is lost in the middle of a batch, the call restarts from the snapshot. The error was: %s",
                 error,
             )
-            self._copies, self._batch = TensorCopies(), _OpenStep()
+            self._copies, saved = TensorCopies(), Saved(waiting)
             self.switch_off()
         finally:
             self._ledger.enter(before)
+        return saved
 
-    def _take(self, batch: _OpenStep, watched: _Watched, waiting: Sequence[torch.Tensor], copies_all: bool) -> None:
-        batch.buffers = [(buffers, name, kept(buffers.get(name))) for buffers, name in watched.buffers]
-        tensors = [each for _, _, each in batch.buffers if each is not None]
+    def _take(self, saved: Saved, watched: _Watched, copies_all: bool) -> None:
+        saved.buffers = [(buffers, name, kept(buffers.get(name))) for buffers, name in watched.buffers]
+        tensors = [each for _, _, each in saved.buffers if each is not None]
         seen, contents = {*map(id, watched.parameters)}, list[tuple[Any, Any]]()
         if copies_all:
-            batch.gradients = [(parameter, kept(parameter.grad)) for parameter in waiting]
-            tensors += [each for _, each in batch.gradients if each is not None]
+            saved.gradients = [(parameter, kept(parameter.grad)) for parameter in saved.waiting]
+            tensors += [each for _, each in saved.gradients if each is not None]
             contents = [(each, vars(each)) for each in (*self._optimizers, *self._others, *self._followers())]
-            batch.flags = [(each, each.requires_grad) for each in watched.parameters]
-            batch.drawn = rng.capture()
+            saved.flags = [(each, each.requires_grad) for each in watched.parameters]
+            saved.drawn = rng.capture()
         elif self._watches:
             # Always copy the optimizers' hyperparameters, such as learning rates, and the schedulers' states. They are
             # small, and user code may change them before the first all-reduce of a batch.
             seen |= {id(vars(each)) for each in self._optimizers}
             contents = [(each, each.param_groups) for each in self._optimizers]
             contents += [(each, vars(each)) for each in self._others]
-        batch.objects = objects = ObjectCopies(seen)
+        saved.objects = objects = ObjectCopies(seen)
         for owner, content in contents:
             objects.copy(content)
             if objects.unknown is not None:
-                self._note_unknown(batch, owner, objects.unknown)
+                self._note_unknown(saved, owner, objects.unknown)
                 if self.copies_all:
                     self.switch_off()
                     return
@@ -295,10 +268,10 @@ class Undo:
             parameters = [each for each in parameters if id(each) not in self._unchanging]
         watched.copied = parameters
         self._copies.take_copies([*parameters, *filter(is_writable, tensors)])
-        batch.is_copied, batch.is_whole = True, copies_all and not batch.has_unknown
+        saved.is_copied, saved.is_whole = True, copies_all and not saved.has_unknown
 
-    def _note_unknown(self, batch: _OpenStep, owner: Any, unknown: type) -> None:
-        batch.has_unknown = True
+    def _note_unknown(self, saved: Saved, owner: Any, unknown: type) -> None:
+        saved.has_unknown = True
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -311,106 +284,90 @@ class Undo:
                 unknown.__qualname__,
             )
 
-    def note_exchange(self) -> None:
-        """Record that a model's gradients are being all-reduced. One backward pass may call this method several times.
+    def see_all_reduce(self, record: StepRecord) -> None:
+        """Look at the step when a model's gradients are about to be all-reduced.
 
         With `copies=None`, all state is copied before each later batch if this batch may have changed state before the
         all-reduce.
         """
-        batch, watched = self._batch, self._watched
-        if batch is None:
+        watched = self._watched
+        if record.saved is None or watched is None or not self._watches or self.copies_all:
             return
-        batch.num_exchanges += 1
-        if watched is None or not self._watches or self.copies_all:
-            return
-        is_more = not watched.is_first and batch.num_exchanges > watched.num_usual
-        has_more = batch.has_stepped or is_more
+        is_more = not watched.is_first and record.num_all_reduces > watched.num_usual
+        has_more = bool(record.stepped) or is_more
         self.copies_all = has_more or (watched.is_first and self._copies.differ(watched.copied))
 
-    def note_step(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        """Record that an optimizer is about to step. Callers may pass more arguments, which are ignored."""
-        self._stepped.add(id(optimizer))
-        batch = self._batch
-        if batch is not None:
-            batch.has_stepped = True
-            if self._watches and self._watched is not None and not self.copies_all:
-                batch.num_collectives = _num_collectives()
+    def see_step(self, record: StepRecord) -> None:
+        """Look at the step when an optimizer is about to step."""
+        if record.saved is not None and self._watches and self._watched is not None and not self.copies_all:
+            record.num_collectives = _num_collectives()
 
-    def note_return(self) -> None:
+    def see_return(self, record: StepRecord) -> None:
         """When user code has finished a batch, check whether the code started collectives after an optimizer step.
 
-        If it did, all state is copied before each later batch. Collectives after `note_return` come from the library.
+        If it did, all state is copied before each later batch. Collectives after `see_return` come from the library.
         """
-        batch = self._batch
-        if batch is not None and batch.num_collectives is not None:
-            self.copies_all = self.copies_all or _num_collectives() != batch.num_collectives
-            batch.num_collectives = None
+        if record.num_collectives is not None:
+            self.copies_all = self.copies_all or _num_collectives() != record.num_collectives
+            record.num_collectives = None
 
-    def end_step(self) -> None:
-        """Record a boundary: if a batch has begun, it is complete and can no longer be undone."""
-        if self._waiting is not None:
-            self._not_stepped = self._without_step()
-            self.note_return()
-            batch, watched = self._batch, self._watched
-            if batch is not None and watched is not None and watched.is_first and not self.copies_all:
-                self._end_first(batch, watched)
-            self._batch = None
-        self._stepped, self._waiting = set(), None
+    def forget(self, record: StepRecord) -> None:
+        """Record that a step is complete and can no longer be undone."""
+        self._not_stepped = self._without_step(record)
+        self.see_return(record)
+        watched = self._watched
+        if watched is not None and watched.is_first and not self.copies_all:
+            self._end_first(record, watched)
 
-    def _end_first(self, batch: _OpenStep, watched: _Watched) -> None:
-        if self._watches and not batch.num_exchanges:
+    def _end_first(self, record: StepRecord, watched: _Watched) -> None:
+        if self._watches and not record.num_all_reduces:
             # A batch without an all-reduce does not show what user code does before one. Observe the next batch, too.
             return
-        if self._watches and not batch.has_stepped and self._copies.differ(watched.copied):
+        if self._watches and not record.stepped and self._copies.differ(watched.copied):
             # Parameters changed outside an optimizer step, so the code that changes them is unknown. It may run at any
             # time in a batch, also before an all-reduce that fails. Therefore, copy all parameters from now on.
             self.copies_all = True
-        watched.is_first, watched.num_usual = False, batch.num_exchanges
+        watched.is_first, watched.num_usual = False, record.num_all_reduces
         watched.end_first()
         if not self.copies_all:
             self._copies = TensorCopies()  # free the memory of the copies
 
     # ------------------------------------------------------------------------------------------------- after a failure
 
-    def can_put_back(self, has_broken: bool) -> bool:
-        """Return True if the state from before the batch is unchanged, or if `put_back` can restore it.
+    def can_restore(self, record: StepRecord) -> bool:
+        """Return True if the state from before the step is unchanged, or if `restore` can restore it.
 
         If batches are not repeated, or if no batch has begun since the last boundary, only the optimizers matter. The
         method then returns True if none has stepped.
-
-        Args:
-            has_broken: True if one of the all-reduces that `note_exchange` recorded for the batch has failed.
         """
-        if not (self.repeats and self.has_begun):
-            return not self.has_stepped
-        batch, watched = self._batch, self._watched
-        if batch is None or batch.is_whole:
+        saved, watched = record.saved, self._watched
+        if saved is None or not self.repeats:
+            return not record.stepped
+        if saved.is_whole:
             return True
-        if watched is None or batch.has_unknown or batch.has_stepped:
+        if watched is None or saved.has_unknown or record.stepped:
             return False
-        if self._watches and batch.num_exchanges - has_broken >= watched.num_usual:
+        if self._watches and record.num_all_reduces - (record.error is not None) >= watched.num_usual:
             return False  # as many all-reduces as usual have succeeded, so user code may have changed weights
         return watched.are_unchanged()
 
-    def put_back(self) -> None:
-        """Restore the state from before the batch. Call this only if `can_put_back` returns True.
+    def restore(self, record: StepRecord) -> None:
+        """Restore the state from before the step. Call this only if `can_restore` returns True.
 
-        Gradients that the batch has computed are discarded. Gradients from before the batch are restored, if no
-        optimizer had stepped with them.
+        Gradients that the step has computed are discarded. Gradients from before the step are restored, if no optimizer
+        had stepped with them.
         """
-        if self.is_told_of_batches and not self.has_begun:
+        saved = record.saved
+        if saved is None and self.is_told_of_batches:
             return
-        waiting = {*map(id, self._waiting or ())}
-        self._stepped, self._waiting = set(), None
+        waiting = {*map(id, () if saved is None else saved.waiting)}
         for parameter in parameters_of(self._optimizers):
             if id(parameter) not in waiting:
                 parameter.grad = None
-        batch = self._batch
-        if batch is not None:
-            batch.put_back()
-            if batch.is_copied:
+        if saved is not None:
+            saved.put_back()
+            if saved.is_copied:
                 self._copies.put_back()
-        self._batch = None
 
 
 def parameters_of(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -67,8 +67,9 @@ class Gradients:
             weight: The batch's weight from user code; None if user code passed no weight.
             trained: Function that returns all trained parameters.
         """
-        unscaled = [each for each in (*chosen, *bystanders) if self._precision.scale_again(each)]
         leg, cleared, is_given = self._parallel.leg, [*chosen, *bystanders], weight is not None
+        scale_again = self._precision.scale_again
+        unscaled = [each for each in cleared if scale_again(each)] if self._precision.is_mixed else []
         # Without other batches in the step, on this rank or on others, the weight of the batch does not matter.
         if not (is_given or leg.rules.weighs):
             self._clear(chosen, bystanders)
@@ -222,11 +223,11 @@ class Gradients:
         if not leg.plan.is_padding:
             leg.shards.keep(parameters)
         if leg.plan.sync_gradients:
-            self._parallel.note_exchange("gradients were exchanged")
-            with self._parallel.exchanges.noting():
+            leg.note_all_reduce("gradients were exchanged")
+            with leg.record.noting_losses():
                 leg.send_rows()
                 leg.shards.add_up(parameters, leg.shards.seed_of_step)
-            self._parallel.exchanges.num_made += 1
+            leg.record.is_averaged = True
 
     # ------------------------------------------------------------------------------------ steps
 
@@ -270,7 +271,7 @@ class Gradients:
     def _leave_out(self, optimizers: Iterable[Any]) -> None:
         """Clear the optimizers' gradients and skip their step, because all batches have weight 0. Warn once."""
         for each in optimizers:
-            self._parallel.leg.batch.left_out.add(id(each))
+            self._parallel.leg.batch.skipped.add(id(each))
             for parameter in self._precision.parameters(each):
                 parameter.grad = None
         if self._once.is_first("nothing counts"):
@@ -285,7 +286,7 @@ class Gradients:
         Called before a user's `optimizer_step`. With gradient accumulation, a step is due in its last batch only.
         """
         leg = self._parallel.leg
-        leg.batch.was_asked_to_step |= leg.rules.has_several
+        leg.batch.has_asked_to_step |= leg.rules.has_several
         for optimizer in optimizers if leg.plan.sync_gradients else ():
             if leg.rules.has_several:
                 self.complete(optimizer)
@@ -297,12 +298,12 @@ class Gradients:
         leg = self._parallel.leg
         for optimizer in optimizers:
             if leg.rules.has_several:
-                leg.batch.was_asked_to_step = True
+                leg.batch.has_asked_to_step = True
             if not leg.plan.sync_gradients:
                 continue
             if leg.rules.has_several:
                 self.complete(optimizer)
-            if id(optimizer) not in leg.batch.left_out:
+            if id(optimizer) not in leg.batch.skipped:
                 self._hooks.step(optimizer)
             leg.stepped(optimizer)
 

@@ -12,7 +12,7 @@ from raysgd.core.numbers.metric_names import validation_name
 from raysgd.core.numbers.results import as_number
 from raysgd.torch.constants import SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH
 from raysgd.torch.objects.precision import Precision
-from raysgd.torch.parallel.batch import Batch
+from raysgd.torch.parallel.record import BatchRecord
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +72,9 @@ def _warn_of_end(operator: Any, length: int) -> None:
         )
 
 
-def step_after_batch(schedulers: Sequence[Any], precision: Precision, batch: Batch) -> None:
+def step_after_batch(schedulers: Sequence[Any], precision: Precision, batch: BatchRecord) -> None:
     """Step the schedulers after an optimizer step. If the optimizer step was skipped, do nothing."""
-    if not (precision.has_skipped() or batch.left_out):
+    if not (precision.has_skipped() or batch.skipped):
         for scheduler in schedulers:
             scheduler.step()
 

@@ -29,10 +29,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from raysgd.air.session import RunningSession, current_session
 from raysgd.core.connections.torch import is_connection_error, mesh_group
 from raysgd.torch.parallel import handover
+from raysgd.torch.parallel.checksums import sums_of
 from raysgd.torch.parallel.ddp import DDP
-from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
-from raysgd.torch.parallel.exchanges import completed
-from raysgd.torch.parallel.global_record import sums_of
+from raysgd.torch.parallel.ddp_hooks import COMM_HOOK, completed
+from raysgd.torch.parallel.record import StepRecord
 from raysgd.torch.parallel.strategy import repeat_first
 from raysgd.torch.parallel.tensor_copies import digests_of
 from raysgd.torch.parallel.undo import Undo
@@ -70,7 +70,7 @@ class GlobalSteps:
         self._with_buffers: list[DistributedDataParallel] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._formed = self._met
-        self._undo, self._num_parts = Undo([], [], copies=None), (0, 0)
+        self._undo, self._num_parts, self._record = Undo([], [], copies=None), (0, 0), StepRecord()
         # Hashes of the weights after the first batch's last optimizer step. They show whether user code changes the
         # weights afterwards.
         self._digests: list[torch.Tensor] | None = None
@@ -329,7 +329,8 @@ class GlobalSteps:
             self._undo, self._num_parts = Undo(models, self._optimizers, copies=copies), num_parts
             self._undo.open_call()
         self._digests = None
-        self._undo.begin_step()
+        self._record = StepRecord()
+        self._record.begin(self._undo.save())
 
     def close_batch(self, mark: BatchStart) -> str:
         """End the batch that started at `mark`, and return its outcome.
@@ -344,7 +345,7 @@ class GlobalSteps:
         if mark is not self._open:  # the function has started a batch of another loader, which ended this batch
             return "done"
         membership, self._open = self._membership, None
-        self._undo.note_return()
+        self._undo.see_return(self._record)
         # True if the function has taken a step in this batch, but the ranks have not agreed yet that the step counts.
         has_unsaid = self._num_steps > 0 and membership.num_done == mark.num_done
         if has_unsaid and not membership.has_repeated(mark):
@@ -352,12 +353,14 @@ class GlobalSteps:
             membership.count_step(self._agree)
         is_done = membership.num_done != mark.num_done
         if membership.has_repeated(mark):
-            if is_done or not self._undo.can_put_back(has_broken=True):
-                raise _lost("a worker was lost in the middle of a batch whose steps cannot be undone")
+            lost = _lost("a worker was lost in the middle of a batch whose steps cannot be undone")
+            self._record.note_loss(lost)
+            if is_done or not self._undo.can_restore(self._record):
+                raise lost
             # Also clear the gradients, because user code that clears them after `step` might not do so in this batch.
-            self._undo.put_back()
+            self._undo.restore(self._record)
             return "failed"
-        self._undo.end_step()
+        self._undo.forget(self._record)
         if self._digests is not None and self._has_moved_since_step():
             # User code changes weights outside of optimizer steps. From now on, copy all weights before each batch.
             self._undo.copies_all = True
@@ -414,7 +417,8 @@ class GlobalSteps:
             return completed(gradients)
         self._has_exchanged = True
         if bucket.is_last():
-            self._undo.note_exchange()
+            self._record.num_all_reduces += 1
+            self._undo.see_all_reduce(self._record)
         if self._weight != 1.0:
             gradients.mul_(self._weight) if self._weight else gradients.zero_()
         try:
@@ -456,7 +460,8 @@ class GlobalSteps:
         if not self._num_usual or self._num_steps < self._num_usual:
             if self._membership.has_failed:
                 return False
-            self._undo.note_step(optimizer)
+            self._record.stepped.add(id(optimizer))
+            self._undo.see_step(self._record)
             return True
         if self._num_steps > self._num_usual:
             self._membership.flaw = _NUMBERS_DIFFER

@@ -21,6 +21,7 @@ from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.step.optimizer_hooks import OptimizerHooks
 from raysgd.torch.training_operator import TrainingOperator
+from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
 WORLD = World(0, 2)
@@ -74,7 +75,8 @@ def loop_of(operator: Plain, undo: bool | None = None, parallel: Strategy | None
     internals = operator._raysgd
     hooks = OptimizerHooks(internals.precision, StepOptions(), operator, parallel, internals.callbacks)
     hooks.watch(internals.registered.optimizers)
-    hooks.tell(made.note_step)
+    hooks.tell(loop.note_step)
+    parallel.begin_leg((), may_run_backward=True, undo=made)
     made.open_call()
     loop.note_boundary()
     return loop
@@ -113,14 +115,14 @@ def test_rungs_of_the_librarys_operators_are_not_the_users() -> None:
 def test_an_option_decides_for_stock_code(undo: bool | None, is_copied: bool) -> None:
     operator = Plain()
     loop = loop_of(operator, undo)
-    loop.undo.begin_step()
+    loop.leg.begin_batch(BETWEEN_BATCHES)
     operator.sgd.step()
     assert loop.is_whole == loop.can_return == is_copied
 
 
 def test_without_copies_a_batch_is_not_repeated_after_a_loss_but_after_an_error_before_its_step() -> None:
     loop = loop_of(Plain(), undo=False)
-    loop.undo.begin_step()
+    loop.leg.begin_batch(BETWEEN_BATCHES)
     assert (loop.is_whole, loop.can_return) == (False, True)
 
 
@@ -129,7 +131,7 @@ def test_where_copies_take_too_much_memory_a_warning_says_so_and_none_are_made(
 ) -> None:
     monkeypatch.setattr(step_loop, "lacks_memory", lambda *parts: "8 of 10 MiB that are free")
     loop = loop_of(OwnBatch())
-    loop.undo.begin_step()
+    loop.leg.begin_batch(BETWEEN_BATCHES)
     assert not loop.is_whole
     assert "would need 8 of 10 MiB that are free" in caplog.text
 
@@ -138,15 +140,15 @@ def test_gradients_that_wait_for_a_step_are_kept_and_others_cleared() -> None:
     operator = OwnBatch()
     loop = loop_of(operator)
     for waits in (False, True):
-        loop.undo.begin_step()
+        loop.leg.begin_batch(BETWEEN_BATCHES)
         operator.sgd.zero_grad()
         operator.compute()
-        loop.undo.note_exchange()
+        loop.leg.note_all_reduce()
         if not waits:
             operator.sgd.step()
         loop.note_boundary()
-        assert [each is not None for each in loop.undo.waiting_parameters()] == [waits] * 2 * waits
-        loop.undo.begin_step()
+        assert [each is not None for each in loop.waiting_parameters()] == [waits] * 2 * waits
+        loop.leg.begin_batch(BETWEEN_BATCHES)
         operator.compute()
         assert loop.is_whole
         loop.return_to_boundary()
@@ -156,16 +158,16 @@ def test_gradients_that_wait_for_a_step_are_kept_and_others_cleared() -> None:
 def test_gradients_that_wait_and_are_a_ranks_own_cannot_be_handed_over() -> None:
     operator = OwnBatch()
     loop = loop_of(operator)
-    loop.undo.begin_step()
+    loop.leg.begin_batch(BETWEEN_BATCHES)
     operator.compute()
     loop.note_boundary()
     assert not loop.is_whole
-    loop.undo.begin_step()
+    loop.leg.begin_batch(BETWEEN_BATCHES)
     operator.compute()
-    loop.undo.note_exchange()
+    loop.leg.note_all_reduce()
     loop.note_boundary()
     assert not loop.is_whole, "those of the batch before are among them"
-    loop.undo.begin_step()
+    loop.leg.begin_batch(BETWEEN_BATCHES)
     operator.sgd.step()
     loop.note_boundary()
     assert loop.is_whole
@@ -178,10 +180,10 @@ def test_what_was_stepped_without_any_exchange_cannot_be_handed_over() -> None:
     operator = OwnBatch()
     loop = loop_of(operator, parallel=OfTwo())
     for exchanges in (False, True):
-        loop.undo.begin_step()
+        loop.leg.begin_batch(BETWEEN_BATCHES)
         operator.compute()
         if exchanges:
-            loop.undo.note_exchange()
+            loop.leg.note_all_reduce()
         operator.sgd.step()
         loop.note_boundary()
         assert loop.is_whole == exchanges
@@ -190,12 +192,12 @@ def test_what_was_stepped_without_any_exchange_cannot_be_handed_over() -> None:
 def test_what_waits_after_a_state_was_restored_are_its_gradients() -> None:
     operator = OwnBatch()
     loop = loop_of(operator)
-    loop.undo.begin_step()
+    loop.leg.begin_batch(BETWEEN_BATCHES)
     operator.compute()
     operator.sgd.step()
     loop.note_restored()
     assert loop.is_whole
-    assert loop.undo.waiting_parameters() == list(operator.part.parameters())
+    assert loop.waiting_parameters() == list(operator.part.parameters())
 
 
 def test_the_time_of_a_call_begins_at_zero() -> None:

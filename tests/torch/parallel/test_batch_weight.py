@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from raysgd.torch.objects.criteria import LossCall
-from raysgd.torch.parallel.batch import Batch
 from raysgd.torch.parallel.batch_weight import BatchWeights, Window
+from raysgd.torch.parallel.record import BatchRecord
 from raysgd.trainer.worker.step_loop import BatchPlan
 
 LOSS = torch.ones((), requires_grad=True)
@@ -37,7 +37,7 @@ def labels(amount: Any, num_labels: int | None = 4) -> LossCall:
 def test_a_batch_counts_by_a_given_weight_or_its_labels_or_its_samples(
     call: LossCall | None, loss: torch.Tensor, given: Any, num_samples: int, weight: float | None
 ) -> None:
-    weights, batch = BatchWeights(matter=True), Batch()
+    weights, batch = BatchWeights(matter=True), BatchRecord()
     plan = BatchPlan(num_samples, is_padding=not num_samples)
     if call is not None:
         weights.note_labels(batch, plan, call)
@@ -46,7 +46,7 @@ def test_a_batch_counts_by_a_given_weight_or_its_labels_or_its_samples(
 
 
 def test_labels_that_count_unequally_need_the_loss_of_the_criterion_or_a_weight() -> None:
-    weights, batch = BatchWeights(matter=True), Batch()
+    weights, batch = BatchWeights(matter=True), BatchRecord()
     weights.note_labels(batch, PLAN, labels(3))
     with pytest.raises(ValueError, match="some labels are ignored by the loss"):
         weights.weight_of(batch, PLAN, OTHER, None)
@@ -54,7 +54,7 @@ def test_labels_that_count_unequally_need_the_loss_of_the_criterion_or_a_weight(
 
 
 def test_labels_on_a_device_are_checked_when_the_call_ends() -> None:
-    weights, batch = BatchWeights(matter=True), Batch()
+    weights, batch = BatchWeights(matter=True), BatchRecord()
     weights.note_labels(batch, PLAN, labels(torch.tensor(3)))
     assert weights.weight_of(batch, PLAN, OTHER, None) is None
     with pytest.raises(ValueError, match="some labels are ignored by the loss"):
@@ -76,7 +76,7 @@ def test_labels_on_a_device_are_checked_when_the_call_ends() -> None:
     ],
 )
 def test_the_error_says_the_weight_that_is_right_if_there_is_one(calls: list[LossCall], words: str) -> None:
-    weights, batch = BatchWeights(matter=True), Batch()
+    weights, batch = BatchWeights(matter=True), BatchRecord()
     for call in calls:
         weights.note_labels(batch, PLAN, call)
     with pytest.raises(ValueError, match=words):
@@ -84,14 +84,14 @@ def test_the_error_says_the_weight_that_is_right_if_there_is_one(calls: list[Los
 
 
 def test_labels_do_not_matter_where_a_step_has_one_batch() -> None:
-    weights, batch = BatchWeights(matter=False), Batch()
+    weights, batch = BatchWeights(matter=False), BatchRecord()
     weights.note_labels(batch, PLAN, labels(3))
     assert (weights.weight_of(batch, PLAN, LOSS, None), batch.amounts) == (None, [3])
     weights.check_counted()
 
 
 def test_logical_shards_count_by_their_samples() -> None:
-    weights, batch = BatchWeights(matter=True, is_deterministic=True), Batch()
+    weights, batch = BatchWeights(matter=True, is_deterministic=True), BatchRecord()
     weights.note_labels(batch, PLAN, labels(4))
     assert weights.weight_of(batch, PLAN, LOSS, None) is None
     with pytest.raises(ValueError, match=r"`weight=` of `self.backward`.* does not work with `deterministic=True`"):

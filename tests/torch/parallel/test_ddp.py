@@ -156,13 +156,13 @@ def test_after_a_rewrap_what_a_model_trains_is_averaged_also_in_a_new_group(
     for layer, frozen in zip(layers, was_frozen, strict=True):
         layer.requires_grad_(not frozen)
     model = parallel.wrap(layers, None, {})
-    parallel.begin_leg([model], may_run_backward=True)
     for layer, frozen in zip(layers, is_frozen, strict=True):
         layer.requires_grad_(not frozen)
     parallel.rewrap([model], is_agreed=is_agreed)
     for _ in range(2):
+        parallel.begin_leg([model], may_run_backward=True)
         assert weighted_in(parallel, model) == [not frozen for frozen in is_frozen]
-        parallel.leg.check()
+        parallel.leg.confirm()
         assert model.module is layers
         reformed(parallel)
 
@@ -197,11 +197,11 @@ def test_a_step_that_trains_what_is_not_wrapped_is_an_error() -> None:
     models = [parallel.wrap(layers, None, {}), parallel.wrap(teacher, None, {})]
     parallel.begin_leg(models, may_run_backward=False)
     parallel.rewrap(models, is_agreed=True)
-    parallel.leg.check()
+    parallel.leg.confirm()
     for part in (layers[0], teacher):
         part.requires_grad_(True)
         with pytest.raises(ValueError, match=r"Call `self.rewrap\(\)` after you unfreeze"):
-            parallel.leg.check()
+            parallel.leg.confirm()
         part.requires_grad_(False)
 
 
@@ -222,7 +222,7 @@ def test_a_model_that_the_user_wraps_is_none_of_ours() -> None:
     parallel.begin_leg([model], may_run_backward=True)
     reducer = model.reducer
     layers[0].requires_grad_(True)
-    parallel.leg.check()
+    parallel.leg.confirm()
     parallel.rewrap([model])
     assert model.reducer is reducer
 

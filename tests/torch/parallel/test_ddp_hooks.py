@@ -22,7 +22,6 @@ from raysgd.core.engine.shared.types import World
 from raysgd.core.numbers.time_spent import EXCHANGE, USEFUL
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
-from raysgd.torch.parallel.exchanges import Exchanges
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.step_loop import BatchPlan
 from tests.torch.wrapping import a_model, gradient, reformed, two_layers
@@ -59,12 +58,12 @@ def test_a_model_with_a_process_group_of_its_own_is_refused(wraps: Any, made: An
 
 def test_an_exchange_of_the_users_hook_is_timed() -> None:
     parallel = DDP()
-    parallel.exchanges.ledger = Ledger()
+    ledger = Ledger()
     model = parallel.wrap(a_model(), None, {"comm_hook": allreduce_hook})
-    parallel.begin_leg([model], may_run_backward=False)
-    parallel.exchanges.ledger.enter(USEFUL)
+    parallel.begin_leg([model], may_run_backward=False, ledger=ledger)
+    ledger.enter(USEFUL)
     model(torch.ones(1, 2)).sum().backward()
-    assert parallel.exchanges.ledger.of_call().get(EXCHANGE)
+    assert ledger.of_call().get(EXCHANGE)
 
 
 def test_an_exchange_with_a_rank_that_is_elsewhere_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,14 +79,14 @@ def test_an_exchange_with_a_rank_that_is_elsewhere_is_none(monkeypatch: pytest.M
         add_up_with = add_up
 
     monkeypatch.setattr("raysgd.torch.parallel.ddp_hooks.mesh_group", Elsewhere)
+    monkeypatch.setattr("raysgd.torch.parallel.record.is_group_broken", lambda: True)
     parallel = DDP()
-    parallel.exchanges = Exchanges(is_broken=lambda: True)
     model = parallel.wrap(a_model(), None, {})
     parallel.begin_leg([model], may_run_backward=True)
     with pytest.raises(ValueError, match="not at the same exchange"):
         gradient(parallel, model)
     with pytest.raises(dist.DistNetworkError, match="user code went on"):
-        parallel.leg.check()
+        parallel.leg.confirm()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8, 9])

@@ -6,7 +6,7 @@ Covers `raysgd.torch.parallel.tensor_copies`, too.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,45 @@ from raysgd.callbacks.averages import EMA
 from raysgd.core.numbers.time_spent import START_UP, UNDO
 from raysgd.torch.objects.precision import NativeAmp
 from raysgd.torch.parallel import tensor_copies
+from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.undo import Undo
 from raysgd.trainer.worker.ledger import Ledger
+from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES
 
 
-class Program:
+class Steps:
+    """The steps of a leg with this `Undo`."""
+
+    def __init__(self, undo: Undo, optimizers: Sequence[Any]) -> None:
+        self.undo, self.leg = undo, Leg(undo=undo)
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self.note_step)
+        undo.open_call()
+
+    def begin(self) -> None:
+        self.leg.begin_batch(BETWEEN_BATCHES)
+
+    def note_step(self, optimizer: Any, *_: Any) -> None:
+        self.leg.record.stepped.add(id(optimizer))
+        self.undo.see_step(self.leg.record)
+
+    def end(self) -> None:
+        self.undo.forget(self.leg.record)
+        self.leg.commit()
+
+    def restore(self) -> None:
+        self.undo.restore(self.leg.record)
+        self.leg.commit()
+
+    def can_restore(self, has_broken: bool) -> bool:
+        if has_broken:
+            self.leg.record.note_loss(OSError("gone"))
+        can_restore = self.undo.can_restore(self.leg.record)
+        self.leg.record = self.leg.record.in_next_group()
+        return can_restore
+
+
+class Program(Steps):
     """A model, its optimizer and what goes with them, as a batch of user code sees them.
 
     Args:
@@ -49,16 +83,15 @@ class Program:
         self.followers: list[Any] = []
         self.ledger = Ledger()
         parts = [self.model], [self.optimizer], [self.scheduler], lambda: self.followers
-        self.undo = Undo(*parts, copies=copies, keeps_gradients=keeps_gradients, ledger=self.ledger)
-        self.optimizer.register_step_pre_hook(self.undo.note_step)
-        self.undo.open_call()
+        undo = Undo(*parts, copies=copies, keeps_gradients=keeps_gradients, ledger=self.ledger)
+        super().__init__(undo, [self.optimizer])
 
     def backward(self) -> None:
         random.random()
         np.random.rand()
         self.optimizer.zero_grad()
         self.model(torch.randn(4, 2)).square().mean().backward()
-        self.undo.note_exchange()
+        self.leg.note_all_reduce()
 
     def step(self) -> None:
         """As much of a batch as ends with the step of an optimizer."""
@@ -71,18 +104,23 @@ class Program:
 
     def run(self, *parts: Callable[[], object]) -> None:
         """A whole batch."""
-        self.undo.begin_step()
+        self.begin()
         for part in parts:
             part()
-        self.undo.end_step()
+        self.end()
 
     @property
     def is_copied(self) -> bool:
         """Whether the next batch is copied before it."""
-        self.undo.begin_step()
-        is_whole = self.undo.is_whole
-        self.undo.put_back()
+        self.begin()
+        is_whole = self.is_whole
+        self.restore()
         return is_whole
+
+    @property
+    def is_whole(self) -> bool:
+        assert self.leg.record.saved is not None
+        return self.leg.record.saved.is_whole
 
     def state(self) -> Any:
         """All that is to be as before, in numbers."""
@@ -133,13 +171,13 @@ def test_a_batch_with_two_steps_leaves_nothing(make_optimizer: Any, num_batches:
     for _ in range(num_batches):
         program.run(program.step)
     before = program.state(), _plain(vars(program.optimizer).get("slow"))
-    program.undo.begin_step()
+    program.begin()
     program.step()
     program.scheduler.step()
     program.step()
     assert program.state() != before[0]
-    assert program.undo.can_put_back(has_broken=True)
-    program.undo.put_back()
+    assert program.can_restore(has_broken=True)
+    program.restore()
     assert (program.state(), _plain(vars(program.optimizer).get("slow"))) == before
 
 
@@ -148,9 +186,7 @@ def test_a_batch_in_fp16_that_broke_off_between_two_optimizers_is_repeated() -> 
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
     precision = NativeAmp(torch.float16, torch.device("cpu"))
     precision.prepare(models, optimizers, lambda: None)
-    undo = Undo(models, optimizers, [precision], copies=True)
-    for optimizer in optimizers:
-        optimizer.register_step_pre_hook(undo.note_step)
+    steps = Steps(Undo(models, optimizers, [precision], copies=True), optimizers)
 
     def train(*pairs: tuple[torch.nn.Module, torch.optim.Optimizer]) -> None:
         for model, optimizer in pairs:
@@ -159,16 +195,15 @@ def test_a_batch_in_fp16_that_broke_off_between_two_optimizers_is_repeated() -> 
             precision.step(optimizer)
 
     pairs = [*zip(models, optimizers, strict=True)]
-    undo.open_call()
-    undo.begin_step()
+    steps.begin()
     train(*pairs)
-    undo.end_step()
+    steps.end()
     before = precision.state_dict()
-    undo.begin_step()
+    steps.begin()
     train(pairs[0])
-    undo.put_back()
+    steps.restore()
     assert precision.state_dict() == before
-    undo.begin_step()
+    steps.begin()
     train(*pairs)
 
 
@@ -184,9 +219,9 @@ def test_closures_that_step_many_times_leave_nothing() -> None:
 
     program.run(lambda: program.optimizer.step(closure))
     before = program.state()
-    program.undo.begin_step()
+    program.begin()
     program.optimizer.step(closure)
-    program.undo.put_back()
+    program.restore()
     assert program.state() == before
 
 
@@ -196,19 +231,19 @@ def test_averages_that_follow_the_steps_leave_nothing() -> None:
     average.weights = [{name: each.detach().clone() for name, each in program.model.named_parameters()}]
     program.followers = [average]
     before = program.state()
-    program.undo.begin_step()
+    program.begin()
     program.step()
     average.weights[0]["0.weight"].lerp_(program.model[0].weight.detach(), 0.5)
     assert program.state() != before
-    program.undo.put_back()
+    program.restore()
     assert program.state() == before
 
 
 def test_what_is_frozen_in_a_batch_is_trained_again() -> None:
     program = Program()
-    program.undo.begin_step()
+    program.begin()
     program.model[0].requires_grad_(False)
-    program.undo.put_back()
+    program.restore()
     assert all(parameter.requires_grad for parameter in program.model.parameters())
 
 
@@ -217,11 +252,11 @@ def test_weights_and_buffers_that_were_swapped_or_assigned_get_their_memory_back
     weight, mask, count = program.model[0].weight, program.model.mask, program.model[1].num_batches_tracked
     memory = weight.data_ptr()
     before = program.state()
-    program.undo.begin_step()
+    program.begin()
     weight.data = weight.data + 1
     program.model.mask = mask + 1
     count.data = torch.tensor(7)
-    program.undo.put_back()
+    program.restore()
     assert program.state() == before
     assert weight.data_ptr() == memory
     assert program.model.mask is mask
@@ -234,12 +269,12 @@ def test_gradients_that_wait_for_more_batches_are_put_back_with_all_else(copies:
     program.run(program.backward)
     gradients = [parameter.grad for parameter in program.model.parameters()]
     before, state = _plain(gradients), program.state()
-    program.undo.begin_step()
+    program.begin()
     program.model(torch.randn(4, 2)).mean().backward()
     program.move()
     assert _plain(gradients) != before
     program.optimizer.zero_grad()
-    program.undo.put_back()
+    program.restore()
     assert all(parameter.grad is each for parameter, each in zip(program.model.parameters(), gradients, strict=True))
     assert (_plain(gradients), program.state()) == (before, state)
 
@@ -247,12 +282,12 @@ def test_gradients_that_wait_for_more_batches_are_put_back_with_all_else(copies:
 def test_sparse_gradients_that_wait_are_put_back() -> None:
     table = torch.nn.Embedding(5, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
-    copies = Undo([table], [torch.optim.SGD(table.parameters())], copies=True, keeps_gradients=True)
-    copies.note_restored()
-    copies.open_call()
-    copies.begin_step()
+    undo = Undo([table], [torch.optim.SGD(table.parameters())], copies=True, keeps_gradients=True)
+    steps = Steps(undo, ())
+    undo.note_restored()
+    steps.begin()
     table(torch.tensor([1])).sum().backward()
-    copies.put_back()
+    steps.restore()
     gradient = table.weight.grad
     assert gradient is not None
     assert gradient.to_dense().tolist() == [[0, 0], [1, 1], [0, 0], [0, 0], [0, 0]]
@@ -262,22 +297,21 @@ def test_a_buffer_whose_elements_share_memory_is_left_alone() -> None:
     program = Program()
     program.model.mask = torch.zeros(1).expand(2**60)
     program.undo.open_call()
-    program.undo.begin_step()
-    program.undo.put_back()
+    program.begin()
+    program.restore()
     assert program.model.mask.shape == (2**60,)
 
 
 def test_a_batch_that_was_not_copied_does_not_go_back_to_the_one_that_was() -> None:
     model = torch.nn.Linear(1, 1)
-    copies = Undo([model], [], copies=None)
-    copies.open_call()
-    copies.begin_step()
-    copies.note_exchange()
-    copies.note_step(torch.optim.SGD(model.parameters()))
+    steps = Steps(Undo([model], [], copies=None), ())
+    steps.begin()
+    steps.leg.note_all_reduce()
+    steps.note_step(torch.optim.SGD(model.parameters()))
     model.weight.data.fill_(5.0)
-    copies.end_step()
-    copies.begin_step()
-    copies.put_back()
+    steps.end()
+    steps.begin()
+    steps.restore()
     assert model.weight.item() == 5.0
 
 
@@ -287,14 +321,12 @@ def test_a_batch_that_may_change_what_cannot_be_copied_is_not_repeated_which_is_
 ) -> None:
     program = Program(copies=copies)
     program.optimizer.numbers = iter(range(9))
-    program.undo.begin_step()
-    assert not program.undo.can_put_back(has_broken=True)
+    program.begin()
+    assert not program.can_restore(has_broken=True)
     program.step()
-    program.undo.end_step()
-    program.undo.begin_step()
-    assert program.undo.can_put_back(has_broken=True) == (copies is None), (
-        "before its step, a later batch changes nothing"
-    )
+    program.end()
+    program.begin()
+    assert program.can_restore(has_broken=True) == (copies is None), "before its step, a later batch changes nothing"
     [said] = [record.getMessage() for record in caplog.records]
     assert "`Adam` contains a `builtins.range_iterator`, whose state cannot be copied" in said
 
@@ -305,20 +337,20 @@ def test_a_batch_that_may_change_what_cannot_be_copied_is_not_repeated_which_is_
 def test_stock_code_copies_buffers_alone() -> None:
     program = Program(copies=False)
     program.run(program.step)
-    program.undo.begin_step()
+    program.begin()
     before = program.state()
     program.backward()
     after = program.state()
-    assert program.undo.can_put_back(has_broken=True)
-    program.undo.put_back()
+    assert program.can_restore(has_broken=True)
+    program.restore()
     now = program.state()
     norm = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
     assert {name: now[0][name] for name in norm} == {name: before[0][name] for name in norm}
     assert {name: now[0][name] for name in norm} != {name: after[0][name] for name in norm}
     assert now[3:] == after[3:]
-    program.undo.begin_step()
+    program.begin()
     program.step()
-    assert not program.undo.can_put_back(has_broken=False)
+    assert not program.can_restore(has_broken=False)
 
 
 SHAPES: dict[str, Callable[[Program], list[Callable[[], object]]]] = {
@@ -366,37 +398,37 @@ def test_a_first_batch_without_an_exchange_shows_nothing() -> None:
 def test_a_later_batch_that_does_more_is_not_repeated_and_turns_the_copies_on(later: Any) -> None:
     program = Program(copies=None)
     program.run(program.step)
-    program.undo.begin_step()
+    program.begin()
     for part in later(program)[:-1]:
         part()
-    assert not program.undo.can_put_back(has_broken=False)
+    assert not program.can_restore(has_broken=False)
     program.backward()
-    assert not program.undo.can_put_back(has_broken=True)
-    program.undo.end_step()
+    assert not program.can_restore(has_broken=True)
+    program.end()
     assert program.is_copied
 
 
 def test_a_batch_like_the_first_one_is_repeated_if_its_exchange_broke_and_not_if_something_later_did() -> None:
     program = Program(copies=None)
     program.run(program.step)
-    program.undo.begin_step()
-    assert program.undo.can_put_back(has_broken=False)
+    program.begin()
+    assert program.can_restore(has_broken=False)
     program.backward()
-    assert program.undo.can_put_back(has_broken=True)
-    assert not program.undo.can_put_back(has_broken=False)
+    assert program.can_restore(has_broken=True)
+    assert not program.can_restore(has_broken=False)
 
 
 def test_learning_rates_and_schedules_are_put_back_where_weights_are_not_copied() -> None:
     program = Program(copies=None)
     program.run(program.step)
     before = program.state()
-    program.undo.begin_step()
+    program.begin()
     program.scheduler.step()
     program.optimizer.param_groups[0]["lr"] *= 0.5
     program.backward()
-    assert not program.undo.is_whole
-    assert program.undo.can_put_back(has_broken=True)
-    program.undo.put_back()
+    assert not program.is_whole
+    assert program.can_restore(has_broken=True)
+    program.restore()
     assert program.state()[1:3] == before[1:3]
 
 
@@ -406,8 +438,8 @@ def test_frozen_weights_that_begin_to_move_later_are_noticed(copies: bool | None
     program = Program(copies=copies, model=model)
     program.run(program.step)
     program.run(program.step, program.move)
-    program.undo.begin_step()
-    assert not program.undo.can_put_back(has_broken=True)
+    program.begin()
+    assert not program.can_restore(has_broken=True)
 
 
 @pytest.mark.parametrize(
@@ -436,16 +468,16 @@ def test_nothing_is_copied_where_no_batch_would_be_repeated(is_used: bool) -> No
     if is_used:
         program.undo.switch_off()
     program.undo.open_call(is_used)
-    program.undo.begin_step()
-    assert not program.undo.can_put_back(has_broken=True)
+    program.begin()
+    assert not program.can_restore(has_broken=True)
     assert not program.ledger.reading().seconds[UNDO]
-    program.undo.end_step()
-    assert program.undo.can_put_back(has_broken=False), "between two batches"
+    program.end()
+    assert program.can_restore(has_broken=False), "between two batches"
 
 
 def test_the_time_of_copies_is_booked() -> None:
     program = Program()
-    program.undo.begin_step()
+    program.begin()
     assert program.ledger.reading().seconds[UNDO] > 0
 
 
@@ -456,13 +488,13 @@ def test_without_memory_for_a_copy_training_goes_on_and_nothing_counts_as_copied
     program.run(program.step)
     weight = program.model[0].weight
     kept, weight.data = weight.data, torch.zeros(1, 1).expand(2**30, 2**30)
-    program.undo.begin_step()
+    program.begin()
     assert "not enough memory to copy" in caplog.text
     assert program.ledger.enter(START_UP) == START_UP
-    assert not program.undo.can_put_back(has_broken=True)
+    assert not program.can_restore(has_broken=True)
     weight.data = kept
     program.step()
-    program.undo.end_step()
+    program.end()
 
 
 @pytest.mark.parametrize(("num_bytes", "lacks"), [(10**9, False), (1000, True)])

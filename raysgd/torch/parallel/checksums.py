@@ -1,79 +1,23 @@
-"""Detects ranks that do different work in a training call, and ranks whose parameters are no longer in sync.
+"""Checksums of parameters, by which ranks notice that their parameters are no longer in sync.
 
-If a rank calls more or fewer collectives than the other ranks, its calls are matched with the wrong calls on those
-ranks, or its last call waits forever. Collectives detect this only if the tensors' sizes differ. To detect it in other
-cases, each rank records its actions (gradient all-reduces and optimizer steps), and the driver compares the records. A
-rank sends its record in the heartbeats of a call and with the call's result. To detect different parameters, each rank
-sends two checksums for each parameter after some of the calls.
+Each rank sends two checksums for each parameter after some of the calls.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-import zlib
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.messages.weight_sums import WeightSums, models_to_compare, tolerance_of
 
-_NUM_MARKS = 32  # number of hashes to report, one per recent action; a rank further behind cannot be compared
 _CHUNK = 1 << 16  # elements that a CPU converts at once, to stay in its cache
 _CHUNK_ELSEWHERE = 1 << 24  # elements that a GPU converts at once
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by size in bytes
-
-
-class GlobalRecord:
-    """Records this rank's actions in one call, for comparison with the other ranks' actions. Any thread may read it.
-
-    Args:
-        number: Number of the call in this worker group, the same on all ranks; 0 before the first call.
-
-    Attributes:
-        number: Number of the call in this worker group.
-    """
-
-    def __init__(self, number: int = 0) -> None:
-        self.number = number
-        self._changing = threading.Lock()
-        self._is_open, self._is_over = number > 0, False
-        self._counts: Counter[str] = Counter()
-        self._marks = deque([0], _NUM_MARKS)
-
-    def note(self, what: str) -> None:
-        """Record that this rank starts an action. All ranks must start the same actions in the same order.
-
-        Args:
-            what: Name of the action, such as "gradients were exchanged".
-        """
-        with self._changing:
-            if self._is_open:
-                self._counts[what] += 1
-                self._marks.append(zlib.crc32(what.encode(), self._marks[-1]))
-
-    @property
-    def work(self) -> JointWork | None:
-        """The recorded actions, in the form that is sent to the driver; None before the worker group's first call."""
-        with self._changing:
-            if not self.number:
-                return None
-            return JointWork(dict(self._counts), tuple(self._marks), self._is_over, self.number)
-
-    @contextmanager
-    def of_call(self) -> Iterator[None]:
-        """Record actions in the `with` block. If the block does not raise, mark the record as complete at its end."""
-        try:
-            yield
-            self._is_over = True
-        finally:
-            self._is_open = False
 
 
 def sums_of(

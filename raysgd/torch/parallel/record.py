@@ -1,0 +1,228 @@
+"""What has happened in the running step of the optimizer (`StepRecord`), in its latest batch, and in the whole call.
+
+A step is committed when the training code asks for the next batch, or ends. From then on, it is never undone, and a new
+`StepRecord` begins. The record of an interrupted step remains until the step is undone.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.distributed import DistNetworkError
+
+from raysgd.core.connections.torch import is_connection_error, is_group_broken
+from raysgd.trainer.messages.joint_work import JointWork
+
+if TYPE_CHECKING:
+    from raysgd.torch.parallel.undo import Saved
+
+_NUM_MARKS = 32  # number of hashes to report, one per recent action; a rank further behind cannot be compared
+
+
+class BatchRecord:
+    """What user code and the library have done with the batch that the training code requested last.
+
+    Args:
+        number: Number of batches that the training code has requested in this worker group's part of the call.
+        waits: True if the batch still needs a backward pass, and its weight matters.
+
+    Attributes:
+        number: See the argument; 0 before the first batch.
+        waits: See the argument.
+        had_backward: True if a backward pass was recorded.
+        with_gradients: IDs of the optimizers that have gradients of this batch but have not stepped with them yet.
+        skipped: IDs of the optimizers that must not step, because nothing counts in their gradients.
+        amounts: For each call of the criterion, the number of labels or other amount over which it averaged.
+        uncounted: True if a loss ignored labels or weighted them unequally, and user code passed no weight. A tensor if
+            the value is on a GPU.
+        is_by_samples: True if a backward pass was weighted by the batch's number of samples.
+        has_shared_metrics: True if the batch's last gradients were sent to the other ranks, and metrics with them.
+        has_asked_to_step: With accumulation, True if `optimizer_step` was called for this batch.
+    """
+
+    __slots__ = (
+        "amounts",
+        "had_backward",
+        "has_asked_to_step",
+        "has_shared_metrics",
+        "is_by_samples",
+        "number",
+        "skipped",
+        "uncounted",
+        "waits",
+        "with_gradients",
+    )
+
+    def __init__(self, number: int = 0, waits: bool = False) -> None:
+        self.number, self.waits = number, waits
+        self.had_backward = self.is_by_samples = self.has_shared_metrics = self.has_asked_to_step = False
+        self.with_gradients: set[int] = set()
+        self.skipped: set[int] = set()
+        self.amounts: list[Any] = []
+        self.uncounted: Any = False
+
+    def end(self) -> None:
+        """Let what follows belong to no batch. What was computed for this batch remains recorded."""
+        self.waits = self.is_by_samples = self.uncounted = False
+        self.amounts = []
+
+
+class StepRecord:
+    """What has happened since the last commit, on this rank.
+
+    Args:
+        error: See the attribute.
+
+    Attributes:
+        error: The first exception of a lost connection in an all-reduce, even if user code has caught it. None if all
+            connections are open, as far as is known.
+        saved: The state from before the step; None if no batch has begun since the last commit.
+        num_all_reduces: Number of all-reduces of gradients. If the gradients of one backward pass of a model are sent
+            in several all-reduces, only the last one counts.
+        is_averaged: True if an all-reduce came through, or still runs and will report a lost connection.
+        stepped: IDs of the optimizers that have started to step.
+        num_collectives: Number of collectives that had started in PyTorch's default process group when an optimizer
+            last started to step. None if no optimizer has stepped, or if the number is not needed.
+    """
+
+    __slots__ = ("error", "is_averaged", "num_all_reduces", "num_collectives", "saved", "stepped")
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self.saved: Saved | None = None
+        self.num_all_reduces, self.is_averaged = 0, False
+        self.stepped: set[int] = set()
+        self.num_collectives: float | None = None
+
+    def begin(self, saved: Saved) -> None:
+        """Record that the first batch of the step begins."""
+        self.saved, self.num_all_reduces = saved, 0
+
+    @contextmanager
+    def noting_losses(self, is_lost: Callable[[BaseException], bool] = is_connection_error) -> Iterator[None]:
+        """Record the step's first connection error in the `with` block. Every exception is raised again."""
+        try:
+            yield
+        except Exception as error:  # communication raises different classes of exceptions in each backend
+            if is_lost(error):
+                self.note_loss(error)
+            raise
+
+    def note_loss(self, error: BaseException) -> None:
+        """Record that an all-reduce of the step failed because a connection was lost."""
+        self.error = self.error or error
+
+    def check(self) -> None:
+        """Raise if the step's gradients were not averaged, though user code may have caught the exception.
+
+        If a rank was lost after the all-reduces of the step, its gradients are the mean over all ranks.
+
+        Raises:
+            Exception: The first connection error. Its class depends on the backend.
+            DistNetworkError: No all-reduce came through in the step, and a connection to another rank has closed.
+        """
+        if self.error is not None:
+            raise self.error
+        if not self.is_averaged and is_group_broken():
+            raise DistNetworkError("the connection to another rank ended, and user code went on with the next batch")
+
+    def in_next_group(self) -> StepRecord:
+        """Return the same record for the next worker group, which no connection error of this group concerns."""
+        record = copy.copy(self)
+        record.error = None
+        return record
+
+
+class SoFar(NamedTuple):
+    """What the committed steps of a call have shown.
+
+    Attributes:
+        has_averaged: True if gradients were averaged over the ranks.
+        has_stepped: True if an optimizer has stepped, with several ranks.
+        has_own_gradients: True if a later step uses gradients that only this rank has.
+    """
+
+    has_averaged: bool = False
+    has_stepped: bool = False
+    has_own_gradients: bool = False
+
+    def after(self, record: StepRecord, num_ranks: Callable[[], int], has_waiting: Callable[[], Any]) -> SoFar:
+        """Return what is known after another step.
+
+        Args:
+            record: What has happened in the step.
+            num_ranks: Function that returns the number of ranks.
+            has_waiting: Function that returns a true value if there are gradients with which no optimizer has stepped.
+        """
+        is_averaged = record.num_all_reduces > 0
+        return SoFar(
+            self.has_averaged or is_averaged,
+            self.has_stepped or (bool(record.stepped) and num_ranks() > 1),
+            (self.has_own_gradients or not is_averaged) and bool(has_waiting()),
+        )
+
+    @property
+    def ranks_are_apart(self) -> bool:
+        """True if the ranks' states differ, so that no new rank may copy them.
+
+        Either each rank has accumulated its own gradients, or user code steps without an all-reduce, so that the
+        weights diverge.
+        """
+        return self.has_own_gradients or (self.has_stepped and not self.has_averaged)
+
+
+class FlightRecorder:
+    """Records this rank's all-reduces and steps in one call, to find ranks that do something else.
+
+    If a rank calls more or fewer collectives than the other ranks, its calls are matched with the wrong calls on those
+    ranks, or its last call waits forever. Collectives detect this only if the tensors' sizes differ. Therefore, each
+    rank sends this record in the heartbeats of a call and with the call's result, and the driver compares the records.
+    Any thread may read it.
+
+    Args:
+        number: Number of the call in this worker group, the same on all ranks; 0 before the first call.
+
+    Attributes:
+        number: Number of the call in this worker group.
+    """
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+        self._changing = threading.Lock()
+        self._is_open, self._is_over = number > 0, False
+        self._counts: Counter[str] = Counter()
+        self._marks = deque([0], _NUM_MARKS)
+
+    def note(self, what: str) -> None:
+        """Record that this rank starts an action. All ranks must start the same actions in the same order.
+
+        Args:
+            what: Name of the action, such as "gradients were exchanged".
+        """
+        with self._changing:
+            if self._is_open:
+                self._counts[what] += 1
+                self._marks.append(zlib.crc32(what.encode(), self._marks[-1]))
+
+    @property
+    def work(self) -> JointWork | None:
+        """The recorded actions, in the form that is sent to the driver; None before the worker group's first call."""
+        with self._changing:
+            if not self.number:
+                return None
+            return JointWork(dict(self._counts), tuple(self._marks), self._is_over, self.number)
+
+    @contextmanager
+    def of_call(self) -> Iterator[None]:
+        """Record actions in the `with` block. If the block does not raise, mark the record as complete at its end."""
+        try:
+            yield
+            self._is_over = True
+        finally:
+            self._is_open = False
