@@ -327,7 +327,7 @@ class LightningOperator(TrainingOperator):
         leg.use()
         leg.end_forward()
         if leg.rules.has_several:
-            loss = loss * leg.share(None, parallel.num_ranks)
+            loss = loss * leg.add_up(None, parallel.num_ranks)
         with self.timers.record("grad"):
             if self._hooks.overrides("backward") or arguments or options:
                 scaler = self._raysgd.precision.scaler

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import Recovery
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.parallel import exchanges
+from raysgd.torch.parallel import record
 from tests.helpers.doors import controller_of
 
 pytestmark = pytest.mark.integration
@@ -132,7 +132,7 @@ class QueuesSums(Mortal):
             self.at(WAITING)
             torch.distributed.barrier()
 
-        exchanges.wait_for_collectives = wait
+        record.wait_for_collectives = wait
         super().setup(config)
 
 

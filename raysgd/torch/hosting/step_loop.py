@@ -225,7 +225,7 @@ class StepLoop(Loop):
             ValueError: The trainer's gradient accumulation or clipping had no effect, because user code bypassed it.
         """
         leg, name = self._parallel.leg, type(self._operator).__name__
-        if leg.accumulated is not None:
+        if leg.accumulation is not None:
             leg.end_batch()  # the optimizer may step although the window is not full
             step_with(self._operator, *self._optimizers)
         if leg.rules.has_several and num_batches and not leg.is_used:

@@ -283,9 +283,7 @@ class TorchHostedOperator(HostedOperator):
         # added parameter groups.
         stream.prepare = partial(internals.trained.check, self.operator._freezes_in_batches)
         internals.loss_calls.makes_all = is_plain(self.operator, *_TRAINING_RUNGS)
-        noting = internals.loss_calls.on(
-            internals.criterion, lambda call: leg.weights.note_labels(leg.batch, leg.plan, call), only_labels=True
-        )
+        noting = internals.loss_calls.on(internals.criterion, leg.items.note_labels, only_labels=True)
         try:
             can_continue = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
             self.loop.undo.open_call(can_continue and self.loop.can_resume(stream))
@@ -296,7 +294,7 @@ class TorchHostedOperator(HostedOperator):
             recording = nullcontext() if leg.recorder is None else leg.recorder.of_call()
             with recording, self._in_shares(run, stream.source), noting:
                 yield
-            leg.weights.check_counted()
+            leg.items.check_counted()
         finally:
             parallel.end_leg()
             stream.leg = parallel.leg

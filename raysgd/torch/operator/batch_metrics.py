@@ -55,8 +55,8 @@ class BatchMetrics(Internals):
     def begin_metrics(self) -> None:
         if self.logged:
             set_apart(self)
-        if self.leg is not None and self.leg.batch.amounts:
-            self.leg.batch.amounts = []
+        if self.leg is not None and self.leg.batch.items:
+            self.leg.batch.items = []
         self.evaluated = []
 
     def info_of_batch(self, batch_idx: int) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class BatchMetrics(Internals):
         """
         num_samples, found = self._sizes_of((*features, target))
         if weight is None and found != num_samples:
-            if len(self.leg.batch.amounts) != 1 or self.logged:
+            if len(self.leg.batch.items) != 1 or self.logged:
                 raise _unknown_count(num_samples, found)
             self.leg.batch.uncounted = True  # set to False later if the loss is the criterion's return value
         size = {NUM_SAMPLES: num_samples}
@@ -146,7 +146,7 @@ class BatchMetrics(Internals):
             metrics = super().completed(metrics, batch)
         if self.leg is None:
             return metrics
-        amounts = self.leg.batch.amounts
+        amounts = self.leg.batch.items
         if self.leg.batch.is_by_samples:
             self._check_count(metrics[NUM_SAMPLES])
         if not amounts:
@@ -195,7 +195,7 @@ class BatchMetrics(Internals):
     def note_amount(self, comparison: LossCall) -> None:
         """Record a call to the criterion in a validation batch, if the call's result is a mean over labels."""
         if comparison.amount is not None:
-            self.leg.batch.amounts.append(comparison.amount)
+            self.leg.batch.items.append(comparison.amount)
             self.evaluated.append(comparison._replace(output=None, target=None))  # do not keep large tensors in memory
 
     def _weighted(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -204,7 +204,7 @@ class BatchMetrics(Internals):
             return metrics
         if self.evaluated:
             return {**weights_of(metrics, val_loss=self._amount_of(metrics)), **metrics}
-        first, *others = self.leg.batch.amounts
+        first, *others = self.leg.batch.items
         mean = sum(others, first) / (1 + len(others)) if others else first
         return {**weights_of(metrics, train_loss=mean if "train_loss" in metrics else None), **metrics}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.core.private_names import require_names
 from raysgd.torch.parallel import ddp_hooks
 from raysgd.torch.parallel.leg import Leg
+from raysgd.torch.parallel.scale import Scale
 from raysgd.torch.parallel.strategy import Strategy, reachable, take_from_first, trainable
 
 
@@ -40,7 +41,7 @@ class DDP(Strategy):
         tells_rows: True to send each rank's metrics to the other ranks in each step.
 
     Attributes:
-        averaged: For each model whose gradients have been all-reduced completely since `further_pass` was last called,
+        averaged: For each model whose gradients have been all-reduced completely since a second backward pass began,
             the ID of one of its parameters.
     """
 
@@ -184,11 +185,14 @@ class DDP(Strategy):
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad)
                 parameter.grad.div_(self.num_ranks)
-        self.exchanges.wait()
+        self.leg.record.wait()
+
+    def backward_pass(self, scale: Scale, again: Iterable[torch.Tensor] | None) -> AbstractContextManager[Any]:
+        return super().backward_pass(scale, None) if again is None else self._second_pass(scale, again)
 
     @contextmanager
-    def further_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Run another backward pass of the same batch in the `with` block, then average the gradients over the ranks.
+    def _second_pass(self, scale: Scale, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Run a second backward pass of the same batch in the `with` block, then average the gradients over the ranks.
 
         `DistributedDataParallel` averages gradients only once after each forward pass, so it does not always average
         the gradients of a second backward pass. If it did not, this method averages the sums of old and new gradients.
@@ -196,7 +200,7 @@ class DDP(Strategy):
         gradient accumulation, gradients are averaged only in the last batch of a step.
         """
         self.averaged.clear()
-        with super().further_pass(parameters):
+        with self.leg.weighting(scale):
             yield
         if self.leg.plan.sync_gradients:
             models = [{*map(id, each.model.parameters())} for each in self._wrapped]

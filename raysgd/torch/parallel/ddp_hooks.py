@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.core.connections.group import Array, Group
 from raysgd.core.connections.mesh.mesh import MeshBroken
 from raysgd.core.connections.torch import mesh_group
-from raysgd.torch.parallel.batch_weight import Counted
 from raysgd.torch.parallel.leg import Leg
+from raysgd.torch.parallel.scale import Items
 
 COMM_HOOK = "comm_hook"  # key of `ddp_args` for the user's hook; not an argument of DistributedDataParallel
 
@@ -185,7 +185,7 @@ def completed(gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 def _average_at_once(parallel: Any, group: Group, bucket: Any) -> Any:
     """Average the gradients of a bucket over the mesh, and return them in a completed future.
 
-    With the first bucket, this rank also sends the amount that `Leg.outgoing` returns, if there is one. With the last
+    With the first bucket, this rank also sends the batch's items, if it counts by items. With the last
     bucket, it also sends its metrics, once per optimizer step.
     """
     gradients, leg = bucket.buffer(), parallel.leg
@@ -193,7 +193,7 @@ def _average_at_once(parallel: Any, group: Group, bucket: Any) -> Any:
     is_last = bucket.is_last()
     with leg.record.noting_losses(), leg.ledger.exchanging(group):
         if told is not None:
-            gather = partial(_add_up_with_amounts, group, numbers, told)
+            gather = partial(_add_up_with_items, group, numbers, told)
             if not (is_last and leg.send_rows(gather)):
                 gather(_NO_ROW)
         elif not (is_last and leg.send_rows(partial(group.add_up_with, numbers))):
@@ -202,19 +202,19 @@ def _average_at_once(parallel: Any, group: Group, bucket: Any) -> Any:
     return completed(gradients.div_(float(group.size) if told is None else told.divisor))
 
 
-def _add_up_with_amounts(group: Group, numbers: Array, told: Counted, row: Array) -> list[Array]:
-    """Sum gradients over the ranks. With the gradients, send this rank's amount and metrics.
+def _add_up_with_items(group: Group, numbers: Array, told: Items, row: Array) -> list[Array]:
+    """Sum gradients over the ranks. With the gradients, send this rank's items and metrics.
 
     Args:
         group: Mesh that connects the ranks.
         numbers: Gradients of this rank. They are replaced by their sum.
-        told: Amount of this rank's batch. It is updated with the amounts of all ranks.
+        told: Items of this rank's batch. The items of all ranks are added to it.
         row: Encoded metrics of this rank.
 
     Returns:
         The encoded metrics of each rank.
     """
-    own = np.array([told.amount], np.float64).view(np.uint8)
+    own = np.array([told.own], np.float64).view(np.uint8)
     received = group.add_up_with(numbers, np.concatenate((own, row)))
     told.learn([each[: own.nbytes].view(np.float64).item() for each in received])
     return [each[own.nbytes :] for each in received]

@@ -5,8 +5,8 @@ continues in a new worker group. The strategy's attribute `leg` is the current `
 passes between calls. The strategy then has a `Leg` without batches.
 
 A backward pass belongs to the batch that the training code requested last. Therefore, it is an error to request a batch
-with a different weight while the previous batch still needs its backward pass. `raysgd.torch.parallel.batch_weight`
-explains the weights.
+with a different weight while the previous batch still needs its backward pass. `raysgd.torch.parallel.scale` explains
+the weights.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from raysgd.torch.parallel.batch_weight import BatchWeights, Counted, Window
 from raysgd.torch.parallel.logical_shards import LogicalShards
 from raysgd.torch.parallel.record import BatchRecord, FlightRecorder, StepRecord
+from raysgd.torch.parallel.scale import UNSCALED, Accumulation, BatchItems, Scale
 from raysgd.torch.parallel.step_rows import StepRows
 from raysgd.torch.parallel.undo import Undo
 from raysgd.trainer.worker.data.rank_rows import Gather
@@ -29,9 +29,8 @@ from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES, BatchPlan, StepRule
 class Leg:
     """Tracks the current batch and step in a leg, the part of a training call that one worker group runs.
 
-    A step is an optimizer step. A window is the set of batches whose gradients are accumulated for one step. With
-    `deterministic=True`, each global batch is divided into logical shards, whose number does not depend on the number
-    of ranks. The class implements the protocol `CurrentLeg`.
+    A step is an optimizer step. With `deterministic=True`, each global batch is divided into logical shards, whose
+    number does not depend on the number of ranks. The class implements the protocol `CurrentLeg`.
 
     Args:
         rules: What holds for all steps of the leg.
@@ -54,7 +53,8 @@ class Leg:
         check: Function that is called when a step has ended, and raises if the step is invalid. None for no check.
         refresh: Function that copies rank 0's buffers of unwrapped models to all ranks. It is called before the first
             part of each global batch. None if there are no such models.
-        weights: Finds the weight of each batch.
+        items: Finds what each batch counts.
+        scale: How the running backward pass is weighted, or one that user code runs by itself.
         rows: Exchanges metrics between the ranks in each step; None if the ranks exchange no metrics.
         record: What has happened since the last commit.
         recorder: Records this rank's actions, to compare them with those of other ranks. None if they may differ.
@@ -65,13 +65,11 @@ class Leg:
             wait for other ranks.
         is_used: True if a backward pass was recorded. False if user code computes all gradients without the library's
             methods; gradient accumulation then has no effect.
-        counted: Weight of the batch in the running backward pass, such as its number of labels. None if the batch is
-            weighted by its number of samples, or if its loss is already multiplied by its weight.
-        usual: Mean weight of a rank's batch in the latest step in which batches were not weighted by their samples. The
-            same on all ranks.
+        typical_items: Mean number of items of a rank's batch in the latest step in which batches were not weighted by
+            their samples. The same on all ranks.
         has_clipped: True if gradients were clipped in this leg.
-        accumulated: With accumulation, the weights of those batches of the current step that had a backward pass. None
-            before the first such batch, and without accumulation.
+        accumulation: The losses that are added up for the current step. None before the first one, and if a step has
+            one batch.
     """
 
     def __init__(
@@ -89,18 +87,17 @@ class Leg:
         self.defer: Callable[[bool], None] | None = None
         self.check: Callable[[], None] | None = None
         self.refresh: Callable[[], None] | None = None
-        self.weights = BatchWeights(rules.weighs, shards is not None)
+        self.items, self.scale = BatchItems(self), UNSCALED
         self.rows: StepRows | None = None
         self.batch = BatchRecord()
         self.record = StepRecord() if record is None else record
         self.recorder, self.ledger, self._checks_losses = recorder, ledger or Ledger(), checks_losses
         self.began_at = self.own_s = 0.0
         self.is_used = False
-        self.counted: Counted | None = None
-        self.usual = 1.0
+        self.typical_items = 1.0
         self.has_clipped = False
-        self.accumulated: Window | None = None
-        self._is_weighted = False  # True in a backward pass whose loss was already multiplied by its weight
+        self.accumulation: Accumulation | None = None
+        self._is_weighing = False  # True in a backward pass by the library with a scale of its own
         self._num_waiting, self._is_by_samples = 0, True
 
     @property
@@ -125,7 +122,7 @@ class Leg:
             RuntimeError: Without accumulation, the previous batch has another weight and still needs its backward pass.
         """
         before, shards, rules = self.plan, self.shards, self.rules
-        if self.accumulated is not None and before.sync_gradients and self.batch.had_backward:
+        if self.accumulation is not None and before.sync_gradients and self.batch.had_backward:
             raise ValueError(
                 f"`{rules.option}`: `self.optimizer_step()` was not called for the last batch of a step. Call it after "
                 "`self.backward(loss)` for every batch, or omit the option and accumulate yourself."
@@ -139,12 +136,14 @@ class Leg:
         waits = rules.has_several or rules.averages
         self._num_waiting += waits
         self.plan, self.batch = plan, BatchRecord(self.batch.number + 1, waits)
+        is_even = rules.has_several or plan.sample_weight == 1.0
+        self.scale = UNSCALED if is_even else Scale(gradients=plan.sample_weight)
 
         if self.defer is not None and (shards is not None or rules.has_several):
             self.defer(shards is not None or not plan.sync_gradients)
         if shards is not None and plan.seeds is not None:
-            fraction = (plan.num_samples or 0) / plan.total_samples if plan.total_samples else 0.0
-            shards.begin_shard(plan.starts_global_batch, plan.seeds[0], fraction, plan.seeds[1])
+            self.scale = Scale((plan.num_samples or 0) / plan.total_samples if plan.total_samples else 0.0)
+            shards.begin_shard(plan.starts_global_batch, *plan.seeds)
 
     def _weighs_like(self, plan: BatchPlan) -> bool:
         """Return True if a batch has the same weight in its step as the previous batch.
@@ -182,7 +181,7 @@ class Leg:
 
     def end_batch(self) -> None:
         """Let backward passes and steps from now on belong to no batch."""
-        self.plan = BETWEEN_BATCHES
+        self.plan, self.scale = BETWEEN_BATCHES, UNSCALED
         self.batch.end()
 
     def end_forward(self) -> None:
@@ -279,10 +278,10 @@ class Leg:
 
     def adds_to(self, optimizer: Any) -> bool:
         """Return True if a backward pass of this batch adds to the gradients that the optimizer's parameters have."""
-        return self.accumulated is not None if self.rules.has_several else id(optimizer) in self.batch.with_gradients
+        return self.accumulation is not None if self.rules.has_several else id(optimizer) in self.batch.with_gradients
 
-    def share(self, weight: Any, num_ranks: int, *, is_of_criterion: bool = False, is_skipped: bool = False) -> float:
-        """Add the batch to those accumulated for a step (the window). Return the factor by which to multiply its loss.
+    def add_up(self, weight: Any, num_ranks: int, *, is_of_criterion: bool = False, is_skipped: bool = False) -> float:
+        """Add the batch to those whose gradients are added up for a step. Return the factor of its loss.
 
         Args:
             weight: Weight of the batch; None to weight it by its number of samples.
@@ -291,36 +290,36 @@ class Leg:
             is_skipped: True if user code leaves the batch out, on a single worker.
 
         Raises:
-            ValueError: Some batches of the window are weighted by samples and others are not, or user code passed two
+            ValueError: Some batches of the step are weighted by samples and others are not, or user code passed two
                 different weights for a batch.
         """
         batch, plan, weight = self.batch, self.plan, None if weight is None else float(weight)
-        total, amount = self.rules.samples_in_step(plan) if weight is None else None, weight
-        if amount is None:
+        total, own = self.rules.samples_in_step(plan) if weight is None else None, weight
+        if own is None:
             total = num_ranks if total is None else total  # it is None before the first and after the last batch
-            amount = total / num_ranks * (plan.sample_weight if self.rules.averages else 1.0)
-        if self.accumulated is None:
-            usual = self.usual if total is None else total / num_ranks
-            self.accumulated = Window(weight is not None, self.rules.num_batches * usual or 1.0)
-        window = self.accumulated
-        window.is_exchanged, window.is_of_criterion = plan.sync_gradients, is_of_criterion
-        if window.is_weighted != (weight is not None):
+            own = total / num_ranks * (plan.sample_weight if self.rules.averages else 1.0)
+        if self.accumulation is None:
+            usual = self.typical_items if total is None else total / num_ranks
+            self.accumulation = Accumulation(weight is not None, self.rules.num_batches * usual or 1.0)
+        added = self.accumulation
+        added.is_averaged, added.is_of_criterion = plan.sync_gradients, is_of_criterion
+        if added.is_weighted != (weight is not None):
             raise ValueError(
                 f"`self.backward` was called with `weight=` for some of the {self.rules.num_batches} batches of an "
                 "optimizer step and without it for others: pass it for all of them, or for none."
             )
-        if window.last is None or window.last[0] != batch.number or not batch.number:
-            window.last = batch.number, weight
-            window.num_batches += 1
-            window.own += amount
-            window.add_samples(total or 0.0, is_skipped, plan.ends_global_batch)
-        elif window.last[1] != weight:
+        if added.last is None or added.last[0] != batch.number or not batch.number:
+            added.last = batch.number, weight
+            added.num_batches += 1
+            added.own += own
+            added.add_samples(total or 0.0, is_skipped, plan.ends_global_batch)
+        elif added.last[1] != weight:
             raise ValueError(
                 f"`self.backward(loss, weight={weight!r})`: another loss of this batch for the same optimizer had "
-                f"`weight={window.last[1]!r}`. Pass one weight for a batch, or add the losses up and call `backward` "
+                f"`weight={added.last[1]!r}`. Pass one weight for a batch, or add the losses up and call `backward` "
                 "once."
             )
-        return amount / window.reference
+        return own / added.typical
 
     def send_rows(self, gather: Gather | None = None) -> bool:
         """Exchange metrics (rows) with the other ranks, once per optimizer step and only in the step's last batch.
@@ -344,37 +343,18 @@ class Leg:
     def stepped(self, optimizer: Any) -> None:
         """Record that `optimizer` has stepped, so that the next backward pass clears the old gradients."""
         self.batch.with_gradients.discard(id(optimizer))
-        self.accumulated = None
+        self.accumulation = None
 
     @contextmanager
-    def weighting(self, counted: Counted | None = None) -> Iterator[None]:
-        """Set how the gradients of the backward pass in the `with` block are weighted before they are sent.
-
-        Args:
-            counted: Weight of the batch, such as its number of labels. None if the loss is already multiplied by its
-                weight.
-        """
-        self.counted, self._is_weighted = counted, counted is None
+    def weighting(self, scale: Scale) -> Iterator[None]:
+        """Set how the gradients of the backward pass in the `with` block are weighted before they are sent."""
+        usual, self.scale, self._is_weighing = self.scale, scale, True
         try:
             yield
         finally:
-            self.counted, self._is_weighted = None, False
+            self.scale, self._is_weighing = usual, False
 
-    def outgoing(self, is_told: bool = False) -> tuple[Any, Counted | None]:
-        """Return the factor by which to multiply gradients before they are sent, and the amount to send with them.
-
-        The factor is a number or a one-element tensor. The amount is None if the other ranks need none. The caller must
-        divide the sum of the ranks' gradients by the `divisor` of the amount.
-
-        Args:
-            is_told: True if the caller can send an amount along with the gradients.
-        """
-        counted = self.counted
-        if self.rules.has_several or self._is_weighted:
-            return 1.0, None
-        if counted is None:
+    def see_pass(self) -> None:
+        """Record that gradients are about to be sent. If user code runs the backward pass, the batch has it now."""
+        if not (self.rules.has_several or self._is_weighing):
             self.use()
-            return self.plan.sample_weight, None
-        if is_told and not counted.is_known:
-            return counted.amount / counted.reference, counted
-        return counted.factor(), None

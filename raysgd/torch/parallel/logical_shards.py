@@ -32,7 +32,6 @@ class LogicalShards:
         models: Models that training calls, most of them wrapped in `DistributedDataParallel`.
 
     Attributes:
-        fraction: The current shard's fraction of the global batch's samples.
         seed_of_step: Seed for the random numbers after the last shard of the step.
     """
 
@@ -42,18 +41,17 @@ class LogicalShards:
         self._rows = torch.empty(0)
         self._num_kept = 0
         self._is_summed = False
-        self.fraction, self.seed_of_step = 1.0, 0
+        self.seed_of_step = 0
 
-    def begin_shard(self, is_first: bool, seed: int, fraction: float = 1.0, seed_of_step: int = 0) -> None:
+    def begin_shard(self, is_first: bool, seed: int, seed_of_step: int = 0) -> None:
         """Start a shard. Its random numbers depend on its position in the data and not on the rank.
 
         Args:
             is_first: True for the first shard of this rank in a step.
             seed: Seed for the random numbers in the shard.
-            fraction: The shard's fraction of the global batch's samples.
             seed_of_step: Seed for the random numbers after the last shard of the step.
         """
-        self.fraction, self.seed_of_step = fraction, seed_of_step
+        self.seed_of_step = seed_of_step
         if is_first:
             self._num_kept, self._is_summed = 0, False
         for model in self._wrapped:

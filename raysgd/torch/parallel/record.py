@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.distributed import DistNetworkError
 
-from raysgd.core.connections.torch import is_connection_error, is_group_broken
+from raysgd.core.connections.torch import is_connection_error, is_group_broken, wait_for_collectives
 from raysgd.trainer.messages.joint_work import JointWork
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class BatchRecord:
         had_backward: True if a backward pass was recorded.
         with_gradients: IDs of the optimizers that have gradients of this batch but have not stepped with them yet.
         skipped: IDs of the optimizers that must not step, because nothing counts in their gradients.
-        amounts: For each call of the criterion, the number of labels or other amount over which it averaged.
+        items: For each call of the criterion, over how many labels or other items it averaged.
         uncounted: True if a loss ignored labels or weighted them unequally, and user code passed no weight. A tensor if
             the value is on a GPU.
         is_by_samples: True if a backward pass was weighted by the batch's number of samples.
@@ -47,11 +47,11 @@ class BatchRecord:
     """
 
     __slots__ = (
-        "amounts",
         "had_backward",
         "has_asked_to_step",
         "has_shared_metrics",
         "is_by_samples",
+        "items",
         "number",
         "skipped",
         "uncounted",
@@ -64,13 +64,13 @@ class BatchRecord:
         self.had_backward = self.is_by_samples = self.has_shared_metrics = self.has_asked_to_step = False
         self.with_gradients: set[int] = set()
         self.skipped: set[int] = set()
-        self.amounts: list[Any] = []
+        self.items: list[Any] = []
         self.uncounted: Any = False
 
     def end(self) -> None:
         """Let what follows belong to no batch. What was computed for this batch remains recorded."""
         self.waits = self.is_by_samples = self.uncounted = False
-        self.amounts = []
+        self.items = []
 
 
 class StepRecord:
@@ -117,6 +117,14 @@ class StepRecord:
     def note_loss(self, error: BaseException) -> None:
         """Record that an all-reduce of the step failed because a connection was lost."""
         self.error = self.error or error
+
+    def wait(self) -> None:
+        """Wait until the gradients are exchanged, and raise if that failed. Called before they are used in a step."""
+        try:  # without `noting_losses`, because this runs in every step
+            wait_for_collectives()
+        except DistNetworkError as error:
+            self.note_loss(error)
+            raise
 
     def check(self) -> None:
         """Raise if the step's gradients were not averaged, though user code may have caught the exception.

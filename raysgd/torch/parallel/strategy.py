@@ -5,7 +5,7 @@ If the ranks' batches differ in size, that mean is not the mean over all samples
 multiplies each rank's gradient by a weight proportional to the rank's number of samples (`Batch.weight`, nearly always
 1.0). With gradient accumulation, a hook would get the sum of several batches' gradients. In this case, the library
 weights the losses instead. This requires that the library, not user code, runs the backward pass. See
-`raysgd.torch.parallel.batch_weight`.
+`raysgd.torch.parallel.scale`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from raysgd.core.connections.group import Group
 from raysgd.core.connections.torch import is_connection_error, mesh_group, summation_beside
 from raysgd.torch.objects.blocks import without_checkpointing
 from raysgd.torch.objects.loading import load_model, load_optimizer
-from raysgd.torch.parallel.batch_weight import Counted
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.record import FlightRecorder, StepRecord
+from raysgd.torch.parallel.scale import Items, Scale
 from raysgd.torch.parallel.step_rows import StepRows, gather_rows
 from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.data.rank_rows import Gather, RowExchange
@@ -274,20 +274,24 @@ class Strategy:
             wait()
         return numbers.item() if numbers.device.type == "cpu" else numbers[0]
 
-    def multiply_by_weight(self, gradients: torch.Tensor, is_told: bool = False) -> Counted | None:
+    def multiply_by_weight(self, gradients: torch.Tensor, is_told: bool = False) -> Items | None:
         """Multiply this rank's gradients by their weight, in place, before they are sent to the other ranks.
 
         Args:
             gradients: Gradients of the running backward pass.
-            is_told: True if the caller can send an amount along with the gradients.
+            is_told: True if the caller can send items along with the gradients.
 
         Returns:
-            The amount to send along with the gradients, which `Leg.outgoing` explains; None if there is none.
+            The items to send along with the gradients; None if the other ranks need none. The caller must divide the
+            sum of the ranks' gradients by their `divisor`.
         """
-        weight, told = self.leg.outgoing(is_told)
-        if isinstance(weight, torch.Tensor) or weight not in (0.0, 1.0):
-            gradients.mul_(weight)
-        elif not weight:
+        self.leg.see_pass()
+        _, weight, items = self.leg.scale
+        told = None if items is None or not is_told or items.is_known else items
+        factor = weight if items is None else items.factor() if told is None else told.sent
+        if isinstance(factor, torch.Tensor) or factor not in (0.0, 1.0):
+            gradients.mul_(factor)
+        elif not factor:
             gradients.zero_()  # the gradients of a batch that does not count may be NaN, which times 0 is NaN
         return told
 
@@ -298,15 +302,15 @@ class Strategy:
         """Return True if no parameter has a gradient from earlier batches to which the current batch can add."""
         return all(parameter.grad is None for parameter in parameters)
 
-    @contextmanager
-    def further_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Run another backward pass of the same batch in the `with` block, with a loss that is already weighted.
+    def backward_pass(self, scale: Scale, again: Iterable[torch.Tensor] | None) -> AbstractContextManager[Any]:
+        """Return a context manager for a backward pass by the library.
 
         Args:
-            parameters: Parameters that get gradients.
+            scale: How the pass is weighted.
+            again: Parameters that get gradients, if the batch already had a backward pass; otherwise None.
         """
-        with self.leg.weighting():
-            yield
+        is_own = self.synchronizes and (again is not None or scale.items is not None)
+        return self.leg.weighting(scale) if is_own else nullcontext()
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:

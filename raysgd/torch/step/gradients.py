@@ -12,7 +12,7 @@ import torch
 
 from raysgd.core.text.log_lines import Once
 from raysgd.torch.objects.precision import Precision
-from raysgd.torch.parallel.batch_weight import Counted
+from raysgd.torch.parallel.scale import Items, Scale
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.step.optimizer_hooks import OptimizerHooks
 
@@ -78,73 +78,49 @@ class Gradients:
                 leg.end_forward()
             self._precision.backward(loss, chosen[0])
         else:
-            weight = leg.weights.weight_of(leg.batch, leg.plan, loss, weight)
+            weight = leg.items.of_loss(loss, weight)
             if leg.shards is not None:
                 self._compute_shard(loss, cleared, list(trained()))
             else:
                 self._clear(chosen, bystanders)
                 with _silenced(trained()) if isinstance(weight, float) and not weight else _NOTHING:
-                    self._compute_weighted(loss, chosen[0], cleared, weight, is_given)
+                    self._compute_weighted(loss, cleared, weight, is_given)
         if leg.plan.sync_gradients and self._parallel.synchronizes:
-            self._parallel.exchanges.wait()
+            leg.record.wait()
         for each in unscaled:  # a user's `optimizer_step` computes these gradients
             self._precision.unscale(each)
 
-    def _compute_weighted(
-        self, loss: torch.Tensor, optimizer: Any, cleared: list[Any], weight: Any, is_given: bool
-    ) -> None:
-        """Compute the gradients of a batch whose weight matters.
+    def _compute_weighted(self, loss: torch.Tensor, cleared: list[Any], own: Any, is_given: bool) -> None:
+        """Compute the gradients of a batch whose weight matters, as the table in `raysgd.torch.parallel.scale` says.
 
         Args:
             loss: Loss of the batch.
-            optimizer: Optimizer that the loss trains.
-            cleared: Optimizers whose gradients were cleared for this backward pass, or to which the pass adds.
-            weight: Weight of the batch; None to weight it by its number of samples.
-            is_given: True if the weight comes from user code.
+            cleared: Optimizers whose gradients were cleared for this backward pass, or to which the pass adds. The loss
+                trains the first one.
+            own: Items of the batch; None to weight it by its number of samples.
+            is_given: True if the items come from user code.
         """
-        leg = self._parallel.leg
-        is_further = leg.note_backward(cleared, by_samples=weight is None)
+        parallel, leg, items = self._parallel, self._parallel.leg, None
+        is_second = leg.note_backward(cleared, by_samples=own is None) and parallel.synchronizes
         leg.end_forward()
         if leg.rules.has_several:
-            share = leg.share(weight, self._parallel.num_ranks, is_of_criterion=not is_given)
-            self._pass(loss * share, optimizer, cleared, is_further)
-            assert leg.accumulated is not None
-            leg.accumulated.seen = self._versions(optimizer)
-        elif weight is None:
-            self._pass(loss, optimizer, cleared, is_further)
+            scale = Scale(leg.add_up(own, parallel.num_ranks, is_of_criterion=not is_given))
+        elif own is None:
+            scale = Scale(leg.plan.sample_weight) if is_second else leg.scale
         else:
-            counted = Counted(weight, leg.usual, self._parallel.num_ranks, self._parallel.start_total(weight))
-            self._pass(loss, optimizer, cleared, is_further, counted)
-            total = counted.total if is_given or counted.is_known else None
+            items = Items(own, leg.typical_items, parallel.num_ranks, parallel.start_total(own))
+            scale = Scale(items.factor()) if is_second else Scale(items=items)
+        parameters = (parameter for each in cleared for parameter in self._precision.parameters(each))
+        with parallel.backward_pass(scale, parameters if is_second else None):
+            self._precision.backward(loss if scale.loss is None else loss * scale.loss, cleared[0])
+        if leg.accumulation is not None:
+            leg.accumulation.seen = self._versions(cleared[0])
+        if items is not None:
+            total = items.total if is_given or items.is_known else None
             if is_given and total == 0.0:  # user code passed weight 0 on all ranks
                 self._leave_out(cleared)
             elif not isinstance(total, torch.Tensor) and total:
-                leg.usual = total / self._parallel.num_ranks
-
-    def _pass(
-        self, loss: torch.Tensor, optimizer: Any, cleared: list[Any], is_further: bool, counted: Counted | None = None
-    ) -> None:
-        """Run a backward pass of the current batch.
-
-        Args:
-            loss: Loss of the batch.
-            optimizer: Optimizer that the loss trains.
-            cleared: Optimizers whose gradients were cleared for this backward pass, or to which the pass adds.
-            is_further: True if the batch already had a backward pass.
-            counted: Weight of the batch, such as its number of labels. None to weight it by its number of samples, or
-                if the loss is already multiplied by its weight.
-        """
-        leg = self._parallel.leg
-        if not self._parallel.synchronizes or (counted is None and not is_further):
-            self._precision.backward(loss, optimizer)
-        elif is_further:  # weight the loss, because the communication hook would also weight the older gradients
-            of_samples = 1.0 if leg.rules.has_several else leg.plan.sample_weight
-            factor = of_samples if counted is None else counted.factor()
-            with self._parallel.further_pass(p for each in cleared for p in self._precision.parameters(each)):
-                self._precision.backward(loss * factor, optimizer)
-        else:
-            with leg.weighting(counted):
-                self._precision.backward(loss, optimizer)
+                leg.typical_items = total / parallel.num_ranks
 
     def _clear(self, chosen: Sequence[Any], bystanders: Sequence[Any]) -> None:
         """Clear the gradients of optimizers, except gradients to which this batch adds.
@@ -195,8 +171,8 @@ class Gradients:
         Raises:
             ValueError: It has changed them, for example to clip them.
         """
-        window = self._parallel.leg.accumulated
-        if window is not None and window.seen not in (None, self._versions(optimizer)):
+        added = self._parallel.leg.accumulation
+        if added is not None and added.seen not in (None, self._versions(optimizer)):
             raise ValueError(
                 f"`{self._parallel.leg.rules.option}`: gradients were changed after `self.backward`, where they are "
                 "not the means over the samples of the step yet. Change them in your own `optimizer_step`, before "
@@ -218,7 +194,7 @@ class Gradients:
         leg.use()
         for each in optimizers:
             each.zero_grad()
-        self._precision.backward(loss * leg.shards.fraction, optimizers[0])
+        self._precision.backward(loss * leg.scale.loss, optimizers[0])
         parameters = [each for each in trained if each.requires_grad]
         if not leg.plan.is_padding:
             leg.shards.keep(parameters)
@@ -239,20 +215,21 @@ class Gradients:
 
         A second call for the same step does nothing.
         """
-        window, num_ranks = self._parallel.leg.accumulated, self._parallel.num_ranks
-        if window is None or window.is_complete:
+        leg, num_ranks = self._parallel.leg, self._parallel.num_ranks
+        added = leg.accumulation
+        if added is None or added.is_complete:
             return
         self._check_unchanged(optimizer)
-        window.is_complete, parameters = True, self._precision.parameters(optimizer)
-        if not window.is_exchanged:
+        added.is_complete, parameters = True, self._precision.parameters(optimizer)
+        if not added.is_averaged:
             self._parallel.average_deferred(parameters)
-        seen = window.total
-        if window.is_weighted:
-            seen = float(self._parallel.start_total(window.own)())
-            self._parallel.leg.usual = seen / num_ranks / window.num_batches or self._parallel.leg.usual
-        correction = window.correction(seen, num_ranks)
+        total = added.num_samples
+        if added.is_weighted:
+            total = float(self._parallel.start_total(added.own)())
+            leg.typical_items = total / num_ranks / added.num_batches or leg.typical_items
+        correction = added.correction(total, num_ranks)
         if correction == 0.0:
-            if not window.is_of_criterion:
+            if not added.is_of_criterion:
                 self._leave_out([optimizer])
         elif correction != 1.0:
             for parameter in parameters:
@@ -264,7 +241,7 @@ class Gradients:
         leg = self._parallel.leg
         leg.end_waiting()
         if leg.rules.has_several:
-            leg.share(None, 1, is_skipped=True)
+            leg.add_up(None, 1, is_skipped=True)
         elif optimizer is not None:
             self._leave_out([optimizer])
 

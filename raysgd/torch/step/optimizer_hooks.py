@@ -157,9 +157,9 @@ class OptimizerHooks:
             )
         self._about_to_step.add(id(optimizer))
         if not self._steps_itself:
-            leg.weights.check_labels(leg.batch)
+            leg.items.check_labels()
             if self._parallel.synchronizes:
-                self._parallel.exchanges.wait()
+                leg.record.wait()
         self._precision.check_use()
         if not self._steps_itself and (self.clips or self._callbacks.wants_gradients):
             _unscale_for_step(optimizer)

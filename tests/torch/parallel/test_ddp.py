@@ -36,7 +36,7 @@ def test_a_frozen_model_is_not_wrapped() -> None:
 
 def test_a_single_replica_is_left_as_it_is() -> None:
     parallel, model = Strategy(), a_model()
-    parallel.leg.plan = BatchPlan(sample_weight=0.5)
+    parallel.leg.begin_batch(BatchPlan(sample_weight=0.5))
     assert parallel.wrap(model, None, {}) is model
     parallel.begin_leg([model], may_run_backward=True)
     assert gradient(parallel, model) == [1.0, 1.0]
@@ -125,7 +125,7 @@ def test_in_a_new_group_gradients_are_weighted_as_before(is_armed: bool) -> None
     parallel.begin_leg([model], may_run_backward=is_armed)
     for _ in range(2):
         reformed(parallel)
-        parallel.leg.plan = BatchPlan(sample_weight=0.25)
+        parallel.leg.begin_batch(BatchPlan(sample_weight=0.25))
         assert gradient(parallel, model) == [0.25, 0.25]
         assert model._comm_hooks
 
@@ -139,7 +139,7 @@ def test_what_a_new_group_would_lose_is_an_obstacle() -> None:
 
 def weighted_in(parallel: DDP, model: torch.nn.Module) -> list[bool]:
     """For each parameter whether its gradient went out weighted, as those do that are averaged, and no other."""
-    parallel.leg.plan = BatchPlan(sample_weight=0.0)
+    parallel.leg.begin_batch(BatchPlan(sample_weight=0.0))
     for _ in range(2):  # an exchange that is not complete is found out in the next step
         model.zero_grad()
         model(torch.ones(1, 2)).sum().backward()

@@ -277,7 +277,7 @@ def test_a_gradient_is_weighted_on_its_way_out(parallel: HorovodParallel) -> Non
     gradient = torch.ones(3)
     assert parallel.compress(gradient)[0] is gradient
     assert parallel.decompress(gradient, None) is gradient
-    parallel.leg.plan = BatchPlan(sample_weight=0.5)
+    parallel.leg.begin_batch(BatchPlan(sample_weight=0.5))
     assert parallel.compress(gradient)[0].tolist() == [0.5] * 3
     parallel.leg = Leg(StepRules(accumulate=2))
     assert parallel.compress(gradient)[0] is gradient, "its loss was multiplied"

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from raysgd.torch.parallel.leg import Leg
+from raysgd.torch.parallel.scale import Scale
 from raysgd.trainer.worker.step_loop import StepRules
 from tests.torch.planning import begin_next
 
@@ -20,7 +21,7 @@ def joint(window: int) -> Leg:
 
 def backward(leg: Leg) -> float:
     leg.note_backward([OPTIMIZER])
-    return leg.share(None, 1)
+    return leg.add_up(None, 1)
 
 
 @pytest.mark.parametrize("num_before", [0, 1])
@@ -51,7 +52,7 @@ def test_a_stream_that_ends_before_its_last_batch_was_used_leaves_that_its_weigh
     leg = joint(1)
     hand_out(leg, 1.5)
     leg.end_stream()
-    assert leg.outgoing() == (1.5, None)
+    assert leg.scale == Scale(gradients=1.5)
 
 
 def test_a_replica_by_itself_may_draw_as_it_likes() -> None:

@@ -1,4 +1,4 @@
-"""How much a batch counts in its optimizer step."""
+"""What a batch counts in its optimizer step."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ import pytest
 import torch
 
 from raysgd.torch.objects.criteria import LossCall
-from raysgd.torch.parallel.batch_weight import BatchWeights, Window
-from raysgd.torch.parallel.record import BatchRecord
-from raysgd.trainer.worker.step_loop import BatchPlan
+from raysgd.torch.parallel.leg import Leg
+from raysgd.torch.parallel.scale import Accumulation, BatchItems
+from raysgd.trainer.worker.step_loop import BatchPlan, StepRules
 
 LOSS = torch.ones((), requires_grad=True)
 PLAN = BatchPlan(4)
 OTHER = torch.zeros((), requires_grad=True)
+
+
+def items(rules: StepRules = StepRules(averages=True), plan: BatchPlan = PLAN) -> BatchItems:
+    leg = Leg(rules)
+    leg.begin_batch(plan)
+    return leg.items
 
 
 def labels(amount: Any, num_labels: int | None = 4) -> LossCall:
@@ -37,26 +43,25 @@ def labels(amount: Any, num_labels: int | None = 4) -> LossCall:
 def test_a_batch_counts_by_a_given_weight_or_its_labels_or_its_samples(
     call: LossCall | None, loss: torch.Tensor, given: Any, num_samples: int, weight: float | None
 ) -> None:
-    weights, batch = BatchWeights(matter=True), BatchRecord()
-    plan = BatchPlan(num_samples, is_padding=not num_samples)
+    weights = items(plan=BatchPlan(num_samples, is_padding=not num_samples))
     if call is not None:
-        weights.note_labels(batch, plan, call)
-    assert weights.weight_of(batch, plan, loss, given) == weight
+        weights.note_labels(call)
+    assert weights.of_loss(loss, given) == weight
     weights.check_counted()
 
 
 def test_labels_that_count_unequally_need_the_loss_of_the_criterion_or_a_weight() -> None:
-    weights, batch = BatchWeights(matter=True), BatchRecord()
-    weights.note_labels(batch, PLAN, labels(3))
+    weights = items()
+    weights.note_labels(labels(3))
     with pytest.raises(ValueError, match="some labels are ignored by the loss"):
-        weights.weight_of(batch, PLAN, OTHER, None)
+        weights.of_loss(OTHER, None)
     weights.check_counted()
 
 
 def test_labels_on_a_device_are_checked_when_the_call_ends() -> None:
-    weights, batch = BatchWeights(matter=True), BatchRecord()
-    weights.note_labels(batch, PLAN, labels(torch.tensor(3)))
-    assert weights.weight_of(batch, PLAN, OTHER, None) is None
+    weights = items()
+    weights.note_labels(labels(torch.tensor(3)))
+    assert weights.of_loss(OTHER, None) is None
     with pytest.raises(ValueError, match="some labels are ignored by the loss"):
         weights.check_counted()
 
@@ -76,29 +81,29 @@ def test_labels_on_a_device_are_checked_when_the_call_ends() -> None:
     ],
 )
 def test_the_error_says_the_weight_that_is_right_if_there_is_one(calls: list[LossCall], words: str) -> None:
-    weights, batch = BatchWeights(matter=True), BatchRecord()
+    weights = items()
     for call in calls:
-        weights.note_labels(batch, PLAN, call)
+        weights.note_labels(call)
     with pytest.raises(ValueError, match=words):
-        weights.weight_of(batch, PLAN, OTHER, None)
+        weights.of_loss(OTHER, None)
 
 
 def test_labels_do_not_matter_where_a_step_has_one_batch() -> None:
-    weights, batch = BatchWeights(matter=False), BatchRecord()
-    weights.note_labels(batch, PLAN, labels(3))
-    assert (weights.weight_of(batch, PLAN, LOSS, None), batch.amounts) == (None, [3])
+    weights = items(StepRules())
+    weights.note_labels(labels(3))
+    assert (weights.of_loss(LOSS, None), weights._leg.batch.items) == (None, [3])
     weights.check_counted()
 
 
 def test_logical_shards_count_by_their_samples() -> None:
-    weights, batch = BatchWeights(matter=True, is_deterministic=True), BatchRecord()
-    weights.note_labels(batch, PLAN, labels(4))
-    assert weights.weight_of(batch, PLAN, LOSS, None) is None
+    weights = items(StepRules(averages=True, num_shards=2))
+    weights.note_labels(labels(4))
+    assert weights.of_loss(LOSS, None) is None
     with pytest.raises(ValueError, match=r"`weight=` of `self.backward`.* does not work with `deterministic=True`"):
-        weights.weight_of(batch, PLAN, LOSS, 7)
-    weights.note_labels(batch, PLAN, labels(3))
+        weights.of_loss(LOSS, 7)
+    weights.note_labels(labels(3))
     with pytest.raises(ValueError, match=r"a loss that ignores labels.* does not work with `deterministic=True`"):
-        weights.weight_of(batch, PLAN, LOSS, None)
+        weights.of_loss(LOSS, None)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +122,7 @@ def test_logical_shards_count_by_their_samples() -> None:
 def test_gradients_are_the_mean_over_the_samples_that_user_code_has_not_skipped(
     batches: list[tuple[float, bool, bool]], total: float
 ) -> None:
-    window = Window(is_weighted=False, reference=1.0)
+    added = Accumulation(is_weighted=False, typical=1.0)
     for batch in batches:
-        window.add_samples(*batch)
-    assert window.total == total
+        added.add_samples(*batch)
+    assert added.num_samples == total
