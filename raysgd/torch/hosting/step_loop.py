@@ -161,7 +161,7 @@ class StepLoop(Loop):
 
     # ---------------------------------------------------------------------------------------- the steps of a call
 
-    def begin_leg(self, epoch_idx: int, source: LoaderSource | None = None, ledger: Ledger | None = None) -> Leg:
+    def begin_leg(self, epoch_idx: int, source: LoaderSource | None = None, **options: Any) -> Leg:
         """Create the `Leg` for a call, or for the rest of a call after the worker group has changed.
 
         The new `Leg` is also the attribute `leg` of the strategy.
@@ -169,7 +169,7 @@ class StepLoop(Loop):
         Args:
             epoch_idx: Index of the epoch.
             source: Source of the batches; None for the batch on which a new worker warms up.
-            ledger: Measures the time spent in communication.
+            options: Further arguments of `Leg`.
 
         Raises:
             ValueError: The operator's `accumulate_grad_batches` returned an invalid number. Or a step has several
@@ -207,7 +207,7 @@ class StepLoop(Loop):
             shards=LogicalShards(num_shards, world.rank, world.size, wrapped) if num_shards else None,
             undo=self.undo if self.undo.is_told_of_batches else None,
             may_defer=internals.precision.can_defer,
-            ledger=ledger,
+            **options,
         )
         if internals.precision.is_mixed:
             internals.precision.begin_call()

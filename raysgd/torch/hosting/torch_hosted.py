@@ -119,6 +119,7 @@ class TorchHostedOperator(HostedOperator):
         undo = make_undo(self.operator, self.parallel, copies, world, self.ledger)
         self.loop = StepLoop(self.operator, self.parallel, self.feed, undo)
         self.internals.hooks.tell(self.loop.note_step)
+        self.parallel.attach(self.internals.registered.wrapped)
         self.state = TorchState(self.operator, self.parallel, self.feed, self.loop.waiting_parameters)
         registered = self.internals.registered
         hyperparameters.note_first_rates(registered.schedulers)
@@ -275,8 +276,12 @@ class TorchHostedOperator(HostedOperator):
         if self._prediction is not None:
             self._prediction.close()
         self._modes = self._prediction = None
-        leg = stream.leg = self.loop.begin_leg(run.epoch_idx, stream.source, self.ledger)
         internals, parallel = self.internals, self.parallel
+        # Exchange metrics only if the call can continue after a rank is lost. The remaining ranks then report the lost
+        # rank's metrics.
+        sends_rows = parallel.tells_rows and self.epoch_obstacle is None and self.feed.is_divided(stream)
+        rows = parallel.step_rows(run, self.world.size) if sends_rows else None
+        leg = stream.leg = self.loop.begin_leg(run.epoch_idx, stream.source, ledger=self.ledger, rows=rows)
         if leg.rules.weighs and is_plain(self.operator, "train_epoch", "train_batch", "forward", "backward"):
             refuse_sum(internals.criterion)
         # Before each pass over the data, check that user code has called `rewrap` if it froze or unfroze parameters, or
@@ -287,10 +292,6 @@ class TorchHostedOperator(HostedOperator):
         try:
             can_continue = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
             self.loop.undo.open_call(can_continue and self.loop.can_resume(stream))
-            # Exchange metrics only if the call can continue after a rank is lost. The remaining ranks then report the
-            # lost rank's metrics.
-            if parallel.tells_rows and self.epoch_obstacle is None and self.feed.is_divided(stream):
-                leg.rows = parallel.step_rows(run, self.world.size)
             recording = nullcontext() if leg.recorder is None else leg.recorder.of_call()
             with recording, self._in_shares(run, stream.source), noting:
                 yield

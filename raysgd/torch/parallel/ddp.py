@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.core.private_names import require_names
 from raysgd.torch.parallel import ddp_hooks
-from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.scale import Scale
 from raysgd.torch.parallel.strategy import Strategy, reachable, take_from_first, trainable
 
@@ -50,7 +49,6 @@ class DDP(Strategy):
     def __init__(self, tells_rows: bool = False) -> None:
         super().__init__(tells_rows=tells_rows)
         self._wrapped: list[_WrappedModel] = []
-        self._armed: set[int] = set()
         self._hooked: set[int] = set()  # IDs of the wrappers that have raysgd's communication hook
         self._numbers: dict[int, int] = {}  # by the ID of a wrapper: its number in messages about the model
         self._uncovered: list[torch.nn.Parameter] = []
@@ -81,15 +79,16 @@ class DDP(Strategy):
         wrapped = DistributedDataParallel(model, init_sync=init_sync, **ddp_hooks.without_hook(options))
         require_names(wrapped, "require_forward_param_sync", "require_backward_grad_sync")  # set by this class
         require_names(wrapped, "parameters_to_ignore", "process_group")
-        self._register_hook(wrapped, options)
+        ddp_hooks.check_group(wrapped, options)
+        if options.get(ddp_hooks.COMM_HOOK) is not None:
+            self._register_hook(wrapped, options)
         self._wrapped.append(_WrappedModel(wrapped, options, covered))
         return wrapped
 
     def _register_hook(self, wrapped: DistributedDataParallel, options: dict[str, Any]) -> None:
         number = self._numbers.setdefault(id(wrapped), len(self._numbers) + 1)
-        work = f"model {number} exchanged gradients"
-        if ddp_hooks.register(self, wrapped, options, id(wrapped) in self._armed, work):
-            self._hooked.add(id(wrapped))
+        ddp_hooks.register(self, wrapped, options, f"model {number} exchanged gradients")
+        self._hooked.add(id(wrapped))
 
     def left_out_of(self, model: torch.nn.Module) -> Collection[str] | None:
         return next((each.model.parameters_to_ignore for each in self._wrapped if each.model.module is model), None)
@@ -133,10 +132,10 @@ class DDP(Strategy):
         with _training_only(each.covered, wrapped.module):
             wrapped.__init__(wrapped.module, init_sync=init_sync, **ddp_hooks.without_hook(each.options))  # type: ignore[misc]
         vars(wrapped).update(kept)
-        self._hooked.discard(id(wrapped))
-        self._register_hook(wrapped, each.options)
+        if id(wrapped) in self._hooked:
+            self._register_hook(wrapped, each.options)
 
-    def _check_covered(self) -> None:
+    def check_step(self) -> None:  # type: ignore[override]
         if any(parameter.requires_grad for parameter in self._uncovered):
             raise ValueError(
                 "Parameters were unfrozen (`requires_grad=True`) since `setup` or the last `self.rewrap()`, and their "
@@ -144,22 +143,18 @@ class DDP(Strategy):
                 "before the next batch is drawn."
             )
 
-    def begin_leg(self, models: Sequence[torch.nn.Module], may_run_backward: bool, **options: Any) -> Leg:
-        """Create the `Leg` for the part of a call that this worker group runs, and install the communication hooks.
+    def attach(self, models: Sequence[torch.nn.Module]) -> None:
+        """Install a communication hook on each model that has none yet.
 
-        Each model's hook weights the model's gradients, all-reduces them, and records whether the all-reduce succeeds.
+        The hook weights the model's gradients, all-reduces them, and records whether the all-reduce succeeds.
 
         Raises:
             ValueError: The user registered a communication hook on a model, and PyTorch allows only one per model. Or
                 the user wrapped a model with a `process_group`.
         """
-        leg = super().begin_leg(models, may_run_backward, **options)
-        leg.check = self._check_covered
         for model in _wrappers(models):
-            self._armed.add(id(model))
             if id(model) not in self._hooked:
                 self._register_hook(model, next((each.options for each in self._wrapped if each.model is model), {}))
-        return leg
 
     def _deferrer(self, models: Sequence[torch.nn.Module], may_run_backward: bool) -> Callable[[bool], None]:
         """Return a function that turns gradient communication off and on, as `DistributedDataParallel.no_sync` does."""

@@ -66,29 +66,21 @@ class _HookState:
         return _HookState, (None,)
 
 
-def register(parallel: Any, model: DistributedDataParallel, options: dict[str, Any], is_armed: bool, work: str) -> bool:
-    """Install raysgd's hook, which calls the user's hook if there is one. Return True if the hook was installed.
+def register(parallel: Any, model: DistributedDataParallel, options: dict[str, Any], work: str) -> None:
+    """Install raysgd's hook, which calls the user's hook if there is one.
 
     Args:
         parallel: Strategy of this worker.
         model: Wrapper on which to install the hook.
         options: Options of the wrapper, which may include the user's hook.
-        is_armed: False before training starts. The hook is then installed only if there is a user's hook.
         work: Name of the gradient all-reduce in the `FlightRecorder`.
 
     Raises:
-        ValueError: The user registered a hook on the model, and PyTorch allows only one. Or the user passed a
-            `process_group` for the model, or a hook that is not callable.
+        ValueError: The user registered a hook on the model, and PyTorch allows only one. Or the user passed a hook that
+            is not callable, or see `check_group`.
     """
-    # A process group that the user created would be invalid after a failure, because all ranks then join a new group.
-    if options.get("process_group") is not None or model.process_group is not dist.group.WORLD:
-        raise ValueError(
-            "A model is wrapped with a `process_group`, but gradients are averaged over all workers: omit it. To "
-            'average over other groups, pass `TorchTrainer(strategy="none")` and wrap the model yourself.'
-        )
+    check_group(model, options)
     hook = options.get(COMM_HOOK)
-    if hook is None and not is_armed:
-        return False
     state, function = (None, None) if hook is None else _hook_of_user(hook)
     given = _HookState(parallel, work, hook is None and _goes_at_once(model, options), function, state)
     try:
@@ -99,7 +91,16 @@ def register(parallel: Any, model: DistributedDataParallel, options: dict[str, A
             "gradients cannot be weighted by samples. Pass the hook to `register`, as in "
             '`ddp_args={"comm_hook": (state, hook)}`.'
         ) from error
-    return True
+
+
+def check_group(model: DistributedDataParallel, options: dict[str, Any]) -> None:
+    """Raise a `ValueError` if the user wrapped a model with a `process_group`."""
+    # A process group that the user created would be invalid after a failure, because all ranks then join a new group.
+    if options.get("process_group") is not None or model.process_group is not dist.group.WORLD:
+        raise ValueError(
+            "A model is wrapped with a `process_group`, but gradients are averaged over all workers: omit it. To "
+            'average over other groups, pass `TorchTrainer(strategy="none")` and wrap the model yourself.'
+        )
 
 
 def obstacle(options: dict[str, Any]) -> str | None:

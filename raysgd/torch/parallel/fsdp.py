@@ -35,7 +35,6 @@ from raysgd.torch.objects.blocks import blocks_of, without_checkpointing
 from raysgd.torch.objects.filling import fill, is_empty
 from raysgd.torch.objects.loading import copied
 from raysgd.torch.objects.moving import to_device
-from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import FSDPOptions
 from raysgd.torch.parallel.strategy import Strategy, take_from_first, trainable
 
@@ -175,7 +174,6 @@ class FSDP(Strategy):
         self._whole: list[torch.nn.Parameter] = []  # the full parameters, referenced here so that their IDs stay unique
         self._skeletons: dict[int, torch.nn.Module] = {}
         self._rounds = ForwardRounds(self._numbers_of_all, self._arguments_of)
-        self._has_hook = False
         self._group_beside: Any = None
         if device.type == "cpu":
             return_large_blocks()  # gathered parameters are allocated and freed in each forward and backward pass
@@ -233,13 +231,9 @@ class FSDP(Strategy):
         self._whole.clear()
         self._moved.clear()
 
-    def begin_leg(self, models: Sequence[torch.nn.Module], may_run_backward: bool, **options: Any) -> Leg:
-        leg = super().begin_leg(models, may_run_backward, **options)
-        if not self._has_hook:
-            self._has_hook = True
-            for part in _sharded_parts(models):
-                part.set_custom_reduce_scatter(_WeightedReduceScatter(self))
-        return leg
+    def attach(self, models: Sequence[torch.nn.Module]) -> None:
+        for part in _sharded_parts(models):
+            part.set_custom_reduce_scatter(_WeightedReduceScatter(self))
 
     def _deferrer(self, models: Sequence[torch.nn.Module], may_run_backward: bool) -> Callable[[bool], None] | None:
         """Return a function that gets True to defer the gradient communication of the next batch to a later batch.

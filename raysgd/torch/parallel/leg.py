@@ -41,21 +41,22 @@ class Leg:
         ledger: Measures the time spent in communication.
         checks_losses: True if user code may have caught the exception of a lost connection, so that each step is
             checked.
-
-    Attributes:
-        rules: What holds for all steps of the leg.
-        plan: How the batch counts that the training code requested last.
-        shards: Adds up the gradients of logical shards; None without logical shards.
-        undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
         defer: Function that is called before each batch if the step accumulates gradients or has logical shards. It
             gets True if the all-reduce of the batch's gradients can wait for a later batch. None if the strategy cannot
             let it wait.
         check: Function that is called when a step has ended, and raises if the step is invalid. None for no check.
         refresh: Function that copies rank 0's buffers of unwrapped models to all ranks. It is called before the first
             part of each global batch. None if there are no such models.
+        rows: Exchanges metrics between the ranks in each step; None if the ranks exchange no metrics.
+
+    Attributes:
+        rules: What holds for all steps of the leg.
+        plan: How the batch counts that the training code requested last.
+        shards: Adds up the gradients of logical shards; None without logical shards.
+        undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
+        defer: See the argument.
         items: Finds what each batch counts.
         scale: How the running backward pass is weighted, or one that user code runs by itself.
-        rows: Exchanges metrics between the ranks in each step; None if the ranks exchange no metrics.
         record: What has happened since the last commit.
         recorder: Records this rank's actions, to compare them with those of other ranks. None if they may differ.
         ledger: Measures the time spent in communication.
@@ -82,13 +83,14 @@ class Leg:
         recorder: FlightRecorder | None = None,
         ledger: Ledger | None = None,
         checks_losses: bool = False,
+        check: Callable[[], None] | None = None,
+        defer: Callable[[bool], None] | None = None,
+        refresh: Callable[[], None] | None = None,
+        rows: StepRows | None = None,
     ) -> None:
         self.rules, self.plan, self.shards, self.undo = rules, BETWEEN_BATCHES, shards, undo
-        self.defer: Callable[[bool], None] | None = None
-        self.check: Callable[[], None] | None = None
-        self.refresh: Callable[[], None] | None = None
+        self.defer, self._check, self._refresh, self._rows = defer, check, refresh, rows
         self.items, self.scale = BatchItems(self), UNSCALED
-        self.rows: StepRows | None = None
         self.batch = BatchRecord()
         self.record = StepRecord() if record is None else record
         self.recorder, self.ledger, self._checks_losses = recorder, ledger or Ledger(), checks_losses
@@ -127,8 +129,8 @@ class Leg:
                 f"`{rules.option}`: `self.optimizer_step()` was not called for the last batch of a step. Call it after "
                 "`self.backward(loss)` for every batch, or omit the option and accumulate yourself."
             )
-        if self.refresh is not None and before.ends_global_batch:
-            self.refresh()
+        if self._refresh is not None and before.ends_global_batch:
+            self._refresh()
         if self.undo is not None and plan.starts_step:
             self.record.begin(self.undo.save())
         if self._num_waiting and not self._weighs_like(plan):
@@ -200,8 +202,8 @@ class Leg:
             self.shards.check()
         if self._checks_losses:
             self.record.check()
-        if self.check is not None:
-            self.check()
+        if self._check is not None:
+            self._check()
 
     def commit(self) -> None:
         """Let a new record begin: the step has ended, or was undone, or another state was loaded."""
@@ -332,12 +334,12 @@ class Leg:
         Returns:
             True if this call exchanged rows.
         """
-        if self.rows is None:
+        if self._rows is None:
             return False
         is_first, self.batch.has_shared_metrics = not self.batch.has_shared_metrics, True
         is_due = is_first and self.plan.sync_gradients
         if is_due:
-            self.rows.send(gather)
+            self._rows.send(gather)
         return is_due
 
     def stepped(self, optimizer: Any) -> None:

@@ -67,6 +67,7 @@ class Strategy:
         leg: Tracks the current batch and step in the part of a training call that this worker group runs. Between
             calls, it is a `Leg` without batches.
         is_lost: Function that returns True if an exception means that a connection to another rank was lost.
+        check_step: Function that raises if a step that has ended is invalid; None for no check.
         forward_context: Function that returns the context manager, such as autocast, for forward passes.
         shares_frozen: True if the other ranks copy rank 0's frozen parameters. False if each rank creates the same
             frozen parameters itself.
@@ -75,6 +76,7 @@ class Strategy:
     synchronizes = False
     is_sharded = False
     is_lost = staticmethod(is_connection_error)
+    check_step: Callable[[], None] | None = None
 
     def __init__(self, has_others: bool = True, tells_rows: bool = False) -> None:
         self.leg = Leg(StepRules(self.synchronizes), recorder=FlightRecorder() if self.synchronizes else None)
@@ -119,6 +121,12 @@ class Strategy:
     def rebind_optimizers(self, optimizers: Sequence[Any]) -> None:
         """If wrapping has replaced the models' parameters, replace them in the optimizers, too."""
 
+    def attach(self, models: Sequence[torch.nn.Module]) -> None:
+        """Install what averages gradients, on models that are wrapped by this strategy or by user code.
+
+        Called after `setup`.
+        """
+
     def begin_leg(
         self,
         models: Sequence[torch.nn.Module],
@@ -138,16 +146,20 @@ class Strategy:
             may_defer: True if the gradients of all batches of a step may be all-reduced together, in the last batch.
             options: Further arguments of `Leg`.
         """
-        before, rules = self.leg, rules or StepRules(self.synchronizes)
-        recorder = None if before.recorder is None else FlightRecorder(before.recorder.number + 1)
-        checks_losses = may_run_backward and self.has_others
-        leg = self.leg = Leg(rules, record=before.record, recorder=recorder, checks_losses=checks_losses, **options)
-        leg.defer = self._deferrer(models, may_run_backward) if may_defer else None
-        if leg.defer is not None:
-            leg.defer(False)
-        if self._left_out:
-            leg.refresh = partial(self._repeat_buffers, in_training=True)
-        return leg
+        before = self.leg
+        self.leg = Leg(
+            rules or StepRules(self.synchronizes),
+            record=before.record,
+            recorder=None if before.recorder is None else FlightRecorder(before.recorder.number + 1),
+            checks_losses=may_run_backward and self.has_others,
+            check=self.check_step,
+            defer=self._deferrer(models, may_run_backward) if may_defer else None,
+            refresh=partial(self._repeat_buffers, in_training=True) if self._left_out else None,
+            **options,
+        )
+        if self.leg.defer is not None:
+            self.leg.defer(False)
+        return self.leg
 
     def end_leg(self) -> None:
         """Replace `leg` with a `Leg` without batches, for user code that runs between two calls.

@@ -75,6 +75,7 @@ def gradient(connection: TorchConnection, place: Rendezvous, world: World) -> tu
     model, data = _model_and_data()
     parallel = DDP()
     wrapped = parallel.wrap(model, None, {})
+    parallel.attach([wrapped])
     parallel.begin_leg([wrapped], may_run_backward=False)
     assert wrapped._comm_hooks, "else gloo exchanges the gradients"
     wrapped(data.chunk(world.size)[world.rank]).square().mean().backward()

@@ -38,6 +38,7 @@ def test_a_single_replica_is_left_as_it_is() -> None:
     parallel, model = Strategy(), a_model()
     parallel.leg.begin_batch(BatchPlan(sample_weight=0.5))
     assert parallel.wrap(model, None, {}) is model
+    parallel.attach([model])
     parallel.begin_leg([model], may_run_backward=True)
     assert gradient(parallel, model) == [1.0, 1.0]
     with parallel.evaluating([model]):
@@ -102,6 +103,7 @@ def test_a_group_that_was_left_is_freed_without_a_search_for_garbage() -> None:
     """A process that loads data may be the one that searches; it has none of the group's threads, and would hang."""
     parallel = DDP()
     model = parallel.wrap(a_model(), None, {})
+    parallel.attach([model])
     parallel.begin_leg([model], may_run_backward=True)
     gradient(parallel, model)
     left = weakref.ref(dist.group.WORLD)
@@ -118,11 +120,10 @@ def test_a_group_that_was_left_is_freed_without_a_search_for_garbage() -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("is_armed", [False, True])
-def test_in_a_new_group_gradients_are_weighted_as_before(is_armed: bool) -> None:
+def test_in_a_new_group_gradients_are_weighted_as_before() -> None:
     parallel = DDP()
     model = parallel.wrap(a_model(), None, {})
-    parallel.begin_leg([model], may_run_backward=is_armed)
+    parallel.attach([model])
     for _ in range(2):
         reformed(parallel)
         parallel.leg.begin_batch(BatchPlan(sample_weight=0.25))
@@ -160,6 +161,7 @@ def test_after_a_rewrap_what_a_model_trains_is_averaged_also_in_a_new_group(
         layer.requires_grad_(not frozen)
     parallel.rewrap([model], is_agreed=is_agreed)
     for _ in range(2):
+        parallel.attach([model])
         parallel.begin_leg([model], may_run_backward=True)
         assert weighted_in(parallel, model) == [not frozen for frozen in is_frozen]
         parallel.leg.confirm()
@@ -172,6 +174,7 @@ def test_a_new_group_wraps_what_was_wrapped_whatever_is_frozen_at_the_moment() -
     parallel, layers = DDP(), two_layers()
     layers[0].requires_grad_(False)
     model = parallel.wrap(layers, None, {})
+    parallel.attach([model])
     parallel.begin_leg([model], may_run_backward=True)
     layers.requires_grad_(False)
     reformed(parallel)
@@ -183,6 +186,7 @@ def test_a_new_group_wraps_what_was_wrapped_whatever_is_frozen_at_the_moment() -
 def test_a_model_may_be_all_frozen_when_it_is_wrapped_again() -> None:
     parallel, layers = DDP(), two_layers()
     model = parallel.wrap(layers, None, {})
+    parallel.attach([model])
     parallel.begin_leg([model], may_run_backward=True)
     layers.requires_grad_(False)
     parallel.rewrap([model])
@@ -195,6 +199,7 @@ def test_a_step_that_trains_what_is_not_wrapped_is_an_error() -> None:
     parallel, layers, teacher = DDP(), two_layers(), a_model().requires_grad_(False)
     layers[0].requires_grad_(False)
     models = [parallel.wrap(layers, None, {}), parallel.wrap(teacher, None, {})]
+    parallel.attach(models)
     parallel.begin_leg(models, may_run_backward=False)
     parallel.rewrap(models, is_agreed=True)
     parallel.leg.confirm()
@@ -219,6 +224,7 @@ def test_a_model_that_the_user_wraps_is_none_of_ours() -> None:
     parallel, layers = DDP(), two_layers()
     layers[0].requires_grad_(False)
     model = DistributedDataParallel(layers)
+    parallel.attach([model])
     parallel.begin_leg([model], may_run_backward=True)
     reducer = model.reducer
     layers[0].requires_grad_(True)

@@ -34,7 +34,7 @@ def test_a_hook_that_was_registered_by_hand_is_refused() -> None:
     model = parallel.wrap(a_model(), None, {})
     model.register_comm_hook(None, allreduce_hook)
     with pytest.raises(ValueError, match=r"`ddp_args=\{\"comm_hook\": \(state, hook\)\}`"):
-        parallel.begin_leg([model], may_run_backward=False)
+        parallel.attach([model])
 
 
 def wraps_by_hand(model: Any, _: Any, options: Any) -> Any:
@@ -53,13 +53,14 @@ def test_a_model_with_a_process_group_of_its_own_is_refused(wraps: Any, made: An
     with pytest.raises(
         ValueError, match=r"gradients are averaged over all workers.*`TorchTrainer\(strategy=\"none\"\)`"
     ):
-        DDP().begin_leg([wraps(a_model(), None, {"process_group": made()})], may_run_backward=False)
+        DDP().attach([wraps(a_model(), None, {"process_group": made()})])
 
 
 def test_an_exchange_of_the_users_hook_is_timed() -> None:
     parallel = DDP()
     ledger = Ledger()
     model = parallel.wrap(a_model(), None, {"comm_hook": allreduce_hook})
+    parallel.attach([model])
     parallel.begin_leg([model], may_run_backward=False, ledger=ledger)
     ledger.enter(USEFUL)
     model(torch.ones(1, 2)).sum().backward()
@@ -82,6 +83,7 @@ def test_an_exchange_with_a_rank_that_is_elsewhere_is_none(monkeypatch: pytest.M
     monkeypatch.setattr("raysgd.torch.parallel.record.is_group_broken", lambda: True)
     parallel = DDP()
     model = parallel.wrap(a_model(), None, {})
+    parallel.attach([model])
     parallel.begin_leg([model], may_run_backward=True)
     with pytest.raises(ValueError, match="not at the same exchange"):
         gradient(parallel, model)
@@ -100,6 +102,7 @@ def test_large_buckets_of_many_ranks_go_through_gloo(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("raysgd.torch.parallel.ddp_hooks.mesh_group", lambda: Many(World(0, num_ranks)))
     parallel, sizes = DDP(), (2**8, 2**11)
     models = [parallel.wrap(torch.nn.Linear(size, size, bias=False), None, {}) for size in sizes]
+    parallel.attach(models)
     parallel.begin_leg(models, may_run_backward=False)
     for model, size in zip(models, sizes, strict=True):
         model(torch.ones(1, size)).sum().backward()
@@ -111,6 +114,7 @@ def test_large_buckets_of_many_ranks_go_through_gloo(monkeypatch: pytest.MonkeyP
 def test_gradients_of_padding_do_not_count_even_if_they_are_nan(hook: Any) -> None:
     parallel = DDP()
     model = parallel.wrap(a_model(), None, {} if hook is None else {COMM_HOOK: hook})
+    parallel.attach([model])
     parallel.begin_leg([model], may_run_backward=False)
     parallel.leg.begin_batch(BatchPlan(0, 4, 0.0, is_padding=True))
     model(torch.full((1, 2), torch.nan)).sum().backward()
@@ -127,6 +131,7 @@ def test_a_model_with_a_hook_of_ours_can_be_copied_and_saved(tmp_path: Path) -> 
     model = parallel.wrap(a_model(), None, {})
     hooked = parallel.wrap(a_model(), None, {COMM_HOOK: doubles})
     large = parallel.wrap(torch.nn.Linear(600, 600), None, {})
+    parallel.attach([model, hooked, large])
     parallel.begin_leg([model, hooked, large], may_run_backward=True)
     for each in (model, hooked):
         torch.save(each, tmp_path / "model.pt")

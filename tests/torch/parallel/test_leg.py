@@ -72,15 +72,13 @@ def test_where_user_code_weights_batches_only_padding_counts_otherwise() -> None
 
 
 def test_the_first_exchange_of_the_last_batch_of_a_step_is_one_to_tell_others_with() -> None:
-    leg, rows = joint(2), cast("Any", SimpleNamespace(send=lambda gather: None))
-    found = []
+    rows = cast("Any", SimpleNamespace(send=lambda gather: None))
+    leg, found = Leg(StepRules(averages=True, accumulate=2), rows=rows), []
     for index in range(4):
-        leg.rows = rows
         begin_next(leg, 4, 8, is_last=index == 3, number=1 + index % 2)
         found.append([leg.send_rows() for _ in range(3)])
         leg.use()
     assert found == [[False] * 3, [True, False, False]] * 2
-    leg = joint(1)
-    leg.rows = rows
+    leg = Leg(StepRules(averages=True), rows=rows)
     begin_next(leg, 4, 8)
     assert leg.send_rows()
