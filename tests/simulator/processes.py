@@ -12,11 +12,14 @@ from typing import Any, Protocol
 from raysgd.core.cluster.keeper import CallNumber
 from raysgd.core.engine.shared.types import (
     LOOPBACK,
+    Answered,
+    Failed,
     Failure,
     HeldAtStep,
     Outcome,
     Rendezvous,
     StateHandover,
+    Unanswered,
     WorkerInfo,
     World,
 )
@@ -45,10 +48,10 @@ class Call(Future):
 
     def outcome(self, rank: int) -> Outcome:
         if not self.is_done:
-            return Outcome(rank, answered=False)
+            return Unanswered(rank)
         if self.error is not None:
-            return Outcome(rank, failure=self.error)
-        return Outcome(rank, self.value)
+            return Failed(rank, self.error)
+        return Answered(rank, self.value)
 
 
 class Host(Protocol):

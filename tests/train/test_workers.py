@@ -9,7 +9,7 @@ import pytest
 from raysgd.air import ScalingConfig
 from raysgd.core.cluster.resources import Resources
 from raysgd.core.engine.group import WorkerGroup as EngineGroup
-from raysgd.core.engine.shared.types import Failure, GroupReport, Outcome
+from raysgd.core.engine.shared.types import Answered, Failed, Failure, GroupReport
 from raysgd.exceptions import WorkerFault
 from raysgd.train import _workers
 from raysgd.train._workers import FunctionWorkers
@@ -18,7 +18,7 @@ from raysgd.train.worker_group import LostDuringCallError
 from raysgd.trainer.configuration.placement import Placement
 
 FAULT = WorkerFault(1, "node", RuntimeError(), "ActorDiedError", "gone", "", "")
-LOST = GroupReport((Outcome(0, None), Outcome(1, failure=Failure("died", FAULT))))
+LOST = GroupReport((Answered(0, None), Failed(1, Failure("died", FAULT))))
 
 
 class NotedWorkers:

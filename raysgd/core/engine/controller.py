@@ -29,7 +29,7 @@ from raysgd.core.engine.repair import GroupRepair, Movability, NotInPlace, NotLe
 from raysgd.core.engine.shared.call import Call, Completed, Left
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.replica import Capture
-from raysgd.core.engine.shared.types import GroupReport, HeldAtStep
+from raysgd.core.engine.shared.types import Failed, GroupReport, HeldAtStep
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot, copy_call
 from raysgd.core.engine.transfers import DividedValue
 from raysgd.core.worker_errors import worker_error
@@ -553,7 +553,7 @@ class ElasticController(Lifecycle):
         num_died = 0
         while True:
             outcome = None if loan is None else loan.run_call(function, make_args, on_wait)
-            if outcome is not None and outcome.failure is not None:
+            if isinstance(outcome, Failed):
                 raise worker_error((outcome.failure.fault,))
             if outcome is not None:
                 return outcome.value.value
@@ -797,7 +797,7 @@ class ElasticController(Lifecycle):
         )
         if not report.ok:
             return report, None
-        values = [outcome.value.value for outcome in report.outcomes]
+        values = [answer.value for answer in report.values]
         # If some ranks stopped between two steps, the call is not complete, even if it has ended on other ranks.
         if any(isinstance(value, HeldAtStep) for value in values):
             return report, None

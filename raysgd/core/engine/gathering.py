@@ -11,7 +11,7 @@ from typing import Any
 
 from raysgd.core.engine.liveness import OwnTime, max_silence_s
 from raysgd.core.engine.platform import Platform
-from raysgd.core.engine.shared.types import FailureKind, Outcome
+from raysgd.core.engine.shared.types import Answered, Failed, FailureKind, Outcome, Unanswered
 from raysgd.exceptions import OnFailure
 
 # How long to wait for further answers after a failure:
@@ -86,7 +86,7 @@ class Listener:
             return {}
         values = self._wait_for_all_or_first_failure(on_wait)
         if values is not None:
-            return {rank: Outcome(rank, value) for rank, value in zip(self._references, values, strict=True)}
+            return {rank: Answered(rank, value) for rank, value in zip(self._references, values, strict=True)}
         return self._look_closer()
 
     def _wait_for_all_or_first_failure(self, on_wait: Callable[[], None] | None) -> list[Any] | None:
@@ -107,9 +107,9 @@ class Listener:
                     self._is_in_on_wait = False
             for reference in done:
                 outcome = self._platform.outcome(waiting[reference], reference)
-                if outcome.failure is not None:
+                if isinstance(outcome, Failed):
                     return None
-                if outcome.answered:
+                if isinstance(outcome, Answered):
                     values[waiting.pop(reference)] = outcome.value
         return None if waiting else [values[rank] for rank in self._references]
 
@@ -173,7 +173,7 @@ def roll_call(
     Returns:
         The outcomes by rank. A rank that did not answer in time has an outcome with `answered=False`.
     """
-    outcomes = {rank: Outcome(rank, answered=False) for rank in references}
+    outcomes: dict[int, Outcome] = {rank: Unanswered(rank) for rank in references}
     ranks = {reference: rank for rank, reference in references.items()}
     answered_after_s: list[float] = []
     waited_s, own_time = 0.0, OwnTime(platform.now)

@@ -22,7 +22,18 @@ from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.policies import Diagnosis, LostNodes, classify, emptied_nodes, words
 from raysgd.core.engine.shared.group_spec import GroupSpec
-from raysgd.core.engine.shared.types import GroupReport, Outcome, Rendezvous, StateHandover, WorkerInfo, World, hosts_of
+from raysgd.core.engine.shared.types import (
+    Answered,
+    Failed,
+    GroupReport,
+    Outcome,
+    Rendezvous,
+    StateHandover,
+    Unanswered,
+    WorkerInfo,
+    World,
+    hosts_of,
+)
 from raysgd.core.engine.startup import StandbyWorkers, StartupCheck
 from raysgd.core.engine.transfers import SharedValue, StoredPart, Transfer, together
 from raysgd.core.engine.worker import (
@@ -207,7 +218,7 @@ class WorkerGroup:
             return failed
         self._look_after(joining)
         self.workers = [self.workers[rank] for rank in calls] + [each.worker for each in joining]
-        return GroupReport((*report.outcomes, *(Outcome(-1, each.info) for each in joining)))
+        return GroupReport((*report.outcomes, *(Answered(-1, each.info) for each in joining)))
 
     def _await_placement(self, references: list[Any], timeout_s: float) -> None:
         """Wait until Ray has started all worker actors.
@@ -270,8 +281,8 @@ class WorkerGroup:
         opened = self._gather(calls, on_wait)
         if not opened.ok:  # a rank cannot listen, so do not let any rank join
             failed = {outcome.rank: outcome for outcome in opened.outcomes if outcome.failure is not None}
-            return GroupReport(tuple(failed.get(rank, Outcome(rank, answered=False)) for rank in range(len(hosts))))
-        addresses |= {outcome.rank: (opening[outcome.rank], outcome.value) for outcome in opened.outcomes}
+            return GroupReport(tuple(failed.get(rank, Unanswered(rank)) for rank in range(len(hosts))))
+        addresses |= {rank: (opening[rank], number) for rank, number in zip(opening, opened.values, strict=True)}
         in_order = tuple(addresses[rank] for rank in range(len(hosts)))
         return self._gather(join(Rendezvous(in_order, self.is_on_one_node)), on_wait)
 
@@ -391,7 +402,7 @@ class WorkerGroup:
             answers.update(listener.listen(on_wait))
             if self._must_kill(answers, is_local_done, listener.left_s(answers)):
                 self._kill_remote()  # this kills even ranks that have answered
-                answers.update({rank: replace(outcome, answered=False) for rank, outcome in answers.items()})
+                answers.update({rank: _of_killed(outcome) for rank, outcome in answers.items()})
 
         join = self._platform.begin_thread(listen)
         outcomes: dict[int, Outcome] = {}
@@ -505,7 +516,8 @@ class WorkerGroup:
         outcomes = [
             self._platform.outcome(rank, call) if rank in remote else call.run(rank) for rank, call in calls.items()
         ]
-        return {outcome.rank: outcome.value for outcome in outcomes if outcome.ok or outcome.rank not in remote}
+        answers = {outcome.rank: outcome.value for outcome in outcomes if isinstance(outcome, Answered)}
+        return {rank: answers.get(rank) for rank in calls if rank in answers or rank not in remote}
 
     def submit_beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Start `function(replica, *args)` in the second thread of a rank, even while the rank runs a call.
@@ -661,9 +673,11 @@ class WorkerGroup:
         hosts = dict(zip(survivors, hosts_of([self.infos[rank] for rank in survivors]), strict=True))
         calls = {rank: self.workers[rank].submit(WorkerProcess.leave_group, host) for rank, host in hosts.items()}
         report = self._gather(calls, on_wait)
-        ports = {outcome.rank: outcome.value[1] for outcome in report.outcomes if outcome.ok}
+        ports = {each.rank: each.value[1] for each in report.outcomes if isinstance(each, Answered)}
         self._listening = {self.workers[rank]: (hosts[rank], port) for rank, port in ports.items() if port is not None}
-        return GroupReport(tuple(replace(o, value=o.value[0]) if o.ok else o for o in report.outcomes))
+        return GroupReport(
+            tuple(replace(o, value=o.value[0]) if isinstance(o, Answered) else o for o in report.outcomes)
+        )
 
     def remove_workers(self, ranks: Sequence[int]) -> None:
         """Kill the workers of these ranks, dead or alive, and free their slots."""
@@ -815,6 +829,11 @@ class WorkerGroup:
                 worker.kill()
         finally:
             self.slots.close(timeout_s)
+
+
+def _of_killed(outcome: Outcome) -> Outcome:
+    """Return the outcome of a call whose worker was then killed. A failure is kept, because it may be the cause."""
+    return replace(outcome, answered=False) if isinstance(outcome, Failed) else Unanswered(outcome.rank)
 
 
 def _nothing() -> None:

@@ -10,7 +10,7 @@ from raysgd.core.engine.liveness import LivenessCheck
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.group_spec import GroupSpec
-from raysgd.core.engine.shared.types import Outcome
+from raysgd.core.engine.shared.types import Answered, Failed
 from raysgd.core.engine.worker import StandbyWorker, WorkerProcess, notes_of, pack
 from raysgd.exceptions import OnFailure
 
@@ -46,7 +46,7 @@ class Loan:
 
     def run_call(
         self, function: Callable[..., Any], make_args: Callable[[], Sequence[Any]], on_wait: Callable[[], None]
-    ) -> Outcome | None:
+    ) -> Answered | Failed | None:
         """Run `function(replica, loan_number, *args)` on the standby worker and wait for the result.
 
         Args:
@@ -75,8 +75,9 @@ class Loan:
         finally:
             self._has_ended = True
         self._relay.tell({"spare": notes_of(outcome)})
-        is_left = self.is_recalled if not outcome.ok else outcome.value.value is None
-        return None if is_left or outcome.has_died else outcome
+        if isinstance(outcome, Answered):
+            return outcome if outcome.value.value is not None else None
+        return outcome if isinstance(outcome, Failed) and not (self.is_recalled or outcome.has_died) else None
 
     def recall(self) -> None:
         """End the loan: make the worker's call stop between two batches, or prevent the call from starting.

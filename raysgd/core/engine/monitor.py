@@ -18,7 +18,7 @@ from raysgd.core.engine.lifecycle import Lifecycle
 from raysgd.core.engine.liveness import LivenessCheck, quiet_s
 from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.call import Call
-from raysgd.core.engine.shared.types import Heartbeat
+from raysgd.core.engine.shared.types import Answered, Heartbeat
 from raysgd.core.engine.worker import WorkerProcess
 from raysgd.core.text.log_lines import Once, named
 from raysgd.exceptions import WorkersLostError
@@ -196,7 +196,7 @@ class Monitor:
         for rank, outcome in answers:
             if outcome.ok:
                 self._heard_at = self._lifecycle.now()
-            if outcome.ok and outcome.value is not None:
+            if isinstance(outcome, Answered) and outcome.value is not None:
                 self._note(rank, outcome.value)
         if silent:
             self._kill_hung(dict(silent))

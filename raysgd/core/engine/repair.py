@@ -41,7 +41,7 @@ from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.call import Call, Left
 from raysgd.core.engine.shared.group_events import EventKind
 from raysgd.core.engine.shared.replica import Capture
-from raysgd.core.engine.shared.types import GroupReport, ReplicaProgress, StateHandover, WorkerInfo
+from raysgd.core.engine.shared.types import Answered, GroupReport, ReplicaProgress, StateHandover, WorkerInfo
 from raysgd.core.engine.transfers import DividedValue, LostPartError
 from raysgd.core.engine.worker import StandbyWorker
 from raysgd.core.text.log_lines import named
@@ -243,7 +243,9 @@ class GroupRepair:
         self._lifecycle.check_active()
         self._monitor.go_on()
         diagnosis = classify(report)
-        answers = {each.rank: each.value.value if each.ok else each.failure for each in report.outcomes}
+        answers = {
+            each.rank: each.value.value if isinstance(each, Answered) else each.failure for each in report.outcomes
+        }
         if divergence := call.divergence(answers):
             self._monitor.await_snapshot()  # wait for the previous call's snapshot while its worker can still send it
             raise UnevenStepsError(divergence) from diagnosis.faults[0].error

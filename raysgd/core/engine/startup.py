@@ -21,7 +21,7 @@ from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.policies import why_not_started
 from raysgd.core.engine.shared.group_spec import GroupSpec
-from raysgd.core.engine.shared.types import WorkerInfo, World
+from raysgd.core.engine.shared.types import Answered, Failed, WorkerInfo, World
 from raysgd.core.engine.worker import RemoteWorker, StandbyWorker, WorkerProcess, notes_of
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class StartupCheck:
         answers, silent = self._liveness.poll()
         self.lost = [worker for worker, outcome in answers if outcome.has_died]
         for worker, outcome in answers:
-            if outcome.ok:
+            if isinstance(outcome, Answered):
                 self._infos[worker] = outcome.value
         for worker, _ in silent:
             if worker in self._infos:
@@ -305,11 +305,11 @@ class StandbyWorkers:
             if not (result.answered and _take_out(self._coming, (worker, call))):
                 continue
             self._spec.relay.tell({"new worker": notes_of(result)})
-            if result.failure is not None:
+            if isinstance(result, Failed):
                 logger.warning("a new worker failed to start: %s", why_not_started(result.failure))
                 self.kill(worker)
-                num_died += result.failure.kind == "died"
-            else:
+                num_died += result.has_died
+            elif isinstance(result, Answered):
                 note_processes([(result.value.value.node_id, result.value.value.pid)])
                 self._ready.append(StandbyWorker(worker, result.value.value))
         if num_died:

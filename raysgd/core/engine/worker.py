@@ -27,6 +27,8 @@ from raysgd.core.engine.shared.connection import Connection
 from raysgd.core.engine.shared.replica import Capture, Replica, ReplicaFactory
 from raysgd.core.engine.shared.types import (
     LOOPBACK,
+    Answered,
+    Failed,
     Failure,
     FailureKind,
     HeldAtStep,
@@ -85,17 +87,19 @@ def with_rank(outcome: Outcome) -> Outcome:
 
     If the worker failed before it got its rank, add the rank to the failure.
     """
-    failure = outcome.failure
-    if failure is None or failure.fault.rank >= 0:
+    if not isinstance(outcome, Failed) or outcome.failure.fault.rank >= 0:
         return outcome
-    return replace(outcome, failure=replace(failure, fault=replace(failure.fault, rank=outcome.rank)))
+    fault = replace(outcome.failure.fault, rank=outcome.rank)
+    return replace(outcome, failure=replace(outcome.failure, fault=fault))
 
 
 def notes_of(outcome: Outcome) -> tuple[WorkerLogLine, ...]:
     """Return the log lines that a worker sent with the outcome of its call."""
-    if outcome.failure is not None:
+    if isinstance(outcome, Failed):
         return outcome.failure.notes
-    return outcome.value.notes if isinstance(outcome.value, WorkerAnswer) else ()
+    if isinstance(outcome, Answered) and isinstance(outcome.value, WorkerAnswer):
+        return outcome.value.notes
+    return ()
 
 
 def packed_bytes(what: str, value: Any) -> bytes:
@@ -581,9 +585,9 @@ class LocalCall:
     def run(self, rank: int) -> Outcome:
         """Run the call. If it raises an exception, the returned failure contains the live traceback, for debuggers."""
         try:
-            return Outcome(rank, self.function())
+            return Answered(rank, self.function())
         except WorkerFailed as carrier:
-            return with_rank(Outcome(rank, failure=carrier.failure))
+            return with_rank(Failed(rank, carrier.failure))
 
 
 WorkerMethod: TypeAlias = Callable[Concatenate[WorkerProcess, P], Any]

@@ -10,7 +10,7 @@ import pytest
 
 from raysgd.core.engine.gathering import Listener, await_all, grace_s
 from raysgd.core.engine.platform import Platform
-from raysgd.core.engine.shared.types import Failure, FailureKind, Outcome
+from raysgd.core.engine.shared.types import Answered, Failed, Failure, FailureKind, Outcome, Unanswered
 from raysgd.exceptions import WorkerFault
 
 
@@ -62,7 +62,7 @@ class Silent:
         return []
 
     def outcome(self, rank: int, reference: Any) -> Outcome:
-        return Outcome(rank, answered=False)
+        return Unanswered(rank)
 
 
 class AnsweredInTurn:
@@ -87,13 +87,13 @@ class AnsweredInTurn:
 def looks_for_each(num_calls: int, monkeypatch: pytest.MonkeyPatch, on_wait: Callable[[], None] | None) -> float:
     """How often each of so many calls is looked at."""
 
-    class Answered(Platform):
+    class Answering(Platform):
         def outcome(self, rank: int, reference: Any) -> Outcome:
-            return Outcome(rank, "an answer")
+            return Answered(rank, "an answer")
 
     calls = AnsweredInTurn(0.0003)
     monkeypatch.setattr("ray.wait", calls.wait)
-    outcomes = Listener(dict(enumerate(range(num_calls))), platform=Answered()).listen(on_wait)
+    outcomes = Listener(dict(enumerate(range(num_calls))), platform=Answering()).listen(on_wait)
     assert [outcomes[rank].value for rank in range(num_calls)] == ["an answer"] * num_calls
     return calls.num_looked_at / num_calls
 
@@ -155,7 +155,7 @@ class Timed(Silent):
         if self._raises_at_s[reference] > self._now:
             return super().outcome(rank, reference)
         fault = WorkerFault(rank, "a node", None, "ValueError", "", "", "")
-        return Outcome(rank, failure=Failure("user", fault))
+        return Failed(rank, Failure("user", fault))
 
 
 @pytest.mark.parametrize(("late_s", "is_heard"), [(7.9, True), (8.1, False)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -15,7 +15,17 @@ from raysgd.core.engine.placement import Reservation
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.shared.connection import NoConnection
 from raysgd.core.engine.shared.group_spec import GroupSpec
-from raysgd.core.engine.shared.types import Failure, GroupReport, Outcome, Rendezvous, WorkerInfo, World
+from raysgd.core.engine.shared.types import (
+    Answered,
+    Failed,
+    Failure,
+    GroupReport,
+    Outcome,
+    Rendezvous,
+    Unanswered,
+    WorkerInfo,
+    World,
+)
 from raysgd.core.engine.transfers import SharedValue
 from raysgd.core.engine.worker import LocalWorker, WorkerProcess
 from raysgd.exceptions import TrainerShutdownError, WorkerFault
@@ -64,7 +74,7 @@ class DyingWorker:
     def submit(self, method: Callable[..., Any], *args: Any) -> Outcome:
         words = "ActorDiedError", "it died", "the worker process", ""
         died = Failure("died", WorkerFault(1, "node", None, *words))
-        return Outcome(1, failure=died) if method.__name__ == self._method else Outcome(1, 4711)
+        return Failed(1, died) if method.__name__ == self._method else Answered(1, 4711)
 
 
 class AnsweringPlatform(Platform):
@@ -184,8 +194,8 @@ class ScriptedPoller:
 
     def outcome(self, rank: int, reference: TimedCall) -> Outcome:
         if reference.ends_at > self.now():
-            return Outcome(rank, answered=False)
-        return Outcome(rank, failure=failure("died", rank) if reference.has_died else None)
+            return Unanswered(rank)
+        return Failed(rank, failure("died", rank)) if reference.has_died else Answered(rank)
 
 
 def answers(poller: ScriptedPoller, ends_at: dict[int, float], num_others: int = 0) -> set[int]:
@@ -268,13 +278,13 @@ class Scene:
     def settle(self, num_disconnected: int = 0, stuck: Collection[int] = ()) -> list[int]:
         """Who is counted on; the first ranks had seen that the connection broke."""
         told = {1: failure("died", 1)} | {rank: failure("disconnected", rank) for rank in range(2, num_disconnected)}
-        found = [Outcome(worker.rank, failure=told.get(worker.rank)) for worker in self.workers]
+        ranks = range(len(self.workers))
+        found = [Failed(rank, told[rank]) if rank in told else Unanswered(rank) for rank in ranks]
         calls = {
             rank: TimedCall(rank, NEVER if rank in stuck else self.poller.now()) for rank in range(len(self.workers))
         }
         self.group._unanswered = {rank: call for rank, call in calls.items() if rank not in told}
-        report = GroupReport(tuple(replace(one, answered=one.rank in told) for one in found))
-        return self.group.settle(report, lambda: self.told_stuck_at.append(self.poller.waited_s))
+        return self.group.settle(GroupReport(tuple(found)), lambda: self.told_stuck_at.append(self.poller.waited_s))
 
 
 @pytest.mark.parametrize("size", [2, 1500, 2500])
@@ -310,7 +320,7 @@ def test_what_a_rank_is_doing_is_told_before_it_is_given_up_also_where_the_drive
 
 
 FAULT = WorkerFault(0, "node", RuntimeError(), "ActorDiedError", "gone", "", "")
-LOST = GroupReport((Outcome(0, failure=Failure("died", FAULT)),))
+LOST = GroupReport((Failed(0, Failure("died", FAULT)),))
 
 
 class NotingHooks(GroupHooks):

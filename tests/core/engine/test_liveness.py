@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raysgd.core.engine.liveness import LivenessCheck, OwnTime, max_silence_s, quiet_s
-from raysgd.core.engine.shared.types import Outcome
+from raysgd.core.engine.shared.types import Unanswered
 from tests.helpers.fakes import FakeClock
 
 
@@ -45,7 +45,7 @@ def test_work_of_its_own_counts_whole(clock: FakeClock) -> None:
 
 def test_time_in_which_the_driver_stood_still_is_held_against_no_one(clock: FakeClock) -> None:
     """As after Ctrl-Z: what they answered meanwhile is polled a moment later."""
-    liveness: LivenessCheck[int] = LivenessCheck(5.0, lambda rank, call: Outcome(rank, answered=False), clock.monotonic)
+    liveness: LivenessCheck[int] = LivenessCheck(5.0, lambda rank, call: Unanswered(rank), clock.monotonic)
     liveness.ask([0], lambda rank: None)
     for seconds in (1.0, 600.0, 1.0, 1.0, 1.0):
         clock.sleep(seconds)

@@ -28,7 +28,16 @@ from raysgd.core.engine.policies import (
     why_not_started,
     words,
 )
-from raysgd.core.engine.shared.types import Failure, FailureKind, GroupReport, Outcome, ReplicaProgress, WorkerInfo
+from raysgd.core.engine.shared.types import (
+    Answered,
+    Failed,
+    Failure,
+    FailureKind,
+    GroupReport,
+    ReplicaProgress,
+    Unanswered,
+    WorkerInfo,
+)
 from tests.helpers.fakes import failure, fault
 
 
@@ -336,7 +345,7 @@ def test_where_a_step_would_be_another_one_survivors_wait_unless_they_are_not_to
 
 def report(*kinds: FailureKind | None) -> GroupReport:
     return GroupReport(
-        tuple(Outcome(rank, failure=failure(kind, rank) if kind else None) for rank, kind in enumerate(kinds))
+        tuple((Failed(rank, failure(kind, rank)) if kind else Answered(rank)) for rank, kind in enumerate(kinds))
     )
 
 
@@ -373,7 +382,7 @@ def test_ranks_failed_alike_if_all_of_them_raised_at_the_same_line(
     places: tuple[str | None, ...], expected: bool
 ) -> None:
     failures = [place and Failure("user", fault(rank, location=place)) for rank, place in enumerate(places)]
-    outcomes = tuple(Outcome(rank, failure=found or None) for rank, found in enumerate(failures))
+    outcomes = tuple(Failed(rank, found) if found else Answered(rank) for rank, found in enumerate(failures))
     assert failed_alike(GroupReport(outcomes)) == expected
 
 
@@ -404,28 +413,28 @@ ON_CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can
     ],
 )
 def test_a_lack_of_memory_is_told_from_other_exceptions(errors: list[Exception], expected: bool) -> None:
-    outcomes = [Outcome(rank, failure=failure("user", rank, error)) for rank, error in enumerate(errors)]
+    outcomes = [Failed(rank, failure("user", rank, error)) for rank, error in enumerate(errors)]
     assert is_lack_of_memory(classify(GroupReport(tuple(outcomes)))) is expected
 
 
 def test_a_lack_of_memory_is_seen_where_the_exception_could_not_travel_and_not_beside_a_death() -> None:
     unknown = Failure("user", replace(fault(0), error=None, type_name="OutOfMemoryError"))
     text_only = Failure("user", replace(fault(1), error=None, type_name="RuntimeError", message=ON_CPU))
-    both = tuple(Outcome(rank, failure=each) for rank, each in enumerate((unknown, text_only)))
+    both = tuple(Failed(rank, each) for rank, each in enumerate((unknown, text_only)))
     assert is_lack_of_memory(classify(GroupReport(both)))
-    dead = Outcome(2, failure=failure("died", 2))
+    dead = Failed(2, failure("died", 2))
     assert not is_lack_of_memory(classify(GroupReport((*both, dead))))
 
 
 def test_ranks_that_raised_different_exceptions_at_one_line_did_not_fail_alike() -> None:
     errors = [KeyError("x"), ValueError("x")]
-    outcomes = [Outcome(rank, failure=failure("user", rank, error)) for rank, error in enumerate(errors)]
+    outcomes = [Failed(rank, failure("user", rank, error)) for rank, error in enumerate(errors)]
     assert not failed_alike(GroupReport(tuple(outcomes)))
 
 
 def test_silence_is_no_cause() -> None:
-    silent = Outcome(0, answered=False)
-    diagnosis = classify(GroupReport((silent, Outcome(1, failure=failure("user", 1)))))
+    silent = Unanswered(0)
+    diagnosis = classify(GroupReport((silent, Failed(1, failure("user", 1)))))
     assert diagnosis.ranks == [1]
 
 
@@ -436,8 +445,8 @@ def test_a_report_without_failures_cannot_be_classified() -> None:
 
 def test_an_exception_beside_a_death_is_told_with_it() -> None:
     outcomes = [
-        Outcome(0, failure=Failure("user", fault(0, ValueError("bad\nbatch")))),
-        Outcome(1, failure=Failure("died", fault(1))),
+        Failed(0, Failure("user", fault(0, ValueError("bad\nbatch")))),
+        Failed(1, Failure("died", fault(1))),
     ]
     diagnosis = classify(GroupReport(tuple(outcomes)))
     assert diagnosis.kind == "died"
@@ -455,13 +464,13 @@ def test_an_exception_beside_a_death_is_told_with_it() -> None:
 )
 def test_a_death_is_named_in_a_few_words(type_name: str, text: str, expected: str) -> None:
     died = replace(fault(1, RuntimeError(text)), type_name=type_name)
-    outcomes = (Outcome(0), Outcome(1, failure=Failure("died", died)))
+    outcomes = (Answered(0), Failed(1, Failure("died", died)))
     assert words(classify(GroupReport(outcomes))).startswith(f"lost rank 1 ({expected}")
 
 
 def test_several_deaths_are_named_together() -> None:
     died = [replace(fault(rank, RuntimeError("The actor died.")), type_name="ActorDiedError") for rank in (0, 1)]
-    report_of_both = GroupReport(tuple(Outcome(each.rank, failure=Failure("died", each)) for each in died))
+    report_of_both = GroupReport(tuple(Failed(each.rank, Failure("died", each)) for each in died))
     assert words(classify(report_of_both)) == "lost ranks 0, 1 (their processes died)"
 
 

@@ -14,7 +14,7 @@ from raysgd.core.engine.loan import Loan
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.shared.connection import NoConnection
 from raysgd.core.engine.shared.group_spec import GroupSpec
-from raysgd.core.engine.shared.types import Failure, FailureKind, Outcome, WorkerInfo
+from raysgd.core.engine.shared.types import Answered, Failed, Failure, FailureKind, Outcome, Unanswered, WorkerInfo
 from raysgd.core.engine.startup import StandbyWorkers, StartupCheck
 from raysgd.core.engine.worker import RemoteWorker, StandbyWorker, WorkerAnswer, WorkerProcess
 from tests.helpers.fakes import FakeClock, fault
@@ -56,8 +56,8 @@ class StartupScene:
 
     def outcome(self, rank: int, process: Any) -> Outcome:
         if process.is_stopped or not process.is_there:
-            return Outcome(rank, answered=False)
-        return Outcome(rank, WorkerInfo("node", "10.0.0.1", process.pid))
+            return Unanswered(rank)
+        return Answered(rank, WorkerInfo("node", "10.0.0.1", process.pid))
 
     def find_process(self, worker: Any) -> WorkerInfo | None:
         return WorkerInfo("node", "10.0.0.1", worker.pid) if worker.is_known else None
@@ -165,9 +165,9 @@ class Spare:
 
     def outcome(self, rank: int, call: tuple[str, float]) -> Outcome:
         if self.now() < call[1]:
-            return Outcome(rank, answered=False)
+            return Unanswered(rank)
         info = WorkerInfo("node", "10.0.0.1", 7)
-        return Outcome(rank, WorkerAnswer(info) if call[0] == "prepare_standby" else info)
+        return Answered(rank, WorkerAnswer(info) if call[0] == "prepare_standby" else info)
 
     def kill(self) -> None:
         self.ended.append("kill")
@@ -214,7 +214,7 @@ class DyingStarts(Spare):
     def outcome(self, rank: int, call: tuple[str, float]) -> Outcome:
         if call[0] != "prepare_standby" or self.num_started > self.num_deaths:
             return super().outcome(rank, call)
-        return Outcome(rank, failure=Failure(self.kind, fault()))
+        return Failed(rank, Failure(self.kind, fault()))
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ class LosesSpare(Spare):
 
     def outcome(self, rank: int, call: tuple[str, float]) -> Outcome:
         has_died = self.is_dead and call[0] == "describe"
-        return Outcome(rank, failure=Failure("died", fault())) if has_died else super().outcome(rank, call)
+        return Failed(rank, Failure("died", fault())) if has_died else super().outcome(rank, call)
 
     def take_usable(self, count: int, avoid: frozenset[str]) -> list[Any]:
         self.num_asked += 1
@@ -367,26 +367,26 @@ class Scene:
 
     def outcome(self, rank: int, call: str) -> Outcome:
         if call == "describe":
-            return Outcome(rank, INFO) if not self.is_silent else Outcome(rank, answered=False)
-        return self.found or Outcome(rank, answered=False)
+            return Answered(rank, INFO) if not self.is_silent else Unanswered(rank)
+        return self.found or Unanswered(rank)
 
     def run(self, on_wait: Any = lambda: None) -> Outcome | None:
         return self.loan.run_call(function, lambda: (), on_wait)
 
 
 def failed(kind: FailureKind) -> Outcome:
-    return Outcome(-1, failure=Failure(kind, fault(-1)))
+    return Failed(-1, Failure(kind, fault(-1)))
 
 
 def test_a_call_that_is_answered_counts() -> None:
-    scene = Scene(Outcome(-1, WorkerAnswer("value")))
+    scene = Scene(Answered(-1, WorkerAnswer("value")))
     assert scene.run() == scene.found
     assert scene.loan.is_over
     assert not scene.loan.has_died
 
 
 def test_no_call_begins_after_a_recall() -> None:
-    scene = Scene(Outcome(-1, WorkerAnswer("value")))
+    scene = Scene(Answered(-1, WorkerAnswer("value")))
     scene.loan.recall()
     assert scene.loan.is_over
     assert scene.run() is None
@@ -395,7 +395,7 @@ def test_no_call_begins_after_a_recall() -> None:
 
 @pytest.mark.parametrize(
     ("found", "counts"),
-    [(Outcome(-1, WorkerAnswer(None)), False), (failed("user"), False), (Outcome(-1, WorkerAnswer(1)), True)],
+    [(Answered(-1, WorkerAnswer(None)), False), (failed("user"), False), (Answered(-1, WorkerAnswer(1)), True)],
 )
 def test_a_call_that_gave_up_or_failed_after_a_recall_does_not_count(found: Outcome, counts: bool) -> None:
     scene = Scene()
@@ -435,5 +435,5 @@ def test_what_is_raised_meanwhile_ends_the_loan() -> None:
         scene.run(interrupt)
     assert scene.calls == ["on_packed", "beside"]
     assert not scene.loan.is_over
-    scene.found = Outcome(-1, WorkerAnswer(None))
+    scene.found = Answered(-1, WorkerAnswer(None))
     assert scene.loan.is_over

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from raysgd.core.numbers.time_spent import TimeSpent
 from raysgd.core.text.log_lines import WorkerLogLine
@@ -124,22 +124,51 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The outcome of one worker's call: a value, a failure, or no answer so far."""
+class Answered:
+    """The outcome of a call that returned a value."""
 
     rank: int
     value: Any = None
-    failure: Failure | None = None
-    answered: bool = True
+    ok: ClassVar[bool] = True
+    answered: ClassVar[bool] = True
+    has_died: ClassVar[bool] = False
+    failure: ClassVar[None] = None
 
-    @property
-    def ok(self) -> bool:
-        return self.answered and self.failure is None
+
+@dataclass(frozen=True)
+class Failed:
+    """The outcome of a call that failed.
+
+    Attributes:
+        rank: The worker's rank.
+        failure: Why the call failed.
+        answered: False if the driver has killed the worker since.
+    """
+
+    rank: int
+    failure: Failure
+    answered: bool = True
+    ok: ClassVar[bool] = False
 
     @property
     def has_died(self) -> bool:
         """True if the worker's process or node died during the call."""
-        return self.failure is not None and self.failure.kind == "died"
+        return self.failure.kind == "died"
+
+
+@dataclass(frozen=True)
+class Unanswered:
+    """The outcome so far of a call that has not ended."""
+
+    rank: int
+    ok: ClassVar[bool] = False
+    answered: ClassVar[bool] = False
+    has_died: ClassVar[bool] = False
+    failure: ClassVar[None] = None
+
+
+Outcome: TypeAlias = Answered | Failed | Unanswered
+"""The outcome of one worker's call."""
 
 
 @dataclass(frozen=True)
@@ -299,7 +328,8 @@ class GroupReport:
 
     @property
     def values(self) -> list[Any]:
-        return [outcome.value for outcome in self.outcomes]
+        """The values of the ranks that returned one, in rank order."""
+        return [outcome.value for outcome in self.outcomes if isinstance(outcome, Answered)]
 
     @property
     def all_answered(self) -> bool:

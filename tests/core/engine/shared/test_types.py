@@ -3,7 +3,18 @@ from __future__ import annotations
 import pytest
 
 from raysgd.core.cluster.resources import Resources
-from raysgd.core.engine.shared.types import GroupReport, Outcome, Rendezvous, StateHandover, WorkerInfo, World, hosts_of
+from raysgd.core.engine.shared.types import (
+    Answered,
+    Failed,
+    GroupReport,
+    Outcome,
+    Rendezvous,
+    StateHandover,
+    Unanswered,
+    WorkerInfo,
+    World,
+    hosts_of,
+)
 from tests.helpers.fakes import failure
 
 
@@ -21,12 +32,12 @@ def test_a_bundle_has_every_amount_but_the_zeros(resources: Resources, bundle: d
     assert resources.bundle() == bundle
 
 
-FINE = Outcome(0, value=7)
-SILENT = Outcome(0, answered=False)
-DIED = Outcome(0, failure=failure("died"))
-RAISED = Outcome(0, failure=failure("user"))
-DISCONNECTED = Outcome(0, failure=failure("disconnected"))
-RAISED_THEN_KILLED = Outcome(0, failure=failure("user"), answered=False)
+FINE = Answered(0, value=7)
+SILENT = Unanswered(0)
+DIED = Failed(0, failure("died"))
+RAISED = Failed(0, failure("user"))
+DISCONNECTED = Failed(0, failure("disconnected"))
+RAISED_THEN_KILLED = Failed(0, failure("user"), answered=False)
 
 
 @pytest.mark.parametrize(
