@@ -17,7 +17,7 @@ from types import CodeType
 from typing import Any
 
 from raysgd.core.engine.recovery import machine
-from raysgd.core.engine.recovery.machine import Event, Facts, State, Step
+from raysgd.core.engine.recovery.machine import Event, Facts, State
 from tests.simulator.running import Simulation, quiet
 from tests.simulator.schedule import Schedule, drawn
 
@@ -133,23 +133,20 @@ def _drop_argument(twin: Any, index: int) -> None:
         twin.func, twin.args = ast.Name("list", ast.Load()), []
 
 
-def mutated(code: CodeType) -> Callable[[State, Event, Facts], Step]:
-    """The `transition` of a mutant, over the values of the table itself."""
+def mutated(code: CodeType) -> dict[str, Any]:
+    """The functions of a mutant, over the classes of the table itself."""
     space: dict[str, Any] = {"__name__": machine.__name__, "__file__": machine.__file__}
-    fields = dict(vars(machine))
-    exec(code, space)  # the classes are made again, so the functions use those of the table
-    functions = {
-        name for name, value in space.items() if inspect.isfunction(value) and value.__module__ == machine.__name__
-    }
-    space.update({name: value for name, value in fields.items() if name not in functions})
-    transition: Callable[[State, Event, Facts], Step] = space["transition"]
-    return transition
+    exec(code, space)
+    functions = {name: value for name, value in space.items() if inspect.isfunction(value)}
+    functions = {name: value for name, value in functions.items() if value.__module__ == machine.__name__}
+    space.update({name: value for name, value in vars(machine).items() if name not in functions})
+    return functions
 
 
-def differs(transition: Callable[[State, Event, Facts], Step], visit: Visit) -> bool:
+def differs(functions: dict[str, Any], visit: Visit) -> bool:
     """Whether a mutant goes another way."""
     try:
-        return transition(*visit) != machine.transition(*visit)
+        return bool(functions["transition"](*visit) != machine.transition(*visit))
     except Exception:
         return True
 

@@ -63,6 +63,7 @@ class Shadow:
         self._noticed: BaseException | None = None
         self._num_lost_copies = 0
         self.survivors: Members = machine.NOBODY
+        self.answering: Members = machine.NOBODY
         self.has_stuck = self.awaits_survivors = False
         self.rank_0: Any = None
         self.torn_down: list[tuple[Members, GroupReport]] = []
@@ -548,7 +549,8 @@ class ShadowedRepair(GroupRepair):
     def _tell_torn_down(self, change: GroupChange, members: Members, stale: Members) -> None:
         shadow = self._shadow
         if isinstance(shadow.state, machine.Aborting):
-            shadow.feed(machine.Survivors(members, shadow.has_stuck))
+            is_polled = not change.goes_on and not self._spec.renews  # and whoever survived is not used
+            shadow.feed(machine.Survivors(shadow.answering if is_polled else members, shadow.has_stuck))
         elif isinstance(shadow.state, machine.AwaitingQuorum):
             shadow.feed(machine.Quorum(len(shadow.joining), shadow.state.members - members))
         for asked, report in shadow.torn_down:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import count
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -15,8 +18,9 @@ from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.lifecycle import Lifecycle
 from raysgd.core.engine.policies import FailurePolicy, RetryBudget
+from raysgd.core.engine.recovery import machine
 from raysgd.core.engine.shared.call import Call
-from raysgd.core.engine.snapshots import Snapshots
+from raysgd.core.engine.snapshots import Snapshots, copy_call
 from raysgd.core.engine.transfers import LostPartError
 from raysgd.exceptions import (
     RanksDifferError,
@@ -29,14 +33,13 @@ from raysgd.exceptions import (
 )
 from tests.simulator import befalling
 from tests.simulator.befalling import UserBugError
-from tests.simulator.cells import Visit
+from tests.simulator.cells import Visit, differs, mutants, mutated, rows, rows_of, visits_of
 from tests.simulator.program import Program
 from tests.simulator.replica import SimReplica, look, note, walk, walk_on
-from tests.simulator.running import Simulation, Verdict, quiet
-from tests.simulator.schedule import Fault, Op, Schedule
+from tests.simulator.running import Simulation, Verdict, quiet, run
+from tests.simulator.schedule import Fault, Op, Schedule, drawn
 
 Act = Callable[[ElasticController, RetryBudget], Any]
-NUM_SCHEDULES = 300
 
 
 def training(**more: Any) -> Call:
@@ -64,6 +67,37 @@ def refuse(values: Any) -> None:
     raise RanksDifferError("they differ")
 
 
+def interrupt(values: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def start(controller: ElasticController, budget: RetryBudget) -> None:
+    with pytest.raises(WorkersLostError):
+        controller.start(as_fits=True)
+
+
+def without_room(act: Act) -> Act:
+    """All nodes are gone, and the group with them."""
+
+    def acted(controller: ElasticController, budget: RetryBudget) -> None:
+        controller.kill_group()
+        for node in vars(controller)["shadow"].cluster.nodes.values():
+            node.is_alive = False
+        act(controller, budget)
+
+    return acted
+
+
+def copying_first(act: Act) -> Act:
+    """A copy of the state is on its way."""
+
+    def acted(controller: ElasticController, budget: RetryBudget) -> None:
+        controller.run(copy_call())
+        act(controller, budget)
+
+    return acted
+
+
 def only_in_workers(act: Act) -> Act:
     """The driver has no copy of the state."""
 
@@ -75,8 +109,8 @@ def only_in_workers(act: Act) -> Act:
     return acted
 
 
-def losing_copies(num_copies: int, act: Act) -> Act:
-    """The next snapshots are lost on their way to the driver."""
+def losing_copies(num_copies: int, act: Act, *, dies_between: bool = False) -> Act:
+    """The next snapshots are lost on their way to the driver, and perhaps a rank with the first."""
 
     def acted(controller: ElasticController, budget: RetryBudget) -> None:
         left, take = [num_copies], Snapshots.take_captures
@@ -86,6 +120,8 @@ def losing_copies(num_copies: int, act: Act) -> Act:
             if left[0]:
                 left[0] -= 1
                 snapshots._lose_coming()
+                if dies_between and left[0] == num_copies - 1:
+                    vars(controller)["shadow"].cluster.live[-1].die(0.01)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Snapshots, "take_captures", take_and_lose)
@@ -323,6 +359,29 @@ STORIES = {
     "Ctrl-C comes while survivors leave their group": Story(
         raises(KeyboardInterrupt, training()), {}, dies(1), ((WorkerGroup, "leave_group", raising(KeyboardInterrupt)),)
     ),
+    "Ctrl-C comes twice while survivors with the only state leave their group": Story(
+        only_in_workers(raises(KeyboardInterrupt, training(captures=True))),
+        {},
+        dies(1),
+        (
+            (WorkerGroup, "leave_group", raising(KeyboardInterrupt)),
+            (WorkerGroup, "settle", raising(KeyboardInterrupt, 2)),
+        ),
+    ),
+    "Ctrl-C comes while the answers of the driver are checked": Story(
+        raises(KeyboardInterrupt, Call(look, check=interrupt)), {"num_workers": 1, "use_local": True}
+    ),
+    "the first group does not fit": Story(without_room(start), {}),
+    "the only state is on its way when no retry is left": Story(
+        only_in_workers(copying_first(raises(WorkersLostError, noting(captures=True), RetryBudget(0)))),
+        {"is_large": True, "copy_s": 1.0},
+        dies(1, point="note"),
+    ),
+    "the copy of the only state is lost, and then a rank": Story(
+        only_in_workers(losing_copies(2, any_end(training(captures=True)), dies_between=True)),
+        {"is_large": True, "continues": False},
+        dies(1),
+    ),
     "user code raises in the driver": Story(
         any_end(training()), {"num_workers": 1, "use_local": True}, (Fault("raise", "step", 4),)
     ),
@@ -352,7 +411,47 @@ STORIES = {
 """Stories by name. The rows that they visit, seeds visit seldom or never."""
 
 
+SEEDS = (2079, 3399, 1679, 479, *range(60), *range(19, 1500, 20), *range(3, 400, 8))
+"""Many of them let calls end early, or let only workers have the state."""
+NEVER = {
+    "restart | if facts.is_ending | if not facts.in_call",  # what begins with `restart` is no transition
+}
+"""Rows that no schedule visits, and why."""
+
+
 @pytest.mark.parametrize("name", STORIES)
 def test_what_seldom_happens_follows_the_table(name: str) -> None:
     verdict, _ = STORIES[name].run()
     assert verdict.broken is None, "\n".join(verdict.log)
+
+
+@cache
+def sources() -> tuple[tuple[Callable[[], Any], list[Visit]], ...]:
+    """Stories and schedules, and the transitions of each."""
+    stories = [(lambda story=story: story.run()[0].broken, story.run()[1]) for story in STORIES.values()]
+    return (*stories, *((lambda seed=seed: run(drawn(seed)).broken, visits_of(drawn(seed))) for seed in SEEDS))
+
+
+@pytest.mark.soak
+def test_every_row_is_visited() -> None:
+    counts = sum((rows_of(visits) for _, visits in sources()), Counter[int]())
+    never = [words for line, words in rows().items() if not counts[line]]
+    assert [words for words in never if not any(map(words.startswith, NEVER))] == []
+
+
+MUTANTS = [*mutants()]
+NOT_FOUND = {
+    "restart: not facts.in_call is False": "what begins with `restart` is no transition",
+    "_leave_or_grow: facts.runs_on is False": "functions are simulated in another place",
+}
+"""Mutants that no schedule finds, and why."""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("words", "code"), [each for each in MUTANTS if each[0] not in NOT_FOUND])
+def test_a_row_that_is_missing_is_found(words: str, code: CodeType, monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = mutated(code)
+    able = [broken for broken, visits in sources() if any(differs(functions, visit) for visit in visits)]
+    for name, function in functions.items():
+        monkeypatch.setattr(machine, name, function)
+    assert any(broken() for broken in able), f"not found: {words}, of {len(able)}"

@@ -99,6 +99,12 @@ class WatchedGroup(WorkerGroup):
         shadow.feed(machine.Captured(is_inside) if report.ok else machine.Lost())
         return report
 
+    def answering(self, ranks: Any) -> list[int]:
+        found = super().answering(ranks)
+        if self._invariants.shadow.is_on:
+            self._invariants.shadow.answering = self._invariants.shadow.members_of(found)
+        return found
+
     def leave_group(self, survivors: Any, *args: Any) -> GroupReport:
         report, shadow = super().leave_group(survivors, *args), self._invariants.shadow
         if shadow.is_on:

@@ -651,8 +651,6 @@ def _interrupted(state: State, error: Error, facts: Facts) -> Step:
     match state:
         case Running() if error is UnpicklableError:  # no rank has received the call
             return Step(Finished("raised", error), _aborted(facts))
-        case Finished():  # the end of the group was interrupted
-            return Step(Finished("raised", error), _aborted(facts))
         case (
             Scheduling(plan)
             | Launching(plan)
