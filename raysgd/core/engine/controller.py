@@ -652,8 +652,8 @@ class ElasticController(Lifecycle):
                     return Completed(values)
                 must_end = self._is_left(call, report)
                 if must_end:
-                    if (left := self._left(group, report)) is not None:
-                        return left
+                    if (ended := self._left(group, report)) is not None:
+                        return ended
                     num_lost += 1
                     if num_lost == NUM_COPIES:
                         phase = _Phase.WAITING
@@ -661,10 +661,10 @@ class ElasticController(Lifecycle):
                     report = self.recovery.ask_progress()
                 phase = _Phase.MENDING
                 if not report.ok:
-                    ended = self._leave_or_recover(call, report, budget)
-                    if isinstance(ended, Left):
-                        return ended
-                    is_inside = ended
+                    mended = self._leave_or_recover(call, report, budget)
+                    if isinstance(mended, Left):
+                        return mended
+                    is_inside = mended
                 else:  # if the call must end, all ranks go on, and soon stop again
                     is_inside = must_end or self.recovery.change_held(report)
             except BaseException as error:  # Ctrl-C or an error in the driver: ranks may still be in the call

@@ -78,7 +78,7 @@ class TorchBackend(Backend):
         """Let the workers leave their process group. Wait at most 2 s, because workers may be busy."""
         import ray
 
-        references = worker_group.execute_async(_leave_group)
+        references = worker_group.execute_async(_destroy)
         ray.wait(references, num_returns=len(references), timeout=_GOODBYE_S)
 
     @staticmethod
@@ -91,7 +91,7 @@ def unwrapped(value: Any) -> Any:
     return value.module if isinstance(value, torch.nn.parallel.DistributedDataParallel) else value
 
 
-def _leave_group() -> None:
+def _destroy() -> None:
     """Leave the process group, unless a function is still running and may be in a collective operation."""
     if current_session() is None:
         end_process_group()

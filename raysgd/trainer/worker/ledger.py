@@ -190,7 +190,7 @@ class Ledger:
         """Record that this is a standby worker. Its time is measured from the moment when it joins a group."""
         self._is_successor = self._waits_for_group = True
 
-    def leave_group(self) -> None:
+    def note_recovery(self) -> None:
         """Record that this worker has left its group, if a call was interrupted in the group."""
         if self._bin == BROKEN:
             self.enter(LEFT)

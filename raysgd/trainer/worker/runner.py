@@ -246,7 +246,7 @@ class ClassRunner(ReplicaCalls, ABC):
         """
         hosted = self._hosted
         with self._ledger.regrouping(goes_on=lambda: self._unfinished is not None):
-            self._leave_group()
+            self._suspend_call()
             self.drop_reload()  # the operator from `prepare_reload` belongs to the old group
             if handover.make_replica is not None:  # this standby worker was started with older settings
                 hosted.follow(handover.make_replica.settings)

@@ -191,7 +191,7 @@ class ReplicaCalls:
         If there is no such call, return the progress of the last completed training call. A completed call counts as
         one more step, so that ranks that have completed it are ahead of the others. Before any call, the progress is 0.
         """
-        self._ledger.leave_group()
+        self._ledger.note_recovery()
         hosted, loop, call = self._hosted, self._hosted.loop, self._training
         obstacle = hosted.group_obstacle
         if call is None or call.is_finished:
@@ -232,13 +232,13 @@ class ReplicaCalls:
         """Return a pair: the number of the last proposal to stop, and whether all ranks agreed to the proposal."""
         return self._last_hold
 
-    def _leave_group(self) -> None:
+    def _suspend_call(self) -> None:
         """Prepare the unfinished training call to continue in another group of workers."""
         self._hosted.loop.break_off()
         self._copies.forget_call()
         call = self._unfinished
         if call is not None:
-            call.leave_group()
+            call.suspend()
 
     def _handed_over(self) -> tuple[Mapping[str, Any], RunState | None]:
         """Return the training state and the progress of the training call, to be sent to other ranks."""

@@ -208,7 +208,7 @@ class TrainingCall(EpochRun):
         self._note_place()
         return self._copies.inside_call(self._hosted.state, self._hosted.world.rank, self.state(with_metrics=True))
 
-    def leave_group(self) -> None:
+    def suspend(self) -> None:
         """Undo the step that was interrupted, and detach the call from its stream, before it continues in a new group.
 
         The new group divides the remaining data again.

@@ -100,7 +100,7 @@ def break_off(ledger: Ledger, clock: Clock, num_done: int = 2) -> None:
 def test_a_step_that_a_loss_undid_is_done_again(ledger: Ledger, clock: Clock) -> None:
     break_off(ledger, clock)
     clock.sleep(1)
-    ledger.leave_group()
+    ledger.note_recovery()
     clock.sleep(2)
     with ledger.regrouping(goes_on=lambda: True):
         clock.sleep(4)
@@ -123,7 +123,7 @@ def test_a_step_that_a_loss_undid_is_done_again(ledger: Ledger, clock: Clock) ->
 def test_a_call_that_failed_for_another_reason_is_no_recovery(ledger: Ledger, clock: Clock) -> None:
     break_off(ledger, clock, num_done=0)
     clock.sleep(100)
-    ledger.leave_group()
+    ledger.note_recovery()
     clock.sleep(50)
     ledger.begin_call()
     assert spent(ledger) == {"again": 7, "recovery_detect": 3, "driver": 150}
