@@ -67,7 +67,7 @@ class Gate:
     def __init__(self, planned: int | None = None) -> None:
         self.planned = planned
         self.proposed: int | None = None
-        self._is_agreed: bool | None = None
+        self._is_resolved = False  # True once it is known if all ranks stop at the proposed step
         self._changed = threading.Condition()
 
     def propose(self, at: int, completed: Callable[[], int]) -> bool:
@@ -80,7 +80,7 @@ class Gate:
             completed: Function that returns the current number of completed steps.
         """
         with self._changed:
-            self.proposed, self._is_agreed = at, None
+            self.proposed, self._is_resolved = at, False
             # `proposed` is set before this check. Therefore, if the training thread completes the step after the check,
             # it finds the proposal, and waits for the decision of all ranks.
             if completed() < at:
@@ -95,10 +95,9 @@ class Gate:
         Otherwise, withdraw the proposal.
         """
         with self._changed:
-            if is_agreed:
-                self._is_agreed = True
-            else:
-                self.proposed, self._is_agreed = None, False
+            if not is_agreed:
+                self.proposed = None
+            self._is_resolved = True
             self._changed.notify_all()
 
     def stops(self, completed: int) -> bool:
@@ -111,7 +110,7 @@ class Gate:
         if not self._is_proposed(completed):
             return False
         with self._changed:  # check again, because the second thread may have replaced the proposal by a later step
-            while self._is_proposed(completed) and self._is_agreed is None:
+            while self._is_proposed(completed) and not self._is_resolved:
                 self._changed.wait()
             return self._is_proposed(completed)
 
