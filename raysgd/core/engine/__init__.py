@@ -12,7 +12,7 @@ connects workers with each other, and a front end (such as `TorchTrainer`) makes
 errors.
 
 No module of the engine imports a training framework. The modules that only make decisions (`policies`, `liveness`,
-`ranks`) do not import Ray either.
+`ranks`, `recovery`) do not import Ray either.
 
 Start reading at `controller`, which runs the calls one at a time, and `repair`, which handles failures. Both use
 `lifecycle` (starts and stops the group), `monitor` (watches the running call) and `snapshots`. `group` owns the
