@@ -111,10 +111,10 @@ class Shadow:
         self._expect(is_right, f"the engine raises {error!r}")
         self.state = None
 
-    def leave(self) -> None:
+    def leave(self, *, is_caught: bool) -> None:
         """Between two waits, where the table has no state, the engine notices that the trainer was stopped."""
         if self.state is not None:
-            self.state = machine.Running() if self._call is not None else None
+            self.state = machine.Running() if is_caught and self._call is not None else None
 
     def begin(self, *kinds: type[State], **fields: Any) -> None:
         """The engine begins to wait for something."""
@@ -402,6 +402,15 @@ class ShadowedController(ElasticController):
         shadow.close("left" if values and isinstance(values[0], Capture) else "completed")
         return values
 
+    def ensure_group(self) -> Any:
+        try:
+            self.check_active()
+        except BaseException:
+            if self.shadow.is_on:
+                self.shadow.leave(is_caught=False)
+            raise
+        return super().ensure_group()
+
     def _attempt(self, group: Any, call: Call, function: Any, args: Any, number: Any) -> Any:
         shadow = self.shadow
         if self._next is not None:
@@ -481,7 +490,7 @@ class ShadowedRepair(GroupRepair):
         try:
             self._lifecycle.check_active()
         except BaseException:
-            self._shadow.leave()
+            self._shadow.leave(is_caught=True)
             raise
         with self._own(lambda: machine.restart(machine.Restart(kind, "idle"), self._shadow.facts())) as is_own:
             super().restart_workers(kind, cause, after)

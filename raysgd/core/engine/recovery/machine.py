@@ -149,7 +149,6 @@ class Polling:
     """Each rank reports its progress."""
 
     why: Poll
-    failed: CallFailed | None = None
 
 
 @dataclass(frozen=True)
@@ -648,36 +647,30 @@ def transition(state: State, event: Event, facts: Facts) -> Step:
 
 def _interrupted(state: State, error: Error, facts: Facts) -> Step:
     """Ctrl-C, `stop` or an error in the driver."""
-    match state:
-        case Running() if error is UnpicklableError:  # no rank has received the call
+    plan = _plan_of(state)
+    if isinstance(state, Running) and error is UnpicklableError:  # no rank has received the call
+        return Step(Finished("raised", error), _aborted(facts))
+    if isinstance(plan, Restart):
+        return _end_restart(plan, error, facts)
+    if isinstance(plan, Raise):
+        if not plan.num_tries:  # the workers with the only state stay
             return Step(Finished("raised", error), _aborted(facts))
-        case (
-            Scheduling(plan)
-            | Launching(plan)
-            | Rebuilding(plan)
-            | Restoring(plan)
-            | AwaitingSnapshot(Restart() as plan, is_brief=True)
-            | AwaitingSnapshot(Restart() as plan, Change())
-            | Aborting(Change(plan=Restart() as plan))
-            | TearingDown(Change(plan=Restart() as plan))
-            | AwaitingQuorum(Change(plan=Restart() as plan))
-            | Rendezvous(Change(plan=Restart() as plan))
-            | Capturing(Change(plan=Restart() as plan))
-        ):
-            return _end_restart(plan, error, facts)
-        case (
-            Aborting(Change(plan=Raise(num_tries=num_tries)))
-            | TearingDown(Change(plan=Raise(num_tries=num_tries)))
-            | Rendezvous(Change(plan=Raise(num_tries=num_tries)))
-            | Capturing(Change(plan=Raise(num_tries=num_tries)))
-            | AwaitingSnapshot(Raise(num_tries=num_tries), Change())
-        ):
-            if not num_tries:  # the workers with the only state stay
-                return Step(Finished("raised", error), _aborted(facts))
-            return _follow(Raise(error, num_tries=num_tries - 1), facts)
-        case TearingDown(Change(plan=None)) | AwaitingQuorum() | Rendezvous(Change(plan=None)):
-            return _follow(Raise(error, num_tries=int(facts.in_call)), facts)
+        return _follow(Raise(error, num_tries=plan.num_tries - 1), facts)
+    if plan is None and isinstance(state, (TearingDown, AwaitingQuorum, Rendezvous)):
+        return _follow(Raise(error, num_tries=int(facts.in_call)), facts)
     return _follow(Raise(error, keeps_driver=True, num_tries=0), facts)
+
+
+def _plan_of(state: State) -> Plan | None:
+    """Return what was to follow an evacuation or a restart. None if the state is part of neither."""
+    match state:
+        case Aborting(change) | TearingDown(change) | AwaitingQuorum(change) | Rendezvous(change) | Capturing(change):
+            return change.plan
+        case AwaitingSnapshot(plan, change, is_brief):
+            return plan if change is not None or is_brief else None
+        case Scheduling(plan) | Launching(plan) | Rebuilding(plan) | Restoring(plan):
+            return plan
+    return None
 
 
 def _aborted(facts: Facts) -> tuple[Command, ...]:
@@ -696,7 +689,7 @@ def _after_failure(failed: CallFailed, facts: Facts) -> Step:
             return _follow(Raise(WorkerError), facts)
         if not facts.keeps_alike or facts.is_driver_only:
             return Step(Finished("raised", WorkerError), _aborted(facts))
-        return Step(Polling(Poll.COMPARE, failed) if failed.at_one_line else AwaitingSnapshot(Raise(WorkerError)))
+        return Step(Polling(Poll.COMPARE) if failed.at_one_line else AwaitingSnapshot(Raise(WorkerError)))
     if not is_user and facts.continues and facts.can_continue and facts.num_retries > 0:
         return Step(Aborting(Change(Why.FAILURE, failed, facts.members, len(facts.members))))
     return _restart_after_failure(facts)
@@ -786,7 +779,7 @@ def _cannot_continue(change: Change, members: Members, facts: Facts, *, is_failu
 def _enlarge(change: Change, facts: Facts) -> Step:
     """A group that was formed only to copy its state has no state from inside the call, so it runs the call."""
     if len(facts.members) >= facts.min_workers or facts.is_ending:
-        return Step(Polling(Poll.PAY, change.failed))
+        return Step(Polling(Poll.PAY))
     return Step(TearingDown(Change(Why.FAILURE, None, facts.members, len(facts.members)), facts.members))
 
 

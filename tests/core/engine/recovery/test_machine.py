@@ -176,7 +176,7 @@ def after(node: Node, event: Event) -> tuple[Node, list[str]]:
         facts = replace(facts, num_starts_left=(facts.num_starts_left or 0) - 1)
     if Do.NOTE_LOST_COPY in commands:
         facts = replace(facts, num_lost_copies=facts.num_lost_copies + 1)
-    if state == Polling(Poll.PAY, getattr(state, "failed", None)) and isinstance(event, CallFailed):
+    if state == Polling(Poll.PAY) and isinstance(event, CallFailed):
         facts = replace(facts, members=(smaller(facts.members) or [facts.members])[-1])  # nothing else ends such a wait
     if isinstance(following, Rendezvous):
         joining = frozenset(sorted(frozenset(range(4)) - following.members)[: following.num_joining])
