@@ -59,6 +59,7 @@ NUM_FACTS, NUM_FACTS_IN_SOAK = 12, 300
 MOST_NODES = 300_000
 MOST_INTERRUPTS = 1
 BOTH = frozenset({0, 1})
+transition_of = transition
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def after(node: Node, event: Event) -> tuple[Node, list[str]]:
         facts = replace(facts, only_in_workers=False, is_lost=False, has_snapshot=True)
     if isinstance(event, (Landed, LostInTransit)):
         facts = replace(facts, in_transit=False)
-    step = transition(state, event, facts)
+    step = transition_of(state, event, facts)
     wrong = [f"{each}: {type(state).__name__}, {type(event).__name__}" for each in faults_of(node, event, step)]
     commands, following = step.commands, step.state
     if Do.TAKE_PARTS in commands:
@@ -262,9 +263,33 @@ def wrong_in(seeds: range) -> set[str]:
     return {each for seed in seeds for first in first_places(drawn_facts(seed)) for each in walked(first)[1]}
 
 
+@pytest.mark.long
 def test_every_run_ends_and_keeps_the_state_and_the_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "NUM_COPIES", 2)  # less to walk
     assert wrong_in(range(NUM_FACTS)) == set()
+
+
+@pytest.mark.parametrize(
+    ("missing", "fault"),
+    [
+        (Do.PAY_TO_CONTINUE, "endless"),  # a call that must end early, and loses a connection whenever it begins
+        (Do.PAY_FOR_RESTART, "endless"),
+        (Do.GIVE_STATE_UP, "kills the only state"),
+        (Do.NOTE_ABORTED, "it is not noted that a call broke off"),
+    ],
+)
+def test_a_command_that_is_missing_is_found(missing: Do, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(state: State, event: Event, facts: Facts) -> Step:
+        step = transition(state, event, facts)
+        return Step(step.state, tuple(command for command in step.commands if command is not missing))
+
+    facts = Facts(
+        num_retries=1, num_left=1, num_attempts=2, must_end=True, renews=True, only_in_workers=True, is_lost=True
+    )
+    monkeypatch.setattr(machine, "NUM_COPIES", 2)
+    monkeypatch.setitem(globals(), "transition_of", without)
+    wrong = walked(Node(Running(), facts))[1]
+    assert any(each.startswith(fault) for each in wrong)
 
 
 @pytest.mark.soak
