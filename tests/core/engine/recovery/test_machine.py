@@ -269,6 +269,7 @@ def test_every_run_ends_and_keeps_the_state_and_the_retries(monkeypatch: pytest.
     assert wrong_in(range(NUM_FACTS)) == set()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("missing", "fault"),
     [
