@@ -21,10 +21,12 @@ from raysgd.core.cluster.ray_cluster import cluster_view
 from raysgd.core.cluster.ray_session import RayThreads
 from raysgd.core.cluster.resources import ClusterView
 from raysgd.core.engine.group import GroupHooks, WorkerGroup
-from raysgd.core.engine.lifecycle import NUM_COPIES, RELEASE_S, START_ATTEMPTS, Clock, ElasticRules, Lifecycle
+from raysgd.core.engine.lifecycle import RELEASE_S, START_ATTEMPTS, Clock, ElasticRules, Lifecycle
 from raysgd.core.engine.loan import Loan
 from raysgd.core.engine.monitor import LEAVING, ROOM, Monitor
+from raysgd.core.engine.placement import cluster_view
 from raysgd.core.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy
+from raysgd.core.engine.recovery.machine import NUM_COPIES
 from raysgd.core.engine.repair import GroupRepair, Movability, NotInPlace, NotLeft
 from raysgd.core.engine.shared.call import Call, Completed, Left
 from raysgd.core.engine.shared.group_spec import GroupSpec

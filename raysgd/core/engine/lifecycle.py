@@ -42,7 +42,6 @@ _IN_THE_WAY_S = 5.0  # reservation timeout if this program's other trainers hold
 _GROWTH_RESERVATION_S = 1.0
 _SUSPICION_S = 60.0
 _HEAD_S = 0.5
-NUM_COPIES = 4  # how often a state that is lost in transit is copied to the driver
 
 
 @dataclass(frozen=True)

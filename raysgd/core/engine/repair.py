@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from raysgd.core.cluster.resources import capacity, explain, impossibility
 from raysgd.core.engine import ranks as rank_rules
-from raysgd.core.engine.lifecycle import NUM_COPIES, SETTLE_S, Lifecycle, pay_for_start
+from raysgd.core.engine.lifecycle import SETTLE_S, Lifecycle, pay_for_start
 from raysgd.core.engine.monitor import Monitor
 from raysgd.core.engine.policies import (
     LOOK_AT_RAYS_LOG,
@@ -37,6 +37,7 @@ from raysgd.core.engine.policies import (
     takers,
     words,
 )
+from raysgd.core.engine.recovery.machine import NUM_COPIES
 from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.call import Call, Left
 from raysgd.core.engine.shared.group_events import EventKind

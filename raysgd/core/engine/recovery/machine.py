@@ -3,9 +3,9 @@
 Each state names the one thing that the driver then waits for, and each event how the wait ended. Commands do not wait
 for a worker. `transition` is pure, so that tests can walk all its runs.
 
-The modules `controller` and `repair` still take these steps in their methods. No user's program reaches this module:
-it is the table against which the engine is checked. In `tests/simulator`, each schedule follows the table beside the
-engine and fails where they differ.
+The modules `controller` and `repair` still take these steps in their methods, and share only constants with the table.
+It is what the engine is checked against: in `tests/simulator`, each schedule follows the table beside the engine and
+fails where they differ.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from raysgd.core.engine.shared.group_events import EventKind
 from raysgd.core.engine.shared.types import FailureKind
 from raysgd.exceptions import RanksDifferError, UnevenStepsError, UnpicklableError, WorkerError, WorkersLostError
 
-NUM_COPIES = 4  # copies of the state that may be lost in transit before the state is given up
+NUM_COPIES = 4  # how often a state that is lost in transit is copied to the driver
 
 Members: TypeAlias = frozenset[Hashable]
 """Workers of a group. They are not named by rank, because a worker can get another rank in the next group."""
@@ -98,7 +98,7 @@ class Why(Enum):
     REUSE = auto()  # the processes stay, their replicas are rebuilt and restore a snapshot
 
 
-_KINDS: dict[Why, EventKind] = {Why.FAILURE: "continued", Why.MEMORY: "grown", Why.DRAIN: "left", Why.GROW: "grown"}
+KINDS: dict[Why, EventKind] = {Why.FAILURE: "continued", Why.MEMORY: "grown", Why.DRAIN: "left", Why.GROW: "grown"}
 
 
 @dataclass(frozen=True)
@@ -700,7 +700,7 @@ def _leave_or_grow(leaving: Members, facts: Facts) -> Step:
     why = Why.DRAIN if leaving else Why.GROW
     commands = () if facts.runs_on else (Do.TAKE_PARTS,)
     if not (facts.regroups or facts.runs_on):
-        return Step(AwaitingSnapshot(Restart(_KINDS[why])), commands)
+        return Step(AwaitingSnapshot(Restart(KINDS[why])), commands)
     return leave_or_grow(leaving, facts).after(*commands)
 
 
@@ -754,7 +754,7 @@ def _with_group(change: Change, members: Members, num_joining: int, moves_rank_0
     commands.append(Do.NOTIFY_CHANGE)
     if change.why is Why.FAILURE:
         commands.append(Do.PAY_TO_CONTINUE)
-    kind = "continued" if change.expected - members else _KINDS[change.why]
+    kind = "continued" if change.expected - members else KINDS[change.why]
     if kind != "grown" or len(members) + num_joining > change.size:  # otherwise, all that joined have died
         commands.append(Record(kind))
     return Step(Running("resume") if facts.in_call else Finished("idle"), (*commands, Do.OWE_SPARES))
@@ -772,7 +772,7 @@ def _cannot_continue(change: Change, members: Members, facts: Facts, *, is_failu
             return _start_others(plan, facts)
         case Change(Why.FAILURE):
             return _restart_after_failure(facts, "call")
-    kind = "restored" if is_failure or change.expected - members else _KINDS[change.why]
+    kind = "restored" if is_failure or change.expected - members else KINDS[change.why]
     return Step(AwaitingSnapshot(Restart(kind))) if facts.in_call else restart(Restart(kind, "idle"), facts)
 
 
