@@ -108,9 +108,9 @@ def masked(value: Any) -> Any:
 
 
 def _masked_text(text: str) -> str:
-    for names in (_ENTRY, _ARGUMENT):  # first, while all quotes are there
-        text = _without_values(text, names)
     text = _USER.sub(lambda match: f"{match[0].removesuffix(match['user'])}{_HIDDEN}@", text)
+    for names in (_ENTRY, _ARGUMENT):  # before `_OPTION`, which may take away a quote
+        text = _without_values(text, names)
     text = _OPTION.sub(_hidden_option, text)
     return _SHAPE.sub(lambda match: f"{match[1] or match[2] or match[3] or ''}{_HIDDEN}", text)
 
