@@ -120,7 +120,7 @@ class Checkpointing(WritesFiles):
             raise ValueError("`restore_best_at_end=True` needs a `metric` and `keep_best` of 1 or more.")
         order = self._metric.mode if self._metric is not None else MAX
         self._rule = BestCheckpoints(self.keep_best, order, num_newest=self.keep_last)
-        self._folder = self._given
+        self._current = self._given
         self._saved: list[Saved] = []
         self._num_failures = 0
         self._unsaved: Saved | None = None
@@ -174,7 +174,7 @@ class Checkpointing(WritesFiles):
         Raises:
             StorageError: The storage is unreachable.
         """
-        self._folder = self._folder_of(run)
+        self._current = self._folder_of(run)
         present = set(self._folder.names())
         present_entries = [each for each in self._indexed() if each.content in present]
         self._saved = present_entries  # `load_state_dict` replaces this list, unless the file beside is missing
@@ -202,10 +202,10 @@ class Checkpointing(WritesFiles):
         self._saved_at = time.monotonic()
         folder = self._folder_of(run)
         is_new = not (run.epoch or run.step or self._is_loaded)  # a run can be resumed before its first step, too
-        if folder != self._folder or is_new:
+        if folder != self._current or is_new:
             self._saved = []
         self._is_loaded = False
-        self._folder, self._num_failures, self._unsaved, self._end = folder, 0, None, None
+        self._current, self._num_failures, self._unsaved, self._end = folder, 0, None, None
         self._rated = self._in_flight = None
         try:
             self._look_around()
@@ -306,7 +306,6 @@ class Checkpointing(WritesFiles):
         # `run.save` also stores this list, as this callback's state, in the file beside the checkpoint. If a checkpoint
         # is written in the background, older checkpoints stay in the list until the new checkpoint is complete.
         self._saved, dropped = self._divide(run, [*others, new]) if blocking else ([*others, new], [])
-        assert self._folder is not None
         try:
             self._folder.make()
             if blocking:
@@ -364,7 +363,6 @@ class Checkpointing(WritesFiles):
             raise error
 
     def _delete(self, saved: Saved) -> None:
-        assert self._folder is not None
         try:
             self._remove(saved.content)
             self._folder.remove(f"{saved.content}{sidecar.ENDING}")
@@ -373,7 +371,6 @@ class Checkpointing(WritesFiles):
 
     def _remove(self, name: str) -> None:
         """Delete a checkpoint, which is a file, or a folder if the models are sharded over the workers."""
-        assert self._folder is not None
         as_folder = self._folder / name
         if as_folder.is_local and as_folder.local_path.is_dir():
             as_folder.delete()
@@ -421,15 +418,18 @@ class Checkpointing(WritesFiles):
 
     # ------------------------------------------------------------------------------------------------ the folder
 
+    @property
+    def _folder(self) -> Folder:
+        assert self._current is not None, "nothing is saved before a run"
+        return self._current
+
     def _folder_of(self, run: Run) -> Folder:
         return self._given if self._given is not None else open_folder(inside(run.folder, "checkpoints"))
 
     def _location(self, name: str) -> str:
-        assert self._folder is not None
         return str(self._folder.local_path / name) if self._folder.is_local else (self._folder / name).uri
 
     def _write_index(self, saved: list[Saved]) -> None:
-        assert self._folder is not None
         self._folder.write(INDEX_FILE, json.dumps({**_as_state(saved), END: self._end}, indent=1).encode())
 
     def _update_index(self, saved: list[Saved]) -> None:
@@ -444,7 +444,6 @@ class Checkpointing(WritesFiles):
 
     def _indexed(self) -> list[Saved]:
         """Return the checkpoints that the index file lists. Return an empty list if the file is missing or damaged."""
-        assert self._folder is not None
         try:
             return _read(json.loads(self._folder.read(INDEX_FILE)))
         except FileNotFoundError:
@@ -459,7 +458,6 @@ class Checkpointing(WritesFiles):
         Checkpoints whose files were deleted are removed from the list. If the list is then empty, but the index file
         lists checkpoints of another run, log a warning, and keep them in the index file.
         """
-        assert self._folder is not None
         present = set(self._folder.names())
         self._saved = [each for each in self._saved if each.content in present]
         indexed = [] if self._saved else self._indexed()
