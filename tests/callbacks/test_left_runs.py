@@ -614,10 +614,10 @@ def test_a_second_program_in_a_folder_is_refused_before_it_reads_or_writes(
 def test_a_signal_ends_the_wait_for_another_program(
     make_local: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def holder(lock: Any) -> dict[str, Any]:
+    def holder(folder: Any) -> dict[str, Any]:
         signal.raise_signal(signal.SIGTERM)
         return {}
 
-    monkeypatch.setattr(owner._Lock, "holder", holder)
+    monkeypatch.setattr(owner, "_holder_of", holder)
     with another_program(tmp_path), pytest.raises(raysgd.Preempted):
         fit(make_local, tmp_path, epochs=1)
