@@ -38,7 +38,7 @@ FIGURES = {
     "epoch_cost": {"epoch_ms", "loop_ms"},
     "frozen_base": {"state_mib", "file_mib", "save_ms", "step_in_s", "load_s", "digest_s"},
     "goodput": {"goodput", "kills", "samples_lost", "samples_twice", "again"},
-    "gpu_recovery": {"recovery_s", "notice_s", "new_group_s", "first_step_s", "step_s"},
+    "gpu_recovery": {"recovery_s", "notice_s", "new_group_s", "first_step_s", "step_s", "relative_speed", "copy_ms"},
     "gpu_throughput": {"paired_relative_speed", "samples_per_s", "peak_mib", "waits_per_epoch"},
     "handover": {"handover_s"},
     "long_run": {"cpu_ms", "written_kib", "size_mib"},

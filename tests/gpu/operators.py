@@ -55,6 +55,8 @@ class Mortal(TrainingOperator):
         last.register_hook(self.dying("inside the first bucket"))
         first.register_hook(self.dying("inside the last bucket"))
         optimizer.register_step_pre_hook(self.dying("in the optimizer's step"))
+        precision: Any = self._raysgd.precision  # with the usual scale of fp16, the batches of many ranks overflow
+        precision.load_state_dict({**precision.state_dict(), "scale": 1024.0})
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         self.die_at("before the forward pass")
