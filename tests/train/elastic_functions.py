@@ -228,7 +228,7 @@ def undisturbed(num_epochs: int, decays: bool = False, is_streamed: bool = False
     for epoch in range(num_epochs):
         loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         joint.draw()
-        joint.start_at(0, World(0, 1))
+        joint.open(joint.consumed, World(0, 1))
         for indices, inputs, targets in stream if is_streamed else loader:
             if decays:
                 decay(model)
