@@ -23,7 +23,6 @@ from raysgd.core.text.frames import defined_at
 from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.data.sources import LoaderSource
 from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.logical_shards import LogicalShards
 from raysgd.torch.parallel.record import SoFar
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.parallel.tensor_copies import lacks_memory
@@ -190,7 +189,6 @@ class StepLoop(Loop):
                 f"`{option}` works with one optimizer, and {len(self._optimizers)} are registered: register one with "
                 "several parameter groups, or omit the option and accumulate in `train_batch`."
             )
-        wrapped = internals.registered.wrapped
         if source is not None and self._feed.rule is not None:
             num_shards = source.num_shards
             micro_batches = 1 if num_shards else source.most_batches
@@ -199,12 +197,10 @@ class StepLoop(Loop):
                     f"`accumulate_grad_batches={window}` does not work with `deterministic=True`: multiply the global "
                     "batch size by this number, and pass `micro_batch_size`."
                 )
-        world = internals.world
         self.latest_leg = leg = self._parallel.begin_leg(
-            wrapped,
+            internals.registered.wrapped,
             self._may_run_backward,
             rules=StepRules(self._parallel.synchronizes, window, micro_batches, num_shards),
-            shards=LogicalShards(num_shards, world.rank, world.size, wrapped) if num_shards else None,
             undo=self.undo if self.undo.is_told_of_batches else None,
             may_defer=internals.precision.can_defer,
             **options,

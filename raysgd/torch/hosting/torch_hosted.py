@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from raysgd.core.arrays.ray_batches import BatchForm
@@ -34,7 +35,6 @@ from raysgd.torch.operator.settings import OperatorContext, TorchSettings
 from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.checksums import sums_of
 from raysgd.torch.parallel.ddp import DDP
-from raysgd.torch.parallel.step_rows import names_of_all
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.step.advice import check_norms, comparing_sizes, with_advice
 from raysgd.torch.training_operator import TrainingOperator
@@ -263,7 +263,12 @@ class TorchHostedOperator(HostedOperator):
         return self.parallel.tells_rows and mesh_group() is not None
 
     def names_of_all(self) -> Collection[str] | None:
-        return names_of_all(self.name) if self.world.is_distributed else {self.name}
+        if not self.world.is_distributed:
+            return {self.name}
+        group = mesh_group()
+        if group is None:
+            return None
+        return {row.tobytes().decode() for row in group.gather(np.frombuffer(self.name.encode(), np.uint8))}
 
     def finish_regroup(self) -> None:
         self.parallel.reform()
@@ -280,8 +285,8 @@ class TorchHostedOperator(HostedOperator):
         # Exchange metrics only if the call can continue after a rank is lost. The remaining ranks then report the lost
         # rank's metrics.
         sends_rows = parallel.tells_rows and self.epoch_obstacle is None and self.feed.is_divided(stream)
-        rows = parallel.step_rows(run, self.world.size) if sends_rows else None
-        leg = stream.leg = self.loop.begin_leg(run.epoch_idx, stream.source, ledger=self.ledger, rows=rows)
+        share = parallel.sharing(run, self.world.size) if sends_rows else None
+        leg = stream.leg = self.loop.begin_leg(run.epoch_idx, stream.source, ledger=self.ledger, share=share)
         if leg.rules.weighs and is_plain(self.operator, "train_epoch", "train_batch", "forward", "backward"):
             refuse_sum(internals.criterion)
         # Before each pass over the data, check that user code has called `rewrap` if it froze or unfroze parameters, or
@@ -312,7 +317,7 @@ class TorchHostedOperator(HostedOperator):
             source: Source of the batches on which the call trains.
         """
         is_distributed = self.world.is_distributed
-        is_divided = source.is_divided and (is_distributed or self.parallel.leg.shards is not None)
+        is_divided = source.is_divided and (is_distributed or self.parallel.leg.rules.num_shards > 0)
         if isinstance(source, DividedLoaderSource):
             is_whole_pass = is_divided and run.num_steps is None
             source.check_plan = partial(check_norms, self.internals.registered.wrapped) if is_whole_pass else None
@@ -411,11 +416,16 @@ def _make_parallel(settings: TorchSettings, world: World, device: torch.device) 
         from raysgd.torch.parallel.horovod_parallel import HorovodByHand, HorovodParallel
 
         return HorovodByHand() if settings.strategy == "none" else HorovodParallel(world.size)
+    alone, several = Strategy, DDP
+    if settings.batch_options.deterministic:
+        from raysgd.torch.parallel.ordered import OrderedAlone, OrderedDDP
+
+        alone, several = OrderedAlone, OrderedDDP
     if not (world.is_distributed or settings.may_grow) or settings.strategy == "none":
-        return Strategy(has_others=world.is_distributed)
+        return alone(has_others=world.is_distributed)
     if settings.strategy == "ddp":
         # Do not send metrics in each step from a GPU, because reading them would wait for the device.
-        return DDP(tells_rows=device.type == "cpu")
+        return several(tells_rows=device.type == "cpu")
     from raysgd.torch.parallel.fsdp import FSDP  # imported only if needed, because it loads more parts of PyTorch
 
     return FSDP(device, world.size, settings.fsdp_options)

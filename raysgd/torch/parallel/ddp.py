@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.core.private_names import require_names
 from raysgd.torch.parallel import ddp_hooks
 from raysgd.torch.parallel.scale import Scale
-from raysgd.torch.parallel.strategy import Strategy, reachable, take_from_first, trainable
+from raysgd.torch.parallel.strategy import Pass, Strategy, reachable, take_from_first, trainable
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class DDP(Strategy):
             the ID of one of its parameters.
     """
 
-    synchronizes = True
+    synchronizes = _defers = _defers_any = True
 
     def __init__(self, tells_rows: bool = False) -> None:
         super().__init__(tells_rows=tells_rows)
@@ -156,15 +156,9 @@ class DDP(Strategy):
             if id(model) not in self._hooked:
                 self._register_hook(model, next((each.options for each in self._wrapped if each.model is model), {}))
 
-    def _deferrer(self, models: Sequence[torch.nn.Module], may_run_backward: bool) -> Callable[[bool], None]:
-        """Return a function that turns gradient communication off and on, as `DistributedDataParallel.no_sync` does."""
-        wrapped = _wrappers(models)
-
-        def defer(is_deferred: bool) -> None:
-            for model in wrapped:
-                model.require_backward_grad_sync = not is_deferred
-
-        return defer
+    def _set_sync(self, is_now: bool) -> None:
+        for model in _wrappers(self._models):  # as `DistributedDataParallel.no_sync` does
+            model.require_backward_grad_sync = is_now
 
     def average_deferred(self, parameters: Sequence[torch.Tensor]) -> None:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -182,8 +176,9 @@ class DDP(Strategy):
                 parameter.grad.div_(self.num_ranks)
         self.leg.record.wait()
 
-    def backward_pass(self, scale: Scale, again: Iterable[torch.Tensor] | None) -> AbstractContextManager[Any]:
-        return super().backward_pass(scale, None) if again is None else self._second_pass(scale, again)
+    def backward_pass(self, scale: Scale, parameters: Iterable[torch.Tensor], is_second: bool) -> Pass:
+        usual = super().backward_pass(scale, parameters, is_second)
+        return self._second_pass(scale, parameters) if is_second else usual
 
     @contextmanager
     def _second_pass(self, scale: Scale, parameters: Iterable[torch.Tensor]) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 `DistributedDataParallel` passes gradients to the hook in buckets. The hook multiplies the gradients by this rank's
 weight, all-reduces them, and records whether that succeeded. Once per optimizer step, with the last bucket of a
-backward pass, the hook also sends this rank's metrics (`StepRows`). PyTorch allows one hook per model. If the user has
+backward pass, the hook also sends this rank's metrics. PyTorch allows one hook per model. If the user has
 a hook, raysgd's hook calls it.
 
 Some gradients are sent over the mesh instead of gloo. The mesh is raysgd's own set of direct connections between the

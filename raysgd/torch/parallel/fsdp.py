@@ -162,7 +162,9 @@ class FSDP(Strategy):
         options: The trainer's options for this strategy.
     """
 
-    synchronizes = True
+    # Not those of user code: it may stop accumulating early, and what was not reduced in its backward pass cannot be
+    # reduced later.
+    synchronizes = _defers = True
     is_sharded = True
 
     def __init__(self, device: torch.device, world_size: int, options: FSDPOptions | None = None) -> None:
@@ -235,21 +237,9 @@ class FSDP(Strategy):
         for part in _sharded_parts(models):
             part.set_custom_reduce_scatter(_WeightedReduceScatter(self))
 
-    def _deferrer(self, models: Sequence[torch.nn.Module], may_run_backward: bool) -> Callable[[bool], None] | None:
-        """Return a function that gets True to defer the gradient communication of the next batch to a later batch.
-
-        Return None if user code may run backward passes. Such code may stop accumulating early, but gradients that were
-        not reduced in their backward pass cannot be reduced later. Therefore, gradients are then reduced in each batch.
-        """
-        if may_run_backward:
-            return None
-        roots = _roots(models)
-
-        def defer(is_deferred: bool) -> None:
-            for root in roots:
-                root.set_requires_gradient_sync(not is_deferred)
-
-        return defer
+    def _set_sync(self, is_now: bool) -> None:
+        for root in _roots(self._models):
+            root.set_requires_gradient_sync(is_now)
 
     def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Return True if no parameter has a gradient from earlier batches to which the current batch can add.
@@ -257,7 +247,7 @@ class FSDP(Strategy):
         Always return False if communication may be deferred, because `fully_shard` then stores gradients where they
         cannot be checked.
         """
-        return self.leg.defer is None and super().are_cleared(parameters)
+        return self.leg.begin is None and super().are_cleared(parameters)
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:

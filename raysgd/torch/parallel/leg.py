@@ -16,14 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from raysgd.torch.parallel.logical_shards import LogicalShards
 from raysgd.torch.parallel.record import BatchRecord, FlightRecorder, StepRecord
 from raysgd.torch.parallel.scale import UNSCALED, Accumulation, BatchItems, Scale
-from raysgd.torch.parallel.step_rows import StepRows
 from raysgd.torch.parallel.undo import Undo
 from raysgd.trainer.worker.data.rank_rows import Gather
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES, BatchPlan, StepRules
+
+# Sends this rank's metrics (its row) and receives those of the other ranks. The argument gathers rows; None: the mesh.
+Share = Callable[[Gather | None], None]
 
 
 class Leg:
@@ -34,27 +35,24 @@ class Leg:
 
     Args:
         rules: What holds for all steps of the leg.
-        shards: Adds up the gradients of logical shards; None without logical shards.
         undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
         record: What has happened since the last commit, perhaps between two calls.
         recorder: Records this rank's actions, to compare them with those of other ranks. None if they may differ.
         ledger: Measures the time spent in communication.
         checks_losses: True if user code may have caught the exception of a lost connection, so that each step is
             checked.
-        defer: Function that is called before each batch if the step accumulates gradients or has logical shards. It
-            gets True if the all-reduce of the batch's gradients can wait for a later batch. None if the strategy cannot
-            let it wait.
+        begin: Function of the strategy that is called before each batch, for example to let the all-reduce of its
+            gradients wait for a later batch. None if there is nothing to do.
         check: Function that is called when a step has ended, and raises if the step is invalid. None for no check.
         refresh: Function that copies rank 0's buffers of unwrapped models to all ranks. It is called before the first
             part of each global batch. None if there are no such models.
-        rows: Exchanges metrics between the ranks in each step; None if the ranks exchange no metrics.
+        share: Function that sends this rank's metrics to the other ranks; None if the ranks exchange no metrics.
 
     Attributes:
         rules: What holds for all steps of the leg.
         plan: How the batch counts that the training code requested last.
-        shards: Adds up the gradients of logical shards; None without logical shards.
         undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
-        defer: See the argument.
+        begin: See the argument.
         items: Finds what each batch counts.
         scale: How the running backward pass is weighted, or one that user code runs by itself.
         record: What has happened since the last commit.
@@ -77,19 +75,18 @@ class Leg:
         self,
         rules: StepRules = StepRules(),
         *,
-        shards: LogicalShards | None = None,
         undo: Undo | None = None,
         record: StepRecord | None = None,
         recorder: FlightRecorder | None = None,
         ledger: Ledger | None = None,
         checks_losses: bool = False,
         check: Callable[[], None] | None = None,
-        defer: Callable[[bool], None] | None = None,
+        begin: Callable[[BatchPlan], None] | None = None,
         refresh: Callable[[], None] | None = None,
-        rows: StepRows | None = None,
+        share: Share | None = None,
     ) -> None:
-        self.rules, self.plan, self.shards, self.undo = rules, BETWEEN_BATCHES, shards, undo
-        self.defer, self._check, self._refresh, self._rows = defer, check, refresh, rows
+        self.rules, self.plan, self.undo = rules, BETWEEN_BATCHES, undo
+        self.begin, self._check, self._refresh, self._share = begin, check, refresh, share
         self.items, self.scale = BatchItems(self), UNSCALED
         self.batch = BatchRecord()
         self.record = StepRecord() if record is None else record
@@ -113,7 +110,7 @@ class Leg:
 
         Everything that happens before a batch happens here, in this order: the method checks that the previous step has
         ended, copies rank 0's buffers, lets `undo` copy what the step may change, compares the batch's weight with the
-        previous batch's, turns the all-reduce of its gradients on or off, and starts the logical shard.
+        previous batch's, and lets the strategy turn the all-reduce of its gradients on or off.
 
         Args:
             plan: How the batch counts.
@@ -123,7 +120,7 @@ class Leg:
                 user code did not step the optimizer after the last batch of the previous step.
             RuntimeError: Without accumulation, the previous batch has another weight and still needs its backward pass.
         """
-        before, shards, rules = self.plan, self.shards, self.rules
+        before, rules = self.plan, self.rules
         if self.accumulation is not None and before.sync_gradients and self.batch.had_backward:
             raise ValueError(
                 f"`{rules.option}`: `self.optimizer_step()` was not called for the last batch of a step. Call it after "
@@ -138,14 +135,13 @@ class Leg:
         waits = rules.has_several or rules.averages
         self._num_waiting += waits
         self.plan, self.batch = plan, BatchRecord(self.batch.number + 1, waits)
-        is_even = rules.has_several or plan.sample_weight == 1.0
-        self.scale = UNSCALED if is_even else Scale(gradients=plan.sample_weight)
-
-        if self.defer is not None and (shards is not None or rules.has_several):
-            self.defer(shards is not None or not plan.sync_gradients)
-        if shards is not None and plan.seeds is not None:
+        if rules.num_shards:
             self.scale = Scale((plan.num_samples or 0) / plan.total_samples if plan.total_samples else 0.0)
-            shards.begin_shard(plan.starts_global_batch, *plan.seeds)
+        else:
+            is_even = rules.has_several or plan.sample_weight == 1.0
+            self.scale = UNSCALED if is_even else Scale(gradients=plan.sample_weight)
+        if self.begin is not None:
+            self.begin(plan)
 
     def _weighs_like(self, plan: BatchPlan) -> bool:
         """Return True if a batch has the same weight in its step as the previous batch.
@@ -198,8 +194,6 @@ class Leg:
 
     def confirm(self) -> None:
         """Raise if the step that has ended is invalid, for example because a connection broke during the step."""
-        if self.shards is not None:
-            self.shards.check()
         if self._checks_losses:
             self.record.check()
         if self._check is not None:
@@ -263,7 +257,7 @@ class Leg:
         Raises:
             ValueError: With accumulation, `optimizer_step` was already called for this batch.
         """
-        if self.rules.averages or self.rules.has_several:
+        if self.rules.weighs:
             self.use(by_samples)
         if self.rules.has_several and self.batch.has_asked_to_step:
             raise ValueError(
@@ -334,12 +328,12 @@ class Leg:
         Returns:
             True if this call exchanged rows.
         """
-        if self._rows is None:
+        if self._share is None:
             return False
         is_first, self.batch.has_shared_metrics = not self.batch.has_shared_metrics, True
         is_due = is_first and self.plan.sync_gradients
         if is_due:
-            self._rows.send(gather)
+            self._share(gather)
         return is_due
 
     def stepped(self, optimizer: Any) -> None:

@@ -10,17 +10,17 @@ import copy
 import threading
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch.distributed import DistNetworkError
 
 from raysgd.core.connections.torch import is_connection_error, is_group_broken, wait_for_collectives
+from raysgd.torch.objects import rng
+from raysgd.torch.parallel.object_copies import ObjectCopies
 from raysgd.trainer.messages.joint_work import JointWork
-
-if TYPE_CHECKING:
-    from raysgd.torch.parallel.undo import Saved
 
 _NUM_MARKS = 32  # number of hashes to report, one per recent action; a rank further behind cannot be compared
 
@@ -71,6 +71,49 @@ class BatchRecord:
         """Let what follows belong to no batch. What was computed for this batch remains recorded."""
         self.waits = self.is_by_samples = self.uncounted = False
         self.items = []
+
+
+class Saved:
+    """The state from before a step of the optimizer.
+
+    Values of tensors are not in this object; `TensorCopies` has copies of them.
+
+    Args:
+        waiting: See the attribute.
+
+    Attributes:
+        waiting: Parameters that already had gradients when the step began, because no optimizer had stepped with these
+            gradients yet.
+        is_copied: True if any state was copied before the batch.
+        is_whole: True if all state was copied before the batch.
+        has_unknown: True if state that the batch may change cannot be copied.
+        buffers: For each buffer of the models: the dict of buffers, the buffer's name, and its tensor before the batch.
+        objects: Copies of objects in optimizers, schedulers and callbacks.
+        gradients: Pairs of a parameter and its gradient before the batch.
+        drawn: States of the random number generators before the batch.
+        flags: Pairs of a parameter and its `requires_grad` before the batch.
+    """
+
+    def __init__(self, waiting: Sequence[torch.Tensor]) -> None:
+        self.waiting = waiting
+        self.is_copied = self.is_whole = self.has_unknown = False
+        self.buffers: list[tuple[dict[str, Any], str, torch.Tensor | None]] = []
+        self.objects = ObjectCopies(set())
+        self.gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self.flags: list[tuple[torch.Tensor, bool]] = []
+        self.drawn: Any = None
+
+    def put_back(self) -> None:
+        """Restore everything that this object has recorded. `TensorCopies` restores the values of tensors."""
+        self.objects.put_back()
+        for buffers, name, value in self.buffers:
+            buffers[name] = value
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+        if self.is_whole:
+            for parameter, flag in self.flags:
+                parameter.requires_grad_(flag)
+            rng.restore(self.drawn)
 
 
 class StepRecord:

@@ -31,15 +31,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from raysgd.core.numbers.metric_meters import as_weight
 from raysgd.torch.objects.criteria import NO_CALL, LossCall
-
-if TYPE_CHECKING:
-    from raysgd.torch.parallel.leg import Leg
 
 
 class Scale(NamedTuple):
@@ -63,10 +60,10 @@ class BatchItems:
     """Finds what each batch of a leg counts, the part of a training call that one worker group runs.
 
     Args:
-        leg: Tracks the current batch.
+        leg: The `Leg`, which tracks the current batch.
     """
 
-    def __init__(self, leg: Leg) -> None:
+    def __init__(self, leg: Any) -> None:
         self._leg = leg
         self._labels = NO_CALL  # the latest call to a criterion that averages over labels
         # True if a batch was weighted by samples although its loss ignores labels or weights them unequally. A tensor

@@ -27,17 +27,17 @@ from raysgd.core.connections.group import Group
 from raysgd.core.connections.torch import is_connection_error, mesh_group, summation_beside
 from raysgd.torch.objects.blocks import without_checkpointing
 from raysgd.torch.objects.loading import load_model, load_optimizer
-from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.record import FlightRecorder, StepRecord
+from raysgd.torch.parallel.leg import Leg, Share
+from raysgd.torch.parallel.record import FlightRecorder
 from raysgd.torch.parallel.scale import Items, Scale
-from raysgd.torch.parallel.step_rows import StepRows, gather_rows
-from raysgd.trainer.worker.data.epoch_run import EpochRun
+from raysgd.trainer.worker.data.epoch_run import METRICS, EpochRun
 from raysgd.trainer.worker.data.rank_rows import Gather, RowExchange
-from raysgd.trainer.worker.step_loop import StepRules
+from raysgd.trainer.worker.step_loop import BatchPlan, StepRules
 
 # A function that starts to sum a tensor of integers over the ranks, in place. It returns a function that waits for the
 # sum.
 Summation = Callable[[torch.Tensor], Callable[[], Any]]
+Pass = AbstractContextManager[Any]  # wraps a backward pass
 
 
 def _copied(model: torch.nn.Module) -> torch.nn.Module:
@@ -77,6 +77,7 @@ class Strategy:
     is_sharded = False
     is_lost = staticmethod(is_connection_error)
     check_step: Callable[[], None] | None = None
+    _defers = _defers_any = False  # whether gradients can wait for the last batch of a step; also those of user code
 
     def __init__(self, has_others: bool = True, tells_rows: bool = False) -> None:
         self.leg = Leg(StepRules(self.synchronizes), recorder=FlightRecorder() if self.synchronizes else None)
@@ -86,6 +87,7 @@ class Strategy:
         self.forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.shares_frozen = True
         self._left_out: list[torch.nn.Module] = []
+        self._models: Sequence[torch.nn.Module] = ()
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
         """Wrap a model if this strategy requires it. Return the model to call in training.
@@ -146,19 +148,18 @@ class Strategy:
             may_defer: True if the gradients of all batches of a step may be all-reduced together, in the last batch.
             options: Further arguments of `Leg`.
         """
-        before = self.leg
+        before, rules, self._models = self.leg, rules or StepRules(self.synchronizes), models
+        self._set_sync(True)
         self.leg = Leg(
-            rules or StepRules(self.synchronizes),
+            rules,
             record=before.record,
             recorder=None if before.recorder is None else FlightRecorder(before.recorder.number + 1),
             checks_losses=may_run_backward and self.has_others,
             check=self.check_step,
-            defer=self._deferrer(models, may_run_backward) if may_defer else None,
+            begin=self._opener(rules, may_run_backward) if may_defer else None,
             refresh=partial(self._repeat_buffers, in_training=True) if self._left_out else None,
             **options,
         )
-        if self.leg.defer is not None:
-            self.leg.defer(False)
         return self.leg
 
     def end_leg(self) -> None:
@@ -167,16 +168,19 @@ class Strategy:
         Called at the end of each call, even if the call fails.
         """
         leg = self.leg
-        if leg.defer is not None:
-            leg.defer(False)
+        self._set_sync(True)
         self.leg = Leg(StepRules(self.synchronizes), record=leg.record, recorder=leg.recorder, ledger=leg.ledger)
 
-    def _deferrer(self, models: Sequence[torch.nn.Module], may_run_backward: bool) -> Callable[[bool], None] | None:
-        """Return a function that gets True to defer the gradient communication of the next batch to a later batch.
+    def _opener(self, rules: StepRules, may_run_backward: bool) -> Callable[[BatchPlan], None] | None:
+        """Return a function to call before each batch of a leg; None if there is nothing to do.
 
-        The function is called before each batch. Return None if this strategy cannot defer communication.
+        In a step of several batches, the all-reduce waits for the last batch, if this strategy can let it wait.
         """
-        return None
+        defers = rules.has_several and (self._defers_any if may_run_backward else self._defers)
+        return (lambda plan: self._set_sync(plan.sync_gradients)) if defers else None
+
+    def _set_sync(self, is_now: bool) -> None:
+        """Average gradients in backward passes from now on, or in a later one."""
 
     def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:
         """Start averaging the gradients of all parameters that are trainable now.
@@ -222,22 +226,27 @@ class Strategy:
         record, recorder = self.leg.record.in_next_group(), FlightRecorder() if self.synchronizes else None
         self.leg = Leg(StepRules(self.synchronizes), record=record, recorder=recorder)
 
-    def step_rows(self, run: EpochRun, size: int) -> StepRows | None:
-        """Return the object that sends this rank's metrics to the other ranks in each step of a call.
+    def sharing(self, run: EpochRun, size: int) -> Share | None:
+        """Return the function that sends this rank's metrics to the other ranks in each step of a call.
+
+        The metrics of a rank, called its row, are the sums as they will be after the step. Therefore, the metrics of
+        the step's batches are added to the sums even before the backward pass, as pending values.
 
         Return None if there is no mesh to send them over. Called only if `tells_rows` is True.
 
         Args:
-            run: State of the call.
+            run: State of the call. It has this rank's metrics, and stores the rows of all ranks.
             size: Number of ranks.
         """
-        gather = gather_rows(size)
-        if gather is None:
+        group = mesh_group()
+        if group is None and size > 1:
             return None
+        gather = _to_itself if group is None or size == 1 else group.gather
         name, latest = run.rows.name, self._row_exchange
         if latest is None or latest[0] != gather or latest[1].name != name:
             self._row_exchange = latest = gather, RowExchange(name, gather)
-        return StepRows(latest[1], run)
+        exchange = latest[1].exchange
+        return lambda gather: run.rows.note(run.num_completed, exchange({METRICS: run.meters.tally()}, gather))
 
     @property
     def num_ranks(self) -> int:
@@ -267,7 +276,14 @@ class Strategy:
         record = self.leg.record
         with record.noting_losses(self.is_lost):
             wait = self._start_sum(numbers)
-        return cache(partial(self._total, record, wait, numbers))
+
+        @cache
+        def total() -> Any:
+            with record.noting_losses(self.is_lost):
+                wait()
+            return numbers.item() if numbers.device.type == "cpu" else numbers[0]
+
+        return total
 
     def _start_sum(self, numbers: torch.Tensor) -> Callable[[], Any]:
         """Start to sum a tensor in the process group that all-reduces gradients. Return a function to wait for it."""
@@ -280,11 +296,6 @@ class Strategy:
         with self.leg.record.noting_losses():
             group.add_up(numbers)
         return float(numbers[0])
-
-    def _total(self, record: StepRecord, wait: Callable[[], Any], numbers: torch.Tensor) -> Any:
-        with record.noting_losses(self.is_lost):
-            wait()
-        return numbers.item() if numbers.device.type == "cpu" else numbers[0]
 
     def multiply_by_weight(self, gradients: torch.Tensor, is_told: bool = False) -> Items | None:
         """Multiply this rank's gradients by their weight, in place, before they are sent to the other ranks.
@@ -314,14 +325,15 @@ class Strategy:
         """Return True if no parameter has a gradient from earlier batches to which the current batch can add."""
         return all(parameter.grad is None for parameter in parameters)
 
-    def backward_pass(self, scale: Scale, again: Iterable[torch.Tensor] | None) -> AbstractContextManager[Any]:
+    def backward_pass(self, scale: Scale, parameters: Iterable[torch.Tensor], is_second: bool) -> Pass:
         """Return a context manager for a backward pass by the library.
 
         Args:
             scale: How the pass is weighted.
-            again: Parameters that get gradients, if the batch already had a backward pass; otherwise None.
+            parameters: Parameters that get gradients.
+            is_second: True if the batch already had a backward pass.
         """
-        is_own = self.synchronizes and (again is not None or scale.items is not None)
+        is_own = self.synchronizes and (is_second or scale.items is not None)
         return self.leg.weighting(scale) if is_own else nullcontext()
 
     @contextmanager
@@ -379,6 +391,10 @@ class Strategy:
         # orders. In the default group, the wrong operations would then be matched.
         start_sum = summation_beside()
         return lambda numbers: start_sum(numbers).wait
+
+
+def _to_itself(row: Any) -> list[Any]:
+    return [row]  # a rank alone keeps its row, because others may join later
 
 
 def quick_group(tensor: torch.Tensor) -> Group | None:

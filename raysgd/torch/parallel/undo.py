@@ -22,7 +22,7 @@ from raysgd.core.numbers.time_spent import UNDO
 from raysgd.core.private_names import require_names
 from raysgd.torch.objects import rng
 from raysgd.torch.parallel.object_copies import ObjectCopies
-from raysgd.torch.parallel.record import StepRecord
+from raysgd.torch.parallel.record import Saved, StepRecord
 from raysgd.torch.parallel.tensor_copies import TensorCopies, digest_of, digests_of, is_writable, kept
 from raysgd.trainer.worker.ledger import Ledger
 
@@ -76,49 +76,6 @@ class _Watched:
         """Return True if no frozen parameter has changed, except those that changed in the first batch."""
         pairs = zip(self.frozen, self.digests, strict=True)
         return all(id(each) in self.moving or torch.equal(digest_of(each), digest) for each, digest in pairs)
-
-
-class Saved:
-    """The state from before a step of the optimizer.
-
-    Values of tensors are not in this object; `TensorCopies` has copies of them.
-
-    Args:
-        waiting: See the attribute.
-
-    Attributes:
-        waiting: Parameters that already had gradients when the step began, because no optimizer had stepped with these
-            gradients yet.
-        is_copied: True if any state was copied before the batch.
-        is_whole: True if all state was copied before the batch.
-        has_unknown: True if state that the batch may change cannot be copied.
-        buffers: For each buffer of the models: the dict of buffers, the buffer's name, and its tensor before the batch.
-        objects: Copies of objects in optimizers, schedulers and callbacks.
-        gradients: Pairs of a parameter and its gradient before the batch.
-        drawn: States of the random number generators before the batch.
-        flags: Pairs of a parameter and its `requires_grad` before the batch.
-    """
-
-    def __init__(self, waiting: Sequence[torch.Tensor]) -> None:
-        self.waiting = waiting
-        self.is_copied = self.is_whole = self.has_unknown = False
-        self.buffers: list[tuple[dict[str, Any], str, torch.Tensor | None]] = []
-        self.objects = ObjectCopies(set())
-        self.gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        self.flags: list[tuple[torch.Tensor, bool]] = []
-        self.drawn: Any = None
-
-    def put_back(self) -> None:
-        """Restore everything that this object has recorded. `TensorCopies` restores the values of tensors."""
-        self.objects.put_back()
-        for buffers, name, value in self.buffers:
-            buffers[name] = value
-        for parameter, gradient in self.gradients:
-            parameter.grad = gradient
-        if self.is_whole:
-            for parameter, flag in self.flags:
-                parameter.requires_grad_(flag)
-            rng.restore(self.drawn)
 
 
 class Undo:

@@ -79,12 +79,9 @@ class Gradients:
             self._precision.backward(loss, chosen[0])
         else:
             weight = leg.items.of_loss(loss, weight)
-            if leg.shards is not None:
-                self._compute_shard(loss, cleared, list(trained()))
-            else:
-                self._clear(chosen, bystanders)
-                with _silenced(trained()) if isinstance(weight, float) and not weight else _NOTHING:
-                    self._compute_weighted(loss, cleared, weight, is_given)
+            self._clear(chosen, bystanders)
+            with _silenced(trained()) if isinstance(weight, float) and not weight else _NOTHING:
+                self._compute_weighted(loss, cleared, weight, is_given)
         if leg.plan.sync_gradients and self._parallel.synchronizes:
             leg.record.wait()
         for each in unscaled:  # a user's `optimizer_step` computes these gradients
@@ -101,7 +98,8 @@ class Gradients:
             is_given: True if the items come from user code.
         """
         parallel, leg, items = self._parallel, self._parallel.leg, None
-        is_second = leg.note_backward(cleared, by_samples=own is None) and parallel.synchronizes
+        had_one = leg.note_backward(cleared, by_samples=own is None)
+        is_second = had_one and leg.rules.averages and not leg.rules.num_shards
         leg.end_forward()
         if leg.rules.has_several:
             scale = Scale(leg.add_up(own, parallel.num_ranks, is_of_criterion=not is_given))
@@ -111,7 +109,7 @@ class Gradients:
             items = Items(own, leg.typical_items, parallel.num_ranks, parallel.start_total(own))
             scale = Scale(items.factor()) if is_second else Scale(items=items)
         parameters = (parameter for each in cleared for parameter in self._precision.parameters(each))
-        with parallel.backward_pass(scale, parameters if is_second else None):
+        with parallel.backward_pass(scale, parameters, is_second):
             self._precision.backward(loss if scale.loss is None else loss * scale.loss, cleared[0])
         if leg.accumulation is not None:
             leg.accumulation.seen = self._versions(cleared[0])
@@ -182,28 +180,6 @@ class Gradients:
     def _versions(self, optimizer: Any) -> list[tuple[int, int]]:
         gradients = [each.grad for each in self._precision.parameters(optimizer) if each.grad is not None]
         return [(id(each), getattr(each, "_version", 0)) for each in gradients]
-
-    def _compute_shard(self, loss: torch.Tensor, optimizers: list[Any], trained: list[torch.Tensor]) -> None:
-        """Compute the gradients of a logical shard. With `deterministic=True`, global batches are cut into such shards.
-
-        After the last shard of the step, sum the gradients of all shards over all ranks.
-        """
-        leg = self._parallel.leg
-        assert leg.shards is not None
-        leg.end_forward()
-        leg.use()
-        for each in optimizers:
-            each.zero_grad()
-        self._precision.backward(loss * leg.scale.loss, optimizers[0])
-        parameters = [each for each in trained if each.requires_grad]
-        if not leg.plan.is_padding:
-            leg.shards.keep(parameters)
-        if leg.plan.sync_gradients:
-            leg.note_all_reduce("gradients were exchanged")
-            with leg.record.noting_losses():
-                leg.send_rows()
-                leg.shards.add_up(parameters, leg.shards.seed_of_step)
-            leg.record.is_averaged = True
 
     # ------------------------------------------------------------------------------------ steps
 

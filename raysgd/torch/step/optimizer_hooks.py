@@ -132,7 +132,7 @@ class OptimizerHooks:
                 "it, and the workers would step differently: use one worker, or an optimizer that needs no closure, "
                 "and call `self.backward(loss)` and `self.optimizer_step()`."
             )
-        if leg.rules.has_several or leg.shards is not None:
+        if leg.rules.has_several or leg.rules.num_shards:
             raise ValueError(
                 f"`{name}.step` was given a closure, which computes the gradients of a whole step, and here a step has "
                 "several batches: omit `accumulate_grad_batches`, `micro_batch_size` or `deterministic=True`."

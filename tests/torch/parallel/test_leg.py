@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 import pytest
 
 from raysgd.torch.parallel.leg import Leg
@@ -72,13 +69,12 @@ def test_where_user_code_weights_batches_only_padding_counts_otherwise() -> None
 
 
 def test_the_first_exchange_of_the_last_batch_of_a_step_is_one_to_tell_others_with() -> None:
-    rows = cast("Any", SimpleNamespace(send=lambda gather: None))
-    leg, found = Leg(StepRules(averages=True, accumulate=2), rows=rows), []
+    leg, found = Leg(StepRules(averages=True, accumulate=2), share=lambda gather: None), []
     for index in range(4):
         begin_next(leg, 4, 8, is_last=index == 3, number=1 + index % 2)
         found.append([leg.send_rows() for _ in range(3)])
         leg.use()
     assert found == [[False] * 3, [True, False, False]] * 2
-    leg = Leg(StepRules(averages=True), rows=rows)
+    leg = Leg(StepRules(averages=True), share=lambda gather: None)
     begin_next(leg, 4, 8)
     assert leg.send_rows()

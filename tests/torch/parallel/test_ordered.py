@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raysgd.torch.parallel.logical_shards import LogicalShards
+from raysgd.torch.parallel.ordered import LogicalShards
 
 
 def parameters_with(*gradients: torch.Tensor | None) -> list[torch.Tensor]:
@@ -25,7 +25,7 @@ def test_the_sum_is_that_of_the_shards_in_their_order() -> None:
         shards.begin_shard(index == 0, seed=index)
         parameters[0].grad = gradient
         shards.keep(parameters)
-    shards.add_up(parameters, seed=0)
+    shards.add_up(parameters)
     expected = ((gradients[0] + gradients[1]) + gradients[2]) + gradients[3]
     assert parameters[0].grad is not None
     assert torch.equal(parameters[0].grad, expected)
@@ -37,7 +37,7 @@ def test_a_parameter_without_a_gradient_in_all_shards_has_none() -> None:
         shards.begin_shard(index == 0, seed=index)
         parameters = parameters_with(torch.ones(2, 3), None, torch.ones(2, 3) if index else None)
         shards.keep(parameters)
-    shards.add_up(parameters, seed=0)
+    shards.add_up(parameters)
     assert parameters[1].grad is None
     assert [float(each.grad.sum()) for each in (parameters[0], parameters[2]) if each.grad is not None] == [12.0, 6.0]
 

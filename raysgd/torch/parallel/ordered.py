@@ -1,4 +1,4 @@
-"""Adds up gradients in an order that does not depend on the number of ranks, for `deterministic=True`.
+"""Strategies for `deterministic=True`: they add up gradients in an order that does not depend on the number of ranks.
 
 Floating-point sums depend on the order of the summands. Therefore, each global batch (the batch of all ranks together)
 is cut into the same number of logical shards, however many ranks there are. Each rank computes the gradients of some
@@ -11,7 +11,8 @@ ADR 98 explains why the number of shards is fixed, and what that costs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.core.arrays.division import even_counts
 from raysgd.core.connections.torch import mesh_group
 from raysgd.torch.objects import rng
+from raysgd.torch.parallel.ddp import DDP
+from raysgd.torch.parallel.scale import Scale
+from raysgd.torch.parallel.strategy import Pass, Strategy
+from raysgd.trainer.worker.step_loop import BatchPlan, StepRules
 
 
 class LogicalShards:
@@ -31,8 +36,6 @@ class LogicalShards:
         world_size: Number of ranks.
         models: Models that training calls, most of them wrapped in `DistributedDataParallel`.
 
-    Attributes:
-        seed_of_step: Seed for the random numbers after the last shard of the step.
     """
 
     def __init__(self, num_shards: int, rank: int, world_size: int, models: Iterable[torch.nn.Module] = ()) -> None:
@@ -41,7 +44,7 @@ class LogicalShards:
         self._rows = torch.empty(0)
         self._num_kept = 0
         self._is_summed = False
-        self.seed_of_step = 0
+        self._seed_of_step = 0
 
     def begin_shard(self, is_first: bool, seed: int, seed_of_step: int = 0) -> None:
         """Start a shard. Its random numbers depend on its position in the data and not on the rank.
@@ -51,7 +54,7 @@ class LogicalShards:
             seed: Seed for the random numbers in the shard.
             seed_of_step: Seed for the random numbers after the last shard of the step.
         """
-        self.seed_of_step = seed_of_step
+        self._seed_of_step = seed_of_step
         if is_first:
             self._num_kept, self._is_summed = 0, False
         for model in self._wrapped:
@@ -93,14 +96,13 @@ class LogicalShards:
                 )
             self._rows = torch.zeros(shape, dtype=_dtype_of(parameters), device=parameters[0].device)
 
-    def add_up(self, parameters: Sequence[torch.Tensor], seed: int) -> None:
+    def add_up(self, parameters: Sequence[torch.Tensor]) -> None:
         """Set the gradients of all parameters to their sums over all logical shards of all ranks.
 
         If a parameter has no gradient in any shard, its gradient is set to None.
 
         Args:
             parameters: Trained parameters, in the order in which `keep` got them.
-            seed: Seed for the random numbers after the step.
         """
         counts = self._shards_by_rank()
         self._make_room(parameters)
@@ -111,7 +113,7 @@ class LogicalShards:
             each.grad = sums[start : start + each.numel()].to(each.dtype).view_as(each) if has_gradient else None
             start += each.numel()
         self._is_summed = True
-        rng.seed_alike(seed)  # all ranks continue with the same random numbers
+        rng.seed_alike(self._seed_of_step)  # all ranks continue with the same random numbers
 
     def check(self) -> None:
         """Check that `add_up` was called in the optimizer step that has ended.
@@ -141,6 +143,54 @@ class LogicalShards:
         gathered = [torch.empty_like(own) for _ in counts]
         dist.all_gather(gathered, own)
         return _in_order(torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)]))
+
+
+class OrderedAlone(Strategy):
+    """The strategy of a single worker with `deterministic=True`, and what `OrderedDDP` adds to `DDP`."""
+
+    _shards: LogicalShards | None = None
+
+    def _opener(self, rules: StepRules, may_run_backward: bool) -> Callable[[BatchPlan], None] | None:
+        self._shards, rank = None, dist.get_rank() if self.synchronizes else 0
+        if not rules.num_shards:
+            return super()._opener(rules, may_run_backward)
+        self._shards = LogicalShards(rules.num_shards, rank, self.num_ranks, self._models)
+        return self._begin_shard
+
+    def _begin_shard(self, plan: BatchPlan) -> None:
+        self._set_sync(False)
+        if self._shards is not None and plan.seeds is not None:
+            self._shards.begin_shard(plan.starts_global_batch, *plan.seeds)
+
+    def check_step(self) -> None:  # type: ignore[override]
+        if self._shards is not None:
+            self._shards.check()
+        if (check := super().check_step) is not None:
+            check()
+
+    def backward_pass(self, scale: Scale, parameters: Iterable[torch.Tensor], is_second: bool) -> Pass:
+        if self._shards is None:
+            return super().backward_pass(scale, parameters, is_second)
+        return self._pass_of_shard(self._shards, [each for each in parameters if each.requires_grad])
+
+    @contextmanager
+    def _pass_of_shard(self, shards: LogicalShards, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Keep the gradients of a shard. After the last shard of the step, add up those of all shards and ranks."""
+        yield
+        leg = self.leg
+        leg.batch.with_gradients.clear()  # each pass starts without gradients
+        if not leg.plan.is_padding:
+            shards.keep(parameters)
+        if leg.plan.sync_gradients:
+            leg.note_all_reduce("gradients were exchanged")
+            with leg.record.noting_losses():
+                leg.send_rows()
+                shards.add_up(parameters)
+            leg.record.is_averaged = True
+
+
+class OrderedDDP(OrderedAlone, DDP):
+    """The strategy of several workers with `deterministic=True`."""
 
 
 def _in_order(rows: torch.Tensor) -> torch.Tensor:
