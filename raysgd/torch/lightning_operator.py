@@ -342,19 +342,16 @@ class LightningOperator(TrainingOperator):
         The module gets its optimizers in `SteppingOptimizer` wrappers, whose `step` calls this method. If all workers
         have skipped all batches of the step, the optimizer does not step.
         """
-        loss, leg = closure() if closure is not None else None, self._raysgd.parallel.leg
-        self._raysgd.gradients.complete(optimizer)
-        if id(optimizer) in leg.batch.skipped:
-            leg.stepped(optimizer)
-            return loss
-        self._raysgd.precision.unscale(optimizer)
-        self._hooks.call("on_before_optimizer_step", optimizer, optimizer_idx=0)
-        if self._module.automatic_optimization and self._hooks.overrides("configure_gradient_clipping"):
-            self._hooks.call("configure_gradient_clipping", optimizer, None, None)
+        loss, batch = closure() if closure is not None else None, self._raysgd.parallel.leg.batch
+
+        def before(optimizer: Any) -> None:
+            self._hooks.call("on_before_optimizer_step", optimizer, optimizer_idx=0)
+            if self._module.automatic_optimization and self._hooks.overrides("configure_gradient_clipping"):
+                self._hooks.call("configure_gradient_clipping", optimizer, None, None)
+
         with self.timers.record("apply"):
-            self._raysgd.hooks.step(optimizer)
-        leg.stepped(optimizer)
-        if not self._module.automatic_optimization:
+            self._raysgd.gradients.apply([optimizer], before)
+        if not (self._module.automatic_optimization or id(optimizer) in batch.skipped):
             self._count_step()
         return loss
 

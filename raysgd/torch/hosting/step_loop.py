@@ -27,8 +27,7 @@ from raysgd.torch.parallel.record import SoFar
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.parallel.tensor_copies import lacks_memory
 from raysgd.torch.parallel.undo import Undo
-from raysgd.torch.step.gradients import step_with
-from raysgd.torch.step.optimizer_hooks import tells_of_steps
+from raysgd.torch.step.gradients import step_with, tells_of_steps
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.worker.data.loop import Loop
@@ -230,7 +229,7 @@ class StepLoop(Loop):
                 "`self.backward(loss)` and `self.optimizer_step()` in `train_batch`, for every batch (a "
                 "`LightningModule` needs automatic optimization), or accumulate yourself and omit the option."
             )
-        if num_batches and self._operator._raysgd.hooks.may_miss_clipping and not leg.has_clipped:
+        if num_batches and self._operator._raysgd.gradients.may_miss_clipping and not leg.has_clipped:
             raise ValueError(
                 f"Gradient clipping had no effect: `{name}` steps an optimizer that is no "
                 "`torch.optim.Optimizer`. Call `self.optimizer_step()` instead of its `step`, or clip the gradients "

@@ -118,7 +118,7 @@ class TorchHostedOperator(HostedOperator):
         copies = recovery.undo if recovery.in_place else False
         undo = make_undo(self.operator, self.parallel, copies, world, self.ledger)
         self.loop = StepLoop(self.operator, self.parallel, self.feed, undo)
-        self.internals.hooks.tell(self.loop.note_step)
+        self.internals.gradients.tell(self.loop.note_step)
         self.parallel.attach(self.internals.registered.wrapped)
         self.state = TorchState(self.operator, self.parallel, self.feed, self.loop.waiting_parameters)
         registered = self.internals.registered

@@ -25,7 +25,6 @@ from raysgd.torch.operator.registrar import RegisteredData, RegisteredObjects, r
 from raysgd.torch.operator.settings import OperatorContext
 from raysgd.torch.operator.trained_parts import Noted, TrainedParts
 from raysgd.torch.step.gradients import Gradients
-from raysgd.torch.step.optimizer_hooks import OptimizerHooks
 from raysgd.trainer.messages.prediction import HAS_TARGET
 from raysgd.trainer.worker.operator import required
 
@@ -140,8 +139,7 @@ class TorchInternals(BatchMetrics):
         choice: Determines which optimizers `backward` and `optimizer_step` act on.
         trained: Records frozen parameters and optimizers' parameter groups; None before the end of `setup`.
         remade: Frozen parameters that snapshots and checkpoints omit; None unless the operator sets `remakes_frozen`.
-        hooks: Clips gradients before optimizers step, even if user code calls an optimizer's `step`.
-        gradients: Computes gradients and steps optimizers.
+        gradients: Computes gradients, and steps optimizers. It also clips gradients if user code calls `step` itself.
         chosen: Hyperparameters of the optimizers, such as learning rates, that `setup` chose.
         gpu: The worker's GPU, to which batches are moved; None on a CPU.
         follows_rate: True if the optimizers' learning rates were adjusted when the config's `lr` last changed.
@@ -155,11 +153,10 @@ class TorchInternals(BatchMetrics):
         self.scheduler_step_freq = context.settings.scheduler_step_freq
         self.precision = context.precision
         self.gpu = context.device if context.use_gpu else None
-        options = context.settings.step_options
-        self.hooks = OptimizerHooks(context.precision, options, operator, context.parallel, self.callbacks)
         self.chosen: list[Hyperparameters] = []
         self.follows_rate = False
-        self.gradients = Gradients(context.precision, context.parallel, self.hooks, self.once)
+        parts = operator, context.precision, context.parallel
+        self.gradients = Gradients(*parts, context.settings.step_options, self.callbacks, self.once)
         self.trained: Any = None
         self.remade: Any = None
 
@@ -198,7 +195,7 @@ class TorchInternals(BatchMetrics):
         if self._operator.remakes_frozen:
             self.parallel.shares_frozen = False
         register(self._operator, self.context, given, self.registered, self._keep)
-        self.hooks.watch(self.registered.optimizers)
+        self.gradients.watch(self.registered.optimizers)
         return self.registered.returned
 
     def _keep(self, registered: RegisteredObjects) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from raysgd.core.engine.shared.types import World
 from raysgd.core.history.status import find_straggler
+from raysgd.core.text.log_lines import Once
 from raysgd.operators import GANOperator
 from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.hosting import step_loop
@@ -19,7 +20,7 @@ from raysgd.torch.operator.registrar import RegisteredObjects
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import Strategy
-from raysgd.torch.step.optimizer_hooks import OptimizerHooks
+from raysgd.torch.step.gradients import Gradients
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
@@ -73,7 +74,7 @@ def loop_of(operator: Plain, undo: bool | None = None, parallel: Strategy | None
     made = make_undo(operator, parallel, undo, WORLD)
     loop = StepLoop(operator, parallel, TorchFeed(lambda name: None, parallel, 1), made)
     internals = operator._raysgd
-    hooks = OptimizerHooks(internals.precision, StepOptions(), operator, parallel, internals.callbacks)
+    hooks = Gradients(operator, internals.precision, parallel, StepOptions(), internals.callbacks, Once())
     hooks.watch(internals.registered.optimizers)
     hooks.tell(loop.note_step)
     parallel.begin_leg((), may_run_backward=True, undo=made)

@@ -16,7 +16,6 @@ from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.step.gradients import Gradients, backward_with
-from raysgd.torch.step.optimizer_hooks import OptimizerHooks
 from raysgd.torch.torch_runner import TorchRunner
 from raysgd.trainer.configuration.batch_options import BatchOptions
 from raysgd.trainer.messages.epochs import EpochRequest
@@ -34,10 +33,9 @@ class Bench:
         self.optimizer = torch.optim.SGD([self.parameter], lr=1.0)
         self.parallel = Strategy(has_others=False)
         none: Any = None  # there are no bounds
-        hooks = OptimizerHooks(Precision(), StepOptions(), none, self.parallel, InstalledCallbacks())
-        hooks.watch([self.optimizer])
-        self.hooks = hooks
-        self.gradients = Gradients(Precision(), self.parallel, hooks, Once())
+        parts = none, Precision(), self.parallel, StepOptions(), InstalledCallbacks(), Once()
+        self.gradients = Gradients(*parts)
+        self.gradients.watch([self.optimizer])
 
     def batch(self, value: float, weight: float | None = None, **begin: Any) -> None:
         self.begin(**begin)
@@ -120,7 +118,7 @@ def test_each_call_of_a_closure_begins_with_no_gradients() -> None:
             super().step(closure)
 
     bench.optimizer = Twice([bench.parameter], lr=1.0)
-    bench.gradients._hooks.watch([bench.optimizer])
+    bench.gradients.watch([bench.optimizer])
     bench.begin()
     bench.optimizer.step(closure)
     assert found == [3.0, 3.0]
