@@ -265,7 +265,7 @@ def test_sizes_are_not_left_uncompared(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_is_copied_whole_without(name: str, process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    steps = undo.Undo([model], [optimizer], copies=None)
+    steps = undo.Undo([model], [optimizer], mode="learn")
 
     def take_step() -> bool:
         steps.open_call()
@@ -273,7 +273,7 @@ def test_a_step_is_copied_whole_without(name: str, process_group: None, monkeypa
         record.begin(steps.save())
         steps.see_step(record)
         steps.see_return(record)
-        return steps.copies_all
+        return steps.mode == "all"
 
     assert not take_step()
     monkeypatch.delattr(dist.ProcessGroup, name)
@@ -284,7 +284,7 @@ def test_a_step_is_copied_whole_without(name: str, process_group: None, monkeypa
 def test_nothing_is_copied_for_undo_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, name)
     with gone(name, "torch"):
-        undo.Undo([], [], copies=True).open_call()
+        undo.Undo([], [], mode="all").open_call()
 
 
 @without("_buffers")
@@ -296,7 +296,7 @@ def test_no_batch_may_be_undone_without(name: str, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.nn, "Module", Later)
     with gone(name, "torch"):
-        undo.Undo([], [], copies=True).open_call()
+        undo.Undo([], [], mode="all").open_call()
 
 
 @without("_version")

@@ -26,7 +26,7 @@ from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.record import SoFar
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.parallel.tensor_copies import lacks_memory
-from raysgd.torch.parallel.undo import Undo
+from raysgd.torch.parallel.undo import Mode, Undo
 from raysgd.torch.step.gradients import step_with, tells_of_steps
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.joint_work import JointWork
@@ -104,7 +104,7 @@ class StepLoop(Loop):
         leg, undo, self._global_step = self._parallel.leg, self.undo, self._operator.global_step
         if leg.record.saved is not None:
             undo.forget(leg.record)
-            if undo.repeats:
+            if undo.mode != "never":
                 self.so_far = self.so_far.after(leg.record, lambda: self._parallel.num_ranks, undo.waiting_parameters)
         leg.commit()
 
@@ -251,28 +251,16 @@ def make_undo(
     """
     internals = operator._raysgd
     registered, precision, callbacks = internals.registered, internals.precision, internals.callbacks
-    others = [*registered.schedulers, *([precision] if precision.is_mixed else [])]
-    own = needs_copies(operator)
-    copies = True if undo else own
-    models, optimizers = registered.trained, registered.optimizers
+    models, optimizers, own = registered.trained, registered.optimizers, needs_copies(operator)
     unchanging = () if internals.remade is None else internals.remade.ids
-    made = Undo(
-        models,
-        optimizers,
-        others,
-        lambda: callbacks.changed_by_steps,
-        copies=copies,
-        keeps_gradients=own is not False,
-        repeats=parallel.obstacle is None,
-        ledger=ledger,
-        unchanging=unchanging,
-    )
-    if undo is False or not (made.repeats and all(map(tells_of_steps, optimizers))):
-        made.switch_off()
-        return made
-    lack = None if copies is False else lacks_memory(models, world.local_size, unchanging)
+    mode: Mode = "all" if undo else own
+    if undo is False or not all(map(tells_of_steps, optimizers)):
+        mode = "off"
+    if parallel.obstacle is not None:
+        mode = "never"
+    lack = lacks_memory(models, world.local_size, unchanging) if mode in ("learn", "all") else None
     if lack is not None:
-        made.switch_off()
+        mode = "off"
         if world.local_rank == 0:
             logger.warning(
                 "copies of the state that a batch may change would need %s. This is too much, so no copies are made. "
@@ -280,15 +268,21 @@ def make_undo(
                 "`Recovery(undo=False)` chooses this without the warning",
                 lack,
             )
-    return made
+    return Undo(
+        models,
+        optimizers,
+        [*registered.schedulers, *([precision] if precision.is_mixed else [])],
+        lambda: callbacks.changed_by_steps,
+        mode=mode,
+        keeps_gradients=own != "buffers",
+        ledger=ledger,
+        unchanging=unchanging,
+    )
 
 
-def needs_copies(operator: TrainingOperator) -> bool | None:
-    """Return True if all state must be copied before each batch, False if copies of the models' buffers are enough.
-
-    Return None if this depends on what happens in the first batch of a call.
-    """
+def needs_copies(operator: TrainingOperator) -> Mode:
+    """Return what must be copied before each batch: "all", "buffers", or "learn" if this depends on the first batch."""
     own = operator._needs_copies
     if own or len(operator._raysgd.registered.optimizers) > 1:
-        return True
-    return None if own is None or not is_stock(operator, *_STEPPING_RUNGS) else False
+        return "all"
+    return "learn" if own is None or not is_stock(operator, *_STEPPING_RUNGS) else "buffers"

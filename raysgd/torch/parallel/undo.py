@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from raysgd.torch.parallel.tensor_copies import TensorCopies, digest_of, digests
 from raysgd.trainer.worker.ledger import Ledger
 
 logger = logging.getLogger(__name__)
+Mode = Literal["never", "off", "buffers", "learn", "all"]
 
 
 class _Watched:
@@ -90,17 +91,16 @@ class Undo:
         others: Other objects that a batch may change, such as schedulers.
         followers: Function that returns the callbacks' objects, such as averaged weights, that change when an optimizer
             steps.
-        copies: True to copy all state before each batch. False to copy only buffers, and frozen parameters that batches
-            change, which is enough for the default training code. None to copy all state before the first batch of a
-            call; what happens in that batch decides what is copied before later batches.
+        mode: See the attribute.
         keeps_gradients: True if a later step may use a batch's gradients.
-        repeats: False if no batch is ever repeated after a failure, so that nothing is copied.
         ledger: Measures the time that copying takes.
         unchanging: IDs of parameters that no batch changes. They are not copied. The caller may remove IDs later.
 
     Attributes:
-        copies_all: True if all state is copied before each batch.
-        repeats: True if a batch may be repeated after a failure.
+        mode: What is copied before each batch. "all": all state. "buffers": only buffers, and frozen parameters that
+            batches change, which is enough for the default training code. "learn": all state before the first batch of
+            a call; what happens in that batch decides what is copied before later batches. "off": nothing, so that a
+            failure in a batch restarts the call. "never": nothing, because no batch is ever repeated in place.
         is_told_of_batches: True if `save` must be called before each batch. False if no batch is repeated and no
             gradients are kept.
     """
@@ -112,23 +112,20 @@ class Undo:
         others: Sequence[Any] = (),
         followers: Callable[[], Iterable[Any]] = tuple,
         *,
-        copies: bool | None,
+        mode: Mode,
         keeps_gradients: bool = False,
-        repeats: bool = True,
         ledger: Ledger | None = None,
         unchanging: Collection[int] = (),
     ) -> None:
         self._unchanging = unchanging
         self._models, self._optimizers, self._others, self._followers = models, optimizers, others, followers
-        self.copies_all, self._watches = copies is True, copies is None
-        self._ledger = ledger or Ledger()
-        self._is_off = not repeats
+        self.mode, self._ledger = mode, ledger or Ledger()
         self._copies = TensorCopies()
         self._watched: _Watched | None = None  # None if a failure restarts the call instead of repeating the batch
         self._has_warned = False
         self._not_stepped: list[Any] = []  # optimizers whose `step` was not called in the last completed step
-        self._keeps_gradients, self.repeats = keeps_gradients, repeats
-        self.is_told_of_batches = keeps_gradients or repeats
+        self._keeps_gradients = keeps_gradients
+        self.is_told_of_batches = keeps_gradients or mode != "never"
 
     def waiting_parameters(self, record: StepRecord | None = None) -> list[torch.Tensor]:
         """Return the parameters that have gradients with which no optimizer has stepped yet.
@@ -153,7 +150,12 @@ class Undo:
 
     def switch_off(self) -> None:
         """Stop copying state. From now on, a failure in the middle of a batch restarts the call from the snapshot."""
-        self._is_off, self._watched = True, None
+        self.mode, self._watched = "off", None
+
+    def copy_all(self) -> None:
+        """Copy all state before each later batch, because a batch may change weights at any time."""
+        if self.mode == "learn":
+            self.mode = "all"
 
     def open_call(self, is_used: bool = True) -> None:
         """Prepare for the batches of a call, or for the remaining batches of a call after a failure.
@@ -161,8 +163,8 @@ class Undo:
         Args:
             is_used: False if batches of this call are not repeated after a failure, so that nothing is copied.
         """
-        is_watching = is_used and not self._is_off
-        self._watched = _Watched(self._models, not self.copies_all, self._unchanging) if is_watching else None
+        is_on = is_used and self.mode not in ("never", "off")
+        self._watched = _Watched(self._models, self.mode != "all", self._unchanging) if is_on else None
 
     # ---------------------------------------------------------------------------------------------------- in a batch
 
@@ -175,8 +177,9 @@ class Undo:
         saved = Saved(waiting)
         if watched is None:
             return saved
-        copies_all = self.copies_all or (self._watches and watched.is_first) or bool(waiting)
-        if not (copies_all or self._watches or watched.buffers or watched.moving):
+        learns = self.mode == "learn"
+        copies_all = self.mode == "all" or (learns and watched.is_first) or bool(waiting)
+        if not (copies_all or learns or watched.buffers or watched.moving):
             self._copies = TensorCopies()
             return saved
         before = self._ledger.enter(UNDO)
@@ -204,7 +207,7 @@ class Undo:
             contents = [(each, vars(each)) for each in (*self._optimizers, *self._others, *self._followers())]
             saved.flags = [(each, each.requires_grad) for each in watched.parameters]
             saved.drawn = rng.capture()
-        elif self._watches:
+        elif self.mode == "learn":
             # Always copy the optimizers' hyperparameters, such as learning rates, and the schedulers' states. They are
             # small, and user code may change them before the first all-reduce of a batch.
             seen |= {id(vars(each)) for each in self._optimizers}
@@ -215,7 +218,7 @@ class Undo:
             objects.copy(content)
             if objects.unknown is not None:
                 self._note_unknown(saved, owner, objects.unknown)
-                if self.copies_all:
+                if self.mode == "all":
                     self.switch_off()
                     return
                 break
@@ -244,19 +247,19 @@ class Undo:
     def see_all_reduce(self, record: StepRecord) -> None:
         """Look at the step when a model's gradients are about to be all-reduced.
 
-        With `copies=None`, all state is copied before each later batch if this batch may have changed state before the
+        If it learns, all state is copied before each later batch if this batch may have changed state before the
         all-reduce.
         """
         watched = self._watched
-        if record.saved is None or watched is None or not self._watches or self.copies_all:
+        if record.saved is None or watched is None or self.mode != "learn":
             return
         is_more = not watched.is_first and record.num_all_reduces > watched.num_usual
-        has_more = bool(record.stepped) or is_more
-        self.copies_all = has_more or (watched.is_first and self._copies.differ(watched.copied))
+        if record.stepped or is_more or (watched.is_first and self._copies.differ(watched.copied)):
+            self.copy_all()
 
     def see_step(self, record: StepRecord) -> None:
         """Look at the step when an optimizer is about to step."""
-        if record.saved is not None and self._watches and self._watched is not None and not self.copies_all:
+        if record.saved is not None and self._watched is not None and self.mode == "learn":
             record.num_collectives = _num_collectives()
 
     def see_return(self, record: StepRecord) -> None:
@@ -265,28 +268,27 @@ class Undo:
         If it did, all state is copied before each later batch. Collectives after `see_return` come from the library.
         """
         if record.num_collectives is not None:
-            self.copies_all = self.copies_all or _num_collectives() != record.num_collectives
+            if _num_collectives() != record.num_collectives:
+                self.copy_all()
             record.num_collectives = None
 
     def forget(self, record: StepRecord) -> None:
         """Record that a step is complete and can no longer be undone."""
         self._not_stepped = self._without_step(record)
         self.see_return(record)
-        watched = self._watched
-        if watched is not None and watched.is_first and not self.copies_all:
-            self._end_first(record, watched)
-
-    def _end_first(self, record: StepRecord, watched: _Watched) -> None:
-        if self._watches and not record.num_all_reduces:
+        watched, learns = self._watched, self.mode == "learn"
+        if watched is None or not watched.is_first or self.mode == "all":
+            return
+        if learns and not record.num_all_reduces:
             # A batch without an all-reduce does not show what user code does before one. Observe the next batch, too.
             return
-        if self._watches and not record.stepped and self._copies.differ(watched.copied):
+        if learns and not record.stepped and self._copies.differ(watched.copied):
             # Parameters changed outside an optimizer step, so the code that changes them is unknown. It may run at any
             # time in a batch, also before an all-reduce that fails. Therefore, copy all parameters from now on.
-            self.copies_all = True
+            self.copy_all()
         watched.is_first, watched.num_usual = False, record.num_all_reduces
         watched.end_first()
-        if not self.copies_all:
+        if self.mode != "all":
             self._copies = TensorCopies()  # free the memory of the copies
 
     # ------------------------------------------------------------------------------------------------- after a failure
@@ -298,13 +300,13 @@ class Undo:
         method then returns True if none has stepped.
         """
         saved, watched = record.saved, self._watched
-        if saved is None or not self.repeats:
+        if saved is None or self.mode == "never":
             return not record.stepped
         if saved.is_whole:
             return True
         if watched is None or saved.has_unknown or record.stepped:
             return False
-        if self._watches and record.num_all_reduces - (record.error is not None) >= watched.num_usual:
+        if self.mode != "buffers" and record.num_all_reduces - (record.error is not None) >= watched.num_usual:
             return False  # as many all-reduces as usual have succeeded, so user code may have changed weights
         return watched.are_unchanged()
 

@@ -35,7 +35,7 @@ from raysgd.torch.parallel.ddp_hooks import COMM_HOOK, completed
 from raysgd.torch.parallel.record import StepRecord
 from raysgd.torch.parallel.strategy import repeat_first
 from raysgd.torch.parallel.tensor_copies import digests_of
-from raysgd.torch.parallel.undo import Undo
+from raysgd.torch.parallel.undo import Mode, Undo
 from raysgd.train._worker.membership import BatchStart, GroupPlace, Membership
 from raysgd.trainer.messages.weight_sums import REASONS_OF_TORCH, ComparisonPace, check_equal
 
@@ -70,7 +70,7 @@ class GlobalSteps:
         self._with_buffers: list[DistributedDataParallel] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._formed = self._met
-        self._undo, self._num_parts, self._record = Undo([], [], copies=None), (0, 0), StepRecord()
+        self._undo, self._num_parts, self._record = Undo([], [], mode="learn"), (0, 0), StepRecord()
         # Hashes of the weights after the first batch's last optimizer step. They show whether user code changes the
         # weights afterwards.
         self._digests: list[torch.Tensor] | None = None
@@ -121,7 +121,7 @@ class GlobalSteps:
         setattr(optimizer.step.__func__, _JOINT, True)  # type: ignore[attr-defined]
 
     def _note_stepped(self, *_: Any) -> None:
-        if not self._num_usual and not self._undo.copies_all:
+        if not self._num_usual and self._undo.mode != "all":
             self._digests = digests_of(self._parameters())
 
     def _counts(self, optimizer: torch.optim.Optimizer, closure: Any) -> bool:
@@ -324,9 +324,9 @@ class GlobalSteps:
         """Copy the state that the next batch may change, such as weights. If the batch fails, the state is restored."""
         num_parts = len(self._models), len(self._optimizers)
         if self._num_parts != num_parts:
-            copies = True if self._undo.copies_all or len(self._optimizers) > 1 else None
+            mode: Mode = "all" if self._undo.mode == "all" or len(self._optimizers) > 1 else "learn"
             models = [model.module for model in self._models]
-            self._undo, self._num_parts = Undo(models, self._optimizers, copies=copies), num_parts
+            self._undo, self._num_parts = Undo(models, self._optimizers, mode=mode), num_parts
             self._undo.open_call()
         self._digests = None
         self._record = StepRecord()
@@ -363,7 +363,7 @@ class GlobalSteps:
         self._undo.forget(self._record)
         if self._digests is not None and self._has_moved_since_step():
             # User code changes weights outside of optimizer steps. From now on, copy all weights before each batch.
-            self._undo.copies_all = True
+            self._undo.copy_all()
         if self._has_exchanged and not is_done:
             membership.flaw = "gradients are added up over several batches"
             # Other ranks may take a step in this batch. They first compare their steps in an all-reduce, and would wait
@@ -398,7 +398,8 @@ class GlobalSteps:
     def _learn(self, num_steps: int) -> None:
         """Record how many optimizer steps the function takes per batch, as counted in the first batch."""
         self._num_usual = num_steps
-        self._undo.copies_all = self._undo.copies_all or num_steps > 1
+        if num_steps > 1:
+            self._undo.copy_all()
 
     def note_unstepped(self) -> None:
         """Record that the function takes no step on some batches. Such a function cannot continue in another group."""

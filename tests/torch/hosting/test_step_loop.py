@@ -86,7 +86,7 @@ def loop_of(operator: Plain, undo: bool | None = None, parallel: Strategy | None
 def test_with_one_worker_a_step_is_half_done_once_an_optimizer_steps_and_nothing_is_copied() -> None:
     operator = OwnBatch()
     loop = loop_of(operator, parallel=Strategy())
-    assert not loop.undo.repeats
+    assert loop.undo.mode == "never"
     operator.compute()
     assert loop.is_whole
     operator.sgd.step()
@@ -98,18 +98,24 @@ def test_with_one_worker_a_step_is_half_done_once_an_optimizer_steps_and_nothing
 
 @pytest.mark.parametrize(
     ("operator", "needs"),
-    [(Plain(), False), (OwnForward(), False), (OwnBatch(), None), (Plain(num_optimizers=2), True), (SaysSo(), True)],
+    [
+        (Plain(), "buffers"),
+        (OwnForward(), "buffers"),
+        (OwnBatch(), "learn"),
+        (Plain(num_optimizers=2), "all"),
+        (SaysSo(), "all"),
+    ],
 )
 def test_user_code_that_may_step_is_watched_and_several_optimizers_are_always_copied(
-    operator: Plain, needs: bool | None
+    operator: Plain, needs: str
 ) -> None:
-    assert needs_copies(operator) is needs
+    assert needs_copies(operator) == needs
 
 
 def test_rungs_of_the_librarys_operators_are_not_the_users() -> None:
     operator: Any = GANOperator.__new__(GANOperator)
     operator._raysgd = Plain()._raysgd
-    assert needs_copies(operator) is False, "with one optimizer; it registers two"
+    assert needs_copies(operator) == "buffers", "with one optimizer; it registers two"
 
 
 @pytest.mark.parametrize(("undo", "is_copied"), [(True, True), (None, False), (False, False)])

@@ -18,7 +18,7 @@ from raysgd.core.numbers.time_spent import START_UP, UNDO
 from raysgd.torch.objects.precision import NativeAmp
 from raysgd.torch.parallel import tensor_copies
 from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.undo import Undo
+from raysgd.torch.parallel.undo import Mode, Undo
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES
 
@@ -60,7 +60,7 @@ class Program(Steps):
 
     Args:
         make_optimizer: Makes the optimizer for the parameters.
-        copies: See `Undo`.
+        mode: See `Undo`.
         model: The model, if not a small one with a batch norm.
         keeps_gradients: See `Undo`.
     """
@@ -68,7 +68,7 @@ class Program(Steps):
     def __init__(
         self,
         make_optimizer: Callable[[Any], Any] | None = None,
-        copies: bool | None = True,
+        mode: Mode = "all",
         model: Any = None,
         keeps_gradients: bool = False,
     ) -> None:
@@ -83,7 +83,7 @@ class Program(Steps):
         self.followers: list[Any] = []
         self.ledger = Ledger()
         parts = [self.model], [self.optimizer], [self.scheduler], lambda: self.followers
-        undo = Undo(*parts, copies=copies, keeps_gradients=keeps_gradients, ledger=self.ledger)
+        undo = Undo(*parts, mode=mode, keeps_gradients=keeps_gradients, ledger=self.ledger)
         super().__init__(undo, [self.optimizer])
 
     def backward(self) -> None:
@@ -186,7 +186,7 @@ def test_a_batch_in_fp16_that_broke_off_between_two_optimizers_is_repeated() -> 
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
     precision = NativeAmp(torch.float16, torch.device("cpu"))
     precision.prepare(models, optimizers, lambda: None)
-    steps = Steps(Undo(models, optimizers, [precision], copies=True), optimizers)
+    steps = Steps(Undo(models, optimizers, [precision], mode="all"), optimizers)
 
     def train(*pairs: tuple[torch.nn.Module, torch.optim.Optimizer]) -> None:
         for model, optimizer in pairs:
@@ -262,9 +262,9 @@ def test_weights_and_buffers_that_were_swapped_or_assigned_get_their_memory_back
     assert program.model.mask is mask
 
 
-@pytest.mark.parametrize("copies", [None, False])
-def test_gradients_that_wait_for_more_batches_are_put_back_with_all_else(copies: bool | None) -> None:
-    program = Program(copies=copies, keeps_gradients=True)
+@pytest.mark.parametrize("mode", ["learn", "buffers"])
+def test_gradients_that_wait_for_more_batches_are_put_back_with_all_else(mode: Mode) -> None:
+    program = Program(mode=mode, keeps_gradients=True)
     program.run(program.step)
     program.run(program.backward)
     gradients = [parameter.grad for parameter in program.model.parameters()]
@@ -282,7 +282,7 @@ def test_gradients_that_wait_for_more_batches_are_put_back_with_all_else(copies:
 def test_sparse_gradients_that_wait_are_put_back() -> None:
     table = torch.nn.Embedding(5, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
-    undo = Undo([table], [torch.optim.SGD(table.parameters())], copies=True, keeps_gradients=True)
+    undo = Undo([table], [torch.optim.SGD(table.parameters())], mode="all", keeps_gradients=True)
     steps = Steps(undo, ())
     undo.note_restored()
     steps.begin()
@@ -304,7 +304,7 @@ def test_a_buffer_whose_elements_share_memory_is_left_alone() -> None:
 
 def test_a_batch_that_was_not_copied_does_not_go_back_to_the_one_that_was() -> None:
     model = torch.nn.Linear(1, 1)
-    steps = Steps(Undo([model], [], copies=None), ())
+    steps = Steps(Undo([model], [], mode="learn"), ())
     steps.begin()
     steps.leg.note_all_reduce()
     steps.note_step(torch.optim.SGD(model.parameters()))
@@ -315,18 +315,18 @@ def test_a_batch_that_was_not_copied_does_not_go_back_to_the_one_that_was() -> N
     assert model.weight.item() == 5.0
 
 
-@pytest.mark.parametrize("copies", [True, None])
+@pytest.mark.parametrize("mode", ["all", "learn"])
 def test_a_batch_that_may_change_what_cannot_be_copied_is_not_repeated_which_is_said_once(
-    copies: bool | None, caplog: pytest.LogCaptureFixture
+    mode: Mode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    program = Program(copies=copies)
+    program = Program(mode=mode)
     program.optimizer.numbers = iter(range(9))
     program.begin()
     assert not program.can_restore(has_broken=True)
     program.step()
     program.end()
     program.begin()
-    assert program.can_restore(has_broken=True) == (copies is None), "before its step, a later batch changes nothing"
+    assert program.can_restore(has_broken=True) == (mode == "learn"), "before its step, a later batch changes nothing"
     [said] = [record.getMessage() for record in caplog.records]
     assert "`Adam` contains a `builtins.range_iterator`, whose state cannot be copied" in said
 
@@ -335,7 +335,7 @@ def test_a_batch_that_may_change_what_cannot_be_copied_is_not_repeated_which_is_
 
 
 def test_stock_code_copies_buffers_alone() -> None:
-    program = Program(copies=False)
+    program = Program(mode="buffers")
     program.run(program.step)
     program.begin()
     before = program.state()
@@ -371,7 +371,7 @@ ONCE: dict[str, Callable[[Program], list[Callable[[], object]]]] = {
 
 @pytest.mark.parametrize("shape", [*SHAPES, *ONCE])
 def test_the_first_batch_shows_whether_later_ones_are_copied(shape: str) -> None:
-    program = Program(copies=None)
+    program = Program(mode="learn")
     assert program.is_copied, "the first one is"
     program.run(*(SHAPES | ONCE)[shape](program))
     assert program.is_copied == (shape in SHAPES)
@@ -380,7 +380,7 @@ def test_the_first_batch_shows_whether_later_ones_are_copied(shape: str) -> None
 
 
 def test_a_first_batch_without_an_exchange_shows_nothing() -> None:
-    program = Program(copies=None)
+    program = Program(mode="learn")
     program.run()
     assert program.is_copied
     program.run(program.step)
@@ -396,7 +396,7 @@ def test_a_first_batch_without_an_exchange_shows_nothing() -> None:
     ids=["an exchange behind a step", "one exchange more"],
 )
 def test_a_later_batch_that_does_more_is_not_repeated_and_turns_the_copies_on(later: Any) -> None:
-    program = Program(copies=None)
+    program = Program(mode="learn")
     program.run(program.step)
     program.begin()
     for part in later(program)[:-1]:
@@ -409,7 +409,7 @@ def test_a_later_batch_that_does_more_is_not_repeated_and_turns_the_copies_on(la
 
 
 def test_a_batch_like_the_first_one_is_repeated_if_its_exchange_broke_and_not_if_something_later_did() -> None:
-    program = Program(copies=None)
+    program = Program(mode="learn")
     program.run(program.step)
     program.begin()
     assert program.can_restore(has_broken=False)
@@ -419,7 +419,7 @@ def test_a_batch_like_the_first_one_is_repeated_if_its_exchange_broke_and_not_if
 
 
 def test_learning_rates_and_schedules_are_put_back_where_weights_are_not_copied() -> None:
-    program = Program(copies=None)
+    program = Program(mode="learn")
     program.run(program.step)
     before = program.state()
     program.begin()
@@ -432,10 +432,10 @@ def test_learning_rates_and_schedules_are_put_back_where_weights_are_not_copied(
     assert program.state()[1:3] == before[1:3]
 
 
-@pytest.mark.parametrize("copies", [None, False])
-def test_frozen_weights_that_begin_to_move_later_are_noticed(copies: bool | None) -> None:
+@pytest.mark.parametrize("mode", ["learn", "buffers"])
+def test_frozen_weights_that_begin_to_move_later_are_noticed(mode: Mode) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Linear(2, 1))
-    program = Program(copies=copies, model=model)
+    program = Program(mode=mode, model=model)
     program.run(program.step)
     program.run(program.step, program.move)
     program.begin()
