@@ -24,7 +24,6 @@ from raysgd.core.engine.group import GroupHooks, WorkerGroup
 from raysgd.core.engine.lifecycle import RELEASE_S, START_ATTEMPTS, Clock, ElasticRules, Lifecycle
 from raysgd.core.engine.loan import Loan
 from raysgd.core.engine.monitor import LEAVING, ROOM, Monitor
-from raysgd.core.engine.placement import cluster_view
 from raysgd.core.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy
 from raysgd.core.engine.recovery.machine import NUM_COPIES
 from raysgd.core.engine.repair import GroupRepair, Movability, NotInPlace, NotLeft

@@ -405,6 +405,8 @@ class Gradients:
         self._about_to_step.add(id(optimizer))
         if not self._is_stepping:
             leg.items.check_labels()
+            if self._parallel.synchronizes:
+                leg.record.wait()
         self._precision.check_use()
         if not self._is_stepping and (self._options.clips or self._callbacks.wants_gradients):
             _unscale_for_step(optimizer)
