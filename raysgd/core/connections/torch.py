@@ -331,7 +331,8 @@ class TorchConnection(ListeningConnection):
             return
         import torch
 
-        queued: Any = torch.cuda.Event()
+        make_event: Any = torch.cuda.Event
+        queued = make_event()
         queued.record()
         deadline = time.monotonic() + self.timeout_s
         while not queued.query():

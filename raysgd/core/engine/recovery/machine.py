@@ -540,9 +540,9 @@ def transition(state: State, event: Event, facts: Facts) -> Step:
             return _interrupted(state, error, facts)
 
         # ---- the call
-        case Running(), Answered(refused=None):
-            return Step(Finished("completed"))
         case Running(), Answered(refused=error):
+            if error is None:
+                return Step(Finished("completed"))
             return Step(AwaitingSnapshot(Raise(error, keeps_driver=True, num_tries=0)))
         case Running(), Paused(must_end=True):
             return Step(AwaitingSnapshot(EndEarly()), (Do.TAKE_PARTS,))
@@ -815,7 +815,8 @@ def _follow(plan: Raise | Restart, facts: Facts) -> Step:
     commands: list[Command] = []
     if not (plan.keeps_driver and facts.is_driver_only):
         commands += [Do.KILL_GROUP] * facts.has_group
-        commands += [Record(plan.event)] * (plan.event is not None and (facts.has_group or plan.ends_restart))
+        if plan.event is not None and (facts.has_group or plan.ends_restart):
+            commands.append(Record(plan.event))
     commands += [Do.NOTE_REFUSED] * plan.is_refused + [Do.FORGET_CALLS] * (plan.error is RanksDifferError)
     return Step(Finished("raised", plan.error), (*commands, *_aborted(facts)))
 
