@@ -20,13 +20,16 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakSet
 
 ARE_POSSIBLE = sys.platform == "linux"  # only Linux has socket addresses that need no file; see ADR 55
 LARGEST = 1 << 16  # largest message in bytes; the socket buffers it even if the receiving process is suspended
 _FOREVER_S = 0.1  # longest wait for answers on sockets before the next check whether a Ray call has failed
 _SHORTLY_S = 0.002  # longest wait for Ray calls while answers may also arrive on sockets
+
+Reference: TypeAlias = object
+"""A call to a remote worker: a `LineCall` or a Ray object reference."""
 
 _SOCKETS: WeakSet[socket.socket] = WeakSet()
 
@@ -59,7 +62,7 @@ class Line:
         is_ended: True once the driver has closed the socket or noticed that the worker has closed it.
     """
 
-    def __init__(self, attend: Callable[[str], Any]) -> None:
+    def __init__(self, attend: Callable[[str], Reference]) -> None:
         name = f"raysgd-{secrets.token_hex(16)}"
         self._socket = _new_socket()
         self._socket.bind(f"\0{name}")  # an abstract address: it has no file and disappears with the process
@@ -218,7 +221,7 @@ def _is_of_same_user(connected: socket.socket) -> bool:
     return bool(user == os.getuid())
 
 
-def wait(references: Collection[Any], num_returns: int, timeout_s: float | None) -> list[Any]:
+def wait(references: Collection[Reference], num_returns: int, timeout_s: float | None) -> list[Reference]:
     """Wait for remote calls as `ray.wait` does. Return the calls that have ended.
 
     Unlike `ray.wait`, this function may return more than `num_returns` calls, and returns them in any order.
@@ -234,7 +237,7 @@ def wait(references: Collection[Any], num_returns: int, timeout_s: float | None)
     if not calls:
         return list(ray.wait(list(references), num_returns=num_returns, timeout=timeout_s)[0])
     until = None if timeout_s is None else time.monotonic() + timeout_s
-    done: set[Any] = {each for each in calls if each.has_answer}
+    done: set[Reference] = {each for each in calls if each.has_answer}
     while len(done) < num_returns:
         left_s = _FOREVER_S if until is None else max(min(until - time.monotonic(), _FOREVER_S), 0.0)
         by_line = [each for each in calls if each not in done and not each.line.is_ended]
@@ -259,7 +262,7 @@ def _readable(calls: Sequence[LineCall], timeout_s: float) -> list[LineCall]:
     return [by_number[number] for number, _ in poll.poll(timeout_s * 1000)]
 
 
-def _ended_for_ray(references: Sequence[Any], num_returns: int, timeout_s: float) -> list[Any]:
+def _ended_for_ray(references: Sequence[Reference], num_returns: int, timeout_s: float) -> list[Reference]:
     import ray
 
     asked = {each.line.attending if isinstance(each, LineCall) else each: each for each in references}

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Set
 from typing import Any
 
+from raysgd.core.cluster.call_lines import Reference
 from raysgd.core.engine.liveness import OwnTime, max_silence_s
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.shared.types import Answered, Failed, FailureKind, Outcome, Unanswered
@@ -42,7 +43,7 @@ class Listener:
     """
 
     def __init__(
-        self, references: Mapping[int, Any], asks_survivors: bool = False, platform: Platform | None = None
+        self, references: Mapping[int, Reference], asks_survivors: bool = False, platform: Platform | None = None
     ) -> None:
         self._references = references
         self._asks_survivors = asks_survivors
@@ -160,7 +161,7 @@ def grace_s(
 
 
 def roll_call(
-    platform: Platform, references: Mapping[int, Any], num_others: int, heartbeat_s: float
+    platform: Platform, references: Mapping[int, Reference], num_others: int, heartbeat_s: float
 ) -> dict[int, Outcome]:
     """Gather the answers to a poll, to find out which ranks are alive.
 
@@ -186,7 +187,7 @@ def roll_call(
     return outcomes
 
 
-def await_all(platform: Platform, references: Collection[Any], timeout_s: float) -> None:
+def await_all(platform: Platform, references: Collection[Reference], timeout_s: float) -> None:
     """Wait up to `timeout_s` until all of the given remote calls have ended.
 
     Time during which this process was stalled does not count towards the timeout.

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from raysgd.core.cluster.call_lines import Reference
 from raysgd.core.cluster.keeper import CallNumber, KeptGroup
 from raysgd.core.cluster.ray_cluster import cluster_view, note_processes
 from raysgd.core.cluster.resources import explain
@@ -93,8 +94,8 @@ class WorkerGroup:
         self.stuck: set[int] = set()
         self.num_workers = num_workers
         self.num_spares = spec.num_spares
-        self._unanswered: dict[int, Any] = {}  # by rank: calls for which the last `_gather` got no answer
-        self._listening: dict[Any, tuple[str, int]] = {}
+        self._unanswered: dict[int, Reference] = {}  # by rank: calls for which the last `_gather` got no answer
+        self._listening: dict[LocalWorker | RemoteWorker, tuple[str, int]] = {}
         self._has_listened = False
 
     def __len__(self) -> int:
@@ -245,7 +246,7 @@ class WorkerGroup:
         for each in joining:
             self._startup.watch_worker(each.worker)
 
-    def _build(self, rendezvous: Rendezvous, *, captures: bool) -> Mapping[int, Any]:
+    def _build(self, rendezvous: Rendezvous, *, captures: bool) -> Mapping[int, Reference]:
         """Start the calls in which each rank joins the group and builds its replica. Return the calls by rank."""
         make_replica = self._spec.make_replica
         return {
@@ -254,7 +255,7 @@ class WorkerGroup:
         }
 
     def _connect(
-        self, join: Callable[[Rendezvous], Mapping[int, Any]], on_wait: Callable[[], None] | None = None
+        self, join: Callable[[Rendezvous], Mapping[int, Reference]], on_wait: Callable[[], None] | None = None
     ) -> GroupReport:
         """Make every rank listen on a port, then connect the ranks to each other.
 
@@ -360,7 +361,7 @@ class WorkerGroup:
         method: WorkerMethod[P],
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> dict[int, Any]:
+    ) -> dict[int, Reference]:
         """Start a call of a worker method on `ranks`. Return the calls by rank."""
         return {rank: self.workers[rank].submit(method, *args, **kwargs) for rank in ranks}
 
@@ -369,18 +370,18 @@ class WorkerGroup:
         assert isinstance(worker, RemoteWorker), "the driver itself is no remote worker"
         return worker
 
-    def _gather(self, calls: Mapping[int, Any], on_wait: Callable[[], None] | None = None) -> GroupReport:
+    def _gather(self, calls: Mapping[int, Reference], on_wait: Callable[[], None] | None = None) -> GroupReport:
         """Wait for the answers to all calls. After the first failure, wait only until its cause is clear.
 
         See `Listener`.
         """
         if self.is_driver_only:
             self._unanswered = {}
-            return GroupReport(tuple([call.run(rank) for rank, call in calls.items()]))
+            return GroupReport(tuple([call.run(rank) for rank, call in calls.items() if isinstance(call, LocalCall)]))
         remote = {rank: call for rank, call in calls.items() if not isinstance(call, LocalCall)}
         listener = Listener(remote, self._spec.keeps_survivors, self._platform)
         self._unanswered = remote  # stays set if Ctrl-C ends the wait
-        local = {rank: call for rank, call in calls.items() if rank not in remote}
+        local = {rank: call for rank, call in calls.items() if isinstance(call, LocalCall)}
         outcomes = self._gather_both(local, listener, on_wait) if local else listener.listen(on_wait)
         self._unanswered = {rank: remote[rank] for rank, outcome in outcomes.items() if not outcome.answered}
         self._spec.relay.tell({str(rank): notes_of(outcome) for rank, outcome in sorted(outcomes.items())})
@@ -509,17 +510,18 @@ class WorkerGroup:
         """Call a worker method that runs beside calls. Return what `ask_beside` returns."""
         return self._answers(self._submit(range(len(self.workers)) if ranks is None else ranks, method), timeout_s)
 
-    def _answers(self, calls: Mapping[int, Any], timeout_s: float) -> dict[int, Any]:
+    def _answers(self, calls: Mapping[int, Reference], timeout_s: float) -> dict[int, Any]:
         remote = {rank: call for rank, call in calls.items() if not isinstance(call, LocalCall)}
         if remote:
             await_all(self._platform, remote.values(), timeout_s)
         outcomes = [
-            self._platform.outcome(rank, call) if rank in remote else call.run(rank) for rank, call in calls.items()
+            call.run(rank) if isinstance(call, LocalCall) else self._platform.outcome(rank, call)
+            for rank, call in calls.items()
         ]
         answers = {outcome.rank: outcome.value for outcome in outcomes if isinstance(outcome, Answered)}
         return {rank: answers.get(rank) for rank in calls if rank in answers or rank not in remote}
 
-    def submit_beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+    def submit_beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Reference:
         """Start `function(replica, *args)` in the second thread of a rank, even while the rank runs a call.
 
         Returns:
@@ -527,7 +529,7 @@ class WorkerGroup:
         """
         return self.workers[rank].submit(WorkerProcess.beside, function, *args)
 
-    def poll(self, rank: int, call: Any) -> Outcome:
+    def poll(self, rank: int, call: Reference) -> Outcome:
         """Return the current outcome of a remote call started by `submit_beside`, without waiting for the call."""
         return self._platform.outcome(rank, call)
 
@@ -621,7 +623,7 @@ class WorkerGroup:
             return LostNodes(addresses, are_dead=True)
         return LostNodes(addresses) if len(lost) > len(emptied) else None
 
-    def _let_finish(self, calls: Mapping[int, Any], tell_stuck: Callable[[], None]) -> set[int]:
+    def _let_finish(self, calls: Mapping[int, Reference], tell_stuck: Callable[[], None]) -> set[int]:
         """Wait until the survivors' calls finish. Return the ranks that died or did not finish in time.
 
         Args:
@@ -642,7 +644,7 @@ class WorkerGroup:
             tell_stuck()
         return self.stuck | {outcome.rank for outcome in outcomes if outcome.has_died}
 
-    def _interrupt(self, ranks: Iterable[int]) -> dict[int, Any]:
+    def _interrupt(self, ranks: Iterable[int]) -> dict[int, Reference]:
         """Interrupt the collectives of `ranks`.
 
         Return the remote ranks' calls of `interrupt`, without waiting for them.
@@ -650,10 +652,11 @@ class WorkerGroup:
         calls = self._submit(ranks, WorkerProcess.interrupt)
         for rank, call in [*calls.items()]:
             if isinstance(call, LocalCall):
-                calls.pop(rank).run(rank)
+                del calls[rank]
+                call.run(rank)
         return calls
 
-    def _roll_call(self, references: Mapping[int, Any], num_others: int) -> dict[int, Outcome]:
+    def _roll_call(self, references: Mapping[int, Reference], num_others: int) -> dict[int, Outcome]:
         heartbeat_s = self._spec.heartbeat_s
         # Once Ray was stopped, frozen workers stay frozen, and Ray ends this process after a minute.
         patience_s = quiet_s(heartbeat_s) if self.is_cut_off else heartbeat_s
@@ -718,7 +721,7 @@ class WorkerGroup:
         handover = handover.by_node(self.worlds)
         to_new, new = replace(handover, make_replica=self._spec.make_replica), {each.worker for each in joining}
 
-        def join(rendezvous: Rendezvous) -> dict[int, Any]:
+        def join(rendezvous: Rendezvous) -> dict[int, Reference]:
             return {
                 rank: worker.submit(
                     WorkerProcess.regroup, self.worlds[rank], rendezvous, to_new if worker in new else handover

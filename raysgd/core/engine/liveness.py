@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
+from raysgd.core.cluster.call_lines import Reference
 from raysgd.core.engine.shared.types import Outcome
 
 _LONGEST_GAP_S = 1.0
@@ -105,9 +106,11 @@ class LivenessCheck(Generic[KeyT]):
         now: Clock, in seconds.
     """
 
-    def __init__(self, heartbeat_s: float, poll: Callable[[KeyT, Any], Outcome], now: Callable[[], float]) -> None:
+    def __init__(
+        self, heartbeat_s: float, poll: Callable[[KeyT, Reference], Outcome], now: Callable[[], float]
+    ) -> None:
         self._heartbeat_s, self._poll, self._own_time = heartbeat_s, poll, OwnTime(now)
-        self._asked: dict[KeyT, tuple[Any, float]] = {}
+        self._asked: dict[KeyT, tuple[Reference, float]] = {}
 
     def round_s(self, num_keys: int, wanted_s: float = _ROUND_S) -> float:
         """Return the seconds between two rounds of polls: `wanted_s`, or more if there are many workers.
@@ -116,7 +119,7 @@ class LivenessCheck(Generic[KeyT]):
         """
         return min(max(wanted_s, num_keys * _QUESTION_S / _SHARE), self._heartbeat_s / _ROUNDS_PER_HEARTBEAT)
 
-    def ask(self, keys: Iterable[KeyT], submit: Callable[[KeyT], Any]) -> None:
+    def ask(self, keys: Iterable[KeyT], submit: Callable[[KeyT], Reference]) -> None:
         """Poll workers, except workers that have not answered the last poll.
 
         Args:

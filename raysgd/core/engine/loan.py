@@ -6,12 +6,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from raysgd.core.cluster.call_lines import Reference
 from raysgd.core.engine.liveness import LivenessCheck
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import Answered, Failed
-from raysgd.core.engine.worker import StandbyWorker, WorkerProcess, notes_of, pack
+from raysgd.core.engine.worker import RemoteWorker, StandbyWorker, WorkerProcess, notes_of, pack
 from raysgd.exceptions import OnFailure
 
 _ROUND_S = 0.5
@@ -37,11 +38,11 @@ class Loan:
         self.standby_worker = standby_worker
         self.is_recalled = False
         self._worker, self._number, self._platform, self._relay = standby_worker.worker, number, platform, spec.relay
-        self._liveness: LivenessCheck[Any] = LivenessCheck(
+        self._liveness: LivenessCheck[RemoteWorker] = LivenessCheck(
             spec.heartbeat_s, lambda worker, call: platform.outcome(-1, call), platform.now
         )
         self._lock = threading.Lock()
-        self.call: Any = None
+        self.call: Reference | None = None
         self._has_ended = False
 
     def run_call(

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from raysgd.core.cluster import call_lines, ray_cluster
-from raysgd.core.cluster.call_lines import LineCall
+from raysgd.core.cluster.call_lines import LineCall, Reference
 from raysgd.core.cluster.ray_session import RayThread
 from raysgd.core.engine import transfers
 from raysgd.core.engine.placement import Reservation, Slot
@@ -102,7 +102,7 @@ class Platform:
 
         return bool(ray.is_initialized())
 
-    def any_ready(self, references: Sequence[Any], timeout_s: float | None) -> Collection[Any]:
+    def any_ready(self, references: Sequence[Reference], timeout_s: float | None) -> Collection[Reference]:
         """Wait up to `timeout_s` until at least one remote call has ended. Return the calls that have ended.
 
         If `timeout_s` is None, wait without limit.
@@ -118,20 +118,19 @@ class Platform:
             done = call_lines.wait(references, 1, left_s)
         return list(done)
 
-    def ready(self, references: Collection[Any], timeout_s: float) -> Collection[Any]:
+    def ready(self, references: Collection[Reference], timeout_s: float) -> Collection[Reference]:
         """Wait until all of the given remote calls have ended, but at most `timeout_s`.
 
         Return the calls that have ended.
         """
         return call_lines.wait(references, len(references), timeout_s)
 
-    def outcome(self, rank: int, reference: Any) -> Outcome:
+    def outcome(self, rank: int, reference: Reference) -> Outcome:
         """Return the current outcome of a remote call, without waiting for the call.
 
         The outcome is the call's value, its failure, or the fact that the call has not ended yet.
         """
-        import ray
-
+        ray = ray_cluster.untyped_ray()
         try:
             if not isinstance(reference, LineCall):
                 value = ray.get(reference, timeout=0)

@@ -11,8 +11,9 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
+from raysgd.core.cluster.call_lines import Reference
 from raysgd.core.cluster.ray_cluster import note_processes
 from raysgd.core.engine.gathering import await_all
 from raysgd.core.engine.liveness import LivenessCheck, quiet_s
@@ -25,6 +26,8 @@ from raysgd.core.engine.shared.types import Answered, Failed, WorkerInfo, World
 from raysgd.core.engine.worker import RemoteWorker, StandbyWorker, WorkerProcess, notes_of
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _POLL_S = 0.1
 _LOADING_S = 120.0  # importing a framework on a busy machine may hold the GIL this long
@@ -119,7 +122,7 @@ class StandbyWorkers:
     def __init__(self, spec: GroupSpec, slots: Slots, platform: Platform) -> None:
         self._spec, self._slots, self._platform = spec, slots, platform
         self._startup = StartupCheck(platform, spec.heartbeat_s)
-        self._coming: list[tuple[RemoteWorker, Any]] = []
+        self._coming: list[tuple[RemoteWorker, Reference]] = []
         self._ready: list[StandbyWorker] = []
         self._loans: list[Loan] = []
         self._num_loans = 0
@@ -347,7 +350,7 @@ class StandbyWorkers:
         self._slots.give_back(worker.slot)
 
 
-def _take_out(items: list[Any], item: Any) -> bool:
+def _take_out(items: list[T], item: T) -> bool:
     """Remove an item from a list. Return False if another thread has already removed it."""
     try:
         items.remove(item)
