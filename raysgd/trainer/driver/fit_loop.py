@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+from raysgd.callbacks.callback import Callback
 from raysgd.callbacks.calling import CallbackCalls, checked, overrides
 from raysgd.callbacks.progress import ProgressBar, is_watched
 from raysgd.callbacks.sidecar import Sidecar
@@ -118,6 +119,7 @@ class FitRun:
         self._options = options
         self._leaving = Leaving(options.max_time)
         self._kept = trainer.kept
+        self._callbacks: list[Callback]
         self._callbacks, worker_callbacks = checked(options.callbacks)
         shows = is_watched(sys.stderr) if options.progress is None else options.progress
         if shows and not any(isinstance(each, ProgressBar) for each in self._callbacks):
