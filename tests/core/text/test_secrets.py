@@ -196,21 +196,22 @@ def test_the_user_of_a_uri_ends_at_the_last_sign_before_the_bucket() -> None:
     assert (user_of("s3://id:a/b@bucket/c@d"), user_of("s3://bucket/c")) == ("id:a/b@", "")
 
 
-URI = "s3://id:Hidden1@bucket/a?sig=Hidden2"
+URI: Any = "s3://id:Hidden1@bucket/a?sig=Hidden2"
+NO_DICT: Any = [{"password": "Hidden", "env_vars": {"TOKEN": "Hidden"}}]
 
 
 @pytest.mark.parametrize(
     "call",
     [
         lambda: TorchTrainer(training_operator_cls=LinearOperator, num_workers=URI),
-        lambda: TorchTrainer(training_operator_cls=LinearOperator, config=[{"password": "Hidden"}]),
-        lambda: TorchTrainer(training_operator_cls=LinearOperator, runtime_env=[{"env_vars": {"TOKEN": "Hidden"}}]),
+        lambda: TorchTrainer(training_operator_cls=LinearOperator, config=NO_DICT),
+        lambda: TorchTrainer(training_operator_cls=LinearOperator, runtime_env=NO_DICT),
         lambda: TorchTrainer(training_operator_cls=LinearOperator, detached=URI),
         lambda: RunConfig(name=URI),
         lambda: RunConfig(storage_path=[URI]),
         lambda: CheckpointConfig(num_to_keep=URI),
         lambda: DataParallelTrainer(loop, run_config=URI),
-        lambda: Tuner(loop, param_space=[{"password": "Hidden"}]),
+        lambda: Tuner(loop, param_space=NO_DICT),
         lambda: open_folder(f"{URI}\0"),
         lambda: open_folder("/").read(f"../{URI}"),
         lambda: CSVLogger(f"{URI}\0"),
