@@ -286,11 +286,9 @@ def torchft_worker(peer: str, folder: str, width: str, kind: str) -> None:
     group = ReplicaGroup(peer, model, sgd(model), folder, 2, kind)
     for features, target in group.batches(samples(), BATCH_SIZE // 2):
         die_if_due(Path(folder), rank, group.num_steps)
-        had_died = (Path(folder) / "died").exists()
+        was_dead = (Path(folder) / "died").exists()
         is_kept = group.step(lambda: criterion(model(features.to(device)), target.to(device)))  # noqa: B023 - called at once
-        if (
-            is_kept and had_died == (Path(folder) / "died").exists()
-        ):  # not a step in the middle of which the victim died
+        if is_kept and was_dead == (Path(folder) / "died").exists():  # no loss in the middle of the step
             stamp(Path(folder))
         if group.num_steps >= 2 * NUM_STEPS:
             os._exit(0)
