@@ -338,11 +338,12 @@ def check_global_batches(settings: TorchSettings) -> None:
     weight the gradients by sample counts.
     """
     strategy, is_deterministic = settings.strategy, settings.batch_options.deterministic
+    is_known = strategy == "ddp" or (strategy == "fsdp" and not is_deterministic)
     way_out = 'it needs `strategy="ddp"` on gloo or NCCL. Use that, or omit it'
     settings.batch_options.refuse_with(
         [
             (settings.use_horovod, '`backend="horovod"`', way_out),
-            (strategy != "ddp", f'`strategy="{strategy}"`', way_out),
+            (not is_known, f'`strategy="{strategy}"`', way_out),
             (
                 not settings.add_dist_sampler,
                 "`add_dist_sampler=False`",

@@ -355,6 +355,23 @@ def test_a_state_fits_any_number_of_workers_and_rank_zero_may_live_in_the_driver
     assert equal(dict(state["models"][0]), dict(model.state_dict()))
 
 
+@pytest.mark.parametrize("options", [{}, {"micro_batch_size": 2}, {"accumulate_grad_batches": 2}], ids=str)
+def test_a_global_batch_of_uneven_shares_is_a_batch_of_one_process(
+    options: dict[str, Any], make_local: Callable[..., TorchTrainer], ray_cluster: None
+) -> None:
+    """Of 7 samples three workers get 3, 2 and 2; of the 3 that are left, and of the last one, some get only padding."""
+    config = {"optimizer": "sgd", "num_samples": 22, "batch_size": 7}
+    with start(3, split_batches=True, config=config, **options) as trainer:
+        alone = make_local(Blocks, split_batches=True, config=config, **options)
+        for _ in range(2):
+            several, one = trainer.train(), alone.train()
+            assert several["num_samples"] == one["num_samples"] == 22
+            assert several["train_loss"] == pytest.approx(one["train_loss"], rel=1e-5)
+        found, expected = trainer.get_model().state_dict(), alone.get_model().state_dict()
+    for name, each in expected.items():
+        torch.testing.assert_close(found[name], each, rtol=1e-5, atol=1e-6)
+
+
 def test_a_single_worker_has_nothing_to_divide(make_local: Callable[..., TorchTrainer]) -> None:
     trainer = make_local(Blocks, strategy="fsdp", precision="fp16")
     trainer.train()
