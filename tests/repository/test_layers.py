@@ -105,7 +105,8 @@ INSIDE = {
     ),
     "torch": (
         "constants func_trainable lightning objects operators_for_tests resnet torch_dataset",
-        "checkpoints parallel utils",
+        "checkpoints utils",
+        "parallel",
         "data",
         "building_blocks step",
         "operator",

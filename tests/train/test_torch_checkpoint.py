@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
+from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError
 from raysgd.train.torch import TorchCheckpoint
 
 
@@ -64,3 +66,21 @@ def test_a_model_that_is_not_used_is_named(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.WARNING, "raysgd.train"):
         TorchCheckpoint.from_model(net(1.0)).get_model(net(2.0))
     assert "`model` is ignored" in caplog.text
+
+
+class Opens:
+    """Makes a mesh of devices, which opens a port. PyTorch's reader alone allows this."""
+
+    def __reduce__(self) -> Any:
+        return DeviceMesh, ("cpu", [0])
+
+
+@pytest.mark.parametrize("content", [Opens(), torch.zeros(1).expand(10**9)], ids=type)
+def test_a_file_of_a_state_holds_only_what_a_checkpoint_may_hold(content: Any, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    found = TorchCheckpoint.from_directory(tmp_path).get_model(torch.nn.Linear(2, 1))
+    assert torch.equal(found.weight, model.weight)
+    torch.save({**model.state_dict(), "more": content}, tmp_path / "model.pt")
+    with pytest.raises((UnsafeCheckpointError, CheckpointCorruptedError), match=r"model\.pt`"):
+        TorchCheckpoint.from_directory(tmp_path).get_model(torch.nn.Linear(2, 1))

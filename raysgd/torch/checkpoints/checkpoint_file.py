@@ -328,6 +328,24 @@ def _can_be_mapped(file: IO[bytes]) -> bool:
     return True
 
 
+def load_plain(source: str | IO[bytes], num_bytes: int, maps: bool = False) -> Any:
+    """Load what `torch.save` wrote, without a checksum. It may come from a stranger.
+
+    Args:
+        source: Path of the file, or its content.
+        num_bytes: Size of the file.
+        maps: True to map tensors from the file.
+
+    Raises:
+        NotPlainError: The file needs a class or function that could run code.
+        Exception: The file is damaged, or expands to much more than its size.
+    """
+    _check_archive(source, num_bytes)
+    if not isinstance(source, str):
+        source.seek(0)
+    return unpacked(_load_strictly(source, maps), num_bytes)
+
+
 def read_tensors(path: str | os.PathLike[str]) -> dict[Any, torch.Tensor]:
     """Read a file in which `torch.save` stored a dict of tensors. Map the tensors into memory if possible.
 
@@ -335,8 +353,7 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[Any, torch.Tensor]:
         Exception: The file contains anything except tensors, or is damaged.
     """
     with open(path, "rb") as file:
-        _check_archive(file, os.fstat(file.fileno()).st_size)
-        found = _load_strictly(os.fspath(path), _can_be_mapped(file))
+        found = load_plain(os.fspath(path), os.fstat(file.fileno()).st_size, _can_be_mapped(file))
     if type(found) is not dict or not all(type(each) is torch.Tensor for each in found.values()):
         raise ValueError("it has values that are not tensors")
     return found

@@ -181,7 +181,7 @@ class _Packing:
             torch.save(sample, stream)
             stream.seek(0)
             with only_plain([]):
-                torch.load(stream, weights_only=True)
+                unpacked(torch.load(stream, weights_only=True), stream.tell())
         except Exception as error:  # pickling a user's object may raise any exception
             raise ValueError(
                 f"`{path}` is a `{type(value).__module__}.{type(value).__qualname__}`, which a checkpoint "
@@ -235,11 +235,9 @@ class _Unpacking:
 
         The placeholders for NumPy values in files of `ray.util.sgd` (`FormerValue`) are replaced, too.
         """
-        if isinstance(value, FormerValue):
-            return value.value
         if isinstance(value, bytes | bytearray):
             self._count(id(value), len(value))
-        elif isinstance(value, torch.Tensor | dict | list | tuple | set | frozenset):
+        elif isinstance(value, FormerValue | torch.Tensor | dict | list | tuple | set | frozenset):
             if id(value) not in self._done:
                 self._done[id(value)] = value, value  # record the value first, because it may contain itself
                 self._done[id(value)] = value, self._part(value)
@@ -247,6 +245,10 @@ class _Unpacking:
         return value
 
     def _part(self, value: Any) -> Any:
+        if isinstance(value, FormerValue):
+            array = value.value
+            self._count(id(value), getattr(array, "nbytes", 0))
+            return array
         for attribute in _checked_attributes(value).values():
             self.of(attribute)
         if isinstance(value, torch.Tensor):
@@ -254,7 +256,7 @@ class _Unpacking:
             return value
         if type(value) in (dict, collections.OrderedDict, list, tuple):
             return self._container(value)
-        for item in value.values() if isinstance(value, dict) else value:
+        for item in (*value.keys(), *value.values()) if isinstance(value, dict) else value:
             self.of(item)
         return value
 
@@ -263,6 +265,7 @@ class _Unpacking:
             tensor = value[NUMPY_KEY]
             require(type(tensor) is torch.Tensor, "an array is not a tensor")
             self._count_tensor(tensor)
+            self._count(id(value), tensor.nbytes)
             return tensor.numpy().copy()
         if isinstance(value, tuple):
             items = [self.of(item) for item in value]
@@ -272,15 +275,18 @@ class _Unpacking:
             value[:] = [self.of(item) for item in value]
             return value
         for key, item in value.items():
-            require(not isinstance(key, FormerValue), "an array is a key")
+            require(self.of(key) is key, "an array is a key")
             value[key] = self.of(item)
         return value
 
     def _count_tensor(self, tensor: torch.Tensor) -> None:
-        _check_sparse(tensor)
-        if tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested):
-            place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
-            self._count(place, tensor.numel() * tensor.element_size())
+        require(not tensor.is_nested, "a tensor is nested")
+        parts = _dense_parts(tensor)
+        for part in parts:
+            if not part.is_meta:
+                place = (part.data_ptr(), part.dtype, tuple(part.shape), tuple(part.stride()))
+                self._count(place, part.numel() * part.element_size())
+        _check_sparse(tensor, parts)
 
     def _count(self, place: Any, num_bytes: int) -> None:
         if place not in self._places:
@@ -300,7 +306,18 @@ def _checked_attributes(value: Any) -> dict[str, Any]:
     return attributes
 
 
-def _check_sparse(tensor: torch.Tensor) -> None:
+def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the dense tensors in which a sparse tensor holds its indices and values. Return a dense tensor itself."""
+    if tensor.layout == torch.strided:
+        return [tensor]
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+
+
+def _check_sparse(tensor: torch.Tensor, parts: list[torch.Tensor]) -> None:
     """Check that the values of a sparse tensor lie inside its shape, which PyTorch's reader does not do by default.
 
     Raises:
@@ -308,10 +325,6 @@ def _check_sparse(tensor: torch.Tensor) -> None:
     """
     size, layout = tensor.shape, tensor.layout
     if layout == torch.sparse_coo:
-        indices, values = tensor._indices(), tensor._values()
-        torch.sparse_coo_tensor(indices, values, size, check_invariants=True, is_coalesced=tensor.is_coalesced())
+        torch.sparse_coo_tensor(*parts, size, check_invariants=True, is_coalesced=tensor.is_coalesced())
     elif layout != torch.strided:
-        has_rows = layout in (torch.sparse_csr, torch.sparse_bsr)
-        pointers = tensor.crow_indices() if has_rows else tensor.ccol_indices()
-        indices = tensor.col_indices() if has_rows else tensor.row_indices()
-        torch.sparse_compressed_tensor(pointers, indices, tensor.values(), size, layout=layout, check_invariants=True)
+        torch.sparse_compressed_tensor(*parts, size, layout=layout, check_invariants=True)

@@ -21,6 +21,8 @@ import torch
 from raysgd.core.connections.horovod import import_horovod, is_connection_error
 from raysgd.core.private_names import require_names
 from raysgd.exceptions import InvalidRegistrationError
+from raysgd.torch.checkpoints.checkpoint_file import load_plain
+from raysgd.torch.objects.loading import check_optimizer, with_own_options
 from raysgd.torch.parallel.strategy import Strategy, Summation
 
 _NUM_NAMES_OF_SUMS = 8  # number of names for sums; all ranks finish a sum before its name is reused
@@ -88,7 +90,7 @@ class HorovodParallel(HorovodByHand):
         wrapped = self._distributed(optimizer)
         self._pairs.append((optimizer, wrapped))
         if self.synchronizes:
-            self._take_state_of_rank_0(wrapped)
+            self._take_state_of_rank_0(optimizer, wrapped)
             for parameter in _trained_by(wrapped):
                 self._averaged.add(parameter)
                 parameter.register_post_accumulate_grad_hook(self._note_backward)
@@ -136,9 +138,9 @@ class HorovodParallel(HorovodByHand):
         """Return the averaged gradient unchanged. Horovod calls this method to undo `compress`."""
         return gradient
 
-    def _take_state_of_rank_0(self, wrapped: Any) -> None:
+    def _take_state_of_rank_0(self, plain: torch.optim.Optimizer, wrapped: Any) -> None:
         # Horovod's functions for states and objects unpickle what arrives, and anyone can connect to Horovod. They also
-        # step an optimizer that has no state yet.
+        # step an optimizer that has no state yet. What arrives is therefore read and checked like a file of a stranger.
         name, content = f"raysgd.state.{len(self._pairs)}", io.BytesIO()
         torch.save(wrapped.state_dict(), content)
         own = torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
@@ -146,8 +148,9 @@ class HorovodParallel(HorovodByHand):
         sent = own if self._hvd.rank() == 0 else torch.empty(size, dtype=torch.uint8)
         received = self._hvd.broadcast(sent, 0, name=name)
         if self._hvd.rank():
-            file = io.BytesIO(received.numpy().tobytes())
-            wrapped.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+            state = load_plain(io.BytesIO(received.numpy().tobytes()), size)
+            check_optimizer(plain, state, [group["params"] for group in plain.param_groups])
+            self.load_optimizer(wrapped, with_own_options(plain, state))
 
     def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:
         if self.synchronizes and any(not self._averaged.issuperset(_trained_by(each)) for _, each in self._pairs):

@@ -12,6 +12,8 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.constants import MODEL_KEY, PREPROCESSOR_KEY
+from raysgd.core.reading.strict_reading import refusals_of
+from raysgd.torch.checkpoints.checkpoint_file import load_plain
 from raysgd.torch.data.ray_tensors import as_tensor
 from raysgd.torch.objects.moving import to_device
 from raysgd.train.predictor import TensorPredictor
@@ -98,7 +100,8 @@ class TorchCheckpoint(Checkpoint):
         if MODEL_KEY not in content:
             with self.as_directory() as folder:
                 if (file := Path(folder, _STATE_FILE)).exists():
-                    return torch.load(file, map_location="cpu", weights_only=True)
+                    with refusals_of(str(file)):
+                        return load_plain(str(file), file.stat().st_size)
             raise RuntimeError(
                 f'The checkpoint has no "{MODEL_KEY}". Available: {sorted(content)}. Create it with `from_model` or '
                 "`from_state_dict`."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from raysgd.core.connections.horovod import HorovodConnection, import_horovod
 from raysgd.core.engine.shared.types import World
+from raysgd.core.reading.strict_reading import NotPlainError
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch import TorchTrainer
 from raysgd.torch.driver import arguments
@@ -68,27 +69,40 @@ def test_the_state_of_an_optimizer_arrives_as_numbers_and_is_read_without_pickle
     first, second = torch.optim.Adam(model.parameters(), lr=0.3), torch.optim.Adam(model.parameters(), lr=0.1)
     compute_gradients(model)
     first.step()
-    parallel._take_state_of_rank_0(first)
+    parallel._take_state_of_rank_0(first, first)
     ether.turn = 1
-    parallel._take_state_of_rank_0(second)
+    parallel._take_state_of_rank_0(second, second)
     assert equal(second.state_dict(), first.state_dict())
     assert {tensor.dtype for tensor in ether.sent.values()} == {torch.int64, torch.uint8}
-    content = io.BytesIO()
-    torch.save({"evil": Evil()}, content)
-    ether.sent = {name: torch.tensor([len(content.getvalue())]) for name in ether.sent if name.endswith("size")} | {
-        name: torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
-        for name in ether.sent
-        if not name.endswith("size")
-    }
-    with pytest.raises(pickle.UnpicklingError):
-        parallel._take_state_of_rank_0(second)
+    small = copy.deepcopy(first.state_dict())
+    small["state"][0]["exp_avg"] = torch.zeros(1)
+    refused = [
+        ({"evil": Evil(print)}, NotPlainError),
+        ({"evil": Evil(DeviceMesh)}, NotPlainError),
+        (small, ValueError),
+    ]
+    for sent, error in refused:
+        content = io.BytesIO()
+        torch.save(sent, content)
+        ether.sent = {
+            name: torch.tensor([len(content.getvalue())])
+            if name.endswith("size")
+            else torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
+            for name in ether.sent
+        }
+        with pytest.raises(error):
+            parallel._take_state_of_rank_0(second, second)
+    assert equal(second.state_dict(), first.state_dict())
 
 
 class Evil:
     """An object whose pickle calls a function."""
 
+    def __init__(self, called: Any) -> None:
+        self.called = called
+
     def __reduce__(self) -> Any:
-        return pytest.fail, ("the pickle was read",)
+        return self.called, ("cpu", [0])
 
 
 # ------------------------------------------------------------------------------------------------ wrapping
