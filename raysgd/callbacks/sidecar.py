@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raysgd.core.arguments import is_saved_count
 from raysgd.core.files import inside
 from raysgd.core.history.history import BEGINNING, History, HistoryLimits, plain
 from raysgd.storage import files
@@ -24,10 +25,10 @@ _FORMAT = 1
 _ROWS_OF_PART = 200
 _NAME_OF_PART = re.compile(r"history-[0-9a-f]{16}\.json")
 _ENTRIES: dict[str, Callable[[Any], bool]] = {
-    "epoch": lambda value: type(value) is int,
+    "epoch": is_saved_count,
     "callbacks": lambda value: isinstance(value, list) and all(isinstance(each, dict) for each in value),
-    **dict.fromkeys(("pending", "epochs", "max_step"), lambda value: value is None or type(value) is int),
-    "begun": lambda value: value is None or (isinstance(value, dict) and type(value.get("num_steps")) is int),
+    **dict.fromkeys(("pending", "epochs", "max_step"), lambda value: value is None or is_saved_count(value)),
+    "begun": lambda value: value is None or (isinstance(value, dict) and is_saved_count(value.get("num_steps"))),
     "open_steps": lambda value: value is None or isinstance(value, list),
 }
 """For each attribute of `Sidecar` except the history, a function that returns True if the value is valid."""

@@ -48,6 +48,11 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+def is_saved_count(value: Any) -> bool:
+    """Return True for a value in a file that can be a count: a non-negative integer that is not too large."""
+    return is_integer(value) and 0 <= value < 2**53
+
+
 def check_count(name: str, value: Any, hint: str) -> int:
     """Return `value` as a Python `int` if it is a positive integer. Otherwise raise an error that ends with `hint`."""
     if not is_integer(value) or value <= 0:

@@ -23,6 +23,7 @@ from raysgd.core.connections.tensorflow import GROWTH, TensorFlowConnection, ker
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.snapshots import Snapshot
 from raysgd.core.history.history import Kind
+from raysgd.core.text.printable import errors_printable
 from raysgd.core.text.tracebacks import hide_library_frames
 from raysgd.detached.cluster import start
 from raysgd.detached.protocol import Detached
@@ -330,6 +331,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
     def _place_in(self, snapshot: Snapshot) -> tuple[int, int]:
         return place_in(snapshot.shared_state)
 
+    @errors_printable()
     def load(self, checkpoint: str | PathLike[str]) -> None:
         """Load a file written by `save`, or by `ray.util.sgd`, into all workers.
 
@@ -343,7 +345,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
             FileNotFoundError: The file does not exist.
             StorageError: The store could not be reached. This is also an `OSError`.
             CheckpointCorruptedError: The file is truncated or was modified.
-            ValueError, KeyError: The file does not match the operator. The workers' state is unchanged.
+            ValueError: The file does not match the operator. The workers' state is unchanged.
         """
         files.check_location("checkpoint", checkpoint)
         with files.local_copy(checkpoint) as path:

@@ -443,7 +443,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             FileNotFoundError: The file does not exist.
             StorageError: Cloud storage could not be reached. This error is an `OSError`.
             CheckpointCorruptedError: The file is truncated or was modified.
-            ValueError, KeyError: The file does not match the objects that the operator registered. The workers are
+            ValueError: The file does not match the objects that the operator registered. The workers are
                 unchanged.
         """
         files.check_location("checkpoint", checkpoint)

@@ -32,7 +32,17 @@ def test_a_damaged_one_is_named_with_what_to_do(tmp_path: Path, damage: Callable
 
 @pytest.mark.parametrize(
     "damage",
-    [{name: value} for name in ("epoch", "callbacks", "pending", "history", "begun") for value in ("x", 1.5, [None])],
+    [
+        *(
+            {name: value}
+            for name in ("epoch", "callbacks", "pending", "history", "begun")
+            for value in ("x", 1.5, [None])
+        ),
+        {"epoch": -1},
+        {"epochs": -1},
+        {"max_step": 2**60},
+        {"begun": {"num_steps": -3}},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("read", [Sidecars().read, place_of])

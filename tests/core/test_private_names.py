@@ -60,7 +60,8 @@ OURS = {"self", "cls", "trainer", "_trainer", "replica"}
 GIVEN = {"_is_of_raysgd", "_is_global", "_goes_through_scaler", "_train", "__execute"}
 """Names that raysgd gives to functions of others, and that others give to classes of raysgd."""
 KEYS = {"_timestamp", "_time_this_iter_s", "_group_", "_ray_additional_checkpoint_files"}
-KEYS |= {"_growth_tracker", "_scale_fn_custom"}
+KEYS |= {"_growth_tracker", "_scale_fn_custom", "_anneal_func_type", "_anneal_strategy", "_schedule_phases"}
+KEYS |= {"_get_lr_called_within_step", "_is_initial", "_last_lr"}
 """Keys and files that Ray and PyTorch write, and have written."""
 APART = r"raysgd\.(core\.private_names|compat|testing|core\.reading\.former_pickles|(air|train)\.constants)\b.*"
 """Modules for files and programs from before raysgd, and for what only raysgd has."""

@@ -41,7 +41,7 @@ from tests.torch.operators_for_tests import DropoutOperator, ScheduledOperator
 
 ROOM_BYTES = 2**30
 PATIENCE_S = 120
-DOCUMENTED = (ValueError, KeyError, CallbackError)
+DOCUMENTED = (ValueError, CallbackError)
 NUM_STEPS = 5
 NUM_OF_A_TRAINER = 25  # so many files in a row are loaded into the same trainer
 

@@ -25,9 +25,12 @@ import torch
 import torch.distributed.tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from raysgd.core.reading.former_pickles import FormerValue
+from raysgd.core.reading.strict_reading import DamagedFileError
 from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError
 from raysgd.torch import TorchTrainer
 from raysgd.torch.checkpoints import checkpoint_file
+from raysgd.torch.checkpoints.plain_state import unpacked
 from raysgd.torch.objects import rng as random_states
 from tests.torch.load_changed_files import KINDS
 from tests.torch.mutations import archived, sealed
@@ -244,12 +247,38 @@ class Allowed:
     """A class of the program."""
 
 
-def test_many_tensors_in_one_memory_are_not_made_large(tmp_path: Path) -> None:
-    whole = torch.zeros(10_000)
-    views = [whole[start:] for start in range(1000)]
-    torch.save({"epoch": 1, "operator": views, "models": [], "optimizers": []}, tmp_path / "file")
+WHOLE, FIRST = torch.zeros(10_000), torch.zeros(1, 1, dtype=torch.int64)
+LARGE: list[Any] = [
+    [WHOLE[start:] for start in range(1000)],
+    [{"raysgd_numpy": WHOLE.expand(2, -1)} for _ in range(1000)],
+    {WHOLE[:1].expand(10**9): 1},
+    collections.Counter({(WHOLE[:1].expand(10**9),): 1}),
+    torch.sparse_coo_tensor(FIRST, torch.zeros(1, 1).expand(1, 10**9), (1, 10**9), check_invariants=False),
+    torch.sparse_coo_tensor(
+        FIRST.expand(1, 10**6), torch.zeros(1).expand(10**6), (2,), is_coalesced=False, check_invariants=False
+    ),
+]
+
+
+@pytest.mark.parametrize("large", LARGE, ids=type)
+def test_many_tensors_in_one_memory_are_not_made_large(large: Any, tmp_path: Path) -> None:
+    torch.save(state_with(large), tmp_path / "file")
     with pytest.raises(CheckpointCorruptedError, match="many times as large as the file"):
         checkpoint_file.read(tmp_path / "file")
+
+
+def test_arrays_of_earlier_files_are_not_made_large(tmp_path: Path) -> None:
+    """Each of them is a copy of the same bytes."""
+    arrays = [FormerValue() for _ in range(100)]
+    for array in arrays:
+        array.__setstate__((1, (10_000,), DTYPE, False, BYTES))
+    with pytest.raises(DamagedFileError, match="many times as large as the file"):
+        unpacked(state_with(arrays), len(BYTES))
+    assert np.array_equal(unpacked([arrays[0]] * 100, len(BYTES))[99], np.zeros(10_000))
+
+
+DTYPE, BYTES = FormerValue("f4"), bytes(40_000)
+DTYPE.__setstate__((3, "<", None, None, None, -1, -1, 0))
 
 
 @pytest.mark.parametrize(
@@ -385,11 +414,11 @@ DAMAGES: list[tuple[tuple[Any, ...], Any, str]] = [
     (("optimizers", 0, "state", 0, "exp_avg"), torch.zeros(1), "'exp_avg' of a parameter has another shape or type"),
     (("optimizers", 0, "state", 0, "step"), -9, "'step' of a parameter"),
     (("optimizers", 0, "state", 0), {"step": 1}, "`Adam` cannot load this state"),
-    (("optimizers", 0), {"param_groups": [{"params": [0, 1, 2, 3]}]}, "lacks betas, eps, lr, weight_decay"),
+    (("optimizers", 0), {"param_groups": [{"params": [0, 1, 2, 3]}]}, "lacks betas, eps, initial_lr, lr, weight_decay"),
     (("schedulers",), 3, "'schedulers' is a `int`"),
     (("schedulers", 0), [3], "not the state of a scheduler"),
-    (("schedulers", 0, "step"), 3, "would replace"),
-    (("schedulers", 0, "optimizer"), 3, "would replace"),
+    (("schedulers", 0, "step"), 3, "'step'"),
+    (("schedulers", 0, "optimizer"), 3, "'optimizer'"),
     (("schedulers", 0, "last_epoch"), "x", "'last_epoch'"),
 ]  # fmt: skip
 
@@ -419,6 +448,43 @@ def test_a_file_with_anything_else_in_it_changes_nothing(
     assert equal(trained.state_dict(), before)
     assert random_states.capture() == random_before
     trained.load(tmp_path / "real")
+
+
+@pytest.mark.parametrize("part", ["epoch", "operator", "models", "optimizers", "schedulers"])
+def test_a_state_without_a_part_changes_nothing(part: str, trained: TorchTrainer) -> None:
+    before = trained.state_dict()
+    with pytest.raises(ValueError, match=f"has no '{part}', so nothing was loaded"):
+        trained.load_state_dict({name: value for name, value in before.items() if name != part})
+    assert equal(trained.state_dict(), before)
+
+
+ESCAPE = "\x1b]0;owned\x07\u202e"
+
+
+def test_no_text_of_a_file_moves_the_cursor_of_a_terminal(trained: TorchTrainer, tmp_path: Path) -> None:
+    """Neither in an error nor in its causes."""
+    real = trained.state_dict()
+    contents: list[Any] = [
+        {**real, "raysgd_format": ESCAPE},
+        {**real, "remade": {"by": ESCAPE, "parts": [{ESCAPE: "x"}, {}]}},
+        damaged(real, "models", 0, value={ESCAPE: torch.ones(1)}),
+        damaged(real, "optimizers", 0, "state", 0, value={ESCAPE: "x"}),
+        damaged(real, "schedulers", 0, value={ESCAPE: ESCAPE}),
+        {**real, ESCAPE: 1, "epoch": ESCAPE, "models": {ESCAPE: 1}},
+    ]
+    paths = [tmp_path / f"{number}{ESCAPE}.pt" for number in range(len(contents) + 1)]
+    for path, content in zip(paths, contents, strict=False):
+        torch.save(content, path)
+    paths[-1].write_bytes(archive_of(pickled(f"c{ESCAPE}\n{ESCAPE}\n)R".encode())))
+    for path in paths:
+        with pytest.raises(ValueError) as info:  # noqa: PT011  the texts differ
+            trained.load(path)
+        error: BaseException | None = info.value
+        while error is not None:
+            assert str(error).replace("\n", "").isprintable()
+            error = error.__cause__ or error.__context__
+    torch.save(damaged(real, "models", 0, value={ESCAPE: torch.ones(1)}), tmp_path / "report")
+    assert str(trained.load(tmp_path / "report", strict=False)).isprintable()
 
 
 def test_an_optimizer_without_slots_changes_nothing(trained: TorchTrainer, tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 LONGEST = 300
 
 
@@ -23,6 +26,19 @@ def printable(text: str, longest: int | None = LONGEST) -> str:
 def printable_lines(text: str) -> str:
     """Escape each line of a text whose line breaks are ours."""
     return "\n".join(printable(line, None) for line in text.split("\n"))
+
+
+@contextlib.contextmanager
+def errors_printable() -> Iterator[None]:
+    """Escape the messages of exceptions in the `with` block, and of their causes, because they may quote a file."""
+    try:
+        yield
+    except Exception as raised:
+        error: BaseException | None = raised
+        while error is not None:
+            error.args = tuple(printable_lines(each) if isinstance(each, str) else each for each in error.args)
+            error = error.__cause__ or error.__context__
+        raise
 
 
 def _escaped(character: str) -> str:

@@ -351,7 +351,7 @@ def read(place: StateInFolder, make_room: MakeRoom, group: Any) -> Mapping[str, 
 
     Raises:
         CheckpointCorruptedError: The folder is damaged. Raised on every rank.
-        ValueError, KeyError: The state does not fit the models.
+        ValueError: The state does not fit the models.
     """
     folder = opened(place.path, place.weights_only, for_rank=True)
     room = folder.make_room(make_room)

@@ -168,7 +168,7 @@ class DividedState:
             make: Function that gets the outline and the paths of the tensors, and allocates them.
 
         Raises:
-            ValueError, KeyError: The state does not fit the models.
+            ValueError: The state does not fit the models.
         """
         return make(self.outline(), list(self.index))
 

@@ -11,6 +11,7 @@ import torch
 
 from raysgd.core import arguments as checks
 from raysgd.core.engine.snapshots import Snapshot
+from raysgd.core.text.printable import printable_lines
 from raysgd.torch.checkpoints import checkpoint_file, divided_folder, divided_state, weights_file
 from raysgd.torch.hosting.torch_state import CRITERION, REMADE
 from raysgd.torch.objects.loading import with_plain_names
@@ -55,7 +56,7 @@ class LoadReport:
         shapes = [f"{name}: {saved} in the file, {own} in the model" for name, (saved, own) in self.mismatched.items()]
         kinds = {"missing": self.missing, "unexpected": self.unexpected, "other shapes": shapes}
         told = [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
-        return "; ".join([f"loaded {', '.join(self.parts)}", f"{self.num_loaded} weights", *told])
+        return printable_lines("; ".join([f"loaded {', '.join(self.parts)}", f"{self.num_loaded} weights", *told]))
 
 
 def checked_parts(parts: Any, strict: Any) -> tuple[str, ...] | None:
@@ -113,8 +114,7 @@ def merged(
             raises. False to take only the weights that fit.
 
     Raises:
-        KeyError: The file lacks a part.
-        ValueError: The file has a different number of models, or a model in the file is not a dict.
+        ValueError: The file lacks a part, has a different number of models, or a model in the file is not a dict.
     """
     state: dict[str, Any] = checkpoint_file.as_in_file(divided_state.whole(snapshot.shared_state, copy=True))
     parts = parts or _WEIGHTS
@@ -149,7 +149,7 @@ def _taken(part: str, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def _part(saved: Mapping[str, Any], part: str) -> Any:
     if part not in saved:
-        raise KeyError(f"The file has no {part!r}, so nothing was loaded. Available: {sorted(map(str, saved))}.")
+        raise ValueError(f"The file has no {part!r}, so nothing was loaded. Available: {sorted(map(str, saved))}.")
     return saved[part]
 
 

@@ -16,6 +16,7 @@ from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot, own_states
 from raysgd.core.engine.transfers import DividedValue, SharedValue, Transfer, stored_later
 from raysgd.core.reading.strict_reading import corrupted
 from raysgd.core.state.state_codec import EncodedState, decode, lend
+from raysgd.core.text.printable import errors_printable
 from raysgd.exceptions import WorkersLostError
 from raysgd.storage import files
 from raysgd.torch.checkpoints import checkpoint_file, divided_folder, divided_state, weights_file
@@ -50,7 +51,7 @@ def load_state(controller: ElasticController, state: dict[str, Any], held: ExitS
             once the state is in Ray's object store.
 
     Raises:
-        ValueError, KeyError: The state does not fit the registered objects. The workers are unchanged.
+        ValueError: The state does not fit the registered objects. The workers are unchanged.
     """
     _load(controller, _checked(controller, state, is_file=False), held)
 
@@ -59,7 +60,7 @@ def load_snapshot(controller: ElasticController, snapshot: Snapshot) -> None:
     """Load another trainer's snapshot into all workers of this trainer. The snapshot is not changed.
 
     Raises:
-        ValueError, KeyError: The snapshot does not fit the registered objects. The workers are unchanged.
+        ValueError: The snapshot does not fit the registered objects. The workers are unchanged.
     """
     shared = snapshot.shared_state
     _check_parts(divided_state.outline(shared), controller.facts[0])
@@ -271,6 +272,7 @@ def save_folder(controller: ElasticController, checkpoint: Any, weights_only: bo
         divided_folder.finish(folder, parts, checkpoint_file.packed(rest, allow_pickle=not weights_only))
 
 
+@errors_printable()
 def load(
     checkpoint: Any,
     weights_only: bool,

@@ -193,7 +193,7 @@ class TorchState(ReplicaState):
             paths: Paths of the tensors in the state.
 
         Raises:
-            ValueError, KeyError: The state does not fit the registered objects.
+            ValueError: The state does not fit the registered objects.
         """
         self.check(outline)
         return {path: self._room_for_one(outline, path) for path in paths}

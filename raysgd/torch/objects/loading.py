@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import numbers
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from raysgd.core.arguments import is_integer
-from raysgd.torch.objects.slots import IMPLEMENTATION, check_slots, is_number
+from raysgd.torch.objects.slots import IMPLEMENTATION, check_slots, is_number, is_of_pytorch
 from raysgd.trainer.worker.state.state_checks import require
 
 _EXTRA_STATE = "_extra_state"
@@ -335,16 +336,23 @@ def check_optimizer(optimizer: Any, saved: Any, parameters: Sequence[Sequence[to
     check_slots(optimizer, with_own_options(optimizer, saved), parameters)
 
 
+_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
+"""Names that PyTorch's schedulers add to parameter groups. Names that code of the user adds may appear at any step."""
+
+
 def _check_settings(optimizer: Any, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     needed = {
         name
-        for name, value in getattr(optimizer, "defaults", {}).items()
-        if isinstance(value, int | float | tuple) and not isinstance(value, bool)
+        for name, value in own.items()
+        if (name in getattr(optimizer, "defaults", {}) or name in _OF_SCHEDULERS)
+        and (isinstance(value, tuple) or is_number(value))
+        and not isinstance(value, bool)
     }  # a state from an older version of PyTorch may lack other settings, which PyTorch then adds
     if missing := sorted(needed - saved.keys()):
         raise ValueError(
-            "The state of an optimizer does not match, so nothing was loaded. It belongs to another kind of optimizer, "
-            f"because it lacks {', '.join(missing)}, which `{type(optimizer).__name__}` needs."
+            "The state of an optimizer does not match, so nothing was loaded. It belongs to another kind of optimizer "
+            f"or has no such scheduler, because it lacks {', '.join(missing)}, which `{type(optimizer).__name__}` and "
+            "its schedulers need."
         )
     _check_kinds({name: own[name] for name in own if name not in IMPLEMENTATION}, saved, "the optimizer's")
 
@@ -364,42 +372,90 @@ def check_schedulers(schedulers: Sequence[Any], states: Any) -> None:
             f"{f', including a `{strangers[0]}`, which is not the state of a scheduler' if strangers else ''}."
         )
     for scheduler, saved in zip(schedulers, states, strict=True):
-        own = scheduler.state_dict()
-        foreign = [
-            str(name)[:50]
-            for name in saved
-            if not isinstance(name, str) or (name not in own and hasattr(scheduler, name))
-        ]
-        require(not foreign, f"the state of a scheduler would replace its {foreign}")
-        _check_kinds(own, saved, "the scheduler's")
-        if type(scheduler).__module__ == LRScheduler.__module__:
-            needed = [name for name in _NEEDED_OF_SCHEDULERS if name in own and name not in saved]
-            names = [*needed, *(name for name in saved if name in own and not _is_like(own[name], saved[name]))]
-            require(not names, f"{names} of a `{type(scheduler).__name__}` are missing or have another form")
+        if unlike := _unlike(scheduler.state_dict(), saved, scheduler):
+            raise ValueError(
+                f"The state does not match, so nothing was loaded: {unlike} of a scheduler are missing, unknown or of "
+                f"another form than in the registered `{type(scheduler).__name__}`. Register a scheduler with the same "
+                'arguments in `setup`, or load other parts of the file, such as `load(path, parts=("models",))`.'
+            )
 
 
-_NEEDED_OF_SCHEDULERS = ("lr_lambdas", "_schedulers", "_scale_fn_custom")
-"""Names that schedulers of PyTorch expect in a state. They do not miss others."""
+_PARTS_OF_SCHEDULERS = ("lr_lambdas", "_schedulers", "_scale_fn_custom")
+"""Names of entries with the states of other objects. Schedulers of PyTorch fail without them, and load them too."""
+
+_CHOICES = ("mode", "threshold_mode", "scale_mode", "_anneal_func_type", "_anneal_strategy", "_schedule_phases")
+"""Names of entries by which schedulers of PyTorch choose what to compute. Subclasses of users inherit them."""
+
+_LATER = ("_is_initial", "_get_lr_called_within_step", "_last_lr", "default_min_lr", "use_beta1")
+"""Names that states of schedulers lack if an earlier version of PyTorch saved them."""
+
+_FORMER = ("verbose",)
+"""Names that only earlier versions of PyTorch saved. Now, they have no effect."""
 
 
-def _is_like(own: Any, saved: Any) -> bool:
-    """Return True if a saved value has the form of a value in the state of a PyTorch scheduler.
+def _unlike(own: Mapping[str, Any], saved: Any, holder: Any) -> list[str]:
+    """Return the names of entries in a saved state that differ from the current ones in more than a number.
+
+    Of objects of the user, such as a subclass of a scheduler or a callable for `LambdaLR`, only the kinds of values are
+    compared. New names are accepted if they replace nothing.
 
     Args:
-        own: The current value.
+        own: Current state of the object.
+        saved: The saved state.
+        holder: The object: a scheduler, or what a scheduler of PyTorch calls.
+    """
+    if not isinstance(saved, Mapping):
+        return [f"a `{type(saved).__name__}`"]
+    is_known, *bases = [is_of_pytorch(each) and each is not LRScheduler for each in type(holder).__mro__]
+    attributes, is_derived, unlike = getattr(holder, "__dict__", {}), any(bases), []
+    for name in {**own, **saved}:
+        if name not in saved:
+            fits = name in _LATER if is_known else name not in _PARTS_OF_SCHEDULERS
+        elif name not in own:
+            is_former = name in _FORMER and isinstance(saved[name], bool)
+            fits = is_former or not (is_known or name in attributes or _is_method(type(holder), name))
+        elif is_known or name in (*_PARTS_OF_SCHEDULERS, *(_CHOICES if is_derived else ())):
+            fits = _is_like(own[name], saved[name], attributes.get(name))
+        else:
+            fits = _is_of_kind(own[name], saved[name])
+        if not fits:
+            unlike.append(str(name)[:50])
+    return unlike
+
+
+def _is_method(kind: type, name: Any) -> bool:
+    """Return True for the name of a method or property of a class, or for what is not a name."""
+    found = getattr(kind, name, None) if isinstance(name, str) else len
+    return callable(found) or hasattr(found, "__get__")
+
+
+def _is_like(own: Any, saved: Any, holder: Any) -> bool:
+    """Return True if a saved value differs from a value in the state of a PyTorch scheduler by nothing but numbers.
+
+    Args:
+        own: The value in the state.
         saved: The saved value.
+        holder: The value itself, which has a state if it is an object.
     """
     if isinstance(own, list | tuple):
-        return isinstance(saved, list | tuple) and len(saved) == len(own) and all(map(_is_like, own, saved))
+        holders = holder if isinstance(holder, list | tuple) and len(holder) == len(own) else own
+        return isinstance(saved, list | tuple) and len(saved) == len(own) and all(map(_is_like, own, saved, holders))
+    if isinstance(own, Mapping) and not isinstance(holder, Mapping):
+        return not _unlike(own, saved, holder)
+    if isinstance(own, Mapping) and all(map(_is_real, own)):  # how often each milestone occurs
+        return isinstance(saved, type(own)) and all(_is_real(each) for pair in saved.items() for each in pair)
     if isinstance(own, Mapping):
-        if not isinstance(saved, Mapping):
-            return False
-        if all(map(is_number, own)):  # how often each milestone occurs
-            return all(is_number(each) for pair in saved.items() for each in pair)
-        return all(_is_like(value, saved[name]) for name, value in own.items() if name in saved)
-    if own is None or isinstance(own, str):
-        return isinstance(saved, type(own))
-    return is_number(saved)
+        is_mapping = isinstance(saved, Mapping) and saved.keys() == own.keys()
+        return is_mapping and all(_is_like(value, saved[name], holder.get(name)) for name, value in own.items())
+    if own is None or isinstance(own, str | bool):
+        return type(saved) is type(own) and bool(saved == own)
+    if isinstance(own, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return is_number(saved) and _is_real(saved.item())
+    return _is_real(saved)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def check_precision(own: Mapping[str, Any], saved: Any) -> None:

@@ -41,13 +41,18 @@ def check_slots(optimizer: Any, saved: Mapping[str, Any], parameters: Sequence[S
         ValueError: A slot is not like what the optimizer makes, or the optimizer cannot take a step with the slots.
     """
     kind, groups, entries = type(optimizer), saved["param_groups"], saved["state"]
-    is_known = f"{kind.__module__}.".startswith("torch.optim.")
+    is_known = is_of_pytorch(kind)
     indices = {index for group in groups for index in group["params"]}
     require(not is_known or entries.keys() <= indices, "an optimizer has a state for what is not its parameter")
     if isinstance(optimizer, torch.optim.LBFGS):  # it has slots for one flat tensor, under the first parameter
         [every] = parameters
         parameters = [[torch.empty(sum(each.numel() for each in every), dtype=every[0].dtype, device="meta")]]
         groups = [{**groups[0], "params": groups[0]["params"][:1]}]
+        scratch = entries.get(groups[0]["params"][0], {}).get("al")
+        is_whole = isinstance(scratch, list) and len(scratch) == groups[0]["history_size"]
+        require(
+            scratch is None or (is_whole and all(each is None or is_number(each) for each in scratch)), "'al' differs"
+        )
     places: list[_Example] = []
     for number, (group, own) in enumerate(zip(groups, parameters, strict=True)):
         for index, parameter in zip(group["params"], own, strict=True):
@@ -77,6 +82,11 @@ def check_slots(optimizer: Any, saved: Mapping[str, Any], parameters: Sequence[S
         _step(kind, groups, examples.values(), tiny)
 
 
+def is_of_pytorch(kind: type) -> bool:
+    """Return True for a class of PyTorch's optimizers or schedulers."""
+    return f"{kind.__module__}.".startswith("torch.optim.")
+
+
 def is_number(value: Any) -> bool:
     """Return True for a number, or a tensor with one element."""
     if isinstance(value, torch.Tensor):
@@ -101,8 +111,11 @@ def _is_slot(name: Any, value: Any, made: Any, shape: tuple[int, ...], is_fused:
         shape: Shape of the real parameter.
         is_fused: True if the program uses a fused implementation.
     """
-    if isinstance(made, list):
-        return isinstance(value, list)
+    if isinstance(made, list):  # a history: of numbers, or of tensors like the parameter
+        like = torch.ones((_SIZE,) * len(shape))
+        return isinstance(value, list) and all(
+            is_number(each) or _is_slot(name, each, like, shape, False) for each in value
+        )
     if made is None or (isinstance(made, torch.Tensor) and made.ndim):
         if not isinstance(value, torch.Tensor):
             return made is None or value is None

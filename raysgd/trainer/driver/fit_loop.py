@@ -17,6 +17,7 @@ from raysgd.callbacks.sidecar import Sidecar
 from raysgd.callbacks.sidecar import location as sidecar_location
 from raysgd.core import arguments as checks
 from raysgd.core.files import check_path, make_folder
+from raysgd.core.text.printable import errors_printable
 from raysgd.core.text.tracebacks import hides_library_frames
 from raysgd.exceptions import CallbackError, InvalidCountError, WorkersLostError
 from raysgd.storage import files, open_folder
@@ -422,6 +423,7 @@ class FitRun:
             step = None if self._training.pauses is None else self._training.global_step()
             note((self._sidecar(), vars(run).get("folder", run._folder), step))
 
+    @errors_printable()
     def _resume(self) -> None:
         if self._kept is not None:
             # This process took over a run from another process. The workers may already be training the next epoch, so

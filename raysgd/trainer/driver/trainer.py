@@ -637,8 +637,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             blocking: Accepted for compatibility. Loading always blocks, so that no error goes unnoticed.
 
         Raises:
-            KeyError: A part of the state is missing.
-            ValueError: A part of the state does not fit the registered objects. The workers keep their old state.
+            ValueError: A part of the state is missing or does not fit the registered objects. The workers keep their
+                old state.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(
@@ -721,7 +721,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
         Raises:
             TypeError: `other` is not a trainer of this class.
-            ValueError, KeyError: The state does not fit, and the workers keep their old state. Or the workers have
+            ValueError: The state does not fit, and the workers keep their old state. Or the workers have
                 loaded the state of `other`, but a schedule cannot be rescaled to the config's learning rate.
         """
         own_cls = self._life.framework.runner_cls

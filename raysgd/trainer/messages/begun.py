@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raysgd.core.arguments import is_saved_count
 from raysgd.core.numbers.meters import MetricSummary
 
 _BY_RANK = ("by_rank", "lost")
@@ -79,10 +80,10 @@ class BegunEpoch:
         """
         try:
             return BegunEpoch(
-                int(data["num_steps"]),
-                int(data["epoch_idx"]),
+                _count(data["num_steps"]),
+                _count(data["epoch_idx"]),
                 seconds=float(data["seconds"]),
-                global_step=int(data["global_step"]),
+                global_step=_count(data["global_step"]),
                 is_exhausted=bool(data["is_exhausted"]),
                 owes_validation=bool(data.get("owes_validation")),
                 objects=tuple(map(str, data.get("objects", ()))),
@@ -123,7 +124,7 @@ def open_steps_from_data(data: Sequence[Any] | None) -> OpenSteps | None:
         return None
     step, *by_rank = data
     try:
-        return int(step), summaries_from_data(by_rank)
+        return _count(step), summaries_from_data(by_rank)
     except _DAMAGES as error:
         raise ValueError(f"The metrics of steps in the file beside the checkpoint are damaged: {error!r}") from error
 
@@ -148,6 +149,12 @@ def _packed(value: float) -> int | str:
     Floats become hexadecimal strings, because JSON has no infinity or NaN.
     """
     return value.hex() if isinstance(value, float) else int(value)
+
+
+def _count(value: Any) -> int:
+    if not is_saved_count(value):
+        raise ValueError(f"{value!r:.50} is not a count")
+    return int(value)
 
 
 def _unpacked(value: Any) -> float:

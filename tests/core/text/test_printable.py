@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raysgd.core.text.printable import LONGEST, printable, printable_lines
+from raysgd.core.text.printable import LONGEST, errors_printable, printable, printable_lines
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,10 @@ def test_a_text_is_cut_off_only_where_that_is_asked_for() -> None:
 
 def test_only_line_feeds_break_lines() -> None:
     assert printable_lines("a\nb\rc\x1bd") == "a\nb\\rc\\x1bd"
+
+
+def test_an_error_and_its_causes_are_escaped_and_stay_what_they_are() -> None:
+    cause = KeyError("\x1b[2J", 3)
+    with pytest.raises(ValueError, match=r"^a\nb\\x1b\[2J$"), errors_printable():
+        raise ValueError("a\nb\x1b[2J") from cause
+    assert cause.args == (r"\x1b[2J", 3)

@@ -122,7 +122,7 @@ class TestParts:
             ({"parts": ("model",)}, ValueError, r"`parts` has 'model'\. Did you mean `models`\? Available: `models`"),
             ({"parts": "models"}, TypeError, "need a tuple of names"),
             ({"parts": ()}, ValueError, "name at least one part"),
-            ({"parts": ("schedulers",)}, KeyError, "The file has no 'schedulers'"),
+            ({"parts": ("schedulers",)}, ValueError, "The file has no 'schedulers'"),
             ({"strict": "no"}, ValueError, "any string would count as True"),
         ],
     )

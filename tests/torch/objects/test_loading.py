@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.optim import lr_scheduler as schedulers
 
-from raysgd.torch.objects.loading import check_model, check_precision, load_model, load_optimizer
+from raysgd.torch.objects.loading import (
+    check_model,
+    check_optimizer,
+    check_precision,
+    check_schedulers,
+    load_model,
+    load_optimizer,
+)
 
 OPTIMIZERS = [
     lambda parameters: torch.optim.Adam(parameters, lr=0.1, amsgrad=True),
@@ -18,6 +27,8 @@ OPTIMIZERS = [
     lambda parameters: torch.optim.LBFGS(parameters, max_iter=3),
     lambda parameters: torch.optim.Adagrad(parameters),
 ]
+
+LEFT_OUT = object()
 
 
 def trained(make_optimizer: Any, num_steps: int, seed: int) -> tuple[torch.nn.Module, Any]:
@@ -232,3 +243,172 @@ def test_versions_of_layers_are_told() -> None:
     model.register_load_state_dict_pre_hook(lambda module, state, prefix, metadata, *rest: told.append(metadata))
     load_model(model, torch.nn.BatchNorm1d(2).state_dict())
     assert told == [{"version": 2}]
+
+
+# ------------------------------------------------------------------------------------------------ schedulers
+
+
+class Decay:
+    """A learning rate of the user."""
+
+    def __init__(self) -> None:
+        self.factor = 0.9
+
+    def __call__(self, epoch: int) -> float:
+        return self.curve(epoch)
+
+    def curve(self, epoch: int) -> float:
+        return float(self.factor**epoch)
+
+    @property
+    def half(self) -> float:
+        return self.factor / 2
+
+
+class Own(schedulers.ReduceLROnPlateau):
+    """A scheduler of the user, whose state has more and more names and kinds."""
+
+    best_epoch = None
+    stage = "low"
+
+    def advance(self) -> None:
+        self.stage, self.best_epoch, self.seen = "high", 3, [0.5]
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "StepLR": lambda optimizer: schedulers.StepLR(optimizer, 2),
+    "MultiStepLR": lambda optimizer: schedulers.MultiStepLR(optimizer, [2, 3]),
+    "ConstantLR": schedulers.ConstantLR,
+    "LinearLR": schedulers.LinearLR,
+    "ExponentialLR": lambda optimizer: schedulers.ExponentialLR(optimizer, 0.9),
+    "PolynomialLR": schedulers.PolynomialLR,
+    "CosineAnnealingLR": lambda optimizer: schedulers.CosineAnnealingLR(optimizer, 9),
+    "CosineAnnealingWarmRestarts": lambda optimizer: schedulers.CosineAnnealingWarmRestarts(optimizer, 3),
+    "LambdaLR": lambda optimizer: schedulers.LambdaLR(optimizer, Decay()),
+    "LambdaLR of a function": lambda optimizer: schedulers.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
+    "MultiplicativeLR": lambda optimizer: schedulers.MultiplicativeLR(optimizer, Decay()),
+    "CyclicLR": lambda optimizer: schedulers.CyclicLR(optimizer, 0.1, 1.0),
+    "CyclicLR of an object": lambda optimizer: schedulers.CyclicLR(optimizer, 0.1, 1.0, scale_fn=Decay()),
+    "OneCycleLR": lambda optimizer: schedulers.OneCycleLR(optimizer, 0.1, 10),
+    "ReduceLROnPlateau": schedulers.ReduceLROnPlateau,
+    "SWALR": lambda optimizer: torch.optim.swa_utils.SWALR(optimizer, 0.05),
+    "SequentialLR": lambda optimizer: schedulers.SequentialLR(
+        optimizer, [schedulers.ConstantLR(optimizer), schedulers.LambdaLR(optimizer, Decay())], [2]
+    ),
+    "ChainedScheduler": lambda optimizer: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(optimizer), schedulers.LambdaLR(optimizer, Decay())], optimizer
+    ),
+    "of the user": Own,
+}  # fmt: skip
+
+
+def scheduled(name: str, num_steps: int = 0, **options: Any) -> tuple[Any, Any]:
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), **{"lr": 0.1, "momentum": 0.9, **options})
+    scheduler = SCHEDULERS[name](optimizer)
+    for _ in range(num_steps):
+        optimizer.step()
+        scheduler.step(*((0.5,) if isinstance(scheduler, schedulers.ReduceLROnPlateau) else ()))
+    return optimizer, scheduler
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_each_scheduler_of_pytorch_goes_on_with_its_own_state(name: str, lr: Any) -> None:
+    optimizer, scheduler = scheduled(name, 4, lr=lr)
+    for num_steps in (0, 2):
+        other_optimizer, other = scheduled(name, num_steps, lr=lr)
+        saved = copy.deepcopy(scheduler.state_dict())
+        check_schedulers([other], [saved])
+        other.load_state_dict(saved)
+        other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert other.get_last_lr() == scheduler.get_last_lr()
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_state_of_an_earlier_version_of_pytorch_is_accepted(name: str) -> None:
+    """What 2.4 saved: without names that are new, and with one that is gone."""
+
+    def former(state: dict[str, Any]) -> dict[str, Any]:
+        kept = {key: value for key, value in state.items() if key not in ("_is_initial", "default_min_lr")}
+        inner = {key: [former(each) for each in kept[key]] for key in ("_schedulers",) if key in kept}
+        return {**kept, **inner, "verbose": False}
+
+    check_schedulers([scheduled(name)[1]], [former(scheduled(name, 3)[1].state_dict())])
+
+
+def test_a_scheduler_of_the_user_may_save_new_names_and_kinds() -> None:
+    _, scheduler = scheduled("of the user", 2)
+    scheduler.advance()
+    check_schedulers([scheduled("of the user")[1]], [scheduler.state_dict()])
+
+
+INNER = ("_schedulers", 1)
+FAULTS: list[tuple[str, tuple[Any, ...], Any]] = [
+    *(("SequentialLR", (*INNER, name), 5) for name in ("get_lr", "step", "optimizer", "_get_closed_form_lr", "x")),
+    *((name, (*INNER, "lr_lambdas"), LEFT_OUT) for name in ("SequentialLR", "ChainedScheduler")),
+    *((name, (*INNER, "lr_lambdas", 0, "curve"), 5) for name in ("SequentialLR", "ChainedScheduler")),
+    *(("SequentialLR", ("_schedulers",), value) for value in (LEFT_OUT, [], [{}, {}])),
+    *(("ChainedScheduler", ("_schedulers",), value) for value in (LEFT_OUT, [], [{}, {}])),
+    ("SequentialLR", ("_milestones",), [1, 2]),
+    ("SequentialLR", ("_milestones", 0), "x"),
+    *(("LambdaLR", ("lr_lambdas", 0, name), 5) for name in ("curve", "half", "__call__", "__class__", 7)),
+    ("LambdaLR", ("lr_lambdas", 0, "factor"), "x"),
+    ("LambdaLR", ("lr_lambdas",), LEFT_OUT),
+    ("LambdaLR", ("lr_lambdas",), [None]),
+    ("LambdaLR of a function", ("lr_lambdas", 0), {"__code__": 5}),
+    ("CyclicLR of an object", ("_scale_fn_custom", "curve"), 5),
+    ("CyclicLR", ("_scale_fn_custom",), {"x": 1}),
+    *(("CyclicLR", (name,), value) for name, value in (("mode", "x"), ("scale_mode", "x"), ("use_beta1", True))),
+    *((name, ("mode",), value) for name in ("ReduceLROnPlateau", "of the user") for value in ("x", "max", None)),
+    ("ReduceLROnPlateau", ("threshold_mode",), "x"),
+    ("ReduceLROnPlateau", ("best",), torch.tensor(0.5)),
+    ("ReduceLROnPlateau", ("min_lrs",), [0, 0]),
+    ("OneCycleLR", ("_anneal_func_type",), "_get_step_lr"),
+    ("OneCycleLR", ("_schedule_phases", 0, "start_lr"), "params"),
+    ("OneCycleLR", ("_schedule_phases", 0, "end_step"), torch.tensor(2.0)),
+    ("OneCycleLR", ("_schedule_phases", 0, "end_lr"), LEFT_OUT),
+    ("OneCycleLR", ("_schedule_phases",), []),
+    ("OneCycleLR", ("cycle_momentum",), False),
+    ("SWALR", ("_anneal_strategy",), "linear"),
+    ("MultiStepLR", ("milestones", "x"), 1),
+    ("MultiStepLR", ("milestones",), {2: 1}),
+    *(("StepLR", (name,), 5) for name in ("get_lr", "step", "optimizer", "state_dict", "_update_lr", "x", 7)),
+    *(("StepLR", ("gamma",), value) for value in (None, "x", True, torch.tensor(0.5), [0.5], 1j, LEFT_OUT)),
+    ("StepLR", ("base_lrs",), [torch.tensor(0.1)]),
+    ("StepLR", ("verbose",), "x"),
+    ("of the user", ("advance",), 5),
+    ("of the user", ("optimizer",), 5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "place", "value"), FAULTS, ids=str)
+def test_a_state_of_a_scheduler_changes_nothing_but_numbers(name: str, place: tuple[Any, ...], value: Any) -> None:
+    _, scheduler = scheduled(name)
+    saved = copy.deepcopy(scheduler.state_dict())
+    *path, last = place
+    holder: Any = saved
+    for step in path:
+        holder = holder[step]
+    if value is LEFT_OUT:
+        del holder[last]
+    else:
+        holder[last] = value
+    with pytest.raises(ValueError, match=re.escape(f"so nothing was loaded: [{str(place[0])!r}]")):
+        check_schedulers([scheduler], [saved])
+
+
+@pytest.mark.parametrize("name", ["initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"])
+def test_a_group_without_what_a_scheduler_needs_is_refused(name: str) -> None:
+    optimizer, _ = scheduled("OneCycleLR")
+    state = copy.deepcopy(optimizer.state_dict())
+    del state["param_groups"][0][name]
+    with pytest.raises(ValueError, match=f"because it lacks {name}"):
+        check_optimizer(optimizer, state, [group["params"] for group in optimizer.param_groups])
+
+
+def test_a_name_that_code_of_the_user_adds_to_a_group_may_be_missing() -> None:
+    """As in a snapshot from before the step that added it."""
+    optimizer, _ = scheduled("StepLR")
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.param_groups[0]["warm_up"] = 3
+    check_optimizer(optimizer, state, [group["params"] for group in optimizer.param_groups])

@@ -88,6 +88,12 @@ FAULTS: list[tuple[type, dict[str, Any], Change]] = [
     (torch.optim.LBFGS, {}, lambda state: state["state"][0]["old_dirs"].append(torch.zeros(3))),
     (torch.optim.LBFGS, {}, lambda state: state["state"][0]["old_dirs"].append(3)),
     (torch.optim.LBFGS, {}, lambda state: state["param_groups"][0].update(line_search_fn="x")),
+    (torch.optim.LBFGS, {}, lambda state: state["state"][0]["old_dirs"].__setitem__(0, torch.zeros(2))),
+    (torch.optim.LBFGS, {}, lambda state: state["state"][0]["old_stps"].__setitem__(0, torch.zeros(2))),
+    (torch.optim.LBFGS, {}, lambda state: state["state"][0]["ro"].__setitem__(0, torch.zeros(2))),
+    (torch.optim.LBFGS, {}, lambda state: state["state"][0].update(al=[None])),
+    (torch.optim.LBFGS, {}, lambda state: state["state"][0].update(al=["x"] * 100)),
+    (torch.optim.LBFGS, {}, lambda state: state["state"][0].update(al=3)),
 ]  # fmt: skip
 
 

@@ -50,7 +50,13 @@ def test_metric_objects_are_left_out_and_their_names_are_kept() -> None:
     assert BegunEpoch.from_data(json.loads(json.dumps(begun.as_data()))).objects == ("f1",)
 
 
-@pytest.mark.parametrize("data", [{}, {**BEGUN.as_data(), "by_rank": None}, {**BEGUN.as_data(), "lost": [{}]}])
+@pytest.mark.parametrize(
+    "data",
+    [{}, *({**BEGUN.as_data(), **damage} for damage in (
+        {"by_rank": None}, {"lost": [{}]},
+        {"num_steps": -1}, {"num_steps": 1.5}, {"epoch_idx": -1}, {"global_step": -2},
+    ))],
+)  # fmt: skip
 def test_damage_is_said(data: Any) -> None:
     with pytest.raises(ValueError, match="is damaged"):
         BegunEpoch.from_data(data)

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from raysgd.core.text.printable import errors_printable
 from raysgd.trainer.worker.data.feed import DataFeed
 from raysgd.trainer.worker.state.copies import StateCopy
 from raysgd.trainer.worker.state.state_checks import check_progress
@@ -100,8 +101,7 @@ class ReplicaState(ABC):
             own_state: The states of this rank's random number generators. None to leave them unchanged.
 
         Raises:
-            KeyError: A part is missing.
-            ValueError: A part does not match the registered objects.
+            ValueError: A part is missing or does not match the registered objects.
         """
         state = self.decoded(shared_state)
         self.check(state)
@@ -126,12 +126,12 @@ class ReplicaState(ABC):
             },
         }
 
+    @errors_printable()
     def check(self, state: Mapping[str, Any]) -> None:
         """Check that a state dict can be loaded into this worker's operator.
 
         Raises:
-            KeyError: A part is missing.
-            ValueError: A part does not match the registered objects.
+            ValueError: A part is missing or does not match the registered objects.
         """
         check_progress(state["epoch"], state.get(RESUME))
         self._feed.check_position((state.get(RESUME) or {}).get("position"))

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd.core.arguments import is_integer
-
-_MAX_COUNT = 2**53
+from raysgd.core.arguments import is_integer, is_saved_count
 
 
 def require(holds: bool, finding: str) -> None:
@@ -68,7 +66,7 @@ def check_count(name: str, value: Any) -> None:
         ValueError: The value is not a non-negative integer, or is too large.
     """
     found = value if is_integer(value) else f"a `{type(value).__name__}`"
-    require(is_integer(value) and 0 <= value < _MAX_COUNT, f"`{name}` is {found}, not a count")
+    require(is_saved_count(value), f"`{name}` is {found}, not a count")
 
 
 def check_parts(state: Mapping[str, Any], counts: Mapping[str, int], *others: str) -> None:
@@ -82,12 +80,14 @@ def check_parts(state: Mapping[str, Any], counts: Mapping[str, int], *others: st
         *others: Further keys that the state dict must have.
 
     Raises:
-        KeyError: A key is missing.
-        ValueError: The value of a key is not a list, or has the wrong number of objects.
+        ValueError: A key is missing, or its value is not a list or has the wrong number of objects.
     """
     missing = [key for key in ("epoch", *others, *counts) if key not in state]
     if missing:
-        raise KeyError(f"The state has no {', '.join(map(repr, missing))}; it has {sorted(map(str, state))}.")
+        raise ValueError(
+            f"The state has no {', '.join(map(repr, missing))}, so nothing was loaded. It has "
+            f"{sorted(map(str, state))}. Load it into an operator like the one that saved it."
+        )
     for key, count in counts.items():
         if not isinstance(state[key], list | tuple):
             raise ValueError(
