@@ -181,7 +181,7 @@ class _Packing:
             torch.save(sample, stream)
             stream.seek(0)
             with only_plain([]):
-                unpacked(torch.load(stream, weights_only=True), stream.tell())
+                unpacked(torch.load(stream, weights_only=True), stream.getbuffer().nbytes)
         except Exception as error:  # pickling a user's object may raise any exception
             raise ValueError(
                 f"`{path}` is a `{type(value).__module__}.{type(value).__qualname__}`, which a checkpoint "

@@ -48,11 +48,10 @@ def check_slots(optimizer: Any, saved: Mapping[str, Any], parameters: Sequence[S
         [every] = parameters
         parameters = [[torch.empty(sum(each.numel() for each in every), dtype=every[0].dtype, device="meta")]]
         groups = [{**groups[0], "params": groups[0]["params"][:1]}]
-        scratch = entries.get(groups[0]["params"][0], {}).get("al")
-        is_whole = isinstance(scratch, list) and len(scratch) == groups[0]["history_size"]
-        require(
-            scratch is None or (is_whole and all(each is None or is_number(each) for each in scratch)), "'al' differs"
-        )
+        slots = entries.get(groups[0]["params"][0], {})
+        scratch, history_size = slots.get("al"), groups[0]["history_size"]
+        is_list = isinstance(scratch, list) and all(each is None or is_number(each) for each in scratch)
+        require("al" not in slots or (is_list and len(scratch) == history_size), "'al' is no list for the history")
     places: list[_Example] = []
     for number, (group, own) in enumerate(zip(groups, parameters, strict=True)):
         for index, parameter in zip(group["params"], own, strict=True):

@@ -93,7 +93,7 @@ FAULTS: list[tuple[type, dict[str, Any], Change]] = [
     (torch.optim.LBFGS, {}, lambda state: state["state"][0]["ro"].__setitem__(0, torch.zeros(2))),
     (torch.optim.LBFGS, {}, lambda state: state["state"][0].update(al=[None])),
     (torch.optim.LBFGS, {}, lambda state: state["state"][0].update(al=["x"] * 100)),
-    (torch.optim.LBFGS, {}, lambda state: state["state"][0].update(al=3)),
+    *((torch.optim.LBFGS, {}, lambda state, al=al: state["state"][0].update(al=al)) for al in (3, None)),
 ]  # fmt: skip
 
 
