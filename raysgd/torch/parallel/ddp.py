@@ -135,7 +135,7 @@ class DDP(Strategy):
         if id(wrapped) in self._hooked:
             self._register_hook(wrapped, each.options)
 
-    def check_step(self) -> None:  # type: ignore[override]
+    def check_step(self) -> None:
         if any(parameter.requires_grad for parameter in self._uncovered):
             raise ValueError(
                 "Parameters were unfrozen (`requires_grad=True`) since `setup` or the last `self.rewrap()`, and their "

@@ -162,7 +162,7 @@ class OrderedAlone(Strategy):
         if self._shards is not None and plan.seeds is not None:
             self._shards.begin_shard(plan.starts_global_batch, *plan.seeds)
 
-    def check_step(self) -> None:  # type: ignore[override]
+    def check_step(self) -> None:
         if self._shards is not None:
             self._shards.check()
         if (check := super().check_step) is not None:

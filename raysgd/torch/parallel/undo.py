@@ -288,7 +288,7 @@ class Undo:
             self.copy_all()
         watched.is_first, watched.num_usual = False, record.num_all_reduces
         watched.end_first()
-        if self.mode != "all":
+        if self.mode in ("learn", "buffers"):
             self._copies = TensorCopies()  # free the memory of the copies
 
     # ------------------------------------------------------------------------------------------------- after a failure
