@@ -20,8 +20,7 @@ from raysgd.core.engine.policies import RetryBudget, ScalingPolicy, are_alike, c
 from raysgd.core.engine.recovery import machine
 from raysgd.core.engine.recovery.machine import Command, Do, Event, Facts, Members, State, Step
 from raysgd.core.engine.repair import CannotForm, GroupChange, GroupRepair, NextGroup
-from raysgd.core.engine.shared.call import Call
-from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.call import Call, Completed, Left
 from raysgd.core.engine.shared.types import GroupReport, ReplicaProgress
 from raysgd.exceptions import (
     RanksDifferError,
@@ -381,7 +380,7 @@ class ShadowedController(ElasticController):
             self.shadow.observe(Do.GIVE_STATE_UP)
         self.__dict__["_gives_state_up"] = value
 
-    def _run(self, call: Call, budget: RetryBudget) -> list[Any]:
+    def _run(self, call: Call, budget: RetryBudget) -> Completed | Left:
         shadow = self.shadow
         shadow._call, shadow._budget = call, budget
         for name, command in (
@@ -393,14 +392,14 @@ class ShadowedController(ElasticController):
             _doing(shadow, budget, name, command)
         self._next: tuple[Call, RetryBudget] | None = (call, budget)
         try:
-            values = super()._run(call, budget)
+            ended = super()._run(call, budget)
         except BaseException as error:
             shadow.close_with(error)
             raise
         finally:
             self._next = None
-        shadow.close("left" if values and isinstance(values[0], Capture) else "completed")
-        return values
+        shadow.close("left" if isinstance(ended, Left) else "completed")
+        return ended
 
     def ensure_group(self) -> Any:
         try:
@@ -558,7 +557,7 @@ class ShadowedRepair(GroupRepair):
     def _tell_torn_down(self, change: GroupChange, members: Members, stale: Members) -> None:
         shadow = self._shadow
         if isinstance(shadow.state, machine.Aborting):
-            is_polled = not change.goes_on and not self._spec.renews  # and whoever survived is not used
+            is_polled = change.why is machine.Why.REUSE and not self._spec.renews  # and whoever survived is not used
             shadow.feed(machine.Survivors(shadow.answering if is_polled else members, shadow.has_stuck))
         elif isinstance(shadow.state, machine.AwaitingQuorum):
             shadow.feed(machine.Quorum(len(shadow.joining), shadow.state.members - members))
@@ -613,7 +612,7 @@ class ShadowedRepair(GroupRepair):
         shadow.feed(machine.Lost(shadow.survivors, failed))
         return survivors
 
-    def _fetch_from(self, living: Collection[int], *, only_inside: bool = False) -> list[Capture]:
+    def _fetch_from(self, living: Collection[int], *, only_inside: bool = False) -> Any:
         self._shadow.rank_0 = self._lifecycle.running.infos[0]
         return super()._fetch_from(living, only_inside=only_inside)
 
@@ -635,5 +634,5 @@ class ShadowedRepair(GroupRepair):
 
 def _as_source(progress: ReplicaProgress, change: GroupChange, is_stale: bool) -> ReplicaProgress:
     """What the engine makes of a report: a replica that cannot continue can still send its state."""
-    obstacle = None if change.only_copies else progress.obstacle
+    obstacle = None if change.why is machine.Why.EVACUATE else progress.obstacle
     return replace(progress, obstacle=obstacle, is_whole=progress.is_whole and not is_stale)

@@ -58,7 +58,7 @@ def raises(error: type[BaseException], call: Call, own_budget: RetryBudget | Non
 
     def act(controller: ElasticController, budget: RetryBudget) -> None:
         with pytest.raises(error):
-            controller.run(call, budget=own_budget or budget)
+            controller.run_or_leave(call, budget=own_budget or budget)
 
     return act
 
@@ -134,7 +134,7 @@ def leaves(**more: Any) -> Act:
     """A call that must end early, from its second step on."""
 
     def act(controller: ElasticController, budget: RetryBudget) -> None:
-        controller.run(training(leaves=lambda: True, **more), budget=budget)
+        controller.run_or_leave(training(leaves=lambda: True, **more), budget=budget)
 
     return act
 
@@ -244,7 +244,7 @@ def any_end(call: Call) -> Act:
 
     def act(controller: ElasticController, budget: RetryBudget) -> None:
         with suppress(RaySGDError, KeyboardInterrupt):
-            controller.run(call, budget=budget)
+            controller.run_or_leave(call, budget=budget)
 
     return act
 
@@ -357,14 +357,14 @@ STORIES = {
         ((WorkerGroup, "settle", raising(KeyboardInterrupt, 1, 2)),),
     ),
     "Ctrl-C comes while survivors leave their group": Story(
-        raises(KeyboardInterrupt, training()), {}, dies(1), ((WorkerGroup, "leave_group", raising(KeyboardInterrupt)),)
+        raises(KeyboardInterrupt, training()), {}, dies(1), ((WorkerGroup, "tear_down", raising(KeyboardInterrupt)),)
     ),
     "Ctrl-C comes twice while survivors with the only state leave their group": Story(
         only_in_workers(raises(KeyboardInterrupt, training(captures=True))),
         {},
         dies(1),
         (
-            (WorkerGroup, "leave_group", raising(KeyboardInterrupt)),
+            (WorkerGroup, "tear_down", raising(KeyboardInterrupt)),
             (WorkerGroup, "settle", raising(KeyboardInterrupt, 2)),
         ),
     ),

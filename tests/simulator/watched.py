@@ -105,8 +105,8 @@ class WatchedGroup(WorkerGroup):
             self._invariants.shadow.answering = self._invariants.shadow.members_of(found)
         return found
 
-    def leave_group(self, survivors: Any, *args: Any) -> GroupReport:
-        report, shadow = super().leave_group(survivors, *args), self._invariants.shadow
+    def tear_down(self, survivors: Any, *args: Any) -> GroupReport:
+        report, shadow = super().tear_down(survivors, *args), self._invariants.shadow
         if shadow.is_on:
             shadow.torn_down.append((shadow.members_of(survivors), report))
         return report

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, NoReturn
@@ -37,7 +37,7 @@ from raysgd.core.engine.policies import (
     takers,
     words,
 )
-from raysgd.core.engine.recovery.machine import NUM_COPIES
+from raysgd.core.engine.recovery.machine import KINDS, NUM_COPIES, Why
 from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.call import Call, Left
 from raysgd.core.engine.shared.group_events import EventKind
@@ -105,27 +105,6 @@ class NextGroup:
         return source
 
 
-class Why(Enum):
-    """Why the members of a group change."""
-
-    FAILURE = auto()  # ranks were lost in a call, which then resumes; may cost a retry
-    MEMORY = auto()  # survivors ran out of memory in a smaller group; waits for workers without a limit
-    DRAIN = auto()  # nodes are being removed; free
-    GROW = auto()  # workers are ready to join; free
-    EVACUATE = auto()  # only to copy the state to the driver: no worker joins, and one rank is enough
-    REUSE = auto()  # the processes stay, their replicas are rebuilt and restore a snapshot
-
-
-_KINDS: Mapping[Why, EventKind] = {
-    Why.FAILURE: "continued",
-    Why.MEMORY: "grown",
-    Why.DRAIN: "left",
-    Why.GROW: "grown",
-    Why.EVACUATE: "ended",
-    Why.REUSE: "restored",
-}
-
-
 @dataclass(frozen=True)
 class GroupChange:
     """A request to change the group in place: workers leave or join, and the workers that stay keep their processes.
@@ -154,7 +133,7 @@ class GroupChange:
     @property
     def kind(self) -> EventKind:
         """Kind of event to record in the history. If ranks are lost, "continued" is recorded instead."""
-        return _KINDS[self.why]
+        return KINDS[self.why]
 
     @property
     def wait_s(self) -> float:
@@ -658,7 +637,7 @@ class GroupRepair:
         staying = [rank for rank, info in enumerate(group.infos) if info.node_id not in leaving]
         why = Why.DRAIN if len(staying) < len(group) else Why.GROW
         if not self._spec.regroups and not self._spec.runs_on:
-            return NotInPlace(_KINDS[why], cause)
+            return NotInPlace(KINDS[why], cause)
         return self._make(
             GroupChange(
                 why,

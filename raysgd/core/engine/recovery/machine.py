@@ -98,7 +98,14 @@ class Why(Enum):
     REUSE = auto()  # the processes stay, their replicas are rebuilt and restore a snapshot
 
 
-KINDS: dict[Why, EventKind] = {Why.FAILURE: "continued", Why.MEMORY: "grown", Why.DRAIN: "left", Why.GROW: "grown"}
+KINDS: dict[Why, EventKind] = {
+    Why.FAILURE: "continued",
+    Why.MEMORY: "grown",
+    Why.DRAIN: "left",
+    Why.GROW: "grown",
+    Why.EVACUATE: "ended",
+    Why.REUSE: "restored",
+}
 
 
 @dataclass(frozen=True)
