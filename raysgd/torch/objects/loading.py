@@ -355,6 +355,10 @@ def _check_settings(optimizer: Any, own: Mapping[str, Any], saved: Mapping[str, 
             "its schedulers need."
         )
     _check_kinds({name: own[name] for name in own if name not in IMPLEMENTATION}, saved, "the optimizer's")
+    if is_of_pytorch(type(optimizer)):  # where the program has no text, a file may have one, but nothing else
+        texts = [name for name in optimizer.defaults if own[name] is None and name not in IMPLEMENTATION]
+        unlike = [name for name in texts if not isinstance(saved.get(name), str | None)]
+        require(not unlike, f"{unlike} of an optimizer is not a text")
 
 
 def check_schedulers(schedulers: Sequence[Any], states: Any) -> None:
@@ -501,10 +505,10 @@ def _is_of_kind(own: Any, saved: Any) -> bool:
 
     Args:
         own: The current value. If it is None, any saved value is suitable.
-        saved: The saved value. If it is None, the current value must be None or a bool.
+        saved: The saved value. If it is None, the current value must be None, a bool or a text.
     """
     if own is None or saved is None:
-        return own is None or isinstance(own, bool)
+        return own is None or isinstance(own, bool | str)
     if is_number(own):
         return is_number(saved)
     if isinstance(own, tuple) and all(map(is_number, own)):

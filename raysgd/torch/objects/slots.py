@@ -170,7 +170,7 @@ def _options(kind: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters of a group for tiny parameters on the CPU."""
     kept = {name: value for name, value in group.items() if name not in ("params", "param_names")}
     numbers = {name: value.item() for name, value in kept.items() if isinstance(value, torch.Tensor)}
-    plain = dict.fromkeys([name for name in IMPLEMENTATION if name in kept], False)
+    plain = dict.fromkeys([name for name in IMPLEMENTATION if name in kept and name != "fused"], False)
     return {**kept, **numbers, **plain, **({"max_iter": 1} if kind is torch.optim.LBFGS else {})}
 
 

@@ -83,6 +83,8 @@ FAULTS: list[tuple[type, dict[str, Any], Change]] = [
     (torch.optim.Adam, {}, lambda state: state.pop("state")),
     (torch.optim.Adam, {}, lambda state: state["state"].update({0: 5})),
     (torch.optim.SGD, {"fused": True}, lambda state: state["state"].update({0: {"momentum_buffer": torch.zeros(1)}})),
+    (torch.optim.SGD, {"momentum": 0.9, "fused": True}, lambda state: state["state"].pop(0)),
+    (torch.optim.Muon, {}, lambda state: state["param_groups"][0].update(adjust_lr_fn=5)),
     (torch.optim.Adagrad, {}, lambda state: state["state"].pop(0)),
     (torch.optim.Adafactor, {}, lambda state: state["param_groups"][0].update(eps=("x", 1.0))),
     (torch.optim.LBFGS, {}, lambda state: state["state"][0]["old_dirs"].append(torch.zeros(3))),
