@@ -205,7 +205,7 @@ def with_model(state: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]
 
 BROKEN: list[tuple[str, Callable[[dict[str, Any]], dict[str, Any]], type[Exception], str]] = [
     *[
-        (f"no {key}", lambda s, key=key: without(s, key), KeyError, f"'{key}'")
+        (f"no {key}", lambda s, key=key: without(s, key), ValueError, f"'{key}'")
         for key in ("epoch", "operator", "models", "optimizers", "schedulers")
     ],
     ("two models", lambda s: {**s, "models": s["models"] * 2}, ValueError, "2 models.*registered 1"),
