@@ -345,7 +345,10 @@ class ShadowedController(ElasticController):
         if self._start_budget is not None:
             _doing(shadow, self._start_budget, "pay_for_restart", Do.PAY_FOR_START)
             _doing(shadow, self._start_budget, "refuse", Do.NOTE_REFUSED)
-        poll, await_snapshot = self.snapshots.poll, partial(type(self._monitor).await_snapshot, self._monitor)
+        await_snapshot = partial(type(self._monitor).await_snapshot, self._monitor)
+
+        def poll(timeout_s: float | None) -> None:
+            type(self.snapshots).poll(self.snapshots, timeout_s)
 
         def polled(timeout_s: float | None = 0.0) -> None:
             is_step = shadow.is_on and bool(timeout_s)

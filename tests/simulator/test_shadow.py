@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
@@ -81,9 +82,10 @@ def without_room(act: Act) -> Act:
 
     def acted(controller: ElasticController, budget: RetryBudget) -> None:
         controller.kill_group()
-        for node in vars(controller)["shadow"].cluster.nodes.values():
-            node.is_alive = False
+        view = controller.view
+        controller.view = lambda: replace(view().without({"n0", "n1"}), can_grow=False)
         act(controller, budget)
+        controller.view = view
 
     return acted
 
@@ -130,15 +132,6 @@ def losing_copies(num_copies: int, act: Act, *, dies_between: bool = False) -> A
     return acted
 
 
-def leaves(**more: Any) -> Act:
-    """A call that must end early, from its second step on."""
-
-    def act(controller: ElasticController, budget: RetryBudget) -> None:
-        controller.run_or_leave(training(leaves=lambda: True, **more), budget=budget)
-
-    return act
-
-
 def raising(raised: Callable[[], BaseException], *places: int, acts_first: bool = False) -> Callable[[Any], Any]:
     """At these places, counted from 1, a method raises."""
 
@@ -180,7 +173,7 @@ class Story:
         settings = {"num_workers": 3, "nodes": (4,), "num_samples": 40, **self.settings}
         schedule = Schedule(1, ops=(Op("act"),), faults=self.faults, **settings)
         with quiet(), pytest.MonkeyPatch.context() as patch:
-            simulation = Simulation(schedule, **self.options)
+            simulation = Simulation(schedule, **deepcopy(self.options))
 
             def act(program: Program, op: Op, budget: RetryBudget) -> None:
                 for owner, name, make in self.changes:
@@ -197,6 +190,24 @@ class Story:
 
 def dies(*places: int, point: str = "step") -> tuple[Fault, ...]:
     return tuple(Fault("die", point, place) for place in places)
+
+
+def interrupting_polls(real: Any) -> Any:
+    """Ctrl-C comes when a snapshot is waited for."""
+    errors = [KeyboardInterrupt()]
+
+    def poll(snapshots: Snapshots, timeout_s: float | None = 0.0) -> None:
+        if timeout_s and errors:
+            raise errors.pop()
+        real(snapshots, timeout_s)
+
+    return poll
+
+
+def other_bugs(real: Any) -> Any:
+    """Each rank raises an error of another class."""
+    kinds = iter((KeyError, ValueError, IndexError))
+    return lambda text: next(kinds, real)(text)
 
 
 def bug() -> BaseException:
@@ -333,6 +344,12 @@ STORIES = {
         any_end(LEAVES),
         {"joins_late": True},
         (Fault("lose connection", "begin", 1),),
+        ((SimReplica, "replica_progress", raising(bug, 5)),),
+    ),
+    "user code raises in a group that was formed to copy its state": Story(
+        any_end(LEAVES),
+        {"joins_late": True},
+        (Fault("lose connection", "begin", 1),),
         ((SimReplica, "replica_progress", raising(bug, 4)),),
     ),
     "a rank fails to copy its state": Story(
@@ -378,9 +395,28 @@ STORIES = {
         dies(1, point="note"),
     ),
     "the copy of the only state is lost, and then a rank": Story(
-        only_in_workers(losing_copies(2, any_end(training(captures=True)), dies_between=True)),
+        only_in_workers(losing_copies(9, any_end(training(captures=True)), dies_between=True)),
         {"is_large": True, "continues": False},
         dies(1),
+    ),
+    "Ctrl-C comes before other workers are started": Story(
+        raises(KeyboardInterrupt, noting()), {}, dies(1, point="note"), ((Snapshots, "poll", interrupting_polls),)
+    ),
+    "Ctrl-C comes while the only state is on its way": Story(
+        only_in_workers(raises(KeyboardInterrupt, noting(captures=True))),
+        {"is_large": True, "copy_s": 1.0},
+        dies(1, point="note"),
+        ((Snapshots, "poll", interrupting_polls),),
+    ),
+    "each rank raises another error": Story(
+        raises(WorkerError, noting()),
+        {},
+        tuple(Fault("raise", "note", nth) for nth in (1, 2, 3)),
+        ((befalling, "UserBugError", other_bugs),),
+    ),
+    "a node is drained": Story(any_end(training()), {"nodes": (2, 2), "batch_size": 1}, (Fault("drain", "step", 3),)),
+    "a node is drained, and replicas cannot move": Story(
+        any_end(training()), {"nodes": (2, 2), "batch_size": 1, "regroups": False}, (Fault("drain", "step", 3),)
     ),
     "user code raises in the driver": Story(
         any_end(training()), {"num_workers": 1, "use_local": True}, (Fault("raise", "step", 4),)
@@ -443,6 +479,14 @@ MUTANTS = [*mutants()]
 NOT_FOUND = {
     "restart: not facts.in_call is False": "what begins with `restart` is no transition",
     "_leave_or_grow: facts.runs_on is False": "functions are simulated in another place",
+    **dict.fromkeys(
+        (
+            "_plan_of: no row AwaitingSnapshot(plan, change, is_brief)",
+            "_plan_of: change is not None or is_brief is True",
+            "_plan_of: change is not None or is_brief is False",
+        ),
+        "Ctrl-C has to come again, while the state is fetched because of the first one",
+    ),
 }
 """Mutants that no schedule finds, and why."""
 
