@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from raysgd.core.cluster.resources import ClusterView
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.policies import RetryBudget, ScalingPolicy, are_alike, choose_source, classify, failed_alike
 from raysgd.core.engine.recovery import machine
@@ -143,8 +144,13 @@ class Shadow:
             raise
         self._simulation.tell(f"TABLE {event} -> {step.state} {[_short(each) for each in step.commands]}")
         self.state = step.state
-        self._due += [command for command in step.commands if command is not Do.NOTE_LOST_COPY]
+        self._due += [self._as_paid(command) for command in step.commands if command is not Do.NOTE_LOST_COPY]
         self._num_lost_copies += Do.NOTE_LOST_COPY in step.commands
+
+    def _as_paid(self, command: Command) -> Command:
+        """A call that is paid for out of the budget for starts has one budget for both."""
+        is_one = self._budget is self._simulation.controller.recovery._start_budget
+        return Do.PAY_FOR_RESTART if command is Do.PAY_FOR_START and is_one else command
 
     def pend(self, failed: machine.CallFailed) -> None:
         """A call has failed, and the engine may still look whether it was for lack of memory."""
@@ -158,6 +164,10 @@ class Shadow:
         """The engine handles an error, perhaps Ctrl-C or another one from outside."""
         if error is None or error is self._noticed or isinstance(error, (*_OUTCOMES, Stopped)) or self.state is None:
             return
+        self.interrupt(error)
+
+    def interrupt(self, error: BaseException) -> None:
+        """An error comes from outside, whatever its class."""
         self._noticed, self._pending, self.awaits_survivors = error, None, False
         self._expect(self._seen == self._due[: len(self._seen)], f"the engine was interrupted after {self._words}")
         self._due, self._seen = [], []
@@ -424,8 +434,12 @@ class ShadowedController(ElasticController):
             shadow._expect(
                 shadow.state == machine.Running("resume" if resumes else "start"), f"the call resumes: {resumes}"
             )
-        with shadow.effect():
-            report, values = super()._attempt(group, call, function, args, number)
+        try:
+            with shadow.effect():
+                report, values = super()._attempt(group, call, function, args, number)
+        except WorkersLostError as error:  # Ray is gone, and no worker answers
+            shadow.interrupt(error)
+            raise
         if values is not None:
             shadow.feed(machine.Answered())
         elif not report.ok:
@@ -452,6 +466,15 @@ class ShadowedController(ElasticController):
             raise
         shadow.feed(machine.Done() if has_started else machine.Lost())
         return has_started
+
+    def settled_view(self) -> ClusterView:
+        try:
+            return super().settled_view()
+        except WorkersLostError:  # Ray is gone, and the program ends
+            if self.shadow.is_on:
+                self.shadow.begin(machine.Scheduling)
+                self.shadow.feed(machine.Resources(False, True))
+            raise
 
     def kill_group(self) -> None:
         if self.group is not None:

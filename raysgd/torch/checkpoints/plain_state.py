@@ -325,6 +325,8 @@ def _check_sparse(tensor: torch.Tensor, parts: list[torch.Tensor]) -> None:
     """
     size, layout = tensor.shape, tensor.layout
     if layout == torch.sparse_coo:
-        torch.sparse_coo_tensor(*parts, size, check_invariants=True, is_coalesced=tensor.is_coalesced())
+        indices, values = parts
+        torch.sparse_coo_tensor(indices, values, size, check_invariants=True, is_coalesced=tensor.is_coalesced())
     elif layout != torch.strided:
-        torch.sparse_compressed_tensor(*parts, size, layout=layout, check_invariants=True)
+        compressed, plain, values = parts
+        torch.sparse_compressed_tensor(compressed, plain, values, size, layout=layout, check_invariants=True)
