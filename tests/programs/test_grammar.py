@@ -81,8 +81,8 @@ def test_what_the_library_does_not_do_is_told_from_faults(error: Exception, expe
 
 
 def test_a_library_with_other_weights_is_found_to_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    share = Leg.share
-    monkeypatch.setattr(Leg, "share", lambda self, *arguments, **options: 1.01 * share(self, *arguments, **options))
+    add_up = Leg.add_up
+    monkeypatch.setattr(Leg, "add_up", lambda self, *arguments, **options: 1.01 * add_up(self, *arguments, **options))
     runner = Runner("counts")
     verdict = runner.run("rows=22 batch=4 accumulate=2 sampler=turns")
     assert verdict.word == WRONG

@@ -18,7 +18,7 @@ from raysgd.core.cluster.resources import (
     impossibility,
     num_fitting,
 )
-from raysgd.train import executor
+from raysgd.train import _workers
 
 NEED = Resources(num_cpus=2)
 
@@ -219,7 +219,7 @@ def test_who_asks_for_more_gpus_than_there_are_is_told_the_ways_out(
 
 
 def test_what_to_ask_for_is_written_as_the_front_end_calls_it() -> None:
-    found = impossibility(Resources(), 4, ClusterView((node(0, total=2),)), executor.WORDS.with_cpus)
+    found = impossibility(Resources(), 4, ClusterView((node(0, total=2),)), _workers.WORDS.with_cpus)
     assert found is not None
     assert found.endswith("""`resources_per_worker={"CPU": 0.5}`.""")
 

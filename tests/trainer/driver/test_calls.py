@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from raysgd.core.engine.shared.call import Completed
 from raysgd.core.engine.shared.types import Heartbeat
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.core.numbers.results import CallProgress
@@ -94,9 +95,9 @@ class Controller:
         self._used = used
         self._num_rejoins = num_continued
 
-    def run(self, call: Any, max_retries: int) -> list[EpochAnswer]:
+    def run_or_leave(self, call: Any, max_retries: int) -> Completed:
         self.history.events += [SimpleNamespace(kind="continued")] * self._num_rejoins
-        return [EpochAnswer(None, None, 1, heartbeat=beat, num_used=self._used) for beat in self._beats]
+        return Completed([EpochAnswer(None, None, 1, heartbeat=beat, num_used=self._used) for beat in self._beats])
 
 
 @pytest.fixture
