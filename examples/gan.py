@@ -1,7 +1,9 @@
 """Trains a GAN that draws handwritten digits on two workers, and saves an image with 64 of them.
 
 Both networks have names of their own, and each has an optimizer. If a worker dies, the others undo the step and repeat
-it. Data: the 1,797 handwritten digits of scikit-learn. Packages: scikit-learn, Pillow.
+it.
+
+Data: the 1,797 handwritten digits of scikit-learn. Packages: scikit-learn, Pillow.
 """
 
 import torch

@@ -499,8 +499,11 @@ def test_a_keyword_of_functions_that_is_misspelt_or_gone_is_answered() -> None:
         Trainer("torch", num_worker=2)
 
 
-@pytest.mark.parametrize("row", DIVIDING, ids=named)
-@pytest.mark.parametrize("place", [{"backend": "horovod"}, {"strategy": "fsdp"}], ids=str)
+@pytest.mark.parametrize(
+    ("place", "row"),
+    [*(({"backend": "horovod"}, row) for row in DIVIDING), ({"strategy": "fsdp"}, ("deterministic", True))],
+    ids=str,
+)
 def test_they_are_refused_by_name_where_nothing_can_divide_steps(place: dict[str, Any], row: Row) -> None:
     joint = {} if row[0] == "deterministic" else {"split_batches": True}
     [(what, value)] = place.items()
