@@ -270,13 +270,18 @@ ALSO_REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
         )
     ],
     *[
-        ({option: True, **other}, ValueError, f"`{option}=True` cannot work with `{words}`")
-        for option in ("split_batches", "deterministic")
-        for other, words in (
-            ({"strategy": "fsdp"}, 'strategy="fsdp"'),
-            ({"add_dist_sampler": False}, "add_dist_sampler=False"),
+        (
+            {option: True, "add_dist_sampler": False},
+            ValueError,
+            f"`{option}=True` cannot work with `add_dist_sampler=False`",
         )
+        for option in ("split_batches", "deterministic")
     ],
+    (
+        {"deterministic": True, "strategy": "fsdp"},
+        ValueError,
+        '`deterministic=True` cannot work with `strategy="fsdp"`',
+    ),
     ({"split_batches": True, "strategy": "none"}, ValueError, 'cannot work with `strategy="none"`'),
     ({"deterministic": True, "accumulate_grad_batches": 2}, ValueError, "with `accumulate_grad_batches=2`"),
     (
