@@ -63,7 +63,7 @@ class GAN(TrainingOperator):
         return self.criterion(logits, torch.full_like(logits, is_real))
 
     def predict_batch(self, batch, batch_info):
-        return self.generator(batch[0].to(self.device))
+        return self.generator(batch.to(self.device))
 
 
 with TorchTrainer(training_operator_cls=GAN, config={"lr": 0.001}, num_workers=2, split_batches=True) as trainer:
