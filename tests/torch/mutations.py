@@ -228,12 +228,14 @@ def _another(chance: random.Random, value: Any) -> Any:
         )
         return chance.choice((*NUMBERS, *alike))
     shape, tensor = tuple(value.shape), value.detach()
+    if tensor.layout != torch.strided:  # one that was changed before
+        tensor = torch.zeros(shape)
     whole = tensor if tensor.is_floating_point() else tensor.float()
     return chance.choice((
         lambda: torch.zeros(chance.choice(((), (1,), (0,), shape[::-1], (*shape, 1), (2, *shape), shape[:-1], (999,)))),
         lambda: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape),
         lambda: tensor.to(chance.choice((torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64))),
-        lambda: torch.full_like(whole, chance.choice((math.nan, math.inf, -1.0, 1e38))),
+        lambda: torch.full(whole.shape, chance.choice((math.nan, math.inf, -1.0, 1e38)), dtype=whole.dtype),
         lambda: torch.empty_like(tensor, device="meta"),
         lambda: tensor.to_sparse() if tensor.ndim else tensor,
         lambda: torch.sparse_coo_tensor(
