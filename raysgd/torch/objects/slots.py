@@ -145,14 +145,13 @@ def _step(
         examples: Parameters that become tiny ones.
         state: Tiny slots to load before the step, by index. None to load nothing.
     """
-    options = [_options(kind, group) for group in groups]
     tiny = {index: torch.nn.Parameter(_tensor(parameter.shape, _dtype(parameter))) for _, index, parameter in examples}
     for each in tiny.values():
         gradient = torch.full_like(each, 2.0)
         each.grad = gradient.to_sparse() if kind is torch.optim.SparseAdam else gradient
     indices = [[index for at, index, _ in examples if at == number] for number in range(len(groups))]
-    saved = [{**own, "params": some} for own, some in zip(options, indices, strict=True)]
     try:
+        saved = [{**_options(kind, own), "params": some} for own, some in zip(groups, indices, strict=True)]
         optimizer = kind([{**each, "params": [tiny[index] for index in each["params"]]} for each in saved])
         if state is not None:
             optimizer.load_state_dict({"state": state, "param_groups": saved})

@@ -50,6 +50,13 @@ def test_each_optimizer_of_pytorch_goes_on_with_its_own_states(kind: type) -> No
                 assert all(map(torch.equal, model.parameters(), expected.parameters())), options
 
 
+@pytest.mark.parametrize("rate", [torch.ones(2), torch.empty((), device="meta")], ids=["of two elements", "meta"])
+def test_a_rate_that_is_a_tensor_without_one_number_is_refused(rate: torch.Tensor) -> None:
+    _, optimizer = trained(torch.optim.SGD, 1, lr=torch.tensor(0.1))
+    with pytest.raises(ValueError, match="nothing was loaded"):
+        load(optimizer, changed(optimizer, lambda state: state["param_groups"][0].update(lr=rate)))
+
+
 @pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
 def test_a_slot_of_another_shape_or_type_is_refused(kind: type) -> None:
     """Each slot, one after the other."""
