@@ -119,7 +119,7 @@ def _is_slot(name: Any, value: Any, made: Any, shape: tuple[int, ...], is_fused:
         if not isinstance(value, torch.Tensor):
             return made is None or value is None
         if made is None and (not is_fused or (name == "step" and is_number(value))):
-            return True
+            return not (value.is_meta or value.is_nested)
         sizes = (_SIZE,) * len(shape) if made is None else made.shape
         wanted = tuple(own if size == _SIZE else size for own, size in zip(shape, sizes, strict=True))
         is_plain = value.layout == torch.strided and not (value.is_meta or value.is_nested)

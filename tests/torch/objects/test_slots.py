@@ -50,6 +50,12 @@ def test_each_optimizer_of_pytorch_goes_on_with_its_own_states(kind: type) -> No
                 assert all(map(torch.equal, model.parameters(), expected.parameters())), options
 
 
+def test_a_slot_that_no_step_makes_has_numbers_at_least() -> None:
+    _, optimizer = trained(torch.optim.Adam, 1)
+    with pytest.raises(ValueError, match="has another shape or type"):
+        load(optimizer, changed(optimizer, lambda state: state["state"][0].update(other=torch.empty(2, device="meta"))))
+
+
 @pytest.mark.parametrize("rate", [torch.ones(2), torch.empty((), device="meta")], ids=["of two elements", "meta"])
 def test_a_rate_that_is_a_tensor_without_one_number_is_refused(rate: torch.Tensor) -> None:
     _, optimizer = trained(torch.optim.SGD, 1, lr=torch.tensor(0.1))
