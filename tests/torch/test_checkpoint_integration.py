@@ -230,7 +230,7 @@ def test_what_does_not_fit_leaves_the_workers_as_they_were(three: TorchTrainer, 
         three.load(tmp_path / "other.pt")
     with pytest.raises(ValueError, match=r"2 models.*registered 1"):
         three.load_state_dict({**before, "models": before["models"] * 2})
-    with pytest.raises(ValueError, match="has no .schedulers."):
+    with pytest.raises(ValueError, match=r"has no .schedulers."):
         three.load_state_dict({key: value for key, value in before.items() if key != "schedulers"})
     with pytest.raises(ValueError, match=r"(?s)nothing was loaded.*on ranks 0, 1, 2") as caught:
         three.load_state_dict({**before, "models": [{"weight": torch.ones(1)}]})
