@@ -228,7 +228,7 @@ def _another(chance: random.Random, value: Any) -> Any:
         )
         return chance.choice((*NUMBERS, *alike))
     shape, tensor = tuple(value.shape), value.detach()
-    if tensor.layout != torch.strided:  # one that was changed before
+    if tensor.layout != torch.strided or tensor.is_meta:  # one that was changed before
         tensor = torch.zeros(shape)
     whole = tensor if tensor.is_floating_point() else tensor.float()
     return chance.choice((
