@@ -356,7 +356,7 @@ def _check_settings(optimizer: Any, own: Mapping[str, Any], saved: Mapping[str, 
         )
     _check_kinds({name: own[name] for name in own if name not in IMPLEMENTATION}, saved, "the optimizer's")
     if is_of_pytorch(type(optimizer)):  # where the program has no text, a file may have one, but nothing else
-        texts = [name for name in optimizer.defaults if own[name] is None and name not in IMPLEMENTATION]
+        texts = [name for name, value in optimizer.defaults.items() if value is None and name not in IMPLEMENTATION]
         unlike = [name for name in texts if not isinstance(saved.get(name), str | None)]
         require(not unlike, f"{unlike} of an optimizer is not a text")
 

@@ -50,6 +50,14 @@ def test_each_optimizer_of_pytorch_goes_on_with_its_own_states(kind: type) -> No
                 assert all(map(torch.equal, model.parameters(), expected.parameters())), options
 
 
+def test_a_switch_that_is_none_in_a_file_lets_the_next_state_in() -> None:
+    _, optimizer = trained(torch.optim.Adam, 1)
+    state = changed(optimizer, lambda state: None)
+    load(optimizer, changed(optimizer, lambda state: state["param_groups"][0].update(maximize=None)))
+    load(optimizer, state)
+    assert optimizer.param_groups[0]["maximize"] is False
+
+
 def test_a_slot_that_no_step_makes_has_numbers_at_least() -> None:
     _, optimizer = trained(torch.optim.Adam, 1)
     with pytest.raises(ValueError, match="has another shape or type"):
