@@ -22,7 +22,7 @@ _MULTI_RANK_SINCE = 23000  # NCCL 2.30.0, in the form that `ncclGetVersion` retu
 
 @dataclass(frozen=True)
 class DriverView:
-    """What the driver sees of GPUs and NCCL.
+    """The GPUs and the NCCL that the driver sees.
 
     Attributes:
         num_gpus: Number of GPUs that PyTorch sees in this process. None if this PyTorch was built without GPU support.

@@ -50,7 +50,7 @@ _OF_THIS_PROGRAM: WeakSet[ElasticController] = WeakSet()
 
 
 class _Phase(Enum):
-    """What the driver is doing in an attempt to run a call. The value is the error after which the group is kept."""
+    """A phase of an attempt to run a call. The value is the error after which the group is kept."""
 
     SENDING = UnpicklableError  # no rank has received the call
     WAITING = WorkersLostError  # the ranks only wait between two steps

@@ -155,7 +155,7 @@ class NotInPlace:
 
 
 class Movability(Enum):
-    """Whether the replicas can continue in another group, between two calls."""
+    """The answer to the question if the replicas can continue in another group, between two calls."""
 
     CAN_MOVE = auto()
     CANNOT_MOVE = auto()  # a change of the group needs a restart

@@ -26,7 +26,7 @@ _NUM_MARKS = 32  # number of hashes to report, one per recent action; a rank fur
 
 
 class BatchRecord:
-    """What user code and the library have done with the batch that the training code requested last.
+    """A record of what user code and the library have done with the latest batch.
 
     Args:
         number: Number of batches that the training code has requested in this worker group's part of the call.
@@ -117,7 +117,7 @@ class Saved:
 
 
 class StepRecord:
-    """What has happened since the last commit, on this rank.
+    """A record of what has happened on this rank since the last commit.
 
     Args:
         error: See the attribute.
@@ -191,7 +191,7 @@ class StepRecord:
 
 
 class SoFar(NamedTuple):
-    """What the committed steps of a call have shown.
+    """Facts that the committed steps of a call have shown.
 
     Attributes:
         has_averaged: True if gradients were averaged over the ranks.

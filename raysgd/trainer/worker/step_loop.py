@@ -42,7 +42,7 @@ BETWEEN_BATCHES = BatchPlan()
 
 @dataclass(frozen=True)
 class StepRules:
-    """What holds for all steps of a call in one group of workers.
+    """The rules for all steps of a call in one group of workers.
 
     Attributes:
         averages: True if gradients are averaged over the ranks.
@@ -81,7 +81,7 @@ class StepRules:
 
 
 class PlannedItem(Protocol):
-    """What a source yields: a batch, and how it lies in the pass."""
+    """A batch of a source, and its place in the pass."""
 
     @property
     def is_first(self) -> bool:

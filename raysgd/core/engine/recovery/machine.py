@@ -408,7 +408,7 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True)
 class Facts:
-    """What a transition may ask. All values are plain and read just before.
+    """The facts on which a transition depends. All values are plain, and are read just before the transition.
 
     Attributes:
         in_call: True if a call is running.
@@ -487,7 +487,7 @@ class Facts:
 
 
 class Do(Enum):
-    """What the driver does at once, without waiting for a worker."""
+    """An action that the driver takes at once, without waiting for a worker."""
 
     FORGET_CALLS = auto()  # a restart repeats no call
     GIVE_STATE_UP = auto()  # the only state could not be fetched
