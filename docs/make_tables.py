@@ -1,13 +1,15 @@
 """Writes tables of the pages: `python docs/make_tables.py`.
 
-Those of names in `reference/old-names.md` come from the one table that raysgd has, those of goodput and of the record
-run in `performance.md` from what was measured, in `measured/`. `index.md` is made from README and from the menu.
+Those of names in `reference/old-names.md` come from the one table that raysgd has, goodput and the record run in
+`performance.md` from what was measured, in `measured/`. `index.md` is made from README and from the menu,
+`reference/claims.md` from `tests/repository/claims.toml`.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ import yaml
 from raysgd.compat.paths import Group, gone, table
 
 DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS.parent))
+from tests.repository.claims import Claim, claims  # noqa: E402
+
 PAGE = DOCS / "reference" / "old-names.md"
 GROUPS: tuple[Group, ...] = ("sgd", "train")
 MEASURED_PAGE = DOCS / "performance.md"
@@ -69,31 +74,15 @@ def goodput_of(rows: list[dict[str, Any]]) -> str:
     return "\n".join([head, "|---|---|---|---|---|", *lines])
 
 
-def _growth(row: dict[str, Any]) -> str:
-    words = {"driver_mib_grown": "{:.1f} MiB", "driver_fds_grown": "{:g} files", "store_mib_grown": "store {:.1f} MiB"}
-    return ", ".join(said.format(row[name]) for name, said in words.items() if name in row)
-
-
 def record_of(record: dict[str, Any]) -> str:
-    """The table of the record run: how far it is."""
-    lines = {
-        "kills": f"{record['kills']} of 2,000",
-        "kills of rank 0": record["kills_of_rank_0"],
-        "two at once": record["pairs"],
-        "nodes lost": f"{record['nodes']} of 50",
-        "hours with kills": f"{record['seconds'] / 3600:.2f}",
-        "trainings, parts, passes over the data": f"{record['trainings']}, {record['parts']}, {record['passes']}",
-        "parts in which a sample was not used once in each pass": record["samples_off"],
-        "largest difference of a weight": f"{record['largest_difference']:.1e}",
-        "driver grew within a part by, at most": _growth(_most_grown(record)),
-    }
-    return "\n".join(["| what | how much |", "|---|---|", *(f"| {what} | {told} |" for what, told in lines.items())])
-
-
-def _most_grown(record: dict[str, Any]) -> dict[str, float]:
-    lists = {f"driver_{name}": record[name] for name in ("mib_grown", "fds_grown")}
-    lists["store_mib_grown"] = record["store_mib_grown"]
-    return {name: max(values) for name, values in lists.items() if values}
+    """What the record run did, and what it found."""
+    return (
+        f"It killed {record['kills']:,} worker processes in {record['seconds'] / 3600:.2f} hours: "
+        f"{record['kills_of_rank_0']} times rank 0, {record['pairs']} times two at once, {record['nodes']} times a "
+        "node. "
+        f"Parts with a sample that was not used once in each epoch: {record['samples_off']} of {record['parts']}. "
+        f"Largest difference of a weight: {record['largest_difference']:.1e}."
+    )
 
 
 def with_measured(page: str) -> str:
@@ -121,6 +110,30 @@ def index() -> str:
     return "\n".join([here, "\n## All pages\n", *groups]) + "\n"
 
 
+CLAIMS_PAGE = DOCS / "reference" / "claims.md"
+CLAIMS_HEAD = """# Check our claims
+
+Each sentence of the README and of [the comparison](../compare.md) that states a fact or a figure is in this table,
+with the command that shows it. `make claims` runs those that take less than a minute. If a command fails, the claim is
+wrong. [Performance](../performance.md) has the times, with their commands.
+
+| claim | shown by | what would refute it |
+|---|---|---|
+"""
+
+
+def claims_page() -> str:
+    """The page that lists each claim with what shows it."""
+    return CLAIMS_HEAD + "\n".join(map(_claim_row, claims())) + "\n"
+
+
+def _claim_row(claim: Claim) -> str:
+    text = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", " ".join(claim.text.split())).replace("|", r"\|")
+    shown_by = f"`{claim.command}`" if claim.shown else f"no command ({claim.machine})"
+    page = f"../../{claim.page}".replace("../docs/", "")
+    return f"| [{Path(page).stem}]({page}): {text} | {shown_by} | {claim.refuted_by} |"
+
+
 def _linked(page: str | dict[str, str]) -> str:
     [(title, path)] = page.items() if isinstance(page, dict) else [("All recipes", page)]
     return f"[{title}]({path})"
@@ -137,3 +150,4 @@ if __name__ == "__main__":
     for path, with_its_tables in {PAGE: with_tables, MEASURED_PAGE: with_measured}.items():
         path.write_text(with_its_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
     (DOCS / "index.md").write_text(index(), encoding="utf-8")
+    CLAIMS_PAGE.write_text(claims_page(), encoding="utf-8")

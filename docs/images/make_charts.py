@@ -19,12 +19,10 @@ STYLE = """
   text { font: 14px -apple-system, "Segoe UI", Roboto, Helvetica, Arial, sans-serif; fill: #24292f; }
   .title { font-size: 16px; font-weight: 600; } .note { font-size: 12px; fill: #57606a; }
   .ours { fill: #3f51b5; } .other { fill: #8c959f; } .range { stroke: #24292f; stroke-width: 1.5; }
-  .grid { stroke: #d0d7de; } .curve { fill: none; stroke-width: 2.5; } .few { stroke-dasharray: 7 4; }
-  .curve.ours { stroke: #3f51b5; } .curve.other { stroke: #8c959f; }
+  .grid { stroke: #d0d7de; }
   @media (prefers-color-scheme: dark) {
     text { fill: #e6edf3; } .note { fill: #9198a1; } .ours { fill: #7f8ff4; } .other { fill: #656c76; }
     .range { stroke: #e6edf3; } .grid { stroke: #3d444d; }
-    .curve.ours { stroke: #7f8ff4; } .curve.other { stroke: #8c959f; }
   }
 """
 
@@ -127,29 +125,6 @@ def goodput() -> str:
     )
 
 
-SIZES = ("400 bytes", "64 KiB")
-
-
-def sums() -> str:
-    """How the time of a sum grows with the number of processes."""
-    columns = table("| processes | 400 bytes | 64 KiB |")
-    curves = []
-    for column, size in enumerate(SIZES):
-        pairs = {
-            int(number): [Reading.of(part.strip()) for part in cells[column].split("/")]
-            for number, cells in columns.items()
-        }
-        for place, name in enumerate(("raysgd", "gloo")):
-            points = {number: pair[place].median for number, pair in pairs.items()}
-            curves.append(Curve(f"{name}, {size}", points, "ours" if name == "raysgd" else "other", column == 0))
-    return _curves(
-        "Scaling: milliseconds of one sum over all processes",
-        "all processes share 2 cores, so this is the work of all of them; medians of 7, one run; less is better",
-        curves,
-        "number of processes. Source: examples/benchmarks/small_sums.py",
-    )
-
-
 def _bars(title: str, note: str, found: dict[str, Reading], foot: str, figure: str = "{:.2g} s") -> str:
     left, row, top = max(232, 7 * max(map(len, found)) + 8), 36, 58
     scale = (WIDTH - left - 90) / max(each.most for each in found.values())
@@ -193,64 +168,6 @@ def _dots(title: str, note: str, found: dict[str, Reading], foot: str) -> str:
     return _picture(bottom + 46, said, title, note, shapes, foot)
 
 
-@dataclass(frozen=True)
-class Curve:
-    """One line of a chart, by the number of processes."""
-
-    name: str
-    points: dict[int, float]
-    kind: str
-    is_dashed: bool
-
-
-def _curves(title: str, note: str, curves: list[Curve], foot: str) -> str:
-    left, top, right, bottom = 48, 58, WIDTH - 144, 340
-    numbers = sorted({number for curve in curves for number in curve.points})
-    values = [value for curve in curves for value in curve.points.values()]
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-
-    def x_of(number: int) -> float:
-        return left + (right - left) * math.log(number / numbers[0]) / math.log(numbers[-1] / numbers[0])
-
-    def y_of(value: float) -> float:
-        return bottom - (bottom - top) * (math.log10(value) - low) / (high - low)
-
-    shapes = []
-    for power in range(low, high + 1):
-        y = y_of(10.0**power)
-        shapes.append(f'<line x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
-        shapes.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end" class="note">{10.0**power:g}</text>')
-    for number in numbers:
-        shapes.append(
-            f'<text x="{x_of(number):.1f}" y="{bottom + 18}" text-anchor="middle" class="note">{number}</text>'
-        )
-    for curve in curves:
-        kind = f"curve {curve.kind}{' few' * curve.is_dashed}"
-        path = " ".join(f"{x_of(number):.1f},{y_of(value):.1f}" for number, value in curve.points.items())
-        shapes.append(f'<polyline points="{path}" class="{kind}"/>')
-        shapes += [
-            f'<circle cx="{x_of(number):.1f}" cy="{y_of(value):.1f}" r="4" class="{curve.kind}"/>'
-            for number, value in curve.points.items()
-        ]
-    ends = {curve.name: y_of(curve.points[numbers[-1]]) for curve in curves}
-    for name, y in _apart(ends, 16).items():
-        shapes.append(f'<text x="{right + 10}" y="{y + 5:.1f}">{escape(name)}</text>')
-    said = "; ".join(
-        f"{curve.name}: {curve.points[numbers[0]]:g} ms with {numbers[0]} processes, "
-        f"{curve.points[numbers[-1]]:g} ms with {numbers[-1]}"
-        for curve in curves
-    )
-    return _picture(bottom + 50, said, title, note, shapes, foot)
-
-
-def _apart(places: dict[str, float], gap: float) -> dict[str, float]:
-    """The places of labels, top to bottom, moved so that none covers another."""
-    moved: dict[str, float] = {}
-    for name, place in sorted(places.items(), key=lambda item: item[1]):
-        moved[name] = max(place, max(moved.values(), default=-math.inf) + gap)
-    return moved
-
-
 def _kind(name: str) -> str:
     return "ours" if name.startswith("raysgd") else "other"
 
@@ -276,7 +193,6 @@ CHARTS: dict[str, Callable[[], str]] = {
     "recovery.svg": recovery,
     "startup.svg": startup,
     "steady.svg": steady,
-    "sums.svg": sums,
 }
 
 

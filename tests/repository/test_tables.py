@@ -55,6 +55,13 @@ def test_the_first_page_of_the_site_is_made_from_the_readme() -> None:
     assert (DOCS / "index.md").read_text(encoding="utf-8") == made["index"](), "run `python docs/make_tables.py`"
 
 
+def test_the_page_of_claims_is_made_from_their_table() -> None:
+    made = runpy.run_path(str(DOCS / "make_tables.py"))
+    page = (DOCS / "reference" / "claims.md").read_text(encoding="utf-8")
+    assert page == made["claims_page"](), "run `python docs/make_tables.py`"
+    assert page.count("| `pytest ") > 20
+
+
 CELL = re.compile(
     r"\]\((?:\.\./(?:tests|examples)/|[\w-]+\.md)[^)]*\)|^as for |^not tested|^nothing$|^without|^at |^a copy|^yes$"
 )
@@ -82,7 +89,6 @@ def test_the_tables_of_goodput_and_of_the_record_show_what_was_measured() -> Non
         ("recovery.svg", "raysgd, 2 workers and a spare"),
         ("startup.svg", "bare Ray actors"),
         ("steady.svg", "mlp_large (2.6 M parameters)"),
-        ("sums.svg", "gloo, 64 KiB"),
     ],
 )
 def test_the_charts_show_the_figures_of_the_benchmarks(name: str, label: str) -> None:
