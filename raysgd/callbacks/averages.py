@@ -44,7 +44,10 @@ class AveragedWeights(WorkerCallback):
 
     def on_begin(self, operator: Any) -> None:
         if is_sharded(operator):
-            raise ValueError('Averages of weights need whole models in each worker: `strategy="fsdp"` divides them.')
+            raise ValueError(
+                '`EMA` and `SWA` need whole models in each worker, and `strategy="fsdp"` shards them: use '
+                '`strategy="ddp"`, or leave `EMA` and `SWA` out of `callbacks`.'
+            )
         self.weights = []
 
     def state_dict(self) -> dict[str, Any]:

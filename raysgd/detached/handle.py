@@ -284,7 +284,8 @@ class DetachedTrainer:
             elif left_s == ANSWER_S:
                 logger.warning(_SILENT, self._name, self._name)
         raise TimeoutError(
-            f"A call of detached trainer `{self._name}` has not ended within {timeout_s:g} s. It continues."
+            f"A call of detached trainer `{self._name}` has not ended within {timeout_s:g} s. It continues: call "
+            "`result` again to wait longer."
         )
 
     def _show(self, news: tuple[int, list[Piece], str | None, bool]) -> str | None:
