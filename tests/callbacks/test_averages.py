@@ -351,7 +351,7 @@ def test_averages_of_another_trainer_are_loaded(operator_cls: type, make_local: 
 
 def test_models_that_are_divided_are_refused() -> None:
     operator = SimpleNamespace(_raysgd=SimpleNamespace(parallel=SimpleNamespace(is_sharded=True)))
-    with pytest.raises(ValueError, match='`strategy="fsdp"` divides them'):
+    with pytest.raises(ValueError, match='`strategy="fsdp"` shards them: use `strategy="ddp"`'):
         EMA().on_begin(operator)
 
 
