@@ -8,57 +8,38 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import random
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from raysgd.compat.names import former_names
 from raysgd.core import arguments as checks
-from raysgd.core.connections.tensorflow import GROWTH, TensorFlowConnection, keras_of_driver
 from raysgd.core.engine.shared.call import Call
-from raysgd.core.engine.snapshots import Snapshot
-from raysgd.core.history.history import Kind
 from raysgd.core.text.printable import errors_printable
 from raysgd.core.text.tracebacks import hide_library_frames
 from raysgd.detached.cluster import start
 from raysgd.detached.protocol import Detached
 from raysgd.storage import files
-from raysgd.streams.source import check_stream_of_call
-from raysgd.streams.stream import Stream
 from raysgd.tf.checkpoints import checkpoint_file, serializing
 from raysgd.tf.creator_operator import CreatorOperator
-from raysgd.tf.data import call_data
-from raysgd.tf.driver import arguments
-from raysgd.tf.objects import datasets, registration
+from raysgd.tf.driver import arguments, framework
+from raysgd.tf.driver.framework import TFFramework
+from raysgd.tf.objects import registration
 from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner
 from raysgd.trainer.configuration.batch_options import BatchOptions
 from raysgd.trainer.configuration.placement import Placement
 from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.configuration.settings import GroupSettings
-from raysgd.trainer.driver.life import Framework
-from raysgd.trainer.driver.saving import Content, load_into_all, load_snapshot_into_all
 from raysgd.trainer.driver.trainer import ClassTrainer
-from raysgd.trainer.messages.epochs import EpochAnswer, EpochOptions, merged
-from raysgd.trainer.messages.prediction_data import BatchRequest, Found
-from raysgd.trainer.messages.weight_sums import check_equal
 from raysgd.trainer.worker.operator import OperatorT
-from raysgd.trainer.worker.state.replica_state import RESUME, place_in
-from raysgd.trainer.worker.state.state_checks import check_parts
+from raysgd.trainer.worker.state.replica_state import RESUME
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
-
-_RANKS = "ranks"
-_REASONS = (
-    "weights that are changed by hand, as with `variable.assign_sub(...)`, or by an optimizer that is not registered; "
-    "a callback of Keras that acts on the metrics of a batch, which are those of its worker, or draws random numbers"
-)
 
 
 @hide_library_frames
@@ -185,7 +166,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
         num_gpus = arguments.choose_num_gpus(use_gpu, group)
         group, settings = replace(group, num_gpus_per_worker=num_gpus or 1), replace(settings, use_gpu=num_gpus > 0)
         self.model_creator, self.data_creator = model_creator, data_creator
-        super().__init__(group, settings)
+        super().__init__(group, settings, TFFramework(group, settings))
 
     if not TYPE_CHECKING:  # type checkers use the signature of `__init__`
 
@@ -194,57 +175,11 @@ class TFTrainer(ClassTrainer[OperatorT]):
             """Create a trainer or, with `detached`, start one that outlives this program and return its handle."""
             return super().__new__(cls) if detached is None else start(cls, detached, args, kwargs)
 
-    def _framework(self, group: GroupSettings, settings: TFSettings) -> Framework:
-        travels, variables = not group.is_driver_only, _variables_for_workers()
-        if group.num_gpus_per_worker < 1:
-            variables |= GROWTH
-        return Framework(
-            runner_cls=TFRunner,
-            connection=TensorFlowConnection(variables, group.timeout_s, group.recovery.form_timeout_s),
-            reservation_timeout_s=arguments.reservation_timeout_s(),
-            keeps_survivors=True,
-            renews_survivors=False,
-            call_data_of=partial(call_data.call_data_of, seed=settings.seed, travels=travels),
-            to_send=_settings_to_send if travels else lambda settings: settings,
-            shard_advice="set the auto-shard policy in the dataset's options to OFF",
-        )
-
-    def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
-        call_data.check(dataset, name, with_fit=self._trains_with_fit, training=training)
-        if training:
-            arguments.check_can_be_constant(dataset, self._life.settings)
-        if isinstance(dataset, Stream):
-            check_stream_of_call(dataset, name, self._life.settings.obstacle_of_streams)
-
-    def _check_fit(self, epochs: int) -> None:
-        if self._trains_with_fit:
-            arguments.check_calls_of_fit(self._life.settings.config, epochs)
-
     def _reset_creators(self, model_creator: Any, data_creator: Any, config: Mapping[str, Any]) -> None:
         """Create the operators in all workers again, like `reset_config`, but with new creator functions and config."""
         operator_cls = arguments.resolve_operator(None, model_creator, data_creator)
-        config = self._checked_config(config)
-        self._changes.begin_again(replace(self._life.settings, training_operator_cls=operator_cls, config=config))
+        self._changes.begin_again(config, operator_cls)
         self.model_creator, self.data_creator = model_creator, data_creator
-
-    def _check_reload(self, training_operator_cls: Any) -> None:
-        arguments.resolve_operator(training_operator_cls, None, None)
-        if self._trains_with_fit:
-            raise ValueError(
-                "`reload` needs an operator class, but this trainer has creator functions, whose steps are those of "
-                "Keras's `fit`. Pass `training_operator_cls`, or save the state and load it into a new trainer."
-            )
-
-    def _to_predict(self, data: Any, asked: BatchRequest) -> Found:
-        return call_data.source_to_predict(data, asked)
-
-    def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], options: EpochOptions) -> None:
-        check_equal({rank: answer.weight_sums for rank, answer in enumerate(answers)}, _REASONS)
-
-    def _merged(self, answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
-        if self._trains_with_fit and reduce_results:  # the workers have merged the metrics already
-            return merged(answers[:1], reduce_results=False)[0]
-        return super()._merged(answers, reduce_results)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -295,9 +230,6 @@ class TFTrainer(ClassTrainer[OperatorT]):
         state = self._life.snapshot().shared_state
         return {key: copy.deepcopy(value) for key, value in state.items() if key != RESUME}
 
-    def _load_state(self, state: dict[str, Any]) -> None:
-        self._load(state, ())
-
     def save(self, checkpoint: str | PathLike[str], blocking: bool = True) -> Any:
         """Write the state to a file from the driver, atomically and with checksums. `numpy.load` can read its arrays.
 
@@ -320,16 +252,10 @@ class TFTrainer(ClassTrainer[OperatorT]):
         arguments.refuse_keras_file(checkpoint)
         checks.refuse_text(blocking=blocking)
         if blocking:
-            self._life.saves.write(checkpoint, _content_of(self._life.snapshot()))
+            self._life.saves.write(checkpoint, framework.content_of(self._life.snapshot()))
         else:
-            self._life.saves.submit(checkpoint, self._life.newest_snapshot(), _checked_content_of, self)
+            self._life.saves.submit(checkpoint, self._life.newest_snapshot(), framework.checked_content_of, self)
         return checkpoint
-
-    def _save_snapshot(self, checkpoint: str, snapshot: Snapshot) -> None:
-        self._life.saves.write(checkpoint, _content_of(snapshot))
-
-    def _place_in(self, snapshot: Snapshot) -> tuple[int, int]:
-        return place_in(snapshot.shared_state)
 
     @errors_printable()
     def load(self, checkpoint: str | PathLike[str]) -> None:
@@ -350,12 +276,12 @@ class TFTrainer(ClassTrainer[OperatorT]):
         files.check_location("checkpoint", checkpoint)
         with files.local_copy(checkpoint) as path:
             state = checkpoint_file.read(path, name=files.shown(checkpoint))
-        rank_states = state.pop(_RANKS, ())
+        rank_states = state.pop(framework.RANKS, ())
         if not isinstance(rank_states, list | tuple):
             raise ValueError(f"`{files.shown(checkpoint)}`: the random states are not a list. Nothing was loaded.")
         former = state.pop(checkpoint_file.FORMER_OPTIMIZER, None)
         if former is None:
-            self._load(state, tuple(rank_states))
+            framework.load(self._life, state, tuple(rank_states))
         else:
             self._load_former(checkpoint, state, former)
         self._life.saves.note_file(files.shown(checkpoint))
@@ -364,58 +290,14 @@ class TFTrainer(ClassTrainer[OperatorT]):
 
     def _load_former(self, checkpoint: str | PathLike[str], state: dict[str, Any], optimizer: list[Any]) -> None:
         slots = self._life.on_all(TFRunner.former_optimizer, optimizer, rank=0)[0]
-        self._load({**self.state_dict(), **state, **({} if slots is None else {"optimizers": [slots]})}, ())
+        whole = {**self.state_dict(), **state, **({} if slots is None else {"optimizers": [slots]})}
+        framework.load(self._life, whole, ())
         if slots is None:
             logger.warning(
                 "`%s` is a file of the old library and does not match this trainer's optimizer: the weights and the "
                 "epoch were loaded, but the optimizer is unchanged",
                 files.shown(checkpoint),
             )
-
-    def _load_snapshot(self, snapshot: Snapshot) -> None:
-        check_parts(snapshot.shared_state, self._life.facts.counts)
-        load_snapshot_into_all(self._life.controller, TFRunner.restore, snapshot)
-
-    def _load(self, state: dict[str, Any], rank_states: tuple[Any, ...]) -> None:
-        check_parts(state, self._life.facts.counts)
-        whole = {"operator": None, RESUME: {}, **state}
-        # If the file was saved with the same number of workers, it has the state of every rank of this trainer.
-        is_complete = len(rank_states) == self.num_workers
-        load_into_all(self._life.controller, TFRunner.restore, whole, rank_states, is_complete)
-
-
-def _content_of(snapshot: Snapshot) -> Content:
-    """Return a pair: a checkpoint file's content, as views of a snapshot's arrays, and the function that writes it."""
-    return {**snapshot.shared_state, _RANKS: list(snapshot.rank_states)}, checkpoint_file.write
-
-
-def _checked_content_of(snapshot: Snapshot) -> Content:
-    state, write = _content_of(snapshot)
-    checkpoint_file.check(state)
-    return state, write
-
-
-def _settings_to_send(settings: TFSettings) -> TFSettings:
-    """Return the settings to send to the workers.
-
-    If the `validation_data` of `fit_config` is a dataset, it is serialized.
-    """
-    tensorflow = sys.modules.get("tensorflow")
-    options = settings.config.get("fit_config") or {}
-    data = options.get("validation_data")
-    if tensorflow is None or not isinstance(data, tensorflow.data.Dataset):
-        return settings
-    packed = datasets.packed("config['fit_config']['validation_data']", data)
-    config = {**settings.config, "fit_config": {**options, "validation_data": packed}}
-    return replace(settings, config=config)
-
-
-def _variables_for_workers() -> dict[str, str]:
-    """Return the environment variables to set in workers before they import TensorFlow.
-
-    They select the Keras version, its backend, and TensorFlow's log level.
-    """
-    return {**keras_of_driver(), "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
 
 
 former_names(__name__)

@@ -6,8 +6,7 @@ workers' results. The engine starts the workers through Ray, runs calls on them,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from os import PathLike
@@ -18,41 +17,27 @@ import torch
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.compat.names import former_names
 from raysgd.core import arguments as checks
-from raysgd.core.arrays.data_kinds import goes_to_all
-from raysgd.core.connections.horovod import HorovodConnection
-from raysgd.core.connections.torch import TorchConnection, variables_of_nccl
-from raysgd.core.engine.shared.connection import Connection
-from raysgd.core.engine.snapshots import Snapshot
-from raysgd.core.history.history import Kind
 from raysgd.core.text.tracebacks import hide_library_frames
 from raysgd.detached.cluster import start
 from raysgd.detached.protocol import Detached
 from raysgd.exceptions import RemovedNameError
 from raysgd.storage import files
-from raysgd.streams.source import check_stream_of_call
-from raysgd.streams.stream import Stream
-from raysgd.torch import constants
 from raysgd.torch.checkpoints import divided_state
-from raysgd.torch.data import call_data
-from raysgd.torch.driver import arguments, epoch_checks, partial_loading, saving
+from raysgd.torch.driver import arguments, partial_loading, saving
+from raysgd.torch.driver.framework import TorchFramework, step_schedulers
 from raysgd.torch.driver.partial_loading import LoadReport
-from raysgd.torch.driver.progress_bar import epoch_bar
 from raysgd.torch.driver.saving import FileFormat
 from raysgd.torch.objects.moving import unpacked
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions
-from raysgd.torch.step import schedulers
 from raysgd.torch.torch_runner import TorchRunner
 from raysgd.trainer.configuration.batch_options import BatchOptions
 from raysgd.trainer.configuration.placement import Placement
 from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.configuration.settings import GroupSettings
-from raysgd.trainer.driver.life import Framework
 from raysgd.trainer.driver.trainer import ClassTrainer, show_options
-from raysgd.trainer.messages.epochs import EpochAnswer, EpochOptions
-from raysgd.trainer.messages.prediction_data import BatchRequest, Found
 from raysgd.trainer.worker.operator import OperatorT
-from raysgd.trainer.worker.state.replica_state import RESUME, place_in
+from raysgd.trainer.worker.state.replica_state import RESUME
 
 
 @hide_library_frames
@@ -154,7 +139,6 @@ class TorchTrainer(ClassTrainer[OperatorT]):
     add_dist_sampler: bool
     scheduler_step_freq: str | None
     seed: int | None
-    _leaves_epochs = _runs_worker_callbacks = True
 
     def __init__(
         self,
@@ -258,8 +242,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         arguments.check_combination(settings, gpus, num_workers)
         arguments.check_batch_size(settings, num_workers)
         show_options(self, settings.step_options)
-        super().__init__(group, settings)
-        self._shows_progress = use_tqdm
+        super().__init__(group, settings, TorchFramework(group, settings))
         arguments.tell_unused_gpus(use_gpu, gpus)
 
     if not TYPE_CHECKING:  # type checkers should see only `__init__` with its typed arguments
@@ -294,54 +277,6 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         """True if the strategy is "ddp". Kept for older code; `strategy` is its replacement."""
         return self.strategy == "ddp"
 
-    def _framework(self, group: GroupSettings, settings: TorchSettings) -> Framework:
-        timeout_s, form_timeout_s = group.timeout_s, group.recovery.form_timeout_s
-        if group.backend == "horovod":
-            connection: Connection = HorovodConnection(timeout_s, form_timeout_s)
-        else:
-            joins_alone, variables = settings.may_grow, variables_of_nccl()
-            connection = TorchConnection(group.backend, timeout_s, form_timeout_s, joins_alone, variables)
-        return Framework(
-            runner_cls=TorchRunner,
-            connection=connection,
-            reservation_timeout_s=constants.SGD_PLACEMENT_GROUP_TIMEOUT_S,
-            keeps_survivors=settings.keeps_survivors,
-            renews_survivors=settings.strategy == "fsdp",
-            call_data_of=call_data.call_data_of,
-            shard_advice="pass `add_dist_sampler=False`",
-        )
-
-    def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
-        if isinstance(dataset, Stream):
-            check_stream_of_call(dataset, name, self._life.settings.obstacle_of_streams)
-            return
-        steps_apart = training and self.num_workers > 1 and not self._life.facts.is_synchronous
-        options = self._life.settings.batch_options
-        divides = training and (self.num_workers > 1 or options.deterministic or options.micro_batch_size is not None)
-        global_option = options.global_option if divides else ""
-        arguments.check_dataset(dataset, name, steps_apart=steps_apart, global_option=global_option)
-
-    def _goes_on_with(self, dataset: Any) -> bool:
-        return goes_to_all(call_data.kind_of(dataset))
-
-    @contextmanager
-    def _shown(self) -> Iterator[None]:
-        with epoch_bar() as show, self._life.listeners.listening(show):
-            yield
-
-    def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], options: EpochOptions) -> None:
-        if kind == "train" and self._life.facts.is_synchronous:
-            epoch_checks.check_alike(answers)
-        epoch_checks.warn_of_nothing(kind, answers, options.num_steps)
-
-    def _after_evaluation(self) -> None:
-        # Evaluation may have changed the states of the workers' random number generators. `save` must write the new
-        # states, which the newest snapshot lacks.
-        self._life.controller.snapshots.touch_ranks()
-
-    def _to_predict(self, data: Any, asked: BatchRequest) -> Found:
-        return call_data.source_to_predict(data, asked)
-
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the training state.
 
@@ -351,9 +286,6 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         state = divided_state.whole(self._life.snapshot().shared_state, copy=True)
         del state[RESUME]
         return dict(state)
-
-    def _load_state(self, state: dict[str, Any]) -> None:
-        saving.load_state(self._life.controller, state)
 
     def save(
         self,
@@ -412,12 +344,6 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             self._life.saves.submit(checkpoint, self._life.newest_snapshot(), content, self)
         return checkpoint
 
-    def _save_snapshot(self, checkpoint: str, snapshot: Snapshot) -> None:
-        self._life.saves.write(checkpoint, saving.content_of(snapshot, True, "torch"))
-
-    def _place_in(self, snapshot: Snapshot) -> tuple[int, int]:
-        return place_in(divided_state.outline(snapshot.shared_state))
-
     def load(
         self,
         checkpoint: str | PathLike[str],
@@ -452,33 +378,13 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         life = self._life
         return saving.load(checkpoint, weights_only, chosen, strict, life.controller, life.saves, life.snapshot)
 
-    def _check_reload(self, training_operator_cls: Any) -> None:
-        arguments.check_operator_class(training_operator_cls)
-        if self._life.facts.is_sharded or self.backend == "horovod":
-            what = '`backend="horovod"`' if self.backend == "horovod" else '`strategy="fsdp"`'
-            raise ValueError(f"`reload` cannot work with {what}: save, and load into a new trainer with the new class.")
-
-    def _load_snapshot(self, snapshot: Snapshot) -> None:
-        saving.load_snapshot(self._life.controller, snapshot)
-
     def update_scheduler(self, metric: Any) -> None:
         """Call `step(metric)` of every registered scheduler, as `ReduceLROnPlateau` requires.
 
         Raises:
             NotRegisteredError: The operator registered no scheduler.
         """
-        self._schedule(TorchRunner.update_schedulers, metric)
-
-    def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> bool:
-        metrics = self._life.facts.plateau_metrics
-        values = schedulers.values_after_validation(metrics, trained, validated) if metrics else None
-        if values:
-            self._schedule(TorchRunner.step_plateaus, values)
-        return bool(values)
-
-    def _schedule(self, function: Callable[..., Any], value: Any) -> None:
-        """Call `function`, which steps schedulers, on all workers with the same `value`."""
-        self._life.on_all(function, value, changes_state=True, keeps_alike=True)
+        step_schedulers(self._life, TorchRunner.update_schedulers, metric)
 
     def get_model(self, to_cpu: bool = False) -> Any:
         """Return the trained model without wrappers, or a list of models if several are registered.
@@ -499,11 +405,6 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         if self.use_gpu and torch.cuda.is_available() and not to_cpu:
             models = [model.cuda() for model in models]
         return models[0] if len(models) == 1 else models
-
-    def _checked_config(self, config: Mapping[str, Any] | None) -> dict[str, Any]:
-        checked = super()._checked_config(config)
-        arguments.check_batch_size(replace(self._life.settings, config=checked), self.max_replicas)
-        return checked
 
     @classmethod
     def as_trainable(

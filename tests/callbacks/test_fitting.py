@@ -35,7 +35,7 @@ from raysgd.core.numbers.metric_names import name_in_test
 from raysgd.core.numbers.results import CallProgress
 from raysgd.exceptions import CallbackError, InvalidCountError, NotRegisteredError, WorkersLostError
 from raysgd.torch import TorchTrainer
-from raysgd.trainer.driver.trainer_calls import TrainerCalls
+from raysgd.trainer.driver.calls import TrainerCalls
 from tests.torch.operators_for_tests import LinearOperator, dataset
 
 Make = Callable[..., TorchTrainer]

@@ -26,7 +26,7 @@ from raysgd.core.engine.shared.group_events import GroupEvent
 from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
 from raysgd.exceptions import WorkersLostError
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.trainer.driver.calls import StepMetricsReader
+from raysgd.trainer.driver.fit_steps import StepMetricsReader
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator, equal
 
 Make = Callable[..., TorchTrainer]

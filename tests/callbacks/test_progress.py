@@ -24,7 +24,7 @@ from raysgd.callbacks import progress as progress_module
 from raysgd.callbacks.progress import LineBar, TqdmBar, make_bar
 from raysgd.core.engine.shared.group_events import GroupEvent
 from raysgd.core.numbers.results import CallProgress
-from raysgd.trainer.driver.calls import ProgressListeners
+from raysgd.trainer.driver.listeners import ProgressListeners
 
 
 class Terminal(io.StringIO):

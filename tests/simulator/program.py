@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from raysgd.core.engine.shared.call import Call, Completed
@@ -12,7 +13,7 @@ from raysgd.core.engine.shared.call import Left as LeftCall
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.core.history.status import ask_status
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError
-from raysgd.trainer.driver.calls import EpochCalls
+from raysgd.trainer.driver.calls import TrainerCalls
 from raysgd.trainer.driver.saving import load_into_all
 from tests.simulator.invariants import WatchedBudget
 from tests.simulator.kernel import Stopped
@@ -53,17 +54,17 @@ class SpareRunner:
     validate_on_loan = staticmethod(validate)
 
 
-class ValidationCalls(EpochCalls):
+class ValidationCalls(TrainerCalls):
     """Those of a front end where nothing has to be divided."""
 
     def __init__(self, controller: Any) -> None:
-        unused: Any = None
-        super().__init__(SpareRunner, controller, unused, unused, use_local=False, name="simulated")
+        life: Any = SimpleNamespace(controller=controller, framework=SimpleNamespace(runner_cls=SpareRunner))
+        super().__init__(life)
 
     def requests(self, name: str, asked: Any, *parts: Any, **named: Any) -> Any:
         return [(asked,)]
 
-    def validate(self, asked: Any, dataset: Any) -> list[Any]:
+    def answers_of_validation(self, asked: Any, dataset: Any) -> list[Any]:
         return [AT_ONCE]
 
     def forget(self) -> None:

@@ -16,6 +16,7 @@ from raysgd.callbacks import Checkpointing
 from raysgd.core.cluster import ray_cluster
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.driver import arguments
+from raysgd.tf.driver.framework import TFFramework
 from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.configuration.settings import GroupSettings
 
@@ -130,8 +131,8 @@ def test_workers_of_keras_share_gpus_only_with_auto(
 
 @pytest.mark.parametrize(("num_gpus", "grows"), [(1, False), (0.5, True)])
 def test_tensorflow_does_not_take_all_memory_of_a_gpu_that_workers_share(num_gpus: float, grows: bool) -> None:
-    made: Any = TFTrainer.__new__(TFTrainer)
-    connection = made._framework(group(num_gpus_per_worker=num_gpus), SimpleNamespace(seed=0)).connection
+    settings: Any = SimpleNamespace(seed=0, training_operator_cls=object)
+    connection: Any = TFFramework(group(num_gpus_per_worker=num_gpus), settings).connection
     assert ("TF_FORCE_GPU_ALLOW_GROWTH" in connection.variables) is grows
 
 

@@ -1,6 +1,6 @@
 """`fit(validate="async")`: the same results as inline, an epoch later, in order, and none is left out.
 
-Covers `raysgd.trainer.driver.fit_results`.
+Covers `raysgd.trainer.driver.fit_epoch`.
 """
 
 from __future__ import annotations

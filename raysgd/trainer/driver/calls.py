@@ -1,43 +1,38 @@
-"""The driver's side of training and validation calls: sends each worker its request, and handles the answers.
+"""`TrainerCalls`: runs a trainer's `train`, `validate`, `test` and `predict` calls, after their arguments were checked.
 
-While a call runs, functions that are registered as listeners receive its progress. After a training call, the driver
-records the call's throughput, and how the workers spent their time. A validation that runs concurrently with training
-uses a spare worker. If this spare has to replace a lost worker, the validation starts over on another spare.
+Each call is sent to the workers, their answers are checked and merged, and the result is added to the history. After a
+training call, the driver records the call's throughput, and how the workers spent their time. A call runs in the
+caller's thread or in the background. A validation in the background runs on a spare worker if there is one. If this
+spare has to replace a lost worker, the validation starts over on another spare.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import count
 from typing import Any
 from weakref import ref
 
-from raysgd.callbacks.monitors import open_steps, summaries_of_steps
 from raysgd.core import arguments as checks
-from raysgd.core.engine.controller import ElasticController
-from raysgd.core.engine.shared.call import Call, Left
-from raysgd.core.engine.shared.types import Heartbeat, World
+from raysgd.core.arrays.containers import Container
+from raysgd.core.engine.shared.call import Call, CallHandle, Left
+from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.snapshots import NewestSnapshot
-from raysgd.core.engine.transfers import ask_all
-from raysgd.core.history import readable
-from raysgd.core.history.accounts import Accounts
-from raysgd.core.history.gauges import Gauges
-from raysgd.core.history.status import TrainerStatus, glance
-from raysgd.core.numbers.meters import MetricSummary
-from raysgd.core.numbers.metric_meters import NUM_SAMPLES
-from raysgd.core.numbers.results import CallProgress, ProgressKind, as_number, merge
-from raysgd.exceptions import OnFailure
+from raysgd.core.history.history import Kind, RecordBeside, as_test
+from raysgd.core.numbers.results import Metrics
+from raysgd.exceptions import NoDataError, OnFailure
 from raysgd.trainer.configuration.settings import ReplicaSettings
+from raysgd.trainer.driver.life import TrainerLife
+from raysgd.trainer.driver.predicting import PredictionRounds
 from raysgd.trainer.driver.shared_data import DataSharing, Requests
-from raysgd.trainer.messages import replica_calls
 from raysgd.trainer.messages.begun import BegunEpoch
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochOptions
 from raysgd.trainer.messages.joint_work import difference
+from raysgd.trainer.messages.prediction_data import PredictionSource
 from raysgd.trainer.messages.weight_sums import ComparisonPace
 
 logger = logging.getLogger(__name__)
@@ -73,207 +68,34 @@ class EpochLeft(Exception):
         self.states, self.seconds = states, 0.0
 
 
-Listener = Callable[[CallProgress], None]
-StepReader = Callable[[bool], None]
-"""Function that fetches the workers' records of their steps.
-
-Its argument is True if a training call has just returned. While a call runs, the function is called about ten times a
-second with False.
-"""
-
-_ASK_FOR_STEPS_S = 1.0
-_INSIDE_A_CALL = (
-    "`on_progress` and `on_step_metrics` are called while the workers run a call, and the trainer cannot do anything "
-    "else meanwhile. Validate and save in `on_epoch_trained`. To do so every 100 steps, pass "
-    "`validate_every_n_steps=100` to `fit`, and `Checkpointing(every_n_steps=100)`."
-)
-
-
-class ProgressListeners:
-    """Asks rank 0 for its progress while a call runs, and reports that progress to listeners.
-
-    Without listeners, rank 0 is not asked. Step readers are also called while a call runs, but do not need the
-    progress.
-
-    Attributes:
-        listeners: Functions that receive the progress about ten times a second, and once after the call has returned.
-        step_readers: Functions that fetch the workers' records of their steps.
-    """
-
-    def __init__(self, controller: ElasticController) -> None:
-        self._controller = controller
-        self.listeners: list[Listener] = []
-        self.step_readers: list[StepReader] = []
-
-    @contextmanager
-    def listening(self, *listeners: Listener, step_readers: Sequence[StepReader] = ()) -> Iterator[None]:
-        """Report progress to these listeners too, and call these step readers, inside the block."""
-        self.listeners += listeners
-        self.step_readers += step_readers
-        try:
-            yield
-        finally:
-            for listener in listeners:
-                self.listeners.remove(listener)
-            for reader in step_readers:
-                self.step_readers.remove(reader)
-
-    @property
-    def on_wait(self) -> Callable[[], None] | None:
-        """Function that the driver calls repeatedly while it waits for the workers.
-
-        None if there are neither listeners nor step readers.
-        """
-        return self._on_wait if self.listeners or self.step_readers else None
-
-    def _on_wait(self) -> None:
-        if self.listeners:
-            self._tell_of_now()
-        self._read_steps(is_done=False)
-
-    def _read_steps(self, is_done: bool) -> None:
-        with self._controller.turns.closed(_INSIDE_A_CALL):
-            for reader in tuple(self.step_readers):
-                reader(is_done)
-
-    def tell_end(self, kind: ProgressKind, options: EpochOptions, answer: EpochAnswer) -> None:
-        """Report to the listeners that a call has returned. After a training call, report this to the step readers too.
-
-        Args:
-            kind: The type of call.
-            options: Options of the call.
-            answer: Rank 0's answer.
-        """
-        if self.listeners:
-            numbers = {
-                name: number
-                for name, value in (answer.metrics or {}).items()
-                if (number := as_number(value)) is not None
-            }
-            loss = numbers.get("last_train_loss" if kind == "train" else "val_loss")
-            epochs = answer.epoch_idx, options.info.get("num_epochs")
-            self.tell(CallProgress(answer.num_steps, answer.num_steps, *epochs, loss, kind, numbers, is_done=True))
-        if kind == "train" and self.step_readers:
-            self._read_steps(is_done=True)
-
-    def _tell_of_now(self) -> None:
-        """Report rank 0's current progress to the listeners, if rank 0 responds within a second.
-
-        The workers' heartbeats do not include this progress: reading metrics from a GPU may take long, and heartbeats
-        must not wait.
-        """
-        transfer = self._controller.ensure_group().fetch(0, replica_calls.progress)
-        try:
-            progress: CallProgress | None = transfer.result(1.0)
-        except Exception as error:  # only log the error: if the worker is lost, the running call itself reports that
-            logger.debug("no news of the running call: %s", error)
-            return
-        if progress is not None:
-            self.tell(progress)
-
-    def tell(self, progress: CallProgress) -> None:
-        """Call all listeners with this progress. If a listener calls the trainer, the trainer raises an error."""
-        with self._controller.turns.closed(_INSIDE_A_CALL):
-            for listener in tuple(self.listeners):
-                listener(progress)
-
-
-class StepMetricsReader:
-    """Asks all ranks for the metrics of their last steps, once a second and at the end of a training call.
+class TrainerCalls:
+    """Runs the calls of one trainer.
 
     Args:
-        controller: Controller of the workers.
-        tell: Function that receives the number of a step that all ranks have reached, and the metrics since the last
-            report, averaged over all ranks. It receives no step twice.
+        life: The trainer's workers and settings.
     """
 
-    def __init__(self, controller: ElasticController, tell: Callable[[int, dict[str, float]], None]) -> None:
-        self._controller, self._tell = controller, tell
-        self._last_step, self._asked_at = 0, 0.0
-
-    def __call__(self, is_done: bool) -> None:
-        if is_done or time.monotonic() > self._asked_at + _ASK_FOR_STEPS_S:
-            self._ask(is_done)
-
-    def tell_rest(self) -> None:
-        """Report the metrics that have not been reported yet, up to the step where the training call stopped."""
-        self._ask(is_done=True)
-
-    def open(self) -> tuple[tuple[int, MetricSummary], ...]:
-        """Return the metrics that each rank has measured since they were last averaged over all ranks and reported.
-
-        There is one pair per rank that responds: the rank's current step, and its metrics.
-        """
-        metrics, failure = ask_all(self._controller.ensure_group(), open_steps, are_last=True)
-        if failure is not None:
-            logger.warning(
-                "the checkpoint lacks metrics of the steps since the last log line, so the next one after a resume "
-                "covers fewer steps or samples: %s",
-                failure,
-            )
-        return tuple(metrics)
-
-    def _ask(self, is_done: bool) -> None:
-        by_rank: list[Mapping[int, MetricSummary]]
-        group = self._controller.ensure_group()
-        by_rank, failure = ask_all(group, summaries_of_steps, self._last_step, are_last=is_done)
-        if failure is not None:
-            logger.debug("no news of the steps: %s", failure)
-            # A later request brings the metrics of all ranks, too. But there may be none after a rank was lost when the
-            # workers had stopped, because a file of their last step may be saved now.
-            if not by_rank or not is_done or isinstance(failure, TimeoutError):
-                by_rank = [{}]
-        self._asked_at = time.monotonic()
-        until = (max if is_done else min)(max(steps, default=0) for steps in by_rank)
-        for step in sorted({step for steps in by_rank for step in steps if self._last_step < step <= until}):
-            self._last_step = step
-            rows = [row for steps in by_rank if (row := steps.get(step)) and row[NUM_SAMPLES]]  # not of idle ranks
-            self._tell(step, readable.chosen(merge(rows), None))
-
-
-class EpochCalls:
-    """Runs the `train` and `validate` calls of one trainer, and measures their throughput.
-
-    Args:
-        runner_cls: Class of the objects that run the calls in the workers. A subclass of `ClassRunner`.
-        controller: Controller of the workers.
-        listeners: Functions that receive the progress of calls.
-        sharing: Divides datasets over the workers.
-        use_local: Whether rank 0 runs in the driver, where it calls the listeners between its steps.
-        name: Name of the trainer in Ray's metrics.
-        used: Trainer options that performance warnings must not recommend, for example because they are already set.
-
-    Attributes:
-        controller: Controller of the workers.
-        listeners: Functions that receive the progress of calls.
-        sharing: Divides datasets over the workers according to the current config.
-        samples_per_s: Samples per second in the last training call. None before the first training call, and if the
-            call did not count samples.
-        accounts: Records of how the workers have spent their time since the trainer's start.
-    """
-
-    def __init__(
-        self,
-        runner_cls: Any,
-        controller: ElasticController,
-        listeners: ProgressListeners,
-        sharing: DataSharing,
-        *,
-        use_local: bool,
-        name: str,
-        used: Collection[str] = (),
-    ) -> None:
-        self._runner_cls = runner_cls
-        self.controller = controller
-        self.listeners = listeners
-        self.sharing = sharing
-        self._use_local = use_local
-        self._gauges = Gauges(name)
-        self._heartbeats: dict[int, Heartbeat] = {}
-        self.samples_per_s: float | None = None
-        self.accounts = Accounts(used=used)
+    def __init__(self, life: TrainerLife) -> None:
+        self.life = life
         self._validation_starts_over = False
         self._comparisons = ComparisonPace()
+
+    def _recorded(
+        self, kind: Kind, work: Callable[[], Any], of_fit: bool = False, inside: tuple[int, int] | None = None
+    ) -> Any:
+        """Run a call, add it to the trainer's history, and return its result.
+
+        Args:
+            kind: The kind of call.
+            work: Function that runs the call.
+            of_fit: Whether `fit` makes the call.
+            inside: For a validation inside an epoch of `fit`, the epoch and the step.
+        """
+        began_at, began, life = time.time(), time.perf_counter(), self.life
+        result = work()
+        seconds = time.perf_counter() - began
+        life.recorder.record(kind, result, began_at, seconds, life.controller.num_workers, of_fit, inside)
+        return result
 
     def requests(
         self,
@@ -294,17 +116,18 @@ class EpochCalls:
             options: Options of the call, the same for all ranks.
             dataset: Data to use instead of the registered data, or None.
             worlds: Each worker's rank and group size.
-            sharing: Divides datasets over the workers. Default: the `sharing` attribute.
+            sharing: Divides datasets over the workers. Default: the trainer's object for this.
             facts: What a worker reported after it ran `setup`. Default: the report of rank 0.
         """
-        sharing, facts = sharing or self.sharing, facts or self.controller.facts[0]
+        life, facts = self.life, facts or self.life.facts
+        sharing = sharing or life.sharing
         starts_over = options.starts_over or self._validation_starts_over
         request = replace(options, starts_over=starts_over).with_seed(facts.seed)
         requests: Requests = [(request,)] * len(worlds)  # the same object for all ranks, so that it is pickled once
         # With `use_local`, rank 0 trains in the thread that otherwise waits for the workers and calls the listeners. So
         # rank 0 calls them between its steps.
-        if self._use_local and self.listeners.on_wait is not None:
-            requests[0] = (replace(request, redraw=self.listeners.on_wait),)
+        if life.group_settings.use_local and life.listeners.on_wait is not None:
+            requests[0] = (replace(request, redraw=life.listeners.on_wait),)
         if dataset is not None:
             return sharing.with_data_of_call(requests, name, dataset, worlds)
         batches = facts.ray_batches.get(name)
@@ -313,31 +136,51 @@ class EpochCalls:
     def train(
         self,
         options: EpochOptions,
-        max_retries: int,
-        dataset: Any,
-        can_resume: bool,
-        check: Callable[[Sequence[EpochAnswer]], None],
+        max_retries: int = 3,
+        dataset: Any = None,
+        reduce_results: bool = True,
         begun: BegunEpoch | None = None,
         leaves: Callable[[], bool] | None = None,
-    ) -> list[EpochAnswer]:
-        """Run a training call, and return the workers' answers by rank.
+        of_fit: bool = False,
+    ) -> Any:
+        """Train for one epoch or some of its steps, and return the result for the user.
 
         Args:
-            options: Options of the call, the same for all ranks.
+            options: Options of the call, the same for all workers.
             max_retries: How many times to retry the call after a failure.
-            dataset: Data to use instead of the registered data, or None.
-            can_resume: Whether, after a failure, another group of workers can continue the call with the remaining
-                batches.
-            check: Function that receives the workers' answers before the call counts as completed. It raises an error
-                if the answers contradict each other, for example because the workers' models are no longer equal.
+            dataset: Data to train on instead of the registered data, or None.
+            reduce_results: Whether to merge the metrics of the workers.
             begun: The unfinished epoch to continue, if an earlier run stopped inside an epoch. Otherwise, None.
             leaves: Function that is called repeatedly while the workers train. When it returns True, the call stops,
                 after the current step if possible.
+            of_fit: Whether `fit` makes the call.
 
         Raises:
             EpochLeft: The call stopped because `leaves` returned True.
         """
-        runner, comparisons, controller = self._runner_cls, self._comparisons, self.controller
+        life = self.life
+
+        def work() -> Any:
+            with life.framework.shown(life):
+                answers = self._answers_of_training(options, max_retries, dataset, begun, leaves)
+            life.recorder.trained = answers[0].epoch_idx + 1
+            result = life.framework.merged(answers, reduce_results)
+            self._warn_of_nan(result)
+            return result
+
+        return self._recorded("train", work, of_fit)
+
+    def _answers_of_training(
+        self,
+        options: EpochOptions,
+        max_retries: int,
+        dataset: Any,
+        begun: BegunEpoch | None,
+        leaves: Callable[[], bool] | None,
+    ) -> list[EpochAnswer]:
+        """Run a training call, and return the workers' answers by rank. See `train`."""
+        life, comparisons = self.life, self._comparisons
+        runner, controller, listeners = life.framework.runner_cls, life.controller, life.listeners
         number = cache(lambda: controller.num_calls)  # `cache`, so that all attempts of this call use the same number
         attempts = count(1)
 
@@ -358,8 +201,9 @@ class EpochCalls:
 
         def check_all(answers: Sequence[EpochAnswer]) -> None:
             assert {answer.call for answer in answers} == {number()}, "each rank answers the call that it was asked"
-            check(answers)
+            life.framework.check_answers(life, "train", answers, options.num_steps)
 
+        can_resume = dataset is None or life.framework.goes_on_with(dataset)
         # The call can stop between two steps only if the position in the data can be saved.
         is_held = dataset is None and controller.facts[0].epoch_obstacle is None
         call = Call(
@@ -367,7 +211,7 @@ class EpochCalls:
             requests,
             changes_state=True,
             keeps_alike=True,
-            on_wait=self.listeners.on_wait if leaves is None or is_held else partial(self._break_off_where, leaves),
+            on_wait=listeners.on_wait if leaves is None or is_held else partial(self._break_off_where, leaves),
             resume=None if not can_resume else runner.resume_epoch if begun is None else runner.go_on_left,
             check=check_all,
             divergence=difference,
@@ -386,13 +230,13 @@ class EpochCalls:
             raise
         finally:
             if not answers:
-                self.sharing.forget()
+                life.sharing.forget()
         if len(answers) > 1:
             costs_s = [answer.weight_sums.seconds for answer in answers if answer.weight_sums is not None]
             comparisons.note_call(time.perf_counter() - began, costs_s)
         if dataset is not None:
-            self.sharing.note_position("train", dataset, answers[0].place)
-        self.listeners.tell_end("train", options, answers[0])
+            life.sharing.note_position("train", dataset, answers[0].place)
+        listeners.tell_end("train", options, answers[0])
         return answers
 
     def _between_steps(self, call: Call) -> None:
@@ -400,10 +244,10 @@ class EpochCalls:
 
         Used if the driver is the only worker. Otherwise, the driver does this while it waits for the workers.
         """
-        if self.listeners.on_wait is not None:
-            self.listeners.on_wait()
+        if self.life.listeners.on_wait is not None:
+            self.life.listeners.on_wait()
         if call.leaves is not None and call.leaves():
-            self.controller.hold_to_leave(call)
+            self.life.controller.hold_to_leave(call)
 
     def _break_off_where(self, leaves: Callable[[], bool]) -> None:
         """If `leaves` returns True, end the call at once, in the middle of a step. Otherwise, call the listeners.
@@ -412,34 +256,92 @@ class EpochCalls:
         """
         if leaves():
             raise EpochLeft
-        if self.listeners.on_wait is not None:
-            self.listeners.on_wait()
+        if self.life.listeners.on_wait is not None:
+            self.life.listeners.on_wait()
 
     def _run_measured(self, call: Call, max_retries: int) -> list[EpochAnswer]:
         """Run a training call, and return the workers' answers by rank. Measure the call's samples per second."""
-        events = self.controller.history.events
+        controller, figures = self.life.controller, self.life.figures
+        events = controller.history.events
         began, num_events = time.perf_counter(), len(events)
-        self.accounts.begin_call()
+        figures.accounts.begin_call()
         try:
-            ended = self.controller.run_or_leave(call, max_retries=max_retries)
+            ended = controller.run_or_leave(call, max_retries=max_retries)
             if isinstance(ended, Left):
                 raise EpochLeft([part.progress for part in ended.parts])
             answers: list[EpochAnswer] = ended.values
-            self._heartbeats = {rank: each.heartbeat for rank, each in enumerate(answers) if each.heartbeat is not None}
-            self.accounts.note_times(self._heartbeats)
+            heartbeats = ((rank, answer.heartbeat) for rank, answer in enumerate(answers))
+            figures.heartbeats = {rank: heartbeat for rank, heartbeat in heartbeats if heartbeat is not None}
+            figures.accounts.note_times(figures.heartbeats)
         finally:
-            self.accounts.end_call()
+            figures.accounts.end_call()
         num_samples = 0
         for answer in answers:
             num_samples += int(answer.num_inherited)
             num_samples += 0 if answer.heartbeat is None else answer.heartbeat.num_samples
-        self.samples_per_s = num_samples / (time.perf_counter() - began) or None
-        self.report()
+        figures.samples_per_s = num_samples / (time.perf_counter() - began) or None
+        figures.report()
         if any(event.kind == "continued" for event in events[num_events:]):
             _tell_what_is_measured(num_samples, max(each.num_used for each in answers))
         return answers
 
-    def validate(self, options: EpochOptions, dataset: Any) -> list[EpochAnswer]:
+    def _warn_of_nan(self, result: Any) -> None:
+        """Log a warning the first time that a merged metric with "loss" in its name is NaN."""
+        values = result.items() if isinstance(result, Mapping) else ()
+        names = [name for name, value in values if "loss" in str(name) and isinstance(value, float) and value != value]
+        if names and self.life.once.is_first("nan"):
+            logger.warning(
+                "`%s` is NaN: lower the learning rate, clip gradients, or look for NaN in the data", names[0]
+            )
+
+    def start_validation(self, options: EpochOptions, dataset: Any, reduce_results: bool, blocking: bool) -> Any:
+        """Validate, and return the result, or a handle to the call if `blocking` is False.
+
+        Raises:
+            NoDataError: `blocking` is False, and there is no validation data.
+        """
+        work = partial(self.validate, options, dataset, reduce_results)
+        if blocking:
+            return work()
+        if dataset is None and not self.life.facts.has_validation:
+            raise NoDataError(
+                "`validate(blocking=False)` has nothing to validate on: register validation data in `setup`, or pass "
+                "`dataset`."
+            )
+        if not self.validates_beside:
+            return self.life.background.begin(work)
+        return self.begin_validation(options, dataset, reduce_results)
+
+    def validate(
+        self,
+        options: EpochOptions,
+        dataset: Any,
+        reduce_results: bool = True,
+        of_fit: bool = False,
+        inside: tuple[int, int] | None = None,
+    ) -> Any:
+        """Evaluate on the validation data, or on `dataset` if it is not None. Return the result for the user.
+
+        See `_recorded` for the last two arguments.
+        """
+        return self._recorded("validation", partial(self._evaluated, options, dataset, reduce_results), of_fit, inside)
+
+    def test(self, options: EpochOptions, dataset: Any) -> Metrics:
+        """Evaluate on `dataset`, and return the metrics. Their names start with `test_`."""
+        metrics: Metrics = self._recorded("test", lambda: as_test(self._evaluated(options, dataset)))
+        return metrics
+
+    def _evaluated(self, options: EpochOptions, dataset: Any, reduce_results: bool = True) -> Any:
+        answers = self.answers_of_validation(options, dataset)
+        if not options.is_inside:
+            self.life.framework.after_evaluation(self.life)
+        return self._checked(answers, options, reduce_results)
+
+    def _checked(self, answers: Sequence[EpochAnswer], options: EpochOptions, reduce_results: bool) -> Any:
+        self.life.framework.check_answers(self.life, "validation", answers, options.num_steps)
+        return self.life.framework.merged(answers, reduce_results)
+
+    def answers_of_validation(self, options: EpochOptions, dataset: Any) -> list[EpochAnswer]:
         """Run a validation call, and return the workers' answers by rank.
 
         If the call raises an error, all ranks start the next validation from the first batch.
@@ -448,23 +350,80 @@ class EpochCalls:
             options: Options of the call, the same for all ranks.
             dataset: Data to use instead of the registered data, or None.
         """
+        life = self.life
         call = Call(
-            self._runner_cls.validate,
+            life.framework.runner_cls.validate,
             partial(self.requests, "validation", options, dataset),
-            changes_state=self.controller.facts[0].keeps_own_state,
-            on_wait=self.listeners.on_wait,
+            changes_state=life.facts.keeps_own_state,
+            on_wait=life.listeners.on_wait,
             is_short=True,
             is_repeatable=dataset is None,
         )
         with OnFailure(self._start_over):
-            answers: list[EpochAnswer] = self.controller.run(call)
+            answers: list[EpochAnswer] = life.controller.run(call)
         self._validation_starts_over = False
-        self.listeners.tell_end("validation", options, answers[0])
+        life.listeners.tell_end("validation", options, answers[0])
         return answers
 
     def _start_over(self) -> None:
-        self.sharing.forget()
+        self.life.sharing.forget()
         self._validation_starts_over = True
+
+    @property
+    def validates_beside(self) -> bool:
+        """True if spare workers can validate while other workers train.
+
+        If not, log a warning with the reason the first time.
+        """
+        group = self.life.group_settings
+        if group.spare_workers and not group.use_local:
+            return True
+        if self.life.once.is_first("no spares"):
+            if group.use_local:
+                why = " because one of them is in the driver"
+            elif not group.recovery.in_place or not self.life.framework.keeps_survivors:
+                why = " because a trainer with these options cannot have spares"
+            else:
+                why = ": with `spare_workers=1` it runs on a separate worker"
+            logger.warning("the validation runs on the workers that train, which wait for it%s", why)
+        return False
+
+    def begin_validation(
+        self,
+        options: EpochOptions,
+        dataset: Any,
+        reduce_results: bool,
+        note: Callable[[RecordBeside, Any, float, float], object] | None = None,
+    ) -> CallHandle[Any]:
+        """Start validating the current training state on a spare worker, while training continues.
+
+        Return a handle to the validation.
+
+        Args:
+            options: Options of the call.
+            dataset: Data to validate on instead of the registered data, or None.
+            reduce_results: Whether to merge the metrics of the workers.
+            note: For `fit`: function that receives the result, in a background thread. Its first argument is the
+                function that adds the result to the history. Its other arguments are the arguments for that function.
+                If None, the result is added to the history as soon as the validation ends.
+        """
+        life = self.life
+
+        def take_state() -> tuple[Validation, RecordBeside]:
+            newest, sharing = life.newest_snapshot(), life.new_sharing()
+            validate = self.begin_on_spare(options, dataset, life.replicas.settings, sharing, newest)
+            return validate, self.life.recorder.begin_beside(of_fit=note is not None)
+
+        def evaluate(taken: tuple[Validation, RecordBeside], on_wait: Callable[[], None]) -> Any:
+            validate, add = taken
+            began_at, began = time.time(), time.perf_counter()
+            answers = validate(on_wait)
+            result = self._checked(answers, options, reduce_results)
+            call = result, began_at, time.perf_counter() - began
+            add(*call) if note is None else note(add, *call)
+            return result
+
+        return life.background.begin(take_state, evaluate)
 
     def begin_on_spare(
         self,
@@ -487,11 +446,11 @@ class EpochCalls:
             sharing: Divides datasets over workers according to `settings`.
             newest: Handle to the snapshot of the training state that is validated.
         """
-        controller = self.controller
+        controller = self.life.controller
         loan, facts = controller.lend_spare(), controller.facts[0]
         if loan is None and not controller.has_spares:
             logger.warning("there is no spare to validate: the workers that train do, which wait for it")
-            answers = self.validate(options, dataset)
+            answers = self.answers_of_validation(options, dataset)
             return lambda on_wait: answers
         arrived = cache(newest.result)
 
@@ -501,31 +460,35 @@ class EpochCalls:
             requests = self.requests("validation", options, dataset, [World(0, 1)], sharing, facts)
             return [settings, state.shared_state if state.reference is None else state.reference, *requests[0]]
 
-        return lambda on_wait: [controller.run_on_spare(loan, self._runner_cls.validate_on_loan, make_args, on_wait)]
+        validate = self.life.framework.runner_cls.validate_on_loan
+        return lambda on_wait: [controller.run_on_spare(loan, validate, make_args, on_wait)]
 
-    def report(self) -> None:
-        """Publish the trainer's status and throughput in Ray's metrics.
+    def predict(
+        self,
+        source: PredictionSource,
+        container: Container,
+        *,
+        info: Mapping[str, Any],
+        has_target: bool | None,
+        max_retries: int,
+        streaming: bool,
+    ) -> Any:
+        """Predict on all workers, and return the predictions or, if `streaming` is True, an iterator over them.
 
-        Do nothing if this was done less than a second ago and no worker was lost or added since then.
+        Args:
+            source: Source of the batches.
+            container: Collects the predictions.
+            info: The user's entries for the `batch_info` of `predict_batch`.
+            has_target: Whether tuple batches end with a target. None to decide by the data.
+            max_retries: How many times to repeat a round of batches after a failure.
+            streaming: Whether to predict lazily.
         """
-        self._gauges.report(len(self.controller.history.events), self._glance)
-
-    def _glance(self) -> TrainerStatus:
-        return self.with_ledger(glance(self.controller, self._heartbeats, self.samples_per_s))
-
-    def with_ledger(self, status: TrainerStatus) -> TrainerStatus:
-        """Return a copy of the status with the time ledger, which shows how each rank spent its time."""
-        self.accounts.note_times({each.rank: each.heartbeat for each in status.workers if each.heartbeat is not None})
-        self.accounts.warn()
-        return replace(status, ledger=self.accounts.ledger(len(status.workers)))
-
-    def stop_reporting(self) -> None:
-        """Record in the time ledger that the trainer has ended.
-
-        In Ray's metrics, set the trainer's numbers of workers and its throughput to 0.
-        """
-        self.accounts.note_end()
-        self._gauges.report_end()
+        life = self.life
+        predict = life.framework.runner_cls.predict
+        rounds = PredictionRounds(
+            life.controller, predict, source, info, has_target, max_retries, life.store, life.listeners
+        )
+        return container.stream(rounds.outputs()) if streaming else container.collect(rounds.outputs())
 
 
 def _tell_what_is_measured(num_samples: int, num_used: int) -> None:

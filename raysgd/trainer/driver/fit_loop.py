@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any
 
-from raysgd.callbacks.callback import Callback
+from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.calling import CallbackCalls, checked, overrides
 from raysgd.callbacks.progress import ProgressBar, is_watched
-from raysgd.callbacks.sidecar import Sidecar
+from raysgd.callbacks.sidecar import Sidecar, Sidecars, place_of
 from raysgd.callbacks.sidecar import location as sidecar_location
 from raysgd.core import arguments as checks
 from raysgd.core.files import check_path, make_folder
@@ -21,15 +23,12 @@ from raysgd.core.text.printable import errors_printable
 from raysgd.core.text.tracebacks import hides_library_frames
 from raysgd.exceptions import CallbackError, InvalidCountError, WorkersLostError
 from raysgd.storage import files, open_folder
+from raysgd.storage.background_writer import SubmittedWrite
 from raysgd.storage.owner import owning
-from raysgd.trainer.driver.calls import epoch_options
-from raysgd.trainer.driver.fit_epoch import EpochTraining
-from raysgd.trainer.driver.fit_results import EpochResults
+from raysgd.trainer.driver.calls import TrainerCalls, epoch_options
+from raysgd.trainer.driver.fit_epoch import EpochResults, EpochTraining, Pauses
 from raysgd.trainer.driver.fit_steps import StepReports
 from raysgd.trainer.driver.leaving import Leaving, answer_signal
-from raysgd.trainer.driver.pauses import Pauses
-from raysgd.trainer.driver.saving import RunCheckpoints
-from raysgd.trainer.driver.trainer_port import TrainerPort
 from raysgd.trainer.messages.begun import BegunEpoch, open_steps_from_data
 from raysgd.trainer.messages.epochs import VALIDATES
 
@@ -108,29 +107,41 @@ class FitRun:
     """Runs one call to `fit` or `epochs`.
 
     Args:
-        trainer: The attributes and methods of the trainer that this run uses.
+        trainer: The trainer, for callbacks and to save and load it.
+        calls: Runs the trainer's calls.
         options: The user's arguments to `fit` or `epochs`.
+        left_file: File to which a detached trainer saves itself if it ends after its program has exited; None for other
+            trainers.
 
     Attributes:
         history: The history of this run.
+        newest: The last checkpoint that was saved or loaded, or None.
     """
 
-    def __init__(self, trainer: TrainerPort, options: FitOptions) -> None:
-        self._trainer = trainer
-        self._options = options
+    def __init__(self, trainer: Any, calls: TrainerCalls, options: FitOptions, left_file: str | None) -> None:
+        life = self._life = calls.life
+        self._trainer, self._options, self._left_file = trainer, options, left_file
         self._leaving = Leaving(options.max_time)
-        self._kept = trainer.kept
+        self._kept, life.fit_progress = life.fit_progress, None
+        self._begun, life.begun_epoch = life.begun_epoch, None
+        if options.epochs is not None:
+            life.framework.check_fit(life, options.epochs)
+        life.framework.check_dataset(life, options.dataset, training=True)
+        life.framework.check_dataset(life, options.validation_dataset, training=False, name="validation_dataset")
         self._callbacks: list[Callback]
         self._callbacks, worker_callbacks = checked(options.callbacks)
         shows = is_watched(sys.stderr) if options.progress is None else options.progress
         if shows and not any(isinstance(each, ProgressBar) for each in self._callbacks):
             self._callbacks.append(ProgressBar())
-        self._run = trainer.new_run(
+        self._run = Run(
+            trainer=trainer,
+            name=life.settings.training_operator_cls.__name__,
+            config=trainer.config,
             epochs=options.epochs,
             folder=options.folder if self._kept is None else self._kept[1],
             callbacks=self._callbacks,
-            save=lambda run, location: self._checkpoints.save(location, self._training.left_snapshot),
-            save_behind=lambda location: self._checkpoints.save_behind(location),
+            save=lambda run, location: self._save(location),
+            save_behind=self._save_behind,
             may_validate=options.validation_freq > 0 or options.validate_every_n_steps is not None,
         )
         self.history = self._run.history
@@ -139,21 +150,20 @@ class FitRun:
         has_folder = options.folder is not None or any(each._uses_folder_of_run for each in self._callbacks)
         in_header = {"validation_freq": options.validation_freq, "has_dataset": options.dataset is not None}
         self._reports = StepReports(
-            trainer,
+            life,
             self._run,
             self._calls,
             worker_callbacks,
             options.log_every_n_steps,
             journal=in_header if has_folder else None,
+            is_taken_over=self._kept is not None,
         )
-        self._checkpoints: RunCheckpoints = RunCheckpoints(
-            trainer, self._calls, self._reports, self._sidecar, self._leaving.note_save
-        )
-        self._results = EpochResults(
-            trainer, self._run, self._calls, options.validation_freq, options.validation_dataset
-        )
-        self._training: EpochTraining = EpochTraining(
-            trainer,
+        self._sidecars = Sidecars()
+        self.newest: str | None = None
+        self._saved_in_epoch: list[str] = []
+        self._results = EpochResults(calls, self._run, self._calls, options.validation_freq, options.validation_dataset)
+        self._training = EpochTraining(
+            calls,
             self._run,
             self._calls,
             self._results,
@@ -183,7 +193,7 @@ class FitRun:
                 self._run.epochs = options.epochs + (self._training.epochs_done() if is_new else 0)
             if options.max_steps is not None:
                 self._max_step = options.max_steps + (self._training.global_step() if is_new else 0)
-        finds = self._trainer.left_file or any(overrides(each, "newest_checkpoint") for each in self._callbacks)
+        finds = self._left_file or any(overrides(each, "newest_checkpoint") for each in self._callbacks)
         if options.resume_from == AUTO and not finds:
             raise ValueError(
                 '`resume_from="auto"`: no callback finds checkpoints, so there is nothing to resume from. Pass '
@@ -213,10 +223,10 @@ class FitRun:
                 yield from self._rows()
         except GeneratorExit:
             if leaving.signal is not None:
-                leaving.end_program_soon(self._checkpoints.newest)
+                leaving.end_program_soon(self.newest)
             raise
         if leaving.signal is not None:  # it came too late to be seen in `_rows`, for example in `on_run_end`
-            leaving.end_program(self._checkpoints.newest)
+            leaving.end_program(self.newest)
 
     @contextmanager
     def _owning_folders(self) -> Iterator[None]:
@@ -242,9 +252,9 @@ class FitRun:
     def _rows(self) -> Iterator[dict[str, Any]]:
         self._resume()
         if self._reports.journal_folder is not None:
-            self.history.journal = self._trainer.history.journal = self._reports.journal_folder
+            self.history.journal = self._life.recorder.history.journal = self._reports.journal_folder
         is_asked = self._options.validate == ASYNC
-        self._run.validates_beside = is_asked and self._results.validates and self._trainer.validates_beside()
+        self._run.validates_beside = is_asked and self._results.validates_beside
         with self._told_of_the_run():
             if self._pending == self._run.epoch:
                 self._results.tell_pending()
@@ -277,7 +287,7 @@ class FitRun:
 
         The handler of a signal that ends the program, such as SIGTERM, calls this method.
         """
-        self._trainer.calls.controller.is_ending = True
+        self._life.controller.is_ending = True
 
     @contextmanager
     def _ending_afterwards(self) -> Iterator[None]:
@@ -289,8 +299,8 @@ class FitRun:
         try:
             yield
         finally:
-            self._trainer.calls.controller.is_ending = False
-            self._trainer.note_begun(None if self._training.is_lost else self._training.begun)
+            self._life.controller.is_ending = False
+            self._life.begun_epoch = None if self._training.is_lost else self._training.begun
 
     def _leave(self) -> None:
         """If the run stops early, let the callbacks save the training state. If a signal came, then end the program.
@@ -304,7 +314,7 @@ class FitRun:
             return
         self._save_left()
         if leaving.signal is not None:
-            leaving.end_program(self._checkpoints.newest)
+            leaving.end_program(self.newest)
         if is_early:
             run.stop(leaving.reason)
 
@@ -316,10 +326,10 @@ class FitRun:
         """
         run, leaving, training = self._run, self._leaving, self._training
         is_early = leaving.is_due()
-        if not training.is_lost or training.finds_snapshot(self._checkpoints.newest):
+        if not training.is_lost or training.finds_snapshot(self.newest):
             run.step = 0 if training.begun is None else training.begun.num_steps
             self._calls.tell("on_leave")
-        newest = self._checkpoints.newest
+        newest = self.newest
         logger.log(
             logging.WARNING if is_early else logging.INFO,
             "%s: left the run after %d epochs%s; %s",
@@ -367,13 +377,12 @@ class FitRun:
 
     def _epoch(self) -> dict[str, Any] | None:
         """Train an epoch, and return its metrics. Return None if the run stopped before the end of the epoch."""
-        run, trainer = self._run, self._trainer
+        run, reports = self._run, self._reports
         self._calls.tell("on_epoch_begin")
         if run.is_stopping:
             return None
         run.epoch += 1
-        reports = self._reports
-        with trainer.calls.listeners.listening(*reports.listeners, step_readers=reports.readers):
+        with self._life.listeners.listening(*reports.listeners, step_readers=reports.readers):
             info = {"num_epochs": run.epochs, VALIDATES: self._results.validates}
             trained = self._training.train(epoch_options(None, info=info))
             if trained is None:
@@ -388,14 +397,14 @@ class FitRun:
                 self._results.validate(epoch)
         self._calls.check_progress()
         self._results.tell_events()
-        self._checkpoints.of_epoch.clear()
+        self._saved_in_epoch.clear()
         try:
             # Add the previous epoch's validation result if it has arrived, so that the next checkpoint includes it.
             self._results.finish_validation(waits=False)
         finally:
             self._calls.tell("on_epoch_trained")
         if self._results.awaits_validation:
-            self._checkpoints.save_again(self._results.finish_validation())
+            self._save_again(self._results.finish_validation())
         if self._results.is_due(run.epoch) and run.validates_beside:
             self._results.validate(epoch)
         if epoch.handle is None:
@@ -404,6 +413,72 @@ class FitRun:
         return epoch.row
 
     # ------------------------------------------------------------------------------------------- saved and resumed
+
+    def _save(self, location: str) -> None:
+        """Save a checkpoint, and call the callbacks' `on_checkpoint`.
+
+        If the workers' training state was lost, save the last snapshot in its place.
+
+        Args:
+            location: Path or URI of the checkpoint.
+        """
+        began, step, lost = time.perf_counter(), None, self._training.left_snapshot
+        if lost is not None:
+            self._life.saves.write(location, self._life.framework.content_of(lost))
+            step = self._life.framework.place_in(lost)[1]
+        else:
+            self._trainer.save(location)
+        self._sidecars.write(location, self._sidecar(True))
+        self._saved_in_epoch.append(location)
+        self._note_checkpoint(location, step, time.perf_counter() - began)
+
+    def _save_behind(self, location: str) -> tuple[SubmittedWrite, Callable[[], None]]:
+        """Save a checkpoint in the background. Return the write, and a function to call when the file is complete.
+
+        Write the sidecar before the checkpoint. A complete checkpoint then always has a sidecar.
+        """
+        self._sidecars.write(location, self._sidecar(True))
+        write = self._life.saves.submitted_by(partial(self._trainer.save, location, blocking=False))
+        # The step after which the workers copied the training state that is now being written.
+        step = self._reports.last_step
+        self._saved_in_epoch.append(location)
+        return write, lambda: self._note_checkpoint(location, step, write.seconds)
+
+    def _note_checkpoint(self, location: str, step: int | None, seconds: float) -> None:
+        self._leaving.note_save(seconds)
+        self.newest = location
+        self._reports.note_checkpoint(location, step)
+        self._calls.tell("on_checkpoint", location)
+
+    def _save_again(self, has_changed: bool) -> None:
+        """Save again the files that were saved before the validation result of their epoch arrived.
+
+        Args:
+            has_changed: True if the validation result has changed the training state, through a learning rate
+                scheduler. Otherwise, only write the sidecars again.
+        """
+        try:
+            for location in self._saved_in_epoch:
+                if has_changed:
+                    self._trainer.save(location)
+                self._sidecars.write(location, self._sidecar())
+        except OSError as error:  # only a warning, because the files of the first save still exist
+            logger.warning("could not add the result of the epoch before to what was saved: %s", error)
+
+    def _find_checkpoint(self) -> str | None:
+        """Return the newest checkpoint that the callbacks, or a detached trainer, have saved. None if there is none."""
+        newest = [each.newest_checkpoint(self._run) for each in self._callbacks]
+        locations, left = [str(location) for location in newest if location is not None], self._left_file
+        if left is not None and place_of(left)[0] >= 0:
+            # `left` comes last, because `max` takes the first of equally new files. The callbacks' files also have the
+            # callbacks' states.
+            locations.append(left)
+        return max(locations, key=place_of, default=None)
+
+    def _load(self, location: str) -> None:
+        """Load a checkpoint into the workers."""
+        self._trainer.load(location)
+        self.newest = location
 
     def _sidecar(self, with_open_steps: bool = False) -> Sidecar:
         """Return the run's progress, as it is saved beside each checkpoint."""
@@ -418,7 +493,7 @@ class FitRun:
 
     def _note_progress(self) -> None:
         """In a detached trainer, which outlives the program that created it, store the run's progress."""
-        run, note = self._run, self._trainer.note_progress
+        run, note = self._run, self._life.note_fit
         if note is not None:
             step = None if self._training.pauses is None else self._training.global_step()
             note((self._sidecar(), vars(run).get("folder", run._folder), step))
@@ -434,11 +509,11 @@ class FitRun:
             resume_from = self._options.resume_from
             location = None if resume_from is None else str(resume_from)
             if resume_from == AUTO:
-                location = self._checkpoints.find(self._run)
+                location = self._find_checkpoint()
             if location is not None:
-                sidecar = self._checkpoints.read_sidecar(location)
+                sidecar = self._sidecars.read(location)
                 if sidecar is None:
-                    self._checkpoints.load(location)
+                    self._load(location)
                     logger.warning(
                         "`resume_from`: `%s` has no `%s` beside it. The training state is loaded, but the run begins "
                         "without the earlier rows of its history and the states of callbacks. Bring that file back to "
@@ -448,8 +523,8 @@ class FitRun:
                     )
                 else:
                     self._take_over(sidecar, location)
-            elif self._trainer.begun is not None and self._trainer.begun.global_step == self._training.global_step():
-                self._training.go_on_inside(self._trainer.begun)
+            elif self._begun is not None and self._begun.global_step == self._training.global_step():
+                self._training.go_on_inside(self._begun)
             self._run.epoch = self._training.epochs_done() - (
                 self._training.begun is not None and self._training.begun.is_exhausted
             )
@@ -485,7 +560,7 @@ class FitRun:
         open_steps = open_steps_from_data(sidecar.open_steps)
         self._calls.load_states(sidecar.callbacks)
         if location is not None:
-            self._checkpoints.load(location)
+            self._load(location)
         self.history.take_over(sidecar.history)
         self._pending = sidecar.pending
         if begun is not None:

@@ -14,8 +14,7 @@ from typing import Any
 from raysgd.core.cluster.keeper import Keeper
 from raysgd.core.history.accounts import Accounts
 from raysgd.core.history.history import BEGINNING
-from raysgd.trainer.driver.life import TrainerLife
-from raysgd.trainer.driver.trainer_port import FitProgress
+from raysgd.trainer.driver.life import FitProgress, TrainerLife
 
 _RECORDS = "records:"
 
@@ -40,8 +39,8 @@ class KeptTrainer:
         """
         from ray import cloudpickle
 
-        life, calls, history = self._life, self._life.epoch_calls, self._life.recorder.history
-        positions, accounts = calls.sharing.positions_to_keep(), calls.accounts.kept()
+        life, history = self._life, self._life.recorder.history
+        positions, accounts = life.sharing.positions_to_keep(), life.figures.accounts.kept()
         last_file = life.controller.snapshots.last_file
         entries: dict[str, Any] = {
             "state": (self._keeper.num_calls, list(history.events), last_file, positions, accounts)
@@ -61,10 +60,10 @@ class KeptTrainer:
             kept: The stored entries by name: those that `changes` returned and, under the name `fit`, the progress of a
                 `fit` that was running.
         """
-        life, calls, recorder = self._life, self._life.epoch_calls, self._life.recorder
-        self._keeper.num_calls, events, last_file, positions, accounts = pickle.loads(kept["state"])
-        calls.accounts.take_over(accounts)
-        recorder.told_s = partial(_told_since, calls.accounts, calls.accounts.in_calls())
+        life, recorder, accounts = self._life, self._life.recorder, self._life.figures.accounts
+        self._keeper.num_calls, events, last_file, positions, kept_accounts = pickle.loads(kept["state"])
+        accounts.take_over(kept_accounts)
+        recorder.told_s = partial(_told_since, accounts, accounts.in_calls())
         life.controller.snapshots.last_file = last_file
         recorder.history.events[:] = events
         for name in [name for name in kept if name.startswith(_RECORDS)]:
@@ -74,8 +73,8 @@ class KeptTrainer:
         if "settings" in kept:
             self._settings = pickle.loads(kept["settings"])
             life.take_settings(self._settings)
-            calls.sharing = life.new_sharing()
-        calls.sharing.take_over(positions)
+            life.sharing = life.new_sharing()
+        life.sharing.take_over(positions)
         if "fit" in kept:
             progress: FitProgress = pickle.loads(kept["fit"])
             life.fit_progress = progress

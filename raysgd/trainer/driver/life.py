@@ -2,66 +2,260 @@
 
 The workers end when the user shuts the trainer down, when the trainer is garbage-collected, or when the program exits.
 The trainer's methods use this object, and so do the objects that run the trainer's calls and change its settings.
+`Framework` says what differs between PyTorch and Keras.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from raysgd.callbacks.sidecar import Sidecar
 from raysgd.core import arguments as checks
 from raysgd.core.arrays.data_kinds import CallData
 from raysgd.core.cluster.program_end import end_with
+from raysgd.core.cluster.ray_cluster import draining_nodes
+from raysgd.core.engine.controller import ElasticController
+from raysgd.core.engine.lifecycle import ElasticRules
+from raysgd.core.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.connection import Connection
+from raysgd.core.engine.shared.group_spec import FrontEndWords, GroupSpec
+from raysgd.core.engine.shared.types import Heartbeat
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot
-from raysgd.core.history.history import CallRecorder
+from raysgd.core.history.accounts import Accounts
+from raysgd.core.history.gauges import Gauges
+from raysgd.core.history.history import CallRecorder, Kind
+from raysgd.core.history.status import TrainerStatus, ask_status, glance
 from raysgd.core.text.log_lines import Once
 from raysgd.storage.background_writer import BackgroundWriter
 from raysgd.trainer.configuration.batching import global_batch_in_words
 from raysgd.trainer.configuration.settings import GroupSettings, ReplicaMaker, ReplicaSettings
 from raysgd.trainer.driver.background_calls import BackgroundCalls
-from raysgd.trainer.driver.calls import EpochCalls, ProgressListeners
 from raysgd.trainer.driver.changes import naming_config_entries
 from raysgd.trainer.driver.leaving import answer_signal
-from raysgd.trainer.driver.make_controller import make_controller
-from raysgd.trainer.driver.saving import FileSaves
+from raysgd.trainer.driver.listeners import ProgressListeners
+from raysgd.trainer.driver.saving import Content, FileSaves
 from raysgd.trainer.driver.shared_data import DataSharing, store_share
-from raysgd.trainer.driver.trainer_port import FitProgress, NoteProgress
+from raysgd.trainer.messages.begun import BegunEpoch
+from raysgd.trainer.messages.epochs import EpochAnswer, merged
+from raysgd.trainer.messages.prediction_data import BatchRequest, Found
+
+FitProgress = tuple[Sidecar, Any, int | None]
+"""The data that another process needs to continue a call to `fit`.
+
+A tuple of three values: the sidecar (the run's progress, as it is also saved next to each checkpoint); the folder in
+which callbacks write, or None if unknown; and the number of steps over all epochs, or None if the run does not pause
+inside epochs.
+"""
+
+NoteProgress = Callable[[FitProgress], None]
+"""Function that stores the progress of a call to `fit`, so that another process can continue the call."""
 
 logger = logging.getLogger(__name__)
 
+WORDS = FrontEndWords(
+    when_shut_down="Create a new one; `save` before `shutdown` keeps the state.",
+    when_interrupted="State that you had not saved is lost.",
+    when_starved="The last completed state is kept: it can be saved, and the next call looks for resources again.",
+    when_spent=(
+        "The last completed state is kept: call again to continue with new workers, or use `shutdown(force=True)`."
+    ),
+    when_not_granted=(
+        "Ask for fewer workers or less per worker, free what is held, add nodes, or wait longer by setting the "
+        "environment variable SGD_PLACEMENT_GROUP_TIMEOUT_S."
+    ),
+    after_end="the last completed state is kept",
+    restart_point="from the last completed call",
+)
+"""Words for the engine's messages to users of `TorchTrainer` and `TFTrainer`. Other trainers use the same engine."""
 
-@dataclass(frozen=True)
-class Framework:
-    """The parts of starting, changing and ending workers that differ between PyTorch's and Keras's trainers.
+
+class Framework(ABC):
+    """What PyTorch's and Keras's trainers do differently. Each trainer has an object of its own subclass.
+
+    The object has no reference to its trainer, so that a trainer is freed as soon as the program drops it. Methods that
+    need the trainer's workers and settings receive its `TrainerLife`.
 
     Attributes:
         runner_cls: Class of the replicas, the objects that run the trainer's calls in the workers. A subclass of
             `ClassRunner`.
         connection: Connects the workers in a communication group of the framework.
         reservation_timeout_s: Seconds to wait until Ray has reserved the workers' resources.
+        shard_advice: Advice in an error message for users whose workers each load their own shard of the data.
         keeps_survivors: True if workers that survive a failure can continue from their current training state, without
             a snapshot.
         renews_survivors: True if workers that survive a failure can load a snapshot in their processes, instead of in
             new ones.
-        call_data_of: Function that returns how to divide data over the workers. Its arguments are the data that the
-            user passed to a call, and the config of one worker.
-        shard_advice: Advice in an error message for users whose workers each load their own shard of the data.
-        to_send: Function that returns settings in a form that can be pickled and sent to other processes.
+        leaves_epochs: True if a run can stop after any step of an epoch, and later continue there.
+        runs_worker_callbacks: True if the workers can call worker callbacks around their steps.
     """
 
     runner_cls: Any
     connection: Connection
     reservation_timeout_s: float
-    keeps_survivors: bool
-    renews_survivors: bool
-    call_data_of: Callable[[Any, Mapping[str, Any]], CallData | None]
     shard_advice: str
-    to_send: Callable[[Any], ReplicaSettings] = lambda settings: settings
+    keeps_survivors = True
+    renews_survivors = False
+    leaves_epochs = False
+    runs_worker_callbacks = False
+
+    def to_send(self, settings: Any) -> Any:
+        """Return settings in a form that can be pickled and sent to other processes."""
+        return settings
+
+    def check_config(self, life: TrainerLife, config: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the config as a dictionary, or raise an error if the trainer cannot work with it."""
+        return checks.check_config(config)
+
+    @abstractmethod
+    def check_reload(self, life: TrainerLife, operator_cls: Any) -> None:
+        """Raise an error if `reload` got no operator class, or if the workers cannot hold a second operator."""
+
+    @abstractmethod
+    def check_dataset(self, life: TrainerLife, dataset: Any, training: bool, name: str = "dataset") -> None:
+        """Raise an error if a call cannot use `dataset` in place of the data that the operator registered."""
+
+    def check_fit(self, life: TrainerLife, epochs: int) -> None:
+        """Raise an error if `fit` cannot train for this many epochs."""
+        return None
+
+    @abstractmethod
+    def call_data_of(self, data: Any, config: Mapping[str, Any]) -> CallData | None:
+        """Return how to divide the data that the user passed to a call over the workers.
+
+        Args:
+            data: The data.
+            config: The config of one worker.
+        """
+
+    def goes_on_with(self, dataset: Any) -> bool:
+        """Return True if a training call on `dataset` can continue in another group of workers after a failure."""
+        return False
+
+    def shown(self, life: TrainerLife) -> AbstractContextManager[Any]:
+        """Return a context manager that displays the progress of the training call that runs in its block."""
+        return nullcontext()
+
+    @abstractmethod
+    def check_answers(self, life: TrainerLife, kind: Kind, answers: Sequence[EpochAnswer], num_steps: Any) -> None:
+        """Raise an error if the workers' answers contradict each other.
+
+        After a training call, this check runs before the call counts as completed.
+
+        Args:
+            life: The trainer's workers.
+            kind: The type of call.
+            answers: The answers by rank.
+            num_steps: The number of steps that the user asked for, or None.
+        """
+
+    def merged(self, answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
+        """Merge the workers' answers into the result that the user's call to the trainer returns."""
+        return merged(answers, reduce_results)
+
+    def after_evaluation(self, life: TrainerLife) -> None:
+        """Called after an evaluation, which may have changed the states of the workers' random number generators."""
+        return None
+
+    def after_validation(self, life: TrainerLife, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> bool:
+        """After `fit` has validated, step the learning rate schedulers that depend on metrics of the validation.
+
+        Args:
+            life: The trainer's workers.
+            trained: Metrics of the epoch's training. Schedulers that depend on one of these have already stepped.
+            validated: Metrics of the epoch's validation.
+
+        Returns:
+            True if a scheduler has stepped, which changes the training state.
+        """
+        return False
+
+    @abstractmethod
+    def to_predict(self, data: Any, asked: BatchRequest) -> Found:
+        """Return the source of the batches to predict, and the container that collects the predictions.
+
+        Args:
+            data: The data that the user passed to `predict`.
+            asked: The user's arguments that say how to make batches of the data.
+        """
+
+    @abstractmethod
+    def content_of(self, snapshot: Snapshot) -> Content:
+        """Return the content of a checkpoint file with a snapshot, a copy of the training state."""
+
+    @abstractmethod
+    def place_in(self, snapshot: Snapshot) -> tuple[int, int]:
+        """Return the number of epochs, and of batches over all epochs, that were trained before a snapshot was taken.
+
+        The snapshot must already be in the driver.
+        """
+
+    @abstractmethod
+    def load_state(self, life: TrainerLife, state: dict[str, Any]) -> None:
+        """Load a state dict, as the trainer's `state_dict` returns it, into all workers."""
+
+    @abstractmethod
+    def load_snapshot(self, life: TrainerLife, snapshot: Snapshot) -> None:
+        """Load a snapshot of this or another trainer into all workers.
+
+        The snapshot must not be modified, because other trainers may still use it.
+        """
+
+
+class Figures:
+    """Figures of one trainer, for users and for Ray's metrics: its throughput, and how the workers spend their time.
+
+    Args:
+        controller: Controller of the workers.
+        name: Name of the trainer in Ray's metrics.
+        used: Trainer options that performance warnings must not recommend, for example because they are already set.
+
+    Attributes:
+        heartbeats: The last heartbeat of each rank in the last training call.
+        samples_per_s: Samples per second in the last training call. None before the first training call, and if the
+            call did not count samples.
+        accounts: Records of how the workers have spent their time since the trainer's start.
+    """
+
+    def __init__(self, controller: ElasticController, name: str, used: Sequence[str] = ()) -> None:
+        self._controller, self._gauges = controller, Gauges(name)
+        self.heartbeats: dict[int, Heartbeat] = {}
+        self.samples_per_s: float | None = None
+        self.accounts = Accounts(used=used)
+
+    def report(self) -> None:
+        """Publish the trainer's status and throughput in Ray's metrics.
+
+        Do nothing if this was done less than a second ago and no worker was lost or added since then.
+        """
+        self._gauges.report(len(self._controller.history.events), self._glance)
+
+    def _glance(self) -> TrainerStatus:
+        return self._with_ledger(glance(self._controller, self.heartbeats, self.samples_per_s))
+
+    def status(self) -> TrainerStatus:
+        """Request heartbeats from the workers, and return the trainer's status."""
+        return self._with_ledger(ask_status(self._controller, self.samples_per_s))
+
+    def _with_ledger(self, status: TrainerStatus) -> TrainerStatus:
+        """Return a copy of the status with the time ledger, which shows how each rank spent its time."""
+        self.accounts.note_times({each.rank: each.heartbeat for each in status.workers if each.heartbeat is not None})
+        self.accounts.warn()
+        return replace(status, ledger=self.accounts.ledger(len(status.workers)))
+
+    def end(self) -> None:
+        """Record in the time ledger that the trainer has ended.
+
+        In Ray's metrics, set the trainer's numbers of workers and its throughput to 0.
+        """
+        self.accounts.note_end()
+        self._gauges.report_end()
 
 
 class TrainerLife:
@@ -86,13 +280,16 @@ class TrainerLife:
         listeners: Functions that receive the progress of calls.
         recorder: Adds each call to the trainer's history.
         background: Runs calls in a background thread.
-        epoch_calls: Runs `train` and `validate` calls, and measures their throughput.
+        sharing: Divides datasets over the workers according to the current config.
+        figures: The trainer's throughput, and how the workers spend their time.
         once: Remembers which warnings have been logged.
         writer: Writes files in a background thread.
         saves: Writes the trainer's checkpoint files.
         note_fit: In a detached trainer, the function that stores the progress of `fit` for a later process. Otherwise,
             None.
         fit_progress: Progress of an earlier process's `fit`, from which the next `fit` continues. Usually None.
+        begun_epoch: Epoch that the last `fit` left unfinished. The next `fit` continues it if the state has not changed
+            since.
     """
 
     def __init__(
@@ -104,31 +301,18 @@ class TrainerLife:
         self.replicas = ReplicaMaker(framework.runner_cls)
         self.replicas.settings = framework.to_send(settings)
         self.store = partial(store_share, group_settings.use_local)
-        self.controller = make_controller(
-            group_settings,
-            self.replicas,
-            framework.connection,
-            framework.reservation_timeout_s,
-            keeps_survivors=framework.keeps_survivors,
-            renews_survivors=framework.renews_survivors,
-        )
+        self.controller = make_controller(group_settings, self.replicas, framework)
         self.listeners = ProgressListeners(self.controller)
         self.recorder = CallRecorder(self.controller.history.events)
         self.background = BackgroundCalls(self.controller, at_once=group_settings.use_local)
-        self.epoch_calls = EpochCalls(
-            framework.runner_cls,
-            self.controller,
-            self.listeners,
-            self.new_sharing(),
-            use_local=group_settings.use_local,
-            name=f"{name}-{id(self):x}",
-            used=self.used_options(),
-        )
+        self.sharing = self.new_sharing()
+        self.figures = Figures(self.controller, f"{name}-{id(self):x}", self.used_options())
         self.once = Once()
         self.writer = BackgroundWriter()
         self.saves = FileSaves(self.controller, self.writer)
         self.note_fit: NoteProgress | None = None
         self.fit_progress: FitProgress | None = None
+        self.begun_epoch: BegunEpoch | None = None
         self._finalizer = end_with(self, self.controller.stop, force=True)
 
     def start(self) -> None:
@@ -141,7 +325,7 @@ class TrainerLife:
         """
         with naming_config_entries(self.settings.config):
             self.controller.start()
-        self.controller.observe_with(self.epoch_calls.report)
+        self.controller.observe_with(self.figures.report)
         self.check_same_data()
         recovery = self.group_settings.recovery
         checks.warn_of_obstacle(
@@ -163,7 +347,7 @@ class TrainerLife:
             self._finalizer.detach()
             self.saves.await_states()
             self.controller.stop(force)
-            self.epoch_calls.stop_reporting()
+            self.figures.end()
         finally:
             self.writer.close()
 
@@ -278,6 +462,58 @@ class TrainerLife:
         """If rank 0 runs in the driver, mark earlier snapshots as outdated, because users can change its operator."""
         if self.group_settings.use_local:
             self.controller.snapshots.touch()
+
+
+def make_controller(settings: GroupSettings, make_replica: ReplicaMaker, framework: Framework) -> ElasticController:
+    """Return the controller for a trainer's settings.
+
+    Args:
+        settings: Number of workers, their resources and how to handle failures.
+        make_replica: Creates the replica of a worker, the object that holds the worker's training operator.
+        framework: What differs between PyTorch and Keras.
+    """
+    is_wanted = settings.recovery.in_place and not settings.is_driver_only
+    continues = is_wanted and framework.keeps_survivors
+    recovery = settings.recovery
+    every_s, operator_cls = recovery.snapshot_every_s, make_replica.settings.training_operator_cls
+    if settings.use_local and every_s == "auto":
+        # Take a snapshot after each call. The user may change the operator in the driver between two calls, and the
+        # trainer cannot notice this.
+        every_s = 0.0
+    num_gpus = settings.num_gpus_per_worker if make_replica.settings.use_gpu else 0
+    group = GroupSpec(
+        connection=framework.connection,
+        make_replica=make_replica,
+        resources=settings.placement.resources(settings.num_cpus_per_worker, num_gpus),
+        packs=settings.placement.packs(by_default=num_gpus > 0),
+        use_local=settings.use_local,
+        initialization_hook=settings.initialization_hook,
+        reservation_timeout_s=framework.reservation_timeout_s,
+        captures=not settings.is_driver_only,
+        snapshot_every_s=every_s,
+        snapshots_inside=recovery.snapshot_every_n_steps is not None,
+        regroups=continues,
+        renews=is_wanted and framework.renews_survivors,
+        num_spares=settings.spare_workers,
+        heartbeat_s=recovery.heartbeat_s,
+        settle_timeout_s=recovery.settle_timeout_s,
+        words=replace(WORDS, name=f"the trainer of `{operator_cls.__name__}`"),
+    )
+    scaling = ScalingPolicy(
+        max_workers=settings.num_workers, min_workers=settings.min_workers, num_local=int(settings.use_local)
+    )
+
+    def keeps_global_batch() -> bool:
+        facts = controller.facts[0]
+        return facts.keeps_global_batch and facts.epoch_obstacle is None
+
+    controller = ElasticController(
+        group,
+        scaling,
+        FailurePolicy(continues),
+        rules=ElasticRules(recovery.wait_for_workers, recovery.resize_interval_s, draining_nodes, keeps_global_batch),
+    )
+    return controller
 
 
 def find_different_data(facts: Iterable[Any]) -> str | None:

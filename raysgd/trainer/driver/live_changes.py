@@ -7,7 +7,7 @@ worker, all workers keep the old config or class.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -33,12 +33,20 @@ class LiveChanges:
     def __init__(self, life: TrainerLife) -> None:
         self._life, self._runner_cls = life, life.framework.runner_cls
 
-    def begin_again(self, settings: ReplicaSettings) -> None:
-        """Replace the operators in all workers by new operators, which `setup` creates from these settings."""
+    def begin_again(self, config: Mapping[str, Any] | None, operator_cls: type[Any] | None = None) -> None:
+        """Replace the operators in all workers by new operators, which `setup` creates from another config.
+
+        Args:
+            config: The new config.
+            operator_cls: The new operator class. Default: as before.
+        """
         life = self._life
+        checked = life.framework.check_config(life, config)
+        cls = operator_cls or life.settings.training_operator_cls
+        settings = replace(life.settings, training_operator_cls=cls, config=checked)
         with life.controller.turns.take_turn():  # wait for earlier calls, which still use the old settings
             life.take_settings(replace(settings, revision=settings.revision + 1, config_changes=()))
-            life.epoch_calls.sharing = life.new_sharing()
+            life.sharing = life.new_sharing()
             with naming_config_entries(settings.config):
                 if life.group_settings.backend == "horovod":  # Horovod can be initialized only once per process
                     life.controller.restart()
@@ -46,24 +54,21 @@ class LiveChanges:
                     life.controller.renew(self._runner_cls.renew, life.replicas.settings)
         life.check_same_data()
 
-    def change_config(
-        self, changes: Mapping[str, Any], check_config: Callable[[Mapping[str, Any]], dict[str, Any]]
-    ) -> None:
+    def change_config(self, changes: Mapping[str, Any]) -> None:
         """Change entries of the config in the running operators, which keep their state.
 
         Args:
             changes: New values by name.
-            check_config: Function that returns the new config, or raises an error if the trainer cannot work with it.
         """
         life = self._life
         with life.controller.turns.take_turn():
-            settings = self._with_changes(changes, check_config)
+            settings = self._with_changes(changes)
             with naming_config_entries(settings.config):
                 options = {"changes_state": True, "keeps_alike": True, "is_repeatable": False}
                 answers = life.on_all(self._runner_cls.change_config, life.framework.to_send(settings), **options)
             # Change the settings after the call, because the call itself also changes workers that start during it.
             life.take_settings(settings)
-            life.epoch_calls.sharing.follow(settings.config)
+            life.sharing.follow(settings.config)
         if answers[0]:
             logger.warning(
                 "no optimizer follows %s: the operators find the new value in `self.config`. Override "
@@ -71,19 +76,14 @@ class LiveChanges:
                 ", ".join(f"`config[{name!r}]`" for name in answers[0]),
             )
 
-    def _with_changes(
-        self, changes: Mapping[str, Any], check_config: Callable[[Mapping[str, Any]], dict[str, Any]]
-    ) -> ReplicaSettings:
+    def _with_changes(self, changes: Mapping[str, Any]) -> ReplicaSettings:
         """Check the changes to the config, and return the settings with the new config."""
-        settings: ReplicaSettings = self._life.settings
+        life, settings = self._life, self._life.settings
         refuse_changes(settings.config, changes)
         # Take the old values from `replicas`, where they are in a form that can be pickled.
-        old_values = {name: self._life.replicas.settings.config[name] for name in changes}
-        return replace(
-            settings,
-            config=check_config(checks.with_entries(settings.config, changes)),
-            config_changes=(*settings.config_changes, old_values),
-        )
+        old_values = {name: life.replicas.settings.config[name] for name in changes}
+        config = life.framework.check_config(life, checks.with_entries(settings.config, changes))
+        return replace(settings, config=config, config_changes=(*settings.config_changes, old_values))
 
     def follow_config(self) -> None:
         """In all workers, set the hyperparameters of the optimizers back to the values that `setup` chose.
@@ -142,7 +142,7 @@ class LiveChanges:
                 controller.kill_group()
                 controller.ensure_group()
                 facts = finish()
-        life.epoch_calls.sharing.forget()
+        life.sharing.forget()
         controller.keep_facts(facts)
 
     def _prepared(self, settings: ReplicaSettings) -> Any:

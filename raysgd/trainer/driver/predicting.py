@@ -21,7 +21,7 @@ from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import World
 from raysgd.core.numbers.results import CallProgress
 from raysgd.trainer.configuration.settings import ReplicaSettings
-from raysgd.trainer.driver.calls import ProgressListeners
+from raysgd.trainer.driver.listeners import ProgressListeners
 from raysgd.trainer.driver.shared_data import stored_once
 from raysgd.trainer.messages.prediction import PredictRequest
 from raysgd.trainer.messages.prediction_data import DEFAULT_BATCH_SIZE, PredictionSource

@@ -1,19 +1,13 @@
-"""Saves a trainer or a run to files, and loads states into all workers."""
+"""Saves a trainer to files, and loads states into all workers."""
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import ref
 
-from raysgd.callbacks.callback import Run
-from raysgd.callbacks.calling import CallbackCalls
-from raysgd.callbacks.sidecar import Sidecar, Sidecars, place_of
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import World
@@ -22,10 +16,6 @@ from raysgd.core.engine.transfers import SharedValue
 from raysgd.exceptions import WorkersLostError
 from raysgd.storage import files
 from raysgd.storage.background_writer import BackgroundWriter, SubmittedWrite, Write
-from raysgd.trainer.driver.fit_steps import StepReports
-from raysgd.trainer.driver.trainer_port import TrainerPort
-
-logger = logging.getLogger(__name__)
 
 _END_S = 60.0
 
@@ -100,101 +90,6 @@ class FileSaves:
         state, write = content
         write(path, state)  # `state` refers to the snapshot's memory, which `kept_alive` protects from being freed
         self.note_file(files.shown(path))
-
-
-@dataclass
-class RunCheckpoints:
-    """Saves checkpoints of one call to `fit`, each with a sidecar, the file with the run's progress. Also loads them.
-
-    Attributes:
-        trainer: The attributes and methods of the trainer that the run uses.
-        calls: Calls the callbacks of the run.
-        reports: Holds the step metrics that sidecars need, and the journal, which lists the checkpoints.
-        sidecar: Returns the current content of a sidecar. Its argument is True to include the metrics of steps that
-            loggers have not received yet.
-        note_seconds: Records how long a save took.
-        newest: The last checkpoint that was saved or loaded, or None.
-        of_epoch: The checkpoints that were saved since the last epoch ended.
-    """
-
-    trainer: TrainerPort
-    calls: CallbackCalls
-    reports: StepReports
-    sidecar: Callable[[bool], Sidecar]
-    note_seconds: Callable[[float], None]
-    newest: str | None = None
-    of_epoch: list[str] = field(default_factory=list)
-    _sidecars: Sidecars = field(default_factory=Sidecars)
-
-    def save(self, location: str, lost: Snapshot | None) -> None:
-        """Save a checkpoint, and call the callbacks' `on_checkpoint`.
-
-        Args:
-            location: Path or URI of the checkpoint.
-            lost: If the workers' training state was lost, the snapshot to save in its place. Otherwise, None.
-        """
-        began, step = time.perf_counter(), None
-        if lost is not None:
-            self.trainer.save_snapshot(location, lost)
-            step = self.trainer.place_in(lost)[1]
-        else:
-            self.trainer.save(location)
-        self._sidecars.write(location, self.sidecar(True))
-        seconds = time.perf_counter() - began
-        self.of_epoch.append(location)
-        self._note(location, step, seconds)
-
-    def save_behind(self, location: str) -> tuple[SubmittedWrite, Callable[[], None]]:
-        """Save a checkpoint in the background. Return the write, and a function to call when the file is complete.
-
-        Write the sidecar before the checkpoint. A complete checkpoint then always has a sidecar.
-        """
-        self._sidecars.write(location, self.sidecar(True))
-        write = self.trainer.save_behind(location)
-        # The step after which the workers copied the training state that is now being written.
-        step = self.reports.last_step
-        self.of_epoch.append(location)
-        return write, lambda: self._note(location, step, write.seconds)
-
-    def _note(self, location: str, step: int | None, seconds: float) -> None:
-        self.note_seconds(seconds)
-        self.newest = location
-        self.reports.note_checkpoint(location, step)
-        self.calls.tell("on_checkpoint", location)
-
-    def save_again(self, has_changed: bool) -> None:
-        """Save again the files that were saved before the validation result of their epoch arrived.
-
-        Args:
-            has_changed: True if the validation result has changed the training state, through a learning rate
-                scheduler. Otherwise, only write the sidecars again.
-        """
-        try:
-            for location in self.of_epoch:
-                if has_changed:
-                    self.trainer.save(location)
-                self._sidecars.write(location, self.sidecar(False))
-        except OSError as error:  # only a warning, because the files of the first save still exist
-            logger.warning("could not add the result of the epoch before to what was saved: %s", error)
-
-    def find(self, run: Run) -> str | None:
-        """Return the newest checkpoint that the callbacks, or a detached trainer, have saved. None if there is none."""
-        newest = [each.newest_checkpoint(run) for each in run.callbacks]
-        locations, left = [str(location) for location in newest if location is not None], self.trainer.left_file
-        if left is not None and place_of(left)[0] >= 0:
-            # `left` comes last, because `max` takes the first of equally new files. The callbacks' files also have the
-            # callbacks' states.
-            locations.append(left)
-        return max(locations, key=place_of, default=None)
-
-    def read_sidecar(self, location: str) -> Sidecar | None:
-        """Return the content of a checkpoint's sidecar, or None if it has no sidecar."""
-        return self._sidecars.read(location)
-
-    def load(self, location: str) -> None:
-        """Load a checkpoint into the workers."""
-        self.trainer.load(location)
-        self.newest = location
 
 
 def load_into_all(

@@ -4,18 +4,16 @@ A trainer runs epochs, predictions and functions on the training operators in al
 arguments of its methods. Other modules do the work:
 
 - `life`: `TrainerLife` starts the workers, holds the trainer's settings, and ends the workers.
-- `trainer_calls`: `TrainerCalls` trains, validates, tests and predicts.
+- `calls`: `TrainerCalls` trains, validates, tests and predicts.
 - `live_changes`: `LiveChanges` changes the config, the operator class or the callbacks of running workers.
 - `fit_loop`: `FitRun` runs `fit` and `epochs`.
 """
 
 from __future__ import annotations
 
-import logging
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
@@ -24,38 +22,31 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 
-from raysgd.callbacks.callback import Callback, Run
+from raysgd.callbacks.callback import Callback
 from raysgd.callbacks.sidecar import Sidecar, Sidecars
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.core import arguments as checks
-from raysgd.core.arrays.containers import Container
 from raysgd.core.cluster.keeper import Keeper
 from raysgd.core.config_keys import BATCH_SIZE
 from raysgd.core.engine.shared.call import Call, CallHandle
-from raysgd.core.engine.snapshots import Snapshot
 from raysgd.core.history import readable
-from raysgd.core.history.history import History, Kind
-from raysgd.core.history.status import TrainerStatus, ask_status
+from raysgd.core.history.history import History
+from raysgd.core.history.status import TrainerStatus
 from raysgd.core.numbers.results import Metrics
 from raysgd.core.numbers.time_spent import TimeLedger
 from raysgd.core.text.cards import card
 from raysgd.core.text.tracebacks import hide_library_frames
-from raysgd.storage.background_writer import SubmittedWrite
 from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.configuration.settings import GroupSettings, ReplicaSettings
-from raysgd.trainer.driver.calls import epoch_options
+from raysgd.trainer.driver.calls import TrainerCalls, epoch_options
 from raysgd.trainer.driver.changes import ReadOnlyConfig
 from raysgd.trainer.driver.fit_loop import FitOptions, FitRun
 from raysgd.trainer.driver.kept_trainer import KeptTrainer
-from raysgd.trainer.driver.life import Framework, TrainerLife
+from raysgd.trainer.driver.life import Framework, NoteProgress, TrainerLife
 from raysgd.trainer.driver.live_changes import LiveChanges
 from raysgd.trainer.driver.predicting import usual_batch_size
-from raysgd.trainer.driver.trainer_calls import TrainerCalls
-from raysgd.trainer.driver.trainer_port import NoteProgress, TrainerPort
 from raysgd.trainer.messages import replica_calls
-from raysgd.trainer.messages.begun import BegunEpoch
-from raysgd.trainer.messages.epochs import EpochAnswer, EpochOptions, merged
-from raysgd.trainer.messages.prediction_data import BatchRequest, PredictionSource
+from raysgd.trainer.messages.prediction_data import BatchRequest
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -68,8 +59,6 @@ else:
 
 T = TypeVar("T")
 TrainerT = TypeVar("TrainerT", bound="ClassTrainer[Any]")
-
-logger = logging.getLogger(__name__)
 
 
 @hide_library_frames
@@ -88,88 +77,22 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     min_workers: int
     spare_workers: int
     recovery: Recovery
-    _begun_epoch: BegunEpoch | None = None
-    """Epoch that the last `fit` left unfinished. The next `fit` continues it if the state has not changed since."""
     _left_file: str | None = None
     """File in which a detached trainer is saved if the trainer ends after the program that started it has exited."""
     _running_fit: weakref.ref[Any] | None = None
     """Reference to the iterator over the epochs of the last `fit`."""
-    _leaves_epochs = False
-    """True if `fit` can stop after any step of an epoch, and save the position in the epoch."""
-    _shows_progress = False
-    """True if the progress of training calls is displayed, for example as a progress bar."""
-    _runs_worker_callbacks = False
-    """True if the workers can call worker callbacks around their steps."""
 
-    def __init__(self, group: GroupSettings, settings: ReplicaSettings) -> None:
+    def __init__(self, group: GroupSettings, settings: ReplicaSettings, framework: Framework) -> None:
         show_options(self, group, settings, settings.batch_options)
-        self._life = TrainerLife(group, settings, self._framework(group, settings), type(self).__name__)
-        self._changes = LiveChanges(self._life)
+        self._life = TrainerLife(group, settings, framework, type(self).__name__)
+        self._calls, self._changes = TrainerCalls(self._life), LiveChanges(self._life)
         self._life.start()
-
-    @property
-    def _calls(self) -> TrainerCalls:
-        """A new object for the next call. The trainer does not store this object; `TrainerCalls` gives the reason."""
-        return TrainerCalls(
-            self._life,
-            check_answers=self._check_answers,
-            merge=self._merged,
-            can_continue_on=self._goes_on_with,
-            shown=self._shown if self._shows_progress else nullcontext,
-            after_evaluation=self._after_evaluation,
-        )
-
-    @abstractmethod
-    def _framework(self, group: GroupSettings, settings: Any) -> Framework:
-        """Return what differs between PyTorch and Keras when workers start, change and end."""
 
     @property
     def training_operator_cls(self) -> type[AnyOperatorT]:
         """The operator class. `reload` changes it."""
         operator_cls: type[AnyOperatorT] = self._life.settings.training_operator_cls
         return operator_cls
-
-    @abstractmethod
-    def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
-        """Raise an error if a call cannot use `dataset` in place of the data that the operator registered."""
-
-    def _check_fit(self, epochs: int) -> None:
-        """Raise an error if `fit` cannot train for this many epochs."""
-
-    def _shown(self) -> AbstractContextManager[Any]:
-        """Return a context manager that displays the progress of the training call that runs in its block."""
-        return nullcontext()
-
-    def _goes_on_with(self, dataset: Any) -> bool:
-        """Return True if a training call on `dataset` can continue in another group of workers after a failure."""
-        return False
-
-    @abstractmethod
-    def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], options: EpochOptions) -> None:
-        """Raise an error if the workers' answers contradict each other.
-
-        After a training call, this check runs before the call counts as completed.
-
-        Args:
-            kind: The type of call.
-            answers: The answers by rank.
-            options: Options of the call.
-        """
-
-    def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> bool:
-        """After `fit` has validated, step the learning rate schedulers that depend on metrics of the validation.
-
-        Args:
-            trained: Metrics of the epoch's training. Schedulers that depend on one of these have already stepped.
-            validated: Metrics of the epoch's validation.
-
-        Returns:
-            True if a scheduler has stepped, which changes the training state.
-        """
-        return False
-
-    _merged: Callable[[Sequence[EpochAnswer], bool], Any] = staticmethod(merged)
-    """Function that merges the workers' answers into the result that the user's call to the trainer returns."""
 
     def _kept_by(self, keeper: Keeper, note_fit: NoteProgress) -> KeptTrainer:
         """Return an object that records changes of this trainer's settings and history.
@@ -284,7 +207,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         checks.check_max_retries(max_retries)
         options = epoch_options(num_steps, profile, reduce_results, info)
         if dataset is not None:
-            self._check_dataset(dataset, training=True)
+            self._life.framework.check_dataset(self._life, dataset, training=True)
         checks.refuse_text(blocking=blocking)
         work = partial(self._calls.train, options, max_retries, dataset, reduce_results)
         return work() if blocking else self._life.background.begin(work)
@@ -359,12 +282,9 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         """
         options = epoch_options(num_steps, profile, reduce_results, info)
         if dataset is not None:
-            self._check_dataset(dataset, training=False)
+            self._life.framework.check_dataset(self._life, dataset, training=False)
         checks.refuse_text(blocking=blocking)
         return self._calls.start_validation(options, dataset, reduce_results, blocking)
-
-    def _after_evaluation(self) -> None:
-        """Called after an evaluation, which may have changed the states of the workers' random number generators."""
 
     @abstractmethod
     def save(self, checkpoint: str | PathLike[str], blocking: bool = True) -> Any:
@@ -378,24 +298,6 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     @abstractmethod
     def load(self, checkpoint: str | PathLike[str]) -> Any:
         """Load the training state from a file that `save` wrote."""
-
-    def _save_behind(self, checkpoint: str) -> SubmittedWrite:
-        """Save a checkpoint in a background thread. Return an object that reports when the file is complete."""
-        return self._life.saves.submitted_by(partial(self.save, checkpoint, blocking=False))
-
-    @abstractmethod
-    def _save_snapshot(self, checkpoint: str, snapshot: Snapshot) -> None:
-        """Write a snapshot that the driver already has to a file, without calling the workers.
-
-        A snapshot is a copy of the training state.
-        """
-
-    @abstractmethod
-    def _place_in(self, snapshot: Snapshot) -> tuple[int, int]:
-        """Return the number of epochs, and of batches over all epochs, that were trained before a snapshot was taken.
-
-        A snapshot is a copy of the training state. The snapshot must already be in the driver.
-        """
 
     @checks.answer_mistakes("`trainer.fit(5)` for 5 epochs")
     def fit(
@@ -516,62 +418,20 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         """Check the arguments of `fit` or `epochs`. Return the run's history, and the iterator over its epochs."""
         options = FitOptions(**{name: value for name, value in arguments.items() if name != "self"})
         self._refuse_inside_fit("fit")
-        life, calls = self._life, self._calls
-        kept, life.fit_progress = life.fit_progress, None
-        begun, self._begun_epoch = self._begun_epoch, None
-        if options.epochs is not None:
-            self._check_fit(options.epochs)
-        self._check_dataset(options.dataset, training=True)
-        self._check_dataset(options.validation_dataset, training=False, name="validation_dataset")
-        port = TrainerPort(
-            new_run=partial(Run, trainer=self, name=self.training_operator_cls.__name__, config=self.config),
-            history=self.history,
-            calls=life.epoch_calls,
-            once=life.once,
-            runs_worker_callbacks=self._runs_worker_callbacks,
-            use_worker_callbacks=self._changes.use_worker_callbacks,
-            train=calls.train,
-            validate=calls.validate,
-            validates_beside=lambda: calls.validates_beside,
-            begin_validation=calls.begin_validation,
-            after_validation=self._after_validation,
-            save=lambda path: self.save(path),  # look up `save` when called: `raysgd.testing` may replace it
-            load=lambda path: self.load(path),
-            note_progress=life.note_fit,
-            left_file=self._left_file,
-            leaves_epochs=self._leaves_epochs,
-            epoch_obstacle=lambda: life.facts.epoch_obstacle,
-            save_behind=self._save_behind,
-            save_snapshot=self._save_snapshot,
-            place_in=self._place_in,
-            settings=lambda: life.settings,
-            kept=kept,
-            begun=begun,
-            note_begun=partial(setattr, self, "_begun_epoch"),
-        )
-        fit = FitRun(port, options)
+        fit = FitRun(self, self._calls, options, self._left_file)
         rows = fit.epochs()
         self._running_fit = weakref.ref(rows)
         return fit.history, rows
 
     def test(self, dataset: Any) -> Metrics:
         """Evaluate on `dataset`, as `validate(dataset=...)` does. The names of the metrics start with `test_`."""
-        self._check_dataset(dataset, training=False)
+        self._life.framework.check_dataset(self._life, dataset, training=False)
         return self._calls.test(epoch_options(None), dataset)
 
     @property
     def history(self) -> History:
         """The trainer's history: all `train`, `validate` and `test` calls, and all lost and added workers."""
         return self._life.recorder.history
-
-    @abstractmethod
-    def _to_predict(self, data: Any, asked: BatchRequest) -> tuple[PredictionSource, Container]:
-        """Return the source of the batches to predict, and the container that collects the predictions.
-
-        Args:
-            data: The data that the user passed to `predict`.
-            asked: The user's arguments that say how to make batches of the data.
-        """
 
     def predict(
         self,
@@ -624,7 +484,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         info = checks.check_info(info)
         usual = usual_batch_size(self._life.settings, self.num_workers) if batch_size is None else batch_size
         size = checks.check_count("batch_size", usual, "It is the number of rows in a batch.")
-        source, container = self._to_predict(data, BatchRequest(size, batch_size is not None, feature_columns))
+        asked = BatchRequest(size, batch_size is not None, feature_columns)
+        source, container = self._life.framework.to_predict(data, asked)
         return self._calls.predict(
             source, container, info=info, has_target=has_target, max_retries=max_retries, streaming=streaming
         )
@@ -644,11 +505,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             raise TypeError(
                 f"`load_state_dict` got `{type(state_dict).__name__}`: need what `state_dict` returns, a dict."
             )
-        self._load_state(dict(state_dict))
-
-    @abstractmethod
-    def _load_state(self, state: dict[str, Any]) -> None:
-        """Load a state dict, as `state_dict` returns it, into all workers."""
+        self._life.framework.load_state(self._life, dict(state_dict))
 
     # ----------------------------------------------------------------------------------------- changes in live workers
 
@@ -666,7 +523,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             WorkerError: Your `setup` raised an error. The `WorkerError` is also an instance of that error's class. The
                 workers were shut down, and the next call starts new workers with the new config.
         """
-        self._changes.begin_again(replace(self._life.settings, config=self._checked_config(config)))
+        self._changes.begin_again(config)
 
     def update_config(self, **changes: Any) -> None:
         """Change entries of the config in the running operators, which keep their state.
@@ -684,7 +541,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             WorkerError: `config_changed` raised an error. The `WorkerError` is also an instance of that error's class.
                 All workers keep the old config.
         """
-        self._changes.change_config(changes, self._checked_config)
+        self._changes.change_config(changes)
 
     def reload(self, training_operator_cls: type[AnyOperatorT]) -> None:
         """Switch to another operator class, usually an edited version, in the same workers and with the same state.
@@ -703,12 +560,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             WorkerError: `setup` of the new class raised an error. The `WorkerError` is also an instance of that error's
                 class. All workers keep the old class.
         """
-        self._check_reload(training_operator_cls)
+        self._life.framework.check_reload(self._life, training_operator_cls)
         self._changes.reload(training_operator_cls)
-
-    @abstractmethod
-    def _check_reload(self, training_operator_cls: Any) -> None:
-        """Raise an error if `reload` got no operator class, or if the workers cannot hold a second operator."""
 
     def take_state_of(self, other: Any) -> None:
         """Load the state of another live trainer, without a file.
@@ -730,20 +583,9 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
                 f"`take_state_of` got a `{type(other).__name__}`: need a trainer of the same kind, a "
                 f"`{type(self).__name__}`."
             )
-        self._load_snapshot(other._life.shared_snapshot())
+        self._life.framework.load_snapshot(self._life, other._life.shared_snapshot())
         if dict(other.config) != dict(self.config):
             self._changes.follow_config()
-
-    @abstractmethod
-    def _load_snapshot(self, snapshot: Snapshot) -> None:
-        """Load a snapshot of this or another trainer into all workers.
-
-        Subclasses must not modify the snapshot, because other trainers may still use it.
-        """
-
-    def _checked_config(self, config: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the config as a dictionary, or raise an error if this trainer cannot work with it."""
-        return checks.check_config(config)
 
     # -------------------------------------------------------------------------------- code in the workers, and the end
 
@@ -799,9 +641,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         The status prints as a few lines of text, and is displayed as a card in a notebook. Workers respond while they
         are training, so you can call this from a second thread while `train` runs.
         """
-        calls = self._life.epoch_calls
-        status = calls.with_ledger(ask_status(self._life.controller, calls.samples_per_s))
-        return replace(status, global_batch=self._life.global_batch_in_words)
+        return replace(self._life.figures.status(), global_batch=self._life.global_batch_in_words)
 
     def ledger(self) -> TimeLedger:
         """Return how each worker spent its time, up to the last time the worker reported its progress.
@@ -810,7 +650,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         figures are missing.
         """
         controller = self._life.controller
-        return self._life.epoch_calls.accounts.ledger(None if controller.is_stopped else controller.num_workers)
+        return self._life.figures.accounts.ledger(None if controller.is_stopped else controller.num_workers)
 
     def __repr__(self) -> str:
         """Return a one-line description of the trainer, without contacting the workers."""

@@ -15,8 +15,10 @@ from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.core.numbers.results import CallProgress
 from raysgd.exceptions import WorkersLostError
 from raysgd.trainer.configuration.settings import ReplicaSettings
-from raysgd.trainer.driver import calls
-from raysgd.trainer.driver.calls import EpochCalls, ProgressListeners
+from raysgd.trainer.driver import calls, life
+from raysgd.trainer.driver.calls import TrainerCalls
+from raysgd.trainer.driver.life import Figures
+from raysgd.trainer.driver.listeners import ProgressListeners
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
 
 ASKED: Any = None
@@ -31,7 +33,7 @@ class Lost:
         raise WorkersLostError("gone")
 
 
-class Calls(EpochCalls):
+class Calls(TrainerCalls):
     """Calls to a trainer that notes what its spare is to run, in one attempt after the other."""
 
     def __init__(self, *answers: Any, has_spares: bool = True) -> None:
@@ -43,9 +45,9 @@ class Calls(EpochCalls):
             facts=["facts of then"],
             run_on_spare=self.run_on_spare,
         )
-        unused: Any = None
-        runner_cls = SimpleNamespace(validate_on_loan="function")
-        super().__init__(runner_cls, self.training, unused, unused, use_local=False, name="mine")
+        framework: Any = SimpleNamespace(runner_cls=SimpleNamespace(validate_on_loan="function"))
+        trainer: Any = SimpleNamespace(controller=self.training, framework=framework)
+        super().__init__(trainer)
 
     def run_on_spare(self, loan: Any, function: Any, make_args: Any, on_wait: Any) -> Any:
         assert (loan, function) == ("loan", "function")
@@ -55,7 +57,7 @@ class Calls(EpochCalls):
     def requests(self, name: str, asked: Any, dataset: Any, worlds: Any, sharing: Any = None, facts: Any = None) -> Any:
         return [(name, asked, dataset, len(worlds), sharing, facts)]
 
-    def validate(self, asked: Any, dataset: Any) -> list[Any]:
+    def answers_of_validation(self, asked: Any, dataset: Any) -> list[Any]:
         return ["of those that train"]
 
     def begin(self, state: Any, dataset: Any = None) -> Any:
@@ -104,15 +106,15 @@ class Controller:
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds: Iterator[float] = iter((10.0, 12.0))
     monkeypatch.setattr(calls.time, "perf_counter", lambda: next(seconds))
-    monkeypatch.setattr(calls, "Gauges", lambda name: SimpleNamespace(report=lambda *numbers: None))
+    monkeypatch.setattr(life, "Gauges", lambda name: SimpleNamespace(report=lambda *numbers: None))
 
 
-def after_a_call(controller: Any) -> EpochCalls:
-    unused: Any = None
-    found = EpochCalls(None, controller, unused, unused, use_local=False, name="mine")
-    assert found.samples_per_s is None
-    assert len(found._run_measured(None, max_retries=0)) == 2  # type: ignore[arg-type]
-    return found
+def after_a_call(controller: Any) -> Figures:
+    figures = Figures(controller, name="mine")
+    assert figures.samples_per_s is None
+    trainer: Any = SimpleNamespace(controller=controller, figures=figures)
+    assert len(TrainerCalls(trainer)._run_measured(None, max_retries=0)) == 2  # type: ignore[arg-type]
+    return figures
 
 
 @pytest.mark.usefixtures("clock")

@@ -13,7 +13,7 @@ from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.trainer.configuration.placement import Placement
 from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.configuration.settings import GroupSettings, ReplicaMaker
-from raysgd.trainer.driver import make_controller
+from raysgd.trainer.driver import life
 from raysgd.trainer.messages.facts import RunnerFacts
 
 
@@ -23,10 +23,11 @@ def made_by(use_gpu: bool, **options: Any) -> Any:
     make_replica = ReplicaMaker(
         None, SimpleNamespace(use_gpu=use_gpu, recovery=Recovery(), training_operator_cls=object)
     )
-    with patch.object(make_controller, "ElasticController") as made:
-        make_controller.make_controller(
-            settings, make_replica, NoConnection(), 10.0, keeps_survivors=True, renews_survivors=True
-        )
+    framework = SimpleNamespace(
+        connection=NoConnection(), reservation_timeout_s=10.0, keeps_survivors=True, renews_survivors=True
+    )
+    with patch.object(life, "ElasticController") as made:
+        life.make_controller(settings, make_replica, framework)  # type: ignore[arg-type]
     return made
 
 

@@ -10,7 +10,7 @@ from raysgd import TorchTrainer
 from raysgd.core.engine.shared.group_spec import FrontEndWords
 from raysgd.train import Trainer, _workers
 from raysgd.train.executor import BackendExecutor
-from raysgd.trainer.driver import make_controller as class_based
+from raysgd.trainer.driver import life as class_based
 
 
 @pytest.mark.parametrize("words", [class_based.WORDS, _workers.WORDS])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raysgd.callbacks import Callback
-from raysgd.trainer.driver.pauses import Pauses
+from raysgd.trainer.driver.fit_epoch import Pauses
 
 
 class Every(Callback):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raysgd.exceptions import UnevenStepsError
-from raysgd.torch.driver.epoch_checks import check_alike
+from raysgd.torch.driver.framework import check_alike
 from raysgd.trainer.messages.epochs import EpochAnswer
 from raysgd.trainer.messages.joint_work import JointWork
 
