@@ -1,12 +1,14 @@
 """Writes tables of the pages: `python docs/make_tables.py`.
 
-Those of names in `reference/old-names.md` come from the one table that raysgd has, goodput and the record run in
-`performance.md` from what was measured, in `measured/`. `index.md` is made from README and from the menu,
-`reference/claims.md` from `tests/repository/claims.toml`.
+Those of names in `reference/old-names.md` come from the one table that raysgd has, that of options in
+`reference/trainers.md` from the trainers, goodput and the record run in `performance.md` from what was measured, in
+`measured/`. `index.md` is made from README and from the menu, `reference/claims.md` from
+`tests/repository/claims.toml`.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
@@ -15,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from raysgd import Recovery, TFTrainer, TorchTrainer
 from raysgd.compat.paths import Group, gone, table
 
 DOCS = Path(__file__).parent
@@ -22,6 +25,7 @@ sys.path.insert(0, str(DOCS.parent))
 from tests.repository.claims import Claim, claims  # noqa: E402
 
 PAGE = DOCS / "reference" / "old-names.md"
+OPTIONS_PAGE = DOCS / "reference" / "trainers.md"
 GROUPS: tuple[Group, ...] = ("sgd", "train")
 MEASURED_PAGE = DOCS / "performance.md"
 BUSY_LOAD = 2
@@ -33,6 +37,24 @@ def moved_modules() -> str:
     """The table of the modules that are not where the rule of the page says."""
     rows = [(old, new) for group in GROUPS for old, new, _ in table(group) if new != by_rule(old)]
     return "\n".join(["| old module | now |", "|---|---|", *(f"| `{old}` | `{new}` |" for old, new in rows)])
+
+
+def options() -> str:
+    """The table of the trainers' options, with the default of each trainer that has the option."""
+    of_trainers = [inspect.signature(each).parameters for each in (TorchTrainer, TFTrainer)]
+    names = dict.fromkeys(name for parameters in of_trainers for name in parameters if name not in ("self", "unknown"))
+    rows = [[name, *(_default(parameters.get(name)) for parameters in of_trainers)] for name in names]
+    lines = [f"| `{name}` | {of_torch} | {of_tensorflow} |" for name, of_torch, of_tensorflow in rows]
+    return "\n".join(["| option | default of `TorchTrainer` | default of `TFTrainer` |", "|---|---|---|", *lines])
+
+
+def _default(parameter: inspect.Parameter | None) -> str:
+    if parameter is None:
+        return "-"
+    if parameter.default is parameter.empty:
+        return "required"
+    default = parameter.default
+    return f'`"{default}"`' if isinstance(default, str) else "`Recovery()`" if default == Recovery() else f"`{default}`"
 
 
 RULES = {
@@ -99,6 +121,11 @@ def with_tables(page: str) -> str:
     return _replaced(page, {"moved": moved_modules(), "gone": gone_names()})
 
 
+def with_options(page: str) -> str:
+    """The text of the page with today's table of options."""
+    return _replaced(page, {"options": options()})
+
+
 def index() -> str:
     """The first page of the site: README up to its installation, where to start, and a list of all pages."""
     readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
@@ -147,7 +174,7 @@ def _replaced(page: str, tables: dict[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    for path, with_its_tables in {PAGE: with_tables, MEASURED_PAGE: with_measured}.items():
+    for path, with_its_tables in {PAGE: with_tables, OPTIONS_PAGE: with_options, MEASURED_PAGE: with_measured}.items():
         path.write_text(with_its_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
     (DOCS / "index.md").write_text(index(), encoding="utf-8")
     CLAIMS_PAGE.write_text(claims_page(), encoding="utf-8")

@@ -33,7 +33,7 @@ from raysgd.tf.tf_runner import TFRunner
 from raysgd.trainer.configuration.batch_options import BatchOptions
 from raysgd.trainer.configuration.placement import Placement
 from raysgd.trainer.configuration.recovery import Recovery
-from raysgd.trainer.configuration.settings import GroupSettings
+from raysgd.trainer.configuration.settings import GroupSettings, chosen
 from raysgd.trainer.driver.trainer import ClassTrainer
 from raysgd.trainer.worker.operator import OperatorT
 from raysgd.trainer.worker.state.replica_state import RESUME
@@ -133,32 +133,24 @@ class TFTrainer(ClassTrainer[OperatorT]):
         detached: str | Detached | None = None,
         **unknown: NoReturn,
     ) -> None:
+        given = locals()
         checks.refuse_unknown("TFTrainer", unknown, TFTrainer.__init__.__annotations__, recovery=Recovery)
         if use_gpu != "auto":
             checks.refuse_text(use_gpu=use_gpu)
         num_workers = arguments.resolve_num_workers(num_workers, num_replicas)
-        settings = TFSettings(
-            arguments.resolve_operator(training_operator_cls, model_creator, data_creator),
-            checks.check_config(config),
-            random.SystemRandom().randrange(2**31) if seed is None else seed,
-            recovery=recovery,
-            batch_options=BatchOptions(split_batches),
-            verbose=verbose,
+        settings = chosen(
+            TFSettings,
+            given,
+            training_operator_cls=arguments.resolve_operator(training_operator_cls, model_creator, data_creator),
+            config=checks.check_config(config),
+            use_gpu=False,
+            seed=random.SystemRandom().randrange(2**31) if seed is None else seed,
+            batch_options=chosen(BatchOptions, given),
             num_workers=num_workers,
         )
         self._trains_with_fit = issubclass(settings.training_operator_cls, CreatorOperator)
-        group = GroupSettings(
-            num_workers=num_workers,
-            backend="sockets",
-            timeout_s=timeout_s,
-            num_cpus_per_worker=num_cpus_per_worker,
-            placement=Placement(resources_per_worker, accelerator_type, placement_strategy, runtime_env),
-            initialization_hook=initialization_hook,
-            use_local=use_local,
-            recovery=recovery,
-            min_workers=min_workers,
-            spare_workers=spare_workers,
-        )
+        placement = chosen(Placement, given)
+        group = chosen(GroupSettings, given, num_workers=num_workers, backend="sockets", placement=placement)
         group.refuse_spares((), "workers outside the driver, `Recovery(in_place=True)`")
         arguments.check_undo(recovery.undo)
         arguments.check_config(settings, num_workers)

@@ -34,7 +34,7 @@ from raysgd.torch.torch_runner import TorchRunner
 from raysgd.trainer.configuration.batch_options import BatchOptions
 from raysgd.trainer.configuration.placement import Placement
 from raysgd.trainer.configuration.recovery import Recovery
-from raysgd.trainer.configuration.settings import GroupSettings
+from raysgd.trainer.configuration.settings import GroupSettings, chosen
 from raysgd.trainer.driver.trainer import ClassTrainer, show_options
 from raysgd.trainer.worker.operator import OperatorT
 from raysgd.trainer.worker.state.replica_state import RESUME
@@ -181,6 +181,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         spare_workers: int = 0,
         **unknown: NoReturn,
     ) -> None:
+        given = locals()
         num_workers = checks.check_num_workers(
             "num_workers", num_workers, hint="To run without Ray actors pass `use_local=True` with `num_workers=1`."
         )
@@ -192,41 +193,23 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         arguments.check_operator_class(training_operator_cls)
         arguments.check_use_gpu(use_gpu, num_gpus_per_worker, backend)
         chosen_strategy = arguments.resolve_strategy(strategy, wrap_ddp)
-        settings = TorchSettings(
-            training_operator_cls,
-            checks.check_config(config),
-            recovery=recovery,
-            scheduler_step_freq=scheduler_step_freq,
-            use_fp16=use_fp16,
-            precision=precision,
+        settings = chosen(
+            TorchSettings,
+            given,
+            config=checks.check_config(config),
+            use_gpu=False,
             strategy=chosen_strategy,
             use_horovod=backend == "horovod",
-            use_tqdm=use_tqdm,
-            add_dist_sampler=add_dist_sampler,
-            step_options=StepOptions(
-                accumulate_grad_batches=accumulate_grad_batches,
-                clip_grad_norm=clip_grad_norm,
-                clip_grad_value=clip_grad_value,
-                sync_batchnorm=sync_batchnorm,
-                compile=compile,
-                activation_checkpointing=activation_checkpointing,
-            ),
+            step_options=chosen(StepOptions, given),
             fsdp_options=arguments.fsdp_options(strategy_options, chosen_strategy),
-            batch_options=self._divide(BatchOptions(split_batches, micro_batch_size, deterministic, num_workers)),
-            seed=seed,
+            batch_options=self._divide(chosen(BatchOptions, given, num_shards=num_workers)),
         )
-        group = GroupSettings(
+        group = chosen(
+            GroupSettings,
+            given,
             num_workers=num_workers,
-            backend=backend,
             timeout_s=arguments.resolve_timeout(timeout_s, backend),
-            num_cpus_per_worker=num_cpus_per_worker,
-            num_gpus_per_worker=num_gpus_per_worker,
-            placement=Placement(resources_per_worker, accelerator_type, placement_strategy, runtime_env),
-            initialization_hook=initialization_hook,
-            use_local=use_local,
-            recovery=recovery,
-            min_workers=min_workers,
-            spare_workers=spare_workers,
+            placement=chosen(Placement, given),
         )
         arguments.check_spares(group, chosen_strategy)
         has_room_to_grow = num_workers > 1 and not use_local and group.recovery.in_place

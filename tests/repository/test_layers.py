@@ -133,8 +133,8 @@ INSIDE = {
     "trainer": ("configuration", "messages", "driver worker"),
     "trainer.driver": (
         "background_calls changes leaving listeners saving shared_data tune_trial",
-        "life predicting",
-        "calls kept_trainer live_changes",
+        "life",
+        "calls kept_trainer live_changes predicting",
         "fit_epoch fit_steps",
         "fit_loop",
         "trainer",

@@ -23,6 +23,13 @@ def test_the_names_of_the_page_of_old_names_are_those_of_the_table() -> None:
     assert page.count("| `ray.") > 60
 
 
+def test_the_table_of_options_has_the_defaults_of_both_trainers() -> None:
+    made = runpy.run_path(str(DOCS / "make_tables.py"))
+    page = (DOCS / "reference" / "trainers.md").read_text(encoding="utf-8")
+    assert made["with_options"](page) == page, "run `python docs/make_tables.py`"
+    assert '| `use_gpu` | `"auto"` | `False` |' in page
+
+
 def test_what_the_page_of_old_names_calls_gone_from_ray_is_gone() -> None:
     ray = pytest.importorskip("ray")
     if not ray.__version__.startswith(RAY_TRAIN):

@@ -17,7 +17,6 @@ from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.objects import datasets, registration
 from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.training_operator import TrainingOperator
-from raysgd.trainer.configuration.batching import check_global_size, split_batch_size
 from raysgd.trainer.configuration.settings import GroupSettings
 from raysgd.utils import BATCH_SIZE
 
@@ -113,10 +112,7 @@ def check_config(settings: TFSettings, num_workers: int) -> None:
         data = (config.get("fit_config") or {}).get("validation_data")
         datasets.check_can_be_divided("config['fit_config']['validation_data']", data)
     if BATCH_SIZE in config:
-        if options.split_batches:
-            check_global_size(config[BATCH_SIZE])
-        else:
-            split_batch_size(config[BATCH_SIZE], num_workers)
+        options.global_size(config[BATCH_SIZE], num_workers)
 
 
 def check_can_be_constant(dataset: Any, settings: TFSettings) -> None:

@@ -29,9 +29,8 @@ from raysgd.torch.objects.precision import choose_precision
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import FSDPOptions
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.trainer.configuration.batching import check_global_size, split_batch_size
 from raysgd.trainer.configuration.placement import Placement
-from raysgd.trainer.configuration.settings import GroupSettings
+from raysgd.trainer.configuration.settings import GroupSettings, chosen
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
@@ -165,20 +164,11 @@ def choose_for(options: Mapping[str, Any]) -> GpuChoice:
     Raises:
         ValueError, TypeError: An argument is invalid, or the workers cannot share the cluster's GPUs.
     """
-    use_gpu, backend = options.get("use_gpu", "auto"), options.get("backend", "auto")
-    num_gpus_per_worker = options.get("num_gpus_per_worker", 1)
-    check_use_gpu(use_gpu, num_gpus_per_worker, backend)
-    of_placement = ("resources_per_worker", "accelerator_type", "placement_strategy", "runtime_env")
-    group = GroupSettings(
-        num_workers=checks.check_num_workers("num_workers", options.get("num_workers", 1), hint=""),
-        backend=backend,
-        timeout_s=1,
-        num_gpus_per_worker=num_gpus_per_worker,
-        placement=Placement(**{name: options.get(name) for name in of_placement}),
-        use_local=options.get("use_local", False),
-        spare_workers=options.get("spare_workers", 0),
-    )
-    return choose_gpus(use_gpu, group)
+    given = {"use_gpu": "auto", "backend": "auto", "num_workers": 1, "num_gpus_per_worker": 1, **options}
+    check_use_gpu(given["use_gpu"], given["num_gpus_per_worker"], given["backend"])
+    given["num_workers"] = checks.check_num_workers("num_workers", given["num_workers"], hint="")
+    group = chosen(GroupSettings, given, timeout_s=1, min_workers=1, placement=chosen(Placement, given))
+    return choose_gpus(given["use_gpu"], group)
 
 
 def settle_gpus(options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -257,10 +247,7 @@ def check_batch_size(settings: TorchSettings, num_workers: int) -> None:
     config = settings.config
     if BATCH_SIZE not in config:
         return
-    if settings.batch_options.split_batches:
-        check_global_size(config[BATCH_SIZE])
-        return
-    requested, effective = config[BATCH_SIZE], split_batch_size(config[BATCH_SIZE], num_workers) * num_workers
+    requested, effective = config[BATCH_SIZE], settings.batch_options.global_size(config[BATCH_SIZE], num_workers)
     if effective != requested:
         words = "the batch size %s is not divisible by %s workers: using %s"
         logger.warning(words, requested, num_workers, effective)
@@ -473,6 +460,18 @@ def take_creators(given: dict[str, Any]) -> None:
         )
 
 
+_FORMER = {
+    "num_replicas": "use `num_workers`",
+    "batch_size": f"put the batch size of all workers into `config` under `raysgd.utils.BATCH_SIZE` ({BATCH_SIZE!r})",
+    "apex_args": "pass it to `TrainingOperator.register`",
+    "train_function": "override `train_epoch(self, iterator, info)` of a `TrainingOperator`",
+    "validation_function": "override `validate(self, val_iterator, info)` of a `TrainingOperator`",
+    "data_loader_args": "make the `DataLoader` with these options in the operator's `setup`",
+    "dataloader_config": "make the `DataLoader` with these options in the operator's `setup`",
+}
+"""Arguments of older versions, with what to do instead."""
+
+
 def take_others(given: dict[str, Any]) -> Any:
     """Remove arguments of older versions, except creator functions, from the keyword arguments in `given`.
 
@@ -484,26 +483,13 @@ def take_others(given: dict[str, Any]) -> Any:
         The value of `serialize_data_creation`, which the trainer accepts for compatibility and ignores. None if the
         argument was not passed.
     """
-    _take(given, "num_replicas", "use `num_workers`")
-    _take(
-        given,
-        "batch_size",
-        f"put the batch size of all workers into `config` under `raysgd.utils.BATCH_SIZE` ({BATCH_SIZE!r})",
-    )
-    _take(given, "apex_args", "pass it to `TrainingOperator.register`")
+    for name, instead in _FORMER.items():
+        value = given.pop(name, None)
+        if value is not None and (value or name not in ("data_loader_args", "dataloader_config")):
+            raise RemovedNameError(f"`{name}` is no longer an argument of `TorchTrainer`: {instead}.")
     serialize_data_creation = given.pop("serialize_data_creation", None)
     if serialize_data_creation is True:
         logger.warning(
             "`serialize_data_creation` of the trainer has no effect. Pass it to `TrainingOperator.from_creators`"
         )
-    _take(given, "train_function", "override `train_epoch(self, iterator, info)` of a `TrainingOperator`")
-    _take(given, "validation_function", "override `validate(self, val_iterator, info)` of a `TrainingOperator`")
-    for name in ("data_loader_args", "dataloader_config"):
-        given[name] = given.get(name) or None
-        _take(given, name, "make the `DataLoader` with these options in the operator's `setup`")
     return serialize_data_creation
-
-
-def _take(given: dict[str, Any], name: str, instead: str) -> None:
-    if given.pop(name, None) is not None:
-        raise RemovedNameError(f"`{name}` is no longer an argument of `TorchTrainer`: {instead}.")

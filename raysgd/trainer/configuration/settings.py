@@ -1,13 +1,15 @@
 """Settings that both `TorchTrainer` and `TFTrainer` accept. They are checked once, when they are created.
 
-Each trainer adds its own options in a subclass of `ReplicaSettings`. A new option requires changes in three places: the
-trainer's signature and docstring, a field with its check here or in the subclass, and the code that uses the option.
+Each trainer adds its own options in a subclass of `ReplicaSettings`. The fields of these classes are the table of all
+options: name, default, check, and where the option holds. `chosen` fills them with the arguments of a trainer. A new
+option requires changes in three places: the trainer's signature and docstring, a field with its check here or in the
+subclass, and the code that uses the option.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from raysgd.core import arguments as checks
@@ -19,11 +21,24 @@ from raysgd.trainer.configuration.placement import Placement
 from raysgd.trainer.configuration.recovery import Recovery
 
 SettingsT = TypeVar("SettingsT", bound="ReplicaSettings")
+OptionsT = TypeVar("OptionsT")
 
 STREAMS_NEED = (
     "a stream, whose `batch(size)` is always the global batch of all workers: pass `split_batches=True` to the "
     "trainer, and not `add_dist_sampler=False`."
 )
+
+
+def chosen(options_cls: type[OptionsT], arguments: Mapping[str, Any], **values: Any) -> OptionsT:
+    """Create an object that holds options of a trainer, and check the options.
+
+    Args:
+        options_cls: A dataclass, whose fields are options.
+        arguments: The arguments of the trainer. Those that are no fields are ignored.
+        **values: Fields that are not arguments, or differ from them.
+    """
+    names = [each.name for each in fields(options_cls) if each.name in arguments]  # type: ignore[arg-type]
+    return options_cls(**{**{name: arguments[name] for name in names}, **values})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""`TrainerCalls`: runs a trainer's `train`, `validate`, `test` and `predict` calls, after their arguments were checked.
+"""`TrainerCalls`: runs a trainer's `train`, `validate` and `test` calls, after their arguments were checked.
 
 Each call is sent to the workers, their answers are checked and merged, and the result is added to the history. After a
 training call, the driver records the call's throughput, and how the workers spent their time. A call runs in the
@@ -18,7 +18,6 @@ from typing import Any
 from weakref import ref
 
 from raysgd.core import arguments as checks
-from raysgd.core.arrays.containers import Container
 from raysgd.core.engine.shared.call import Call, CallHandle, Left
 from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.snapshots import NewestSnapshot
@@ -27,12 +26,10 @@ from raysgd.core.numbers.results import Metrics
 from raysgd.exceptions import NoDataError, OnFailure
 from raysgd.trainer.configuration.settings import ReplicaSettings
 from raysgd.trainer.driver.life import TrainerLife
-from raysgd.trainer.driver.predicting import PredictionRounds
 from raysgd.trainer.driver.shared_data import DataSharing, Requests
 from raysgd.trainer.messages.begun import BegunEpoch
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochOptions
 from raysgd.trainer.messages.joint_work import difference
-from raysgd.trainer.messages.prediction_data import PredictionSource
 from raysgd.trainer.messages.weight_sums import ComparisonPace
 
 logger = logging.getLogger(__name__)
@@ -80,22 +77,22 @@ class TrainerCalls:
         self._validation_starts_over = False
         self._comparisons = ComparisonPace()
 
-    def _recorded(
-        self, kind: Kind, work: Callable[[], Any], of_fit: bool = False, inside: tuple[int, int] | None = None
-    ) -> Any:
-        """Run a call, add it to the trainer's history, and return its result.
+    def _begin(self, kind: Kind, of_fit: bool = False, inside: tuple[int, int] | None = None) -> Callable[[Any], Any]:
+        """Return a function that adds a call to the trainer's history, and returns the call's result.
 
         Args:
-            kind: The kind of call.
-            work: Function that runs the call.
+            kind: The kind of call, which begins now.
             of_fit: Whether `fit` makes the call.
             inside: For a validation inside an epoch of `fit`, the epoch and the step.
         """
         began_at, began, life = time.time(), time.perf_counter(), self.life
-        result = work()
-        seconds = time.perf_counter() - began
-        life.recorder.record(kind, result, began_at, seconds, life.controller.num_workers, of_fit, inside)
-        return result
+
+        def record(result: Any) -> Any:
+            seconds = time.perf_counter() - began
+            life.recorder.record(kind, result, began_at, seconds, life.controller.num_workers, of_fit, inside)
+            return result
+
+        return record
 
     def requests(
         self,
@@ -158,27 +155,7 @@ class TrainerCalls:
         Raises:
             EpochLeft: The call stopped because `leaves` returned True.
         """
-        life = self.life
-
-        def work() -> Any:
-            with life.framework.shown(life):
-                answers = self._answers_of_training(options, max_retries, dataset, begun, leaves)
-            life.recorder.trained = answers[0].epoch_idx + 1
-            result = life.framework.merged(answers, reduce_results)
-            self._warn_of_nan(result)
-            return result
-
-        return self._recorded("train", work, of_fit)
-
-    def _answers_of_training(
-        self,
-        options: EpochOptions,
-        max_retries: int,
-        dataset: Any,
-        begun: BegunEpoch | None,
-        leaves: Callable[[], bool] | None,
-    ) -> list[EpochAnswer]:
-        """Run a training call, and return the workers' answers by rank. See `train`."""
+        record = self._begin("train", of_fit)
         life, comparisons = self.life, self._comparisons
         runner, controller, listeners = life.framework.runner_cls, life.controller, life.listeners
         number = cache(lambda: controller.num_calls)  # `cache`, so that all attempts of this call use the same number
@@ -223,21 +200,25 @@ class TrainerCalls:
         # cycle would keep the trainer alive after the program drops it.
         weak_call = ref(call)
         began, answers = time.perf_counter(), list[EpochAnswer]()
-        try:
-            answers = self._run_measured(call, max_retries)
-        except EpochLeft as left:
-            left.seconds = time.perf_counter() - began + (0.0 if begun is None else begun.seconds)
-            raise
-        finally:
-            if not answers:
-                life.sharing.forget()
-        if len(answers) > 1:
-            costs_s = [answer.weight_sums.seconds for answer in answers if answer.weight_sums is not None]
-            comparisons.note_call(time.perf_counter() - began, costs_s)
-        if dataset is not None:
-            life.sharing.note_position("train", dataset, answers[0].place)
-        listeners.tell_end("train", options, answers[0])
-        return answers
+        with life.framework.shown(life):
+            try:
+                answers = self._run_measured(call, max_retries)
+            except EpochLeft as left:
+                left.seconds = time.perf_counter() - began + (0.0 if begun is None else begun.seconds)
+                raise
+            finally:
+                if not answers:
+                    life.sharing.forget()
+            if len(answers) > 1:
+                costs_s = [answer.weight_sums.seconds for answer in answers if answer.weight_sums is not None]
+                comparisons.note_call(time.perf_counter() - began, costs_s)
+            if dataset is not None:
+                life.sharing.note_position("train", dataset, answers[0].place)
+            listeners.tell_end("train", options, answers[0])
+        life.recorder.trained = answers[0].epoch_idx + 1
+        result = life.framework.merged(answers, reduce_results)
+        self._warn_of_nan(result)
+        return record(result)
 
     def _between_steps(self, call: Call) -> None:
         """Between two steps, call the listeners, and stop the call if its `leaves` function returns True.
@@ -322,13 +303,15 @@ class TrainerCalls:
     ) -> Any:
         """Evaluate on the validation data, or on `dataset` if it is not None. Return the result for the user.
 
-        See `_recorded` for the last two arguments.
+        See `_begin` for the last two arguments.
         """
-        return self._recorded("validation", partial(self._evaluated, options, dataset, reduce_results), of_fit, inside)
+        record = self._begin("validation", of_fit, inside)
+        return record(self._evaluated(options, dataset, reduce_results))
 
     def test(self, options: EpochOptions, dataset: Any) -> Metrics:
         """Evaluate on `dataset`, and return the metrics. Their names start with `test_`."""
-        metrics: Metrics = self._recorded("test", lambda: as_test(self._evaluated(options, dataset)))
+        record = self._begin("test")
+        metrics: Metrics = record(as_test(self._evaluated(options, dataset)))
         return metrics
 
     def _evaluated(self, options: EpochOptions, dataset: Any, reduce_results: bool = True) -> Any:
@@ -462,33 +445,6 @@ class TrainerCalls:
 
         validate = self.life.framework.runner_cls.validate_on_loan
         return lambda on_wait: [controller.run_on_spare(loan, validate, make_args, on_wait)]
-
-    def predict(
-        self,
-        source: PredictionSource,
-        container: Container,
-        *,
-        info: Mapping[str, Any],
-        has_target: bool | None,
-        max_retries: int,
-        streaming: bool,
-    ) -> Any:
-        """Predict on all workers, and return the predictions or, if `streaming` is True, an iterator over them.
-
-        Args:
-            source: Source of the batches.
-            container: Collects the predictions.
-            info: The user's entries for the `batch_info` of `predict_batch`.
-            has_target: Whether tuple batches end with a target. None to decide by the data.
-            max_retries: How many times to repeat a round of batches after a failure.
-            streaming: Whether to predict lazily.
-        """
-        life = self.life
-        predict = life.framework.runner_cls.predict
-        rounds = PredictionRounds(
-            life.controller, predict, source, info, has_target, max_retries, life.store, life.listeners
-        )
-        return container.stream(rounds.outputs()) if streaming else container.collect(rounds.outputs())
 
 
 def _tell_what_is_measured(num_samples: int, num_used: int) -> None:

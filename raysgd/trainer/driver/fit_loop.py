@@ -251,8 +251,8 @@ class FitRun:
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         self._resume()
-        if self._reports.journal_folder is not None:
-            self.history.journal = self._life.recorder.history.journal = self._reports.journal_folder
+        if self._reports.journal is not None:
+            self.history.journal = self._life.recorder.history.journal = self._reports.journal.folder
         is_asked = self._options.validate == ASYNC
         self._run.validates_beside = is_asked and self._results.validates_beside
         with self._told_of_the_run():
@@ -440,14 +440,15 @@ class FitRun:
         self._sidecars.write(location, self._sidecar(True))
         write = self._life.saves.submitted_by(partial(self._trainer.save, location, blocking=False))
         # The step after which the workers copied the training state that is now being written.
-        step = self._reports.last_step
+        step = None if self._reports.journal is None else self._reports.journal.last_step
         self._saved_in_epoch.append(location)
         return write, lambda: self._note_checkpoint(location, step, write.seconds)
 
     def _note_checkpoint(self, location: str, step: int | None, seconds: float) -> None:
         self._leaving.note_save(seconds)
         self.newest = location
-        self._reports.note_checkpoint(location, step)
+        if self._reports.journal is not None:
+            self._reports.journal.note_checkpoint(location, step)
         self._calls.tell("on_checkpoint", location)
 
     def _save_again(self, has_changed: bool) -> None:

@@ -108,6 +108,7 @@ class StepReports:
     Attributes:
         listeners: Functions that receive the progress of training calls.
         readers: Functions that fetch the workers' records of their steps.
+        journal: Writes the journal of the run. None if the run has no journal.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class StepReports:
             self._worker_callbacks.append(self._step_metrics)
             self._steps = StepMetricsReader(life.controller, calls.step_metrics)
             self.readers.append(self._steps)
-        self._journal = None if journal is None else self._open_journal(journal)
+        self.journal = None if journal is None else self._open_journal(journal)
 
     def _open_journal(self, entries: Mapping[str, Any]) -> JournalKeeper | None:
         """Return the object that writes the run's journal, the record of its steps, into the run's folder.
@@ -183,8 +184,8 @@ class StepReports:
             return
 
         def take_out() -> None:
-            if self._journal is not None:
-                self._journal.fetch()  # users who look for the cause of an error need the steps before it
+            if self.journal is not None:
+                self.journal.fetch()  # users who look for the cause of an error need the steps before it
             try:
                 use(())
             except RaySGDError as error:  # only log this error, so that it does not hide the error that ended the run
@@ -200,8 +201,8 @@ class StepReports:
         """Fetch the reports on steps that the driver lacks. Called after the workers have stopped between two steps."""
         if self._steps is not None:
             self._steps.tell_rest()
-        if self._journal is not None:
-            self._journal.fetch()
+        if self.journal is not None:
+            self.journal.fetch()
 
     def open_steps(self) -> list[Any] | None:
         """Return the step metrics that have not been passed to callbacks yet, as plain data for the sidecar.
@@ -218,23 +219,3 @@ class StepReports:
         if begun is not None and self._step_metrics is not None:
             self._step_metrics.begun = begun
             self._changes.use_worker_callbacks(self._worker_callbacks)
-
-    @property
-    def journal_folder(self) -> str | None:
-        """The folder with the journal of the run, or None if the run has no journal."""
-        return None if self._journal is None else self._journal.folder
-
-    @property
-    def last_step(self) -> int | None:
-        """The last step about which the journal has a report, or None if the run has no journal."""
-        return None if self._journal is None else self._journal.last_step
-
-    def note_checkpoint(self, location: str, step: int | None) -> None:
-        """Add a checkpoint to the journal, if the run has a journal.
-
-        Args:
-            location: The path or URI of the checkpoint.
-            step: The step after which the workers had the saved training state. None for the last step.
-        """
-        if self._journal is not None:
-            self._journal.note_checkpoint(location, step)

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from raysgd.core.arrays import trees
 from raysgd.core.config_keys import BATCH_SIZE, PLAIN_BATCH_SIZE
-from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import World
 from raysgd.core.numbers.results import CallProgress
 from raysgd.trainer.configuration.settings import ReplicaSettings
-from raysgd.trainer.driver.listeners import ProgressListeners
+from raysgd.trainer.driver.life import TrainerLife
 from raysgd.trainer.driver.shared_data import stored_once
 from raysgd.trainer.messages.prediction import PredictRequest
 from raysgd.trainer.messages.prediction_data import DEFAULT_BATCH_SIZE, PredictionSource
@@ -60,32 +59,23 @@ class PredictionRounds:
     """Runs one call to `predict` in rounds. In each round, every worker predicts some of the batches.
 
     Args:
-        controller: Controller of the workers.
-        predict: Method that runs in each worker. It predicts the worker's batches of one round.
+        life: The trainer's workers and settings.
         source: Source of the batches.
         info: The user's entries for the `batch_info` of `predict_batch`.
         has_target: Whether tuple batches end with a target. None to decide by the data.
         max_retries: How many times to repeat a round after a failure.
-        store: Function that takes a rank and a value for that rank, and returns the argument to send. It puts the value
-            into Ray's object store, unless the rank runs in the driver.
-        listeners: Functions that receive the progress after each round.
     """
 
     def __init__(
         self,
-        controller: ElasticController,
-        predict: Callable[..., Any],
+        life: TrainerLife,
         source: PredictionSource,
         info: Mapping[str, Any],
         has_target: bool | None,
         max_retries: int,
-        store: Callable[[int, Any], Any],
-        listeners: ProgressListeners,
     ) -> None:
-        self._controller, self._predict, self._source = controller, predict, source
-        self._info, self._max_retries = info, max_retries
+        self._life, self._source, self._info, self._max_retries = life, source, info, max_retries
         self._has_target = source.has_target if has_target is None else has_target
-        self._store, self._listeners = store, listeners
         self._key = uuid.uuid4().hex
         self._round_size = 1
         self._num_done = 0
@@ -94,16 +84,17 @@ class PredictionRounds:
     def outputs(self) -> Iterator[Any]:
         """Yield the output for each batch, in batch order."""
         try:
-            while pieces := self._source.draw(self._round_size * self._controller.num_workers):
+            while pieces := self._source.draw(self._round_size * self._life.controller.num_workers):
                 yield from self._round(pieces)
             self._tell(self._num_done, is_done=True)
         finally:
             self._source.close()
 
     def _round(self, pieces: Sequence[Any]) -> list[Any]:
-        began_at = time.monotonic()
-        call = Call(self._predict, partial(self._requests, pieces), on_wait=self._listeners.on_wait)
-        answers = self._controller.run(call, max_retries=self._max_retries)
+        began_at, life = time.monotonic(), self._life
+        predict = life.framework.runner_cls.predict
+        call = Call(predict, partial(self._requests, pieces), on_wait=life.listeners.on_wait)
+        answers = life.controller.run(call, max_retries=self._max_retries)
         outputs = [output for answer in answers for output in answer]
         num_bytes = sum(map(self._source.nbytes, pieces)) + sum(map(trees.nbytes, outputs))
         seconds = time.monotonic() - began_at
@@ -113,7 +104,7 @@ class PredictionRounds:
         return outputs
 
     def _tell(self, total: int | None, is_done: bool = False) -> None:
-        self._listeners.tell(CallProgress(self._num_done, total, 0, None, None, "predict", is_done=is_done))
+        self._life.listeners.tell(CallProgress(self._num_done, total, 0, None, None, "predict", is_done=is_done))
 
     def _requests(self, pieces: Sequence[Any], worlds: Sequence[World]) -> list[tuple[Any, ...]]:
         """Return the arguments for each rank in one round.
@@ -122,7 +113,7 @@ class PredictionRounds:
         """
         is_new, self._worlds = worlds is not self._worlds, worlds
         has_share = is_new and self._source.share is not None
-        shares = stored_once(self._store, [self._source.share] * len(worlds)) if has_share else None
+        shares = stored_once(self._life.store, [self._source.share] * len(worlds)) if has_share else None
         requests, first = [], 0
         is_last = self._num_done + len(pieces) == self._source.num_batches
         for rank, own in enumerate(dealt(pieces, len(worlds))):
@@ -132,7 +123,7 @@ class PredictionRounds:
             request = PredictRequest(
                 self._key, self._info, self._has_target, done + first, done, len(worlds), total, is_last
             )
-            parts = [request, self._store(rank, work) if is_large else work]
+            parts = [request, self._life.store(rank, work) if is_large else work]
             requests.append(tuple(parts if shares is None else [*parts, shares[rank]]))
             first += len(own)
         return requests

@@ -4,7 +4,8 @@ A trainer runs epochs, predictions and functions on the training operators in al
 arguments of its methods. Other modules do the work:
 
 - `life`: `TrainerLife` starts the workers, holds the trainer's settings, and ends the workers.
-- `calls`: `TrainerCalls` trains, validates, tests and predicts.
+- `calls`: `TrainerCalls` trains, validates and tests.
+- `predicting`: `PredictionRounds` predicts.
 - `live_changes`: `LiveChanges` changes the config, the operator class or the callbacks of running workers.
 - `fit_loop`: `FitRun` runs `fit` and `epochs`.
 """
@@ -44,7 +45,7 @@ from raysgd.trainer.driver.fit_loop import FitOptions, FitRun
 from raysgd.trainer.driver.kept_trainer import KeptTrainer
 from raysgd.trainer.driver.life import Framework, NoteProgress, TrainerLife
 from raysgd.trainer.driver.live_changes import LiveChanges
-from raysgd.trainer.driver.predicting import usual_batch_size
+from raysgd.trainer.driver.predicting import PredictionRounds, usual_batch_size
 from raysgd.trainer.messages import replica_calls
 from raysgd.trainer.messages.prediction_data import BatchRequest
 
@@ -486,9 +487,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         size = checks.check_count("batch_size", usual, "It is the number of rows in a batch.")
         asked = BatchRequest(size, batch_size is not None, feature_columns)
         source, container = self._life.framework.to_predict(data, asked)
-        return self._calls.predict(
-            source, container, info=info, has_target=has_target, max_retries=max_retries, streaming=streaming
-        )
+        outputs = PredictionRounds(self._life, source, info, has_target, max_retries).outputs()
+        return container.stream(outputs) if streaming else container.collect(outputs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
         """Load a state dict into all workers. Return once all workers have loaded it.
