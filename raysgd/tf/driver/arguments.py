@@ -17,7 +17,7 @@ from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.objects import datasets, registration
 from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.training_operator import TrainingOperator
-from raysgd.trainer.configuration.settings import GroupSettings
+from raysgd.trainer.configuration.settings import GroupSettings, ReplicaSettings
 from raysgd.utils import BATCH_SIZE
 
 
@@ -115,7 +115,7 @@ def check_config(settings: TFSettings, num_workers: int) -> None:
         options.global_size(config[BATCH_SIZE], num_workers)
 
 
-def check_can_be_constant(dataset: Any, settings: TFSettings) -> None:
+def check_can_be_constant(dataset: Any, settings: ReplicaSettings) -> None:
     """Check that a call's data can be sharded by samples, which `split_batches=True` requires.
 
     Raises:

@@ -30,7 +30,7 @@ from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import FSDPOptions
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.configuration.placement import Placement
-from raysgd.trainer.configuration.settings import GroupSettings, chosen
+from raysgd.trainer.configuration.settings import GroupSettings, ReplicaSettings, chosen
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
@@ -239,7 +239,7 @@ def outlives_its_process(options: Mapping[str, Any]) -> bool:
     return is_ddp and options.get("backend") != "horovod"
 
 
-def check_batch_size(settings: TorchSettings, num_workers: int) -> None:
+def check_batch_size(settings: ReplicaSettings, num_workers: int) -> None:
     """Check the batch size in the config. Warn if the trainer rounds it down to a multiple of `num_workers`.
 
     With `split_batches=True`, the trainer does not round the batch size.

@@ -56,6 +56,7 @@ class TorchFramework(Framework):
         else:
             joins_alone, variables = settings.may_grow, variables_of_nccl()
             self.connection = TorchConnection(group.backend, timeout_s, form_timeout_s, joins_alone, variables)
+        self._shows_progress = settings.use_tqdm
         self.reservation_timeout_s = constants.SGD_PLACEMENT_GROUP_TIMEOUT_S
         self.keeps_survivors, self.renews_survivors = settings.keeps_survivors, settings.strategy == "fsdp"
 
@@ -89,7 +90,7 @@ class TorchFramework(Framework):
 
     @contextmanager
     def shown(self, life: TrainerLife) -> Iterator[None]:
-        if not life.settings.use_tqdm:
+        if not self._shows_progress:
             yield
             return
         with epoch_bar() as show, life.listeners.listening(show):

@@ -60,15 +60,9 @@ class TorchFacts(RunnerFacts):
 
     Attributes:
         num_schedulers: Number of registered schedulers; None if no scheduler is registered.
-        is_synchronous: True if all ranks take part in every optimizer step.
-        is_sharded: True if models are sharded, so that all ranks must take part in reading a model.
-        plateau_metrics: Names of the epoch metrics that `ReduceLROnPlateau` schedulers need.
     """
 
     num_schedulers: int | None
-    is_synchronous: bool
-    is_sharded: bool = False
-    plateau_metrics: tuple[str, ...] = ()
 
     @property
     def counts(self) -> dict[str, int]:

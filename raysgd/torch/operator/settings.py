@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.core.arguments import check_kind, check_seed, refuse_text
 from raysgd.core.engine.shared.types import World
 from raysgd.core.imports import require
@@ -30,7 +29,6 @@ class TorchSettings(ReplicaSettings):
         use_horovod: True if the trainer's `backend` is "horovod".
         step_options: The trainer's arguments for optimizer steps, such as `clip_grad_norm`.
         fsdp_options: The trainer's `strategy_options`.
-        worker_callbacks: The user's callbacks that run in the workers.
         may_grow: True to wrap models even if there is only one worker, because other workers may join later.
 
     Raises:
@@ -47,7 +45,6 @@ class TorchSettings(ReplicaSettings):
     add_dist_sampler: bool = True
     step_options: StepOptions = field(default_factory=StepOptions)
     fsdp_options: FSDPOptions = field(default_factory=FSDPOptions)
-    worker_callbacks: tuple[WorkerCallback, ...] = ()
     seed: int | None = None
     may_grow: bool = False
 

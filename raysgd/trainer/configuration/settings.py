@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
+from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.core import arguments as checks
 from raysgd.core.config_keys import BATCH_SIZE
 from raysgd.core.engine.shared.types import World
@@ -123,6 +124,7 @@ class ReplicaSettings:
         revision: How many times `reload` or `reset_config` has made the workers create new operators.
         config_changes: For each call to `update_config` since the operators were created, a dict with the previous
             values of the changed entries.
+        worker_callbacks: The user's callbacks that run in the workers.
         callbacks_revision: How many times the worker callbacks were replaced.
 
     Raises:
@@ -137,6 +139,7 @@ class ReplicaSettings:
     batch_options: BatchOptions = field(default_factory=BatchOptions)
     revision: int = 0
     config_changes: tuple[Mapping[str, Any], ...] = ()
+    worker_callbacks: tuple[WorkerCallback, ...] = ()
     callbacks_revision: int = 0
 
     def after(self: SettingsT, num_changes: int) -> SettingsT:

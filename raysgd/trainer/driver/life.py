@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raysgd.callbacks.sidecar import Sidecar
 from raysgd.core import arguments as checks
@@ -44,7 +44,11 @@ from raysgd.trainer.driver.saving import Content, FileSaves
 from raysgd.trainer.driver.shared_data import DataSharing, store_share
 from raysgd.trainer.messages.begun import BegunEpoch
 from raysgd.trainer.messages.epochs import EpochAnswer, merged
+from raysgd.trainer.messages.facts import RunnerFacts
 from raysgd.trainer.messages.prediction_data import BatchRequest, Found
+
+if TYPE_CHECKING:
+    from raysgd.trainer.worker.runner import ClassRunner
 
 FitProgress = tuple[Sidecar, Any, int | None]
 """The data that another process needs to continue a call to `fit`.
@@ -96,7 +100,7 @@ class Framework(ABC):
         runs_worker_callbacks: True if the workers can call worker callbacks around their steps.
     """
 
-    runner_cls: Any
+    runner_cls: type[ClassRunner]
     connection: Connection
     reservation_timeout_s: float
     shard_advice: str
@@ -296,7 +300,7 @@ class TrainerLife:
         self, group_settings: GroupSettings, settings: ReplicaSettings, framework: Framework, name: str
     ) -> None:
         self.group_settings = group_settings
-        self.settings: Any = settings
+        self.settings = settings
         self.framework = framework
         self.replicas = ReplicaMaker(framework.runner_cls)
         self.replicas.settings = framework.to_send(settings)
@@ -360,7 +364,7 @@ class TrainerLife:
             self.controller.turns.interrupt_running()
 
     @property
-    def facts(self) -> Any:
+    def facts(self) -> RunnerFacts:
         """The report of rank 0 after `setup`, with the number of models, for example.
 
         The reports of other ranks may have another seed and describe other data, but are equal otherwise.

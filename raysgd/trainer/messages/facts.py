@@ -29,6 +29,9 @@ class RunnerFacts:
             without registered data.
         keeps_global_batch: True if the size of the global batch does not depend on the number of workers.
         batch_size: Number of samples in a batch of this worker's training data, or None if unknown.
+        is_synchronous: True if all ranks take part in every optimizer step.
+        is_sharded: True if models are sharded, so that all ranks must take part in reading a model.
+        plateau_metrics: Names of the epoch metrics that `ReduceLROnPlateau` schedulers need.
     """
 
     num_models: int
@@ -42,6 +45,9 @@ class RunnerFacts:
     has_validation: bool = False
     keeps_global_batch: bool = False
     batch_size: int | None = None
+    is_synchronous: bool = True
+    is_sharded: bool = False
+    plateau_metrics: tuple[str, ...] = ()
 
     @property
     def counts(self) -> dict[str, int]:
