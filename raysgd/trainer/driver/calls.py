@@ -183,24 +183,24 @@ class TrainerCalls:
         can_resume = dataset is None or life.framework.goes_on_with(dataset)
         # The call can stop between two steps only if the position in the data can be saved.
         is_held = dataset is None and controller.facts[0].epoch_obstacle is None
-        call = Call(
-            runner.train_epoch if begun is None else runner.resume_left,
-            requests,
-            changes_state=True,
-            keeps_alike=True,
-            on_wait=listeners.on_wait if leaves is None or is_held else partial(self._break_off_where, leaves),
-            resume=None if not can_resume else runner.resume_epoch if begun is None else runner.go_on_left,
-            check=check_all,
-            divergence=difference,
-            is_short=True,
-            is_repeatable=dataset is None,
-            leaves=leaves if is_held else None,
-        )
-        # The call refers to `requests`, which uses `weak_call`. With a strong reference, this would be a cycle, and the
-        # cycle would keep the trainer alive after the program drops it.
-        weak_call = ref(call)
-        began, answers = time.perf_counter(), list[EpochAnswer]()
-        with life.framework.shown(life):
+        with life.framework.shown(life):  # before `on_wait`, which is None without listeners
+            call = Call(
+                runner.train_epoch if begun is None else runner.resume_left,
+                requests,
+                changes_state=True,
+                keeps_alike=True,
+                on_wait=listeners.on_wait if leaves is None or is_held else partial(self._break_off_where, leaves),
+                resume=None if not can_resume else runner.resume_epoch if begun is None else runner.go_on_left,
+                check=check_all,
+                divergence=difference,
+                is_short=True,
+                is_repeatable=dataset is None,
+                leaves=leaves if is_held else None,
+            )
+            # The call refers to `requests`, which uses `weak_call`. With a strong reference, this would be a cycle, and
+            # the cycle would keep the trainer alive after the program drops it.
+            weak_call = ref(call)
+            began, answers = time.perf_counter(), list[EpochAnswer]()
             try:
                 answers = self._run_measured(call, max_retries)
             except EpochLeft as left:

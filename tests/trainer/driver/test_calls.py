@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from raysgd.core.engine.shared.call import Completed
+from raysgd.core.engine.shared.call import Call, Completed
 from raysgd.core.engine.shared.types import Heartbeat
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.core.numbers.results import CallProgress
@@ -167,3 +167,27 @@ def test_rank_0_is_asked_for_its_progress_only_if_a_listener_needs_it() -> None:
         found.tell_end("train", request, answer)
         assert read == [False, False, True], "validations have no steps"
     assert found.on_wait is None
+
+
+def test_what_shows_a_training_call_hears_of_it_while_it_runs_and_at_its_end() -> None:
+    rank, heard = Rank(), list[CallProgress]()
+    listeners = ProgressListeners(cast("Any", rank))
+    framework = SimpleNamespace(
+        runner_cls=SimpleNamespace(train_epoch=None, resume_epoch=None),
+        shown=lambda trainer: listeners.listening(heard.append),
+        merged=lambda answers, reduce_results: {},
+    )
+    recorder = SimpleNamespace(record=lambda *call: None)
+    controller = SimpleNamespace(facts=[SimpleNamespace(epoch_obstacle=None)], num_workers=1)
+    trainer: Any = SimpleNamespace(
+        framework=framework, listeners=listeners, recorder=recorder, controller=controller, sharing=SHARING
+    )
+
+    class Waiting(TrainerCalls):
+        def _run_measured(self, call: Call, max_retries: int) -> list[EpochAnswer]:
+            assert call.on_wait is not None
+            call.on_wait()
+            return [EpochAnswer(None, None, 9)]
+
+    Waiting(trainer).train(EpochRequest(None, {}, False, seed=0))
+    assert [progress.is_done for progress in heard] == [False, True]
