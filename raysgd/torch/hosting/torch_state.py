@@ -29,6 +29,7 @@ from raysgd.torch.objects.loading import (
     load_model,
     plain,
     with_names_of,
+    with_own_numbers,
     with_own_options,
     with_plain_names,
 )
@@ -270,7 +271,7 @@ class TorchState(ReplicaState):
         registered, precision = self.registered, self._internals.precision
         # Copy the states of the schedulers and the gradient scaler, because these objects keep references to what they
         # load. Copy the states before anything is replaced, because copying may fail.
-        schedulers = copy.deepcopy(list(state.get("schedulers", ())))
+        schedulers = copy.deepcopy([*map(with_own_numbers, registered.schedulers, state.get("schedulers", ()))])
         precision_state = copy.deepcopy(saved_state(precision, dict(state)))
         resume = state.get(RESUME) or {}
         if TRAINED in resume:

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from raysgd.core.arguments import is_integer
-from raysgd.torch.objects.slots import IMPLEMENTATION, check_slots, is_number, is_of_pytorch
+from raysgd.torch.objects.slots import IMPLEMENTATION, check_slots, is_in_range, is_number, is_of_pytorch
 from raysgd.trainer.worker.state.state_checks import require
 
 _EXTRA_STATE = "_extra_state"
@@ -267,7 +267,7 @@ def _check_versions(metadata: Any) -> None:
 def with_own_options(optimizer: Any, saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return an optimizer's saved state with the program's choice of how a step is computed, such as `fused`.
 
-    Where the program has a number, a tensor with one element becomes a number.
+    Numbers get the program's form, as in `with_own_numbers`.
 
     Args:
         optimizer: The registered optimizer.
@@ -284,11 +284,35 @@ def _with_own_options(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[
     return {**kept, **{name: own[name] for name in IMPLEMENTATION if name in own}}
 
 
+def with_own_numbers(scheduler: Any, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a scheduler's saved state, with each number in the program's form: a number, or a tensor of one element.
+
+    Otherwise, a file would decide which form the states have that the program saves later.
+
+    Args:
+        scheduler: The registered scheduler. The state of a scheduler that is not PyTorch's is returned unchanged.
+        saved: State that `check_schedulers` has accepted.
+    """
+    if not is_of_pytorch(type(scheduler)):
+        return saved
+    own = scheduler.state_dict()
+    state = {name: _as_own(own.get(name), value) for name, value in saved.items()}
+    if "_schedulers" in state:
+        state["_schedulers"] = [*map(with_own_numbers, scheduler._schedulers, saved["_schedulers"])]
+    return state
+
+
 def _as_own(own: Any, saved: Any) -> Any:
-    """Return a saved option, with numbers in place of tensors where the program's option has numbers."""
-    if isinstance(own, tuple) and isinstance(saved, list | tuple) and len(saved) == len(own):
-        return tuple(map(_as_own, own, saved))
-    return saved.item() if isinstance(saved, torch.Tensor) and isinstance(own, int | float) else saved
+    """Return a saved number, or a list or tuple of numbers, in the form that the program's value has."""
+    if isinstance(own, list | tuple) and isinstance(saved, list | tuple) and len(saved) == len(own):
+        values = [*map(_as_own, own, saved)]
+        return tuple(values) if isinstance(own, tuple) else values
+    if not is_number(own) or not is_number(saved):
+        return saved
+    value = saved.item() if isinstance(saved, torch.Tensor) else saved
+    if isinstance(own, torch.Tensor) and own.is_floating_point() and isinstance(value, int | float):
+        return torch.tensor(value, dtype=own.dtype, device=own.device).reshape(own.shape)
+    return saved if isinstance(own, torch.Tensor) else value
 
 
 def _options_of(optimizer: Any, num_groups: int) -> list[dict[str, Any]]:
@@ -459,7 +483,7 @@ def _is_like(own: Any, saved: Any, holder: Any) -> bool:
 
 
 def _is_real(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and is_in_range(value)
 
 
 def check_precision(own: Mapping[str, Any], saved: Any) -> None:

@@ -90,7 +90,12 @@ def is_number(value: Any) -> bool:
     """Return True for a number, or a tensor with one element."""
     if isinstance(value, torch.Tensor):
         return value.layout == torch.strided and not (value.is_meta or value.is_nested) and value.numel() == 1
-    return isinstance(value, int | float)
+    return isinstance(value, int | float) and is_in_range(value)
+
+
+def is_in_range(value: Any) -> bool:
+    """Return False for an integer that is too large for a tensor."""
+    return not isinstance(value, int) or -(2**63) <= value < 2**63
 
 
 def _look_of(value: Any) -> Hashable:

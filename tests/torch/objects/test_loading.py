@@ -18,6 +18,8 @@ from raysgd.torch.objects.loading import (
     check_schedulers,
     load_model,
     load_optimizer,
+    with_own_numbers,
+    with_own_options,
 )
 
 OPTIMIZERS = [
@@ -322,6 +324,35 @@ def test_each_scheduler_of_pytorch_goes_on_with_its_own_state(name: str, lr: Any
         other.load_state_dict(saved)
         other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         assert other.get_last_lr() == scheduler.get_last_lr()
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_file_with_numbers_leaves_the_rates_of_a_program_tensors(name: str) -> None:
+    optimizer, scheduler = scheduled(name, 2, lr=torch.tensor(0.1))
+    own = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict()))
+    other_optimizer, other = scheduled(name, 4, lr=0.1)
+    for state, rates in ((other_optimizer.state_dict(), other.state_dict()), own):
+        check_schedulers([scheduler], [rates])
+        check_optimizer(optimizer, state, [group["params"] for group in optimizer.param_groups])
+        scheduler.load_state_dict(copy.deepcopy(with_own_numbers(scheduler, rates)))
+        load_optimizer(optimizer, with_own_options(optimizer, state))
+        assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)
+        assert scheduler.get_last_lr() == (other.get_last_lr() if rates is not own[1] else own[1]["_last_lr"])
+        optimizer.step()
+        scheduler.step(*((0.5,) if isinstance(scheduler, schedulers.ReduceLROnPlateau) else ()))
+        assert isinstance(scheduler.get_last_lr()[0], torch.Tensor)
+
+
+@pytest.mark.parametrize("name", ["lr", "initial_lr"])
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_a_rate_that_is_larger_than_any_number_of_a_tensor_is_refused(name: str, lr: Any) -> None:
+    optimizer, scheduler = scheduled("StepLR", lr=lr)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0][name] = 2**2000
+    with pytest.raises(ValueError, match="nothing was loaded"):
+        check_optimizer(optimizer, state, [group["params"] for group in optimizer.param_groups])
+    with pytest.raises(ValueError, match="nothing was loaded"):
+        check_schedulers([scheduler], [{**scheduler.state_dict(), "base_lrs": [2**2000]}])
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
