@@ -22,7 +22,12 @@ def checkpoint_in_run(journal: Journal, step: int) -> Path | None:
     """
     # An absolute path, because `open_folder` and Arrow would take a relative path such as `s3:/name` for a URI.
     path = Path(os.path.abspath(journal.folder)) / journal.checkpoints[step]
-    return path if "://" not in journal.checkpoints[step] and is_inside(path, journal.folder) else None
+    return path if "://" not in journal.checkpoints[step] and _stays_inside(path, journal.folder) else None
+
+
+def _stays_inside(path: Path, folder: Path) -> bool:
+    """Return True if a checkpoint is in a folder after all links. So must be the files of a checkpoint in parts."""
+    return all(is_inside(each, folder) for each in (path, *(path.iterdir() if path.is_dir() else ())))
 
 
 def nearest_checkpoint(
@@ -54,9 +59,10 @@ def nearest_checkpoint(
         at, place = next(((at, opened / name) for at, name in named if name in names), (0, None))
         if place is None or not place.is_local:
             return None if place is None else (at, place.uri)
-        if not is_inside(place.local_path, opened.local_path):
+        if not _stays_inside(place.local_path, opened.local_path):
             raise ValueError(
-                f"`{place}` is a link out of its folder. Pass the folder to which it leads with `--checkpoints`."
+                f"`{place}`, or a file in it, is a link out of its folder. Pass the folder to which it leads with "
+                "`--checkpoints`."
             )
         return at, place.path
     for at in before:

@@ -179,7 +179,8 @@ def _stop(operator: Any, batch: Any, batch_info: dict[str, Any], global_batch: A
         batch_info: The second argument of `train_batch`.
         global_batch: One batch with the samples of all ranks in the step.
     """
-    debugger = pdb.Pdb(stdin=sys.stdin, stdout=sys.stdout)
+    # Without `.pdbrc`, because the working directory may be the folder of someone else's run.
+    debugger = pdb.Pdb(stdin=sys.stdin, stdout=sys.stdout, readrc=False)
     debugger.set_trace(sys._getframe())
     pass  # You can inspect `operator`, `batch`, `batch_info` and `global_batch` here.
 

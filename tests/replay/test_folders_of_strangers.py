@@ -6,7 +6,10 @@ Covers `raysgd.replay.checkpoints` and `raysgd.journal.entries`.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from raysgd.replay.checkpoints import checkpoint_in_run, nearest_checkpoint
 from raysgd.torch import TorchTrainer
 from tests.replay import programs
 from tests.replay.programs import Plain
+from tests.torch.load_changed_files import write_folder
 
 Make = Callable[..., TorchTrainer]
 PROGRAM = f"{programs.__file__}:Plain"
@@ -136,6 +140,30 @@ def test_a_link_out_of_the_folder_that_the_user_names_is_not_followed(honest: Pa
     found = run("replay", honest, "--step", 12, "--program", PROGRAM, "--checkpoints", honest / "checkpoints")
     assert found.exit_code == 1
     assert "is a link out of its folder" in found.output
+
+
+def test_a_link_in_the_folder_of_a_checkpoint_in_parts_is_not_followed_out_of_the_run(
+    honest: Path, make_local: Make, tmp_path: Path
+) -> None:
+    trainer = make_local(Plain, seed=2)
+    path = honest / "checkpoints" / "epoch_0001.ckpt"
+    path.unlink()
+    write_folder(path, trainer.state_dict())
+    assert nearest_checkpoint(Journal(honest), 12) == (10, str(path))
+    (path / "part-0.pt").rename(tmp_path / "secret.pt")
+    (path / "part-0.pt").symlink_to(tmp_path / "secret.pt")
+    for folder, message in ((None, "is not in the folder of the run"), (honest / "checkpoints", "out of its folder")):
+        with pytest.raises(ValueError, match=message):
+            nearest_checkpoint(Journal(honest), 12, folder)
+
+
+def test_the_debugger_runs_no_commands_from_the_folder_of_a_run(honest: Path, tmp_path: Path) -> None:
+    (honest / ".pdbrc").write_text(f"!open({str(tmp_path / 'owned')!r}, 'w')\n")
+    command = [sys.executable, "-m", "raysgd", "replay", ".", "--step", "12", "--program", PROGRAM, "--pdb"]
+    paths = {"PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path)}
+    done = subprocess.run(command, input="c\n", cwd=honest, env={**os.environ, **paths}, capture_output=True, text=True)
+    assert "each loss has the bits that the run had" in done.stdout, done.stderr
+    assert not (tmp_path / "owned").exists()
 
 
 @pytest.mark.parametrize("scheme", ["s3", "file"])

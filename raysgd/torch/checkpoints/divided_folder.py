@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raysgd.core.files import flush_to_disk, remove_leftovers
+from raysgd.core.files import check_regular, flush_to_disk, remove_leftovers
 from raysgd.core.reading.strict_reading import corrupted, require
 from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError
 from raysgd.torch.checkpoints import checkpoint_file
@@ -293,6 +293,8 @@ def opened(path: str, weights_only: bool, *, for_rank: bool = False) -> DividedF
         UnsafeCheckpointError: A value in the state, such as one that the operator's `state_dict` returned, cannot be
             loaded with `weights_only=True`.
     """
+    for each in Path(path).iterdir():
+        check_regular(each)
     rest = checkpoint_file.read(Path(path, REST), weights_only=weights_only)
     facts = rest.pop(DIVIDED, None)
     version = facts.get("version") if isinstance(facts, Mapping) else None

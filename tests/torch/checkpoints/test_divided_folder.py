@@ -155,6 +155,15 @@ def with_part(path: Path, part: bytes) -> Path:
     return with_facts(path, files=[divided_folder._facts_of(path / PART)])
 
 
+@pytest.mark.parametrize("name", [REST, RANKS, PART])
+def test_a_pipe_in_a_folder_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "last", state())
+    (path / name).unlink(missing_ok=True)
+    os.mkfifo(path / name)
+    with pytest.raises(OSError, match="is not a regular file"):
+        divided_folder.opened(str(path), weights_only=True)
+
+
 def test_nothing_that_could_run_code_is_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "last", state())
     stream = io.BytesIO()
