@@ -537,6 +537,8 @@ class TensorflowCheckpoint(Checkpoint):
     def from_h5(cls, file_path: str | Path, *, preprocessor: Any = None) -> TensorflowCheckpoint:
         """Create a checkpoint with the weights of a model that Keras has saved with `model.save("model.h5")`.
 
+        Some versions of Keras run code in such a file: use it only for files that you trust like code.
+
         Raises:
             ValueError: The file does not exist, or its name does not end in `.h5`.
         """
