@@ -310,9 +310,12 @@ def _as_own(own: Any, saved: Any) -> Any:
     if not is_number(own) or not is_number(saved):
         return saved
     value = saved.item() if isinstance(saved, torch.Tensor) else saved
-    if isinstance(own, torch.Tensor) and own.is_floating_point() and isinstance(value, int | float):
-        return torch.tensor(value, dtype=own.dtype, device=own.device).reshape(own.shape)
-    return saved if isinstance(own, torch.Tensor) else value
+    if not isinstance(own, torch.Tensor):
+        return int(value) if isinstance(value, bool) and not isinstance(own, bool) else value
+    if not own.is_floating_point() or isinstance(value, complex):
+        return saved
+    made = torch.tensor(value, dtype=own.dtype, device=own.device).reshape(own.shape)
+    return made.requires_grad_(own.requires_grad)
 
 
 def _options_of(optimizer: Any, num_groups: int) -> list[dict[str, Any]]:
@@ -534,10 +537,14 @@ def _is_of_kind(own: Any, saved: Any) -> bool:
     if own is None or saved is None:
         return own is None or isinstance(own, bool | str)
     if is_number(own):
-        return is_number(saved)
+        return is_number(saved) and _is_complex(saved) <= _is_complex(own)
     if isinstance(own, tuple) and all(map(is_number, own)):
-        return isinstance(saved, list | tuple) and len(saved) == len(own) and all(map(is_number, saved))
+        return isinstance(saved, list | tuple) and len(saved) == len(own) and all(map(_is_of_kind, own, saved))
     for kind in (str, list | tuple, Mapping):
         if isinstance(own, kind):
             return isinstance(saved, kind)
     return True
+
+
+def _is_complex(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_complex()

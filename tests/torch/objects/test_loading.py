@@ -343,6 +343,32 @@ def test_a_file_with_numbers_leaves_the_rates_of_a_program_tensors(name: str) ->
         assert isinstance(scheduler.get_last_lr()[0], torch.Tensor)
 
 
+@pytest.mark.parametrize("value", [True, torch.tensor(True), 1, torch.tensor(1), torch.tensor([0.5])])
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_a_rate_of_another_form_in_a_file_lets_the_next_state_in(lr: Any, value: Any) -> None:
+    optimizer, scheduler = scheduled("ReduceLROnPlateau", 1, lr=lr)
+    own = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict()))
+    changed = copy.deepcopy(own[0])
+    changed["param_groups"][0]["lr"] = value
+    for state in (changed, own[0]):
+        check_schedulers([scheduler], [own[1]])
+        check_optimizer(optimizer, state, [group["params"] for group in optimizer.param_groups])
+        scheduler.load_state_dict(copy.deepcopy(with_own_numbers(scheduler, own[1])))
+        load_optimizer(optimizer, with_own_options(optimizer, state))
+        optimizer.step()
+        scheduler.step(0.5)
+    assert type(scheduler.get_last_lr()[0]) is type(lr)
+
+
+def test_a_complex_rate_is_refused() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["lr"] = torch.tensor(1j)
+    with pytest.raises(ValueError, match="'lr' is a `Tensor` instead of a `float`"):
+        check_optimizer(optimizer, state, [[parameter]])
+
+
 @pytest.mark.parametrize("name", ["lr", "initial_lr"])
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
 def test_a_rate_that_is_larger_than_any_number_of_a_tensor_is_refused(name: str, lr: Any) -> None:
