@@ -171,10 +171,15 @@ def _step(
 
 
 def _options(kind: Any, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of a group for tiny parameters on the CPU."""
+    """Return the hyperparameters of a group for tiny parameters on the CPU.
+
+    A step that the program may take with `foreach` is tried with it, because it accepts fewer states.
+    """
     kept = {name: value for name, value in group.items() if name not in ("params", "param_names")}
     numbers = {name: value.item() for name, value in kept.items() if isinstance(value, torch.Tensor)}
-    plain = dict.fromkeys([name for name in IMPLEMENTATION if name in kept and name != "fused"], False)
+    plain = dict.fromkeys([name for name in ("capturable", "differentiable") if name in kept], False)
+    if "foreach" in kept:
+        plain["foreach"] = kept["foreach"] is not False and not kept.get("fused")
     return {**kept, **numbers, **plain, **({"max_iter": 1} if kind is torch.optim.LBFGS else {})}
 
 

@@ -50,6 +50,13 @@ def test_each_optimizer_of_pytorch_goes_on_with_its_own_states(kind: type) -> No
                 assert all(map(torch.equal, model.parameters(), expected.parameters())), options
 
 
+@pytest.mark.parametrize("foreach", [True, None])
+def test_a_number_of_steps_that_a_step_with_foreach_does_not_take_is_refused(foreach: bool | None) -> None:
+    _, optimizer = trained(torch.optim.Adam, 2, foreach=foreach)
+    with pytest.raises(ValueError, match="cannot load this state and take a step"):
+        load(optimizer, changed(optimizer, lambda state: state["state"][1].update(step=torch.tensor(2))))
+
+
 def test_a_switch_that_is_none_in_a_file_lets_the_next_state_in() -> None:
     _, optimizer = trained(torch.optim.Adam, 1)
     state = changed(optimizer, lambda state: None)
