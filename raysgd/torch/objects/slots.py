@@ -208,4 +208,4 @@ def _tiny(value: Any, parameter: torch.Tensor, made: Any) -> Any:
     if isinstance(made, torch.Tensor) and made.ndim:
         return torch.ones(made.shape, dtype=value.dtype, device="cpu")
     is_like = value.shape == parameter.shape and parameter.ndim > 0
-    return _tensor(value.shape, value.dtype) if is_like else value.clone()
+    return _tensor(value.shape, value.dtype) if is_like else value.to("cpu", copy=True)
