@@ -133,7 +133,7 @@ def index() -> str:
     first, doors = readme.partition("## Install\n")[0], readme.partition(start)[2].partition("\n\nThen ")[0]
     here = re.sub(r"\]\((?!https?:)(?=[^)]*\))", "](../", first + start + doors).replace("](../docs/", "](")
     menu = yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8"))["nav"][1:]
-    groups = [f"- **{name}**: {', '.join(map(_linked, pages))}" for group in menu for name, pages in group.items()]
+    groups = [f"- **{name}**: {_linked(pages)}" for group in menu for name, pages in group.items()]
     return "\n".join([here, "\n## All pages\n", *groups]) + "\n"
 
 
@@ -161,9 +161,10 @@ def _claim_row(claim: Claim) -> str:
     return f"| [{Path(page).stem}]({page}): {text} | {shown_by} | {claim.refuted_by} |"
 
 
-def _linked(page: str | dict[str, str]) -> str:
-    [(title, path)] = page.items() if isinstance(page, dict) else [("All recipes", page)]
-    return f"[{title}]({path})"
+def _linked(pages: list[Any]) -> str:
+    """Links to the pages of a part of the menu, and of the groups in it."""
+    entries = [next(iter(page.items())) if isinstance(page, dict) else ("All recipes", page) for page in pages]
+    return ", ".join(_linked(inside) if isinstance(inside, list) else f"[{title}]({inside})" for title, inside in entries)
 
 
 def _replaced(page: str, tables: dict[str, str]) -> str:

@@ -143,7 +143,7 @@ def definitions(page: Path) -> dict[str, str]:
 @pytest.mark.parametrize("page", [page for page in PAGES if RUNNING_EXAMPLE in page.read_text("utf-8")], ids=name_of)
 def test_the_pages_continue_the_program_of_the_tutorial(page: Path) -> None:
     tutorial, found = definitions(ROOT / "docs" / "tutorial.md"), definitions(page)
-    for name in ("make_data", "make_model", "Digits", "options"):
+    for name in ("make_data", "make_model", "Digits"):
         assert found[name] == tutorial[name], name
 
 

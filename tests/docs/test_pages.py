@@ -110,8 +110,8 @@ def test_the_python_of_a_page_runs_with_workers(
     ("name", "num_alone"),
     [
         ("docs/migration.md", 1),
-        ("docs/lightning.md", 3),
-        ("docs/huggingface.md", 4),
+        ("docs/lightning.md", 2),
+        ("docs/huggingface.md", 3),
         ("docs/recipes/images.md", 2),
         ("docs/recipes/training-arguments.md", 1),
     ],
