@@ -164,7 +164,7 @@ def _claim_row(claim: Claim) -> str:
 def _linked(pages: list[Any]) -> str:
     """Links to the pages of a part of the menu, and of the groups in it."""
     entries = [next(iter(page.items())) if isinstance(page, dict) else ("All recipes", page) for page in pages]
-    return ", ".join(_linked(inside) if isinstance(inside, list) else f"[{title}]({inside})" for title, inside in entries)
+    return ", ".join(_linked(value) if isinstance(value, list) else f"[{title}]({value})" for title, value in entries)
 
 
 def _replaced(page: str, tables: dict[str, str]) -> str:
