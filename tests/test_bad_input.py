@@ -97,7 +97,7 @@ OF_BOTH: list[Row] = [
     *rows("config", "lr=1", [1], 3),
     *rows("initialization_hook", "hook", 3),
     *rows("recovery", "rejoin", True, None, 30, {"heartbeat_s": 30}, Recovery),
-    *rows("split_batches", "constant", None, 18),
+    *rows("split_batches", "constant", 18),
 ]
 TORCH: list[Row] = [
     *OF_BOTH,

@@ -82,7 +82,8 @@ class TFTrainer(ClassTrainer[OperatorT]):
     Args: What a step computes
         split_batches: If False, a batch of an operator's dataset is for one worker, unless the dataset is registered
             with another `sharding`. If True, each batch is a global batch and `config[BATCH_SIZE]` is its size, for any
-            number of workers. With creators, each batch is always a global batch.
+            number of workers. With creators, each batch is always a global batch. Default: False, and the log says what
+            a batch is if its size is known.
 
     Args: What follows a failure
         recovery: A `raysgd.Recovery` with timeouts and the rules for restarts and snapshots.
@@ -122,7 +123,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
         accelerator_type: str | None = None,
         placement_strategy: Literal["PACK", "SPREAD"] | None = None,
         runtime_env: Mapping[str, Any] | None = None,
-        split_batches: bool = False,
+        split_batches: bool | None = None,
         initialization_hook: Callable[[], Any] | None = None,
         timeout_s: float = 1800.0,
         seed: int | None = None,
@@ -145,7 +146,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
             config=checks.check_config(config),
             use_gpu=False,
             seed=random.SystemRandom().randrange(2**31) if seed is None else seed,
-            batch_options=chosen(BatchOptions, given),
+            batch_options=chosen(BatchOptions, given, split_batches=False if split_batches is None else split_batches),
             num_workers=num_workers,
         )
         self._trains_with_fit = issubclass(settings.training_operator_cls, CreatorOperator)
@@ -158,7 +159,8 @@ class TFTrainer(ClassTrainer[OperatorT]):
         num_gpus = arguments.choose_num_gpus(use_gpu, group)
         group, settings = replace(group, num_gpus_per_worker=num_gpus or 1), replace(settings, use_gpu=num_gpus > 0)
         self.model_creator, self.data_creator = model_creator, data_creator
-        super().__init__(group, settings, TFFramework(group, settings))
+        has_chosen = split_batches is not None
+        super().__init__(group, settings, TFFramework(group, settings), has_chosen_batches=has_chosen)
 
     if not TYPE_CHECKING:  # type checkers use the signature of `__init__`
 

@@ -305,7 +305,7 @@ class TrainingOperator(BaseOperator):
 
     @answer_mistakes("`self.register_data(train_dataset=dataset, validation_dataset=another)`")
     def register_data(
-        self, *, train_dataset: Any = None, validation_dataset: Any = None, sharding: Sharding = "worker"
+        self, *, train_dataset: Any = None, validation_dataset: Any = None, sharding: Sharding | None = None
     ) -> None:
         """Register the datasets. raysgd shards them over the workers.
 
@@ -315,18 +315,24 @@ class TrainingOperator(BaseOperator):
                 stream.
             validation_dataset: The validation dataset, of one of the same types.
             sharding: `"worker"` if a batch of a dataset is for one worker, or `"global"` if it is a global batch, as
-                with TensorFlow's strategies. With `split_batches=True`, it is always "global". A dataset whose
-                auto-shard policy is OFF is not sharded.
+                with TensorFlow's strategies. Default: "global" with `split_batches=True`, otherwise "worker". A dataset
+                whose auto-shard policy is OFF is not sharded.
 
         Raises:
             TypeError: A dataset has the wrong type.
-            ValueError: The sharding is unknown, or a dataset's elements are not batches.
+            ValueError: The sharding is unknown or contradicts `split_batches=True`, or a dataset's elements are not
+                batches.
             InvalidRegistrationError: A stream was passed, but the global batch size is not constant.
         """
-        if sharding not in ("worker", "global"):
+        if sharding not in ("worker", "global", None):
             raise ValueError(f'`sharding={sharding!r}`: allowed are "worker" and "global".')
-        if self._raysgd.context.settings.batch_options.split_batches:
-            sharding = "global"
+        is_split = self._raysgd.context.settings.batch_options.split_batches
+        if is_split and sharding == "worker":
+            raise ValueError(
+                '`register_data(sharding="worker")` with `split_batches=True`: each batch is divided over the workers. '
+                "Write `register_data(train_dataset=...)`, or omit `split_batches` in the trainer."
+            )
+        sharding = sharding or ("global" if is_split else "worker")
         by_name = {"train": train_dataset, "validation": validation_dataset}
         loaders: dict[str, RayLoader] = {}
         streams: dict[str, StreamData] = {}

@@ -90,7 +90,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             `use_fp16`.
         split_batches: False: a loader's batch size applies to one worker. True: it applies to all workers together,
             like `config[BATCH_SIZE]`. Each batch is split over the workers as evenly as possible, and its size stays
-            constant when the number of workers changes. Requires DDP.
+            constant when the number of workers changes. Requires DDP. Default: False, and the log says what a batch is.
         micro_batch_size: Maximum number of samples of a split batch that a worker processes at once. A worker with more
             samples processes them in several batches and accumulates the gradients for one step.
         deterministic: True to get bitwise the same weights as a run on `num_workers` workers without failures, even if
@@ -122,10 +122,11 @@ class TorchTrainer(ClassTrainer[OperatorT]):
 
     Examples:
         >>> from raysgd.operators import ClassificationOperator  # doctest: +SKIP
-        >>> options = {"num_workers": 2, "split_batches": True}
-        >>> trainer = TorchTrainer(training_operator_cls=MyOperator, **options)  # doctest: +SKIP
-        >>> for _ in range(5):  # doctest: +SKIP
-        ...     print(trainer.train(), trainer.validate())
+        >>> with TorchTrainer(  # doctest: +SKIP
+        ...     training_operator_cls=MyOperator, config={"lr": 0.1}, num_workers=2, split_batches=True
+        ... ) as trainer:
+        ...     for row in trainer.fit(5):
+        ...         print(row["train_loss"], row["val_loss"])
     """
 
     num_gpus_per_worker: float
@@ -167,7 +168,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         wrap_ddp: bool = True,
         use_fp16: bool | Literal["apex"] = False,
         precision: Literal["fp32", "fp16", "bf16", "apex"] | None = None,
-        split_batches: bool = False,
+        split_batches: bool | None = None,
         micro_batch_size: int | None = None,
         deterministic: bool = False,
         accumulate_grad_batches: int = 1,
@@ -202,7 +203,14 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             use_horovod=backend == "horovod",
             step_options=chosen(StepOptions, given),
             fsdp_options=arguments.fsdp_options(strategy_options, chosen_strategy),
-            batch_options=self._divide(chosen(BatchOptions, given, num_shards=num_workers)),
+            batch_options=self._divide(
+                chosen(
+                    BatchOptions,
+                    given,
+                    split_batches=False if split_batches is None else split_batches,
+                    num_shards=num_workers,
+                )
+            ),
         )
         group = chosen(
             GroupSettings,
@@ -225,7 +233,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         arguments.check_combination(settings, gpus, num_workers)
         arguments.check_batch_size(settings, num_workers)
         show_options(self, settings.step_options)
-        super().__init__(group, settings, TorchFramework(group, settings))
+        has_chosen = split_batches is not None
+        super().__init__(group, settings, TorchFramework(group, settings), has_chosen_batches=has_chosen)
         arguments.tell_unused_gpus(use_gpu, gpus)
 
     if not TYPE_CHECKING:  # type checkers should see only `__init__` with its typed arguments
@@ -298,7 +307,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             whole: True to gather sharded models in the driver and write one file. This is always done for
                 "safetensors" and URIs.
             frozen: True to include frozen parameters that the file omits by default, because the operator's
-                `remakes_frozen` says that `setup` recreates them.
+                `excludes_frozen_from_state` says that `setup` recreates them.
 
         Returns:
             The `checkpoint` argument.

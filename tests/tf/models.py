@@ -129,7 +129,7 @@ class Line(TrainingOperator):
             metrics=[tf.keras.metrics.MeanAbsoluteError(name="mae")],
         )
         train, test = make_data(config)
-        self.register_data(train_dataset=train, validation_dataset=test, sharding=config.get("sharding", "worker"))
+        self.register_data(train_dataset=train, validation_dataset=test, sharding=config.get("sharding"))
 
 
 class Unfreezes(Line):

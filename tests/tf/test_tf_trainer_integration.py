@@ -222,6 +222,24 @@ def test_loops_with_a_tape_of_their_own_keep_equal_models(trainer: TFTrainer) ->
     assert len(first["models"]) == 2
 
 
+class KnownBatches(Line):
+    """Batches whose size TensorFlow knows."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        import tensorflow as tf
+
+        super().setup(config)
+        data = tf.data.Dataset.from_tensor_slices(models.samples(16)).batch(4, drop_remainder=True)
+        self.register_data(train_dataset=data)
+
+
+@pytest.mark.keras_in_turns("keras3")
+def test_whole_batches_are_told(ray_cluster: None, keras_here: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with TFTrainer(training_operator_cls=KnownBatches, config={}, num_workers=2) as trainer:
+        trainer.train()
+    assert caplog.text.count("each of 2 workers takes whole batches of 4, 8 in all; `split_batches=True` divides") == 1
+
+
 class Short(Line):
     """Weights of a kind of number that NumPy does not know, another on each rank."""
 

@@ -120,10 +120,7 @@ def test_a_trainer_that_was_restarted_with_one_worker_keeps_it_when_it_grows(
     assert len(uses(trainer)) == 1
 
 
-def test_one_of_two_workers_waits_for_a_new_one(
-    ray_cluster: None, trainers: list[TorchTrainer], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "raysgd")
+def test_one_of_two_workers_waits_for_a_new_one(ray_cluster: None, trainers: list[TorchTrainer]) -> None:
     trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2)
     trainers.append(trainer)
     testing.kill_worker(trainer, 1, at="step:3")
@@ -131,9 +128,24 @@ def test_one_of_two_workers_waits_for_a_new_one(
     status = trainer.status()
     assert [(event.kind, event.new_size) for event in status.events[1:]] == [("continued", 2)]
     assert uses(trainer) == {1}
-    words = "2 workers x 3 samples: a global batch of 6; split_batches=True keeps 3"
-    assert status.global_batch == words
-    assert caplog.text.count(words) == 1
+    assert status.global_batch == "2 workers x 3 samples: a global batch of 6"
+
+
+@pytest.mark.parametrize(("options", "num_lines"), [({}, 1), ({"split_batches": False}, 0)])
+def test_whole_batches_are_told_once_unless_they_were_chosen(
+    ray_cluster: None,
+    trainers: list[TorchTrainer],
+    caplog: pytest.LogCaptureFixture,
+    options: dict[str, Any],
+    num_lines: int,
+) -> None:
+    trainers.append(TorchTrainer(training_operator_cls=Ledger, num_workers=2, **options))
+    assert "whole batches" not in caplog.text
+    for _ in range(2):
+        trainers[0].train(num_steps=1)
+    line = "each of 2 workers takes whole batches of 3, 6 in all; `split_batches=True` divides them"
+    assert caplog.text.count(line) == num_lines
+    assert not trainers[0].split_batches
 
 
 class NeedsThree(Ledger):

@@ -133,6 +133,7 @@ class TFHostedOperator(hosted.HostedOperator):
             ray_batches={} if self.world.rank else ray_batches_of(operator._raysgd.data.ray_loaders),
             has_validation=operator.validation_dataset is not None or self.has_own_validate,
             keeps_global_batch=self.settings.keeps_global_batch or operator._raysgd.data.sharding == "global",
+            batch_size=datasets.batch_size_of(operator.train_dataset),
         )
 
     def _signature(self, name: str, dataset: Any) -> str | None:

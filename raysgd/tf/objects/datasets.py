@@ -295,6 +295,19 @@ def check_dataset(name: str, dataset: Any) -> None:
         )
 
 
+def batch_size_of(dataset: Any) -> int | None:
+    """Return the batch size of a dataset that raysgd shards, or None if TensorFlow does not know it.
+
+    TensorFlow knows it of `.batch(size, drop_remainder=True)`.
+    """
+    import tensorflow as tf
+
+    if dataset is None or not is_divided(dataset):
+        return None
+    sizes = {spec.shape[0] for spec in tf.nest.flatten(dataset.element_spec) if spec.shape.rank}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
 def refuse_sparse(dataset: Any) -> None:
     """Check that a dataset's batches can be sliced into one part per worker.
 

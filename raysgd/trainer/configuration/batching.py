@@ -40,21 +40,19 @@ def split_batch_size(requested: int, num_workers: int) -> int:
     return per_worker
 
 
-def global_batch_in_words(num_workers: int, batch_size: int, can_be_constant: bool) -> str:
-    """Describe a global batch whose size depends on the number of workers, and the option that keeps its size constant.
+def global_batch_in_words(num_workers: int, batch_size: int) -> str:
+    """Describe a global batch whose size depends on the number of workers.
 
     Args:
         num_workers: Number of workers.
         batch_size: Number of samples in the batch of one worker.
-        can_be_constant: Whether the trainer supports this option.
 
     Examples:
-        >>> global_batch_in_words(2, 32, can_be_constant=True)
-        '2 workers x 32 samples: a global batch of 64; split_batches=True keeps 32'
+        >>> global_batch_in_words(2, 32)
+        '2 workers x 32 samples: a global batch of 64'
     """
     workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
-    advice = f"; split_batches=True keeps {batch_size}" if can_be_constant else ""
-    return f"{workers} x {batch_size} samples: a global batch of {num_workers * batch_size}{advice}"
+    return f"{workers} x {batch_size} samples: a global batch of {num_workers * batch_size}"
 
 
 def config_for_worker(config: Mapping[str, Any], num_workers: int) -> dict[str, Any]:

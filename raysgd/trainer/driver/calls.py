@@ -155,6 +155,8 @@ class TrainerCalls:
         Raises:
             EpochLeft: The call stopped because `leaves` returned True.
         """
+        if dataset is None:
+            self.life.warn_of_whole_batches()
         record = self._begin("train", of_fit)
         life, comparisons = self.life, self._comparisons
         runner, controller, listeners = life.framework.runner_cls, life.controller, life.listeners

@@ -273,6 +273,7 @@ class TrainerLife:
         settings: The settings from which each worker creates its replica.
         framework: What PyTorch's and Keras's trainers do differently.
         name: Name of the trainer's class.
+        has_chosen_batches: True if the user passed `split_batches`.
 
     Attributes:
         group_settings: The argument of this name. It never changes.
@@ -297,10 +298,16 @@ class TrainerLife:
     """
 
     def __init__(
-        self, group_settings: GroupSettings, settings: ReplicaSettings, framework: Framework, name: str
+        self,
+        group_settings: GroupSettings,
+        settings: ReplicaSettings,
+        framework: Framework,
+        name: str,
+        has_chosen_batches: bool,
     ) -> None:
         self.group_settings = group_settings
         self.settings = settings
+        self._has_chosen_batches = has_chosen_batches
         self.framework = framework
         self.replicas = ReplicaMaker(framework.runner_cls)
         self.replicas.settings = framework.to_send(settings)
@@ -337,8 +344,6 @@ class TrainerLife:
             snapshot_every_n_steps=recovery.snapshot_every_n_steps,
             resize_interval_s=None if recovery.wait_for_workers else recovery.resize_interval_s,
         )
-        if self.global_batch_in_words:
-            logger.info("%s", self.global_batch_in_words)
 
     def end(self, force: bool) -> None:
         """End the workers and free their resources. A second call does nothing.
@@ -424,7 +429,20 @@ class TrainerLife:
         facts = self.facts
         if facts.keeps_global_batch or facts.batch_size is None or self.group_settings.num_workers == 1:
             return ""
-        return global_batch_in_words(self.controller.num_workers, facts.batch_size, self.framework.keeps_survivors)
+        return global_batch_in_words(self.controller.num_workers, facts.batch_size)
+
+    def warn_of_whole_batches(self) -> None:
+        """Log a warning the first time, if each worker takes whole batches and the user has not chosen this."""
+        advises = self.framework.keeps_survivors and bool(self.global_batch_in_words) and not self._has_chosen_batches
+        if advises and self.once.is_first("whole batches"):
+            num_workers, size = self.group_settings.num_workers, self.facts.batch_size
+            logger.warning(
+                "each of %d workers takes whole batches of %d, %d in all; `split_batches=True` divides them, so that "
+                "numbers do not depend on the workers and the others go on at once when one dies",
+                num_workers,
+                size,
+                num_workers * size,
+            )
 
     # -------------------------------------------------------------------------------------------- workers and snapshots
 

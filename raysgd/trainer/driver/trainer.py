@@ -83,9 +83,11 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     _running_fit: weakref.ref[Any] | None = None
     """Reference to the iterator over the epochs of the last `fit`."""
 
-    def __init__(self, group: GroupSettings, settings: ReplicaSettings, framework: Framework) -> None:
+    def __init__(
+        self, group: GroupSettings, settings: ReplicaSettings, framework: Framework, has_chosen_batches: bool
+    ) -> None:
         show_options(self, group, settings, settings.batch_options)
-        self._life = TrainerLife(group, settings, framework, type(self).__name__)
+        self._life = TrainerLife(group, settings, framework, type(self).__name__, has_chosen_batches)
         self._calls, self._changes = TrainerCalls(self._life), LiveChanges(self._life)
         self._life.start()
 

@@ -16,6 +16,7 @@ from raysgd.tf.hosting.tf_hosted import FitLoop, OperatorLoop
 from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from raysgd.tf.tf_runner import TFRunner
 from raysgd.tf.training_operator import TrainingOperator
+from raysgd.trainer.configuration.batch_options import BatchOptions
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.worker.state.replica_state import RESUME
 from tests.tf.lab import largest_difference
@@ -42,6 +43,12 @@ def test_an_operator_is_between_two_steps_when_no_exchange_has_come_since(keras_
     assert loop.validation_options(REQUEST) == {}
     assert loop.order_obstacle is None
     assert "8 samples used" in loop.progress_text()
+
+
+def test_batches_of_workers_contradict_batches_that_are_split(keras_here: Any) -> None:
+    settings = TFSettings(Line, {"sharding": "worker"}, seed=0, batch_options=BatchOptions(True))
+    with pytest.raises(ValueError, match=r"`split_batches=True`: .* Write `register_data\(train_dataset=\.\.\.\)`"):
+        TFRunner(settings, World(0, 1)).setup()
 
 
 @pytest.mark.keras_in_turns("keras3")

@@ -41,6 +41,13 @@ def test_a_worker_may_have_nothing_in_the_last_step() -> None:
     assert parts(numbers(5, 4), "global", 2) == [[[0, 1], [4]], [[2, 3], []]]
 
 
+def test_the_batch_size_is_known_where_tensorflow_knows_it() -> None:
+    assert datasets.batch_size_of(numbers(22, 4, drop_remainder=True)) == 4
+    assert datasets.batch_size_of(numbers(22, 4)) is None
+    assert datasets.batch_size_of(datasets.prepare_dataset_shard(numbers(22, 4, drop_remainder=True))) is None
+    assert datasets.batch_size_of(None) is None
+
+
 @pytest.mark.parametrize("sharding", ["global", "worker"])
 @pytest.mark.parametrize("drop_remainder", [True, False])
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 7])

@@ -46,15 +46,14 @@ def test_fewer_samples_than_workers_is_refused_with_both_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "can_be_constant", "words"),
+    ("num_workers", "words"),
     [
-        (4, True, "4 workers x 8 samples: a global batch of 32; split_batches=True keeps 8"),
-        (4, False, "4 workers x 8 samples: a global batch of 32"),
-        (1, False, "1 worker x 8 samples: a global batch of 8"),
+        (4, "4 workers x 8 samples: a global batch of 32"),
+        (1, "1 worker x 8 samples: a global batch of 8"),
     ],
 )
-def test_a_global_batch_is_told_with_what_would_keep_it(num_workers: int, can_be_constant: bool, words: str) -> None:
-    assert global_batch_in_words(num_workers, 8, can_be_constant) == words
+def test_a_global_batch_is_told(num_workers: int, words: str) -> None:
+    assert global_batch_in_words(num_workers, 8) == words
 
 
 @pytest.mark.parametrize("value", [0, -8, True, False, 8.0, "8", None])
