@@ -177,7 +177,7 @@ def _options(kind: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     """
     kept = {name: value for name, value in group.items() if name not in ("params", "param_names")}
     numbers = {name: value.item() for name, value in kept.items() if isinstance(value, torch.Tensor)}
-    plain = dict.fromkeys([name for name in ("capturable", "differentiable") if name in kept], False)
+    plain: dict[str, bool] = {name: False for name in ("capturable", "differentiable") if name in kept}
     if "foreach" in kept:
         plain["foreach"] = kept["foreach"] is not False and not kept.get("fused")
     return {**kept, **numbers, **plain, **({"max_iter": 1} if kind is torch.optim.LBFGS else {})}
