@@ -200,7 +200,8 @@ class HuggingFaceOperator(SupervisedOperator):
             logger.warning(
                 "each snapshot and checkpoint, and the state that a new worker gets, includes the frozen base of the "
                 "adapter, %.3g MB. If `build_model` creates the same base on every worker and in every run, as from a "
-                "file, write `remakes_frozen = True` in `%s`, otherwise `remakes_frozen = False`",
+                "file, write `excludes_frozen_from_state = True` in `%s`, otherwise "
+                "`excludes_frozen_from_state = False`",
                 frozen / 1e6,
                 type(self).__name__,
             )
@@ -345,7 +346,8 @@ class HuggingFaceOperator(SupervisedOperator):
 
 
 def _says_who_makes_it(operator_cls: type) -> bool:
-    return any("remakes_frozen" in vars(each) for each in operator_cls.__mro__ if each is not TrainingOperator)
+    names = {"excludes_frozen_from_state", "remakes_frozen"}  # the second name is the former one
+    return any(names & vars(each).keys() for each in operator_cls.__mro__ if each is not TrainingOperator)
 
 
 def _adapter_files(operator: HuggingFaceOperator) -> dict[str, bytes] | None:

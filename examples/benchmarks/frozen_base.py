@@ -3,10 +3,10 @@
     python examples/benchmarks/frozen_base.py [--smoke-test] [--repetitions 3] [--millions 10,100,300]
 
 Two workers train half a million parameters with Adam on a frozen base, which each `setup` reads from a safetensors
-file; once with `remakes_frozen = True`, and once without. "State" is the content of a snapshot, which a new worker
-receives; "file" is what `save` writes. "Step in" is the time of a call of one step after a worker was killed between
-two calls, with a spare that has loaded the base, minus the usual time of such a call. "Digest" is the digest of the
-whole base, compared with the time in which `setup` loads it.
+file; once with `excludes_frozen_from_state = True`, and once without. "State" is the content of a snapshot, which a
+new worker receives; "file" is what `save` writes. "Step in" is the time of a call of one step after a worker was killed
+between two calls, with a spare that has loaded the base, minus the usual time of such a call. "Digest" is the digest of
+the whole base, compared with the time in which `setup` loads it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd.torch import TrainingOperator
 
 NUM_WORKERS, WIDTH, MILLION = 2, 500, 1_000_000
-WAYS = {OWN: True, f"{OWN}, without `remakes_frozen`": False}
+WAYS = {OWN: True, f"{OWN}, without `excludes_frozen_from_state`": False}
 _FIGURES = {
     "state_mib": "state, MiB",
     "file_mib": "file, MiB",
@@ -74,7 +74,7 @@ class Adapted(TrainingOperator):
 class Remade(Adapted):
     """Declares that each `setup` creates the base."""
 
-    remakes_frozen = True
+    excludes_frozen_from_state = True
 
 
 def digest_seconds(operator: Any) -> float:

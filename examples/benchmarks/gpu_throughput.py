@@ -202,7 +202,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 class Both(TrainingOperator):
     """Trains one model with the stock loop, and a copy with the hand-written loop."""
 
-    remakes_frozen = True
+    excludes_frozen_from_state = True
 
     def setup(self, config: dict[str, Any]) -> None:
         workload: GPUWorkload = config["workload"]

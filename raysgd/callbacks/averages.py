@@ -35,8 +35,8 @@ class AveragedWeights(WorkerCallback):
     The averages of parameters are equal in all workers. Floating-point buffers, such as batch-norm statistics, are
     averaged too. Other buffers are copied. If the buffers differ between workers, so do their averages: `get_model`,
     `swap` and checkpoints use the averages of rank 0. Frozen weights that `setup` creates again in each process
-    (`remakes_frozen`) are left out. A second run of the same trainer continues the averages. `EMA` and `SWA` work with
-    `TorchTrainer`, except with `strategy="fsdp"`.
+    (`excludes_frozen_from_state`) are left out. A second run of the same trainer continues the averages. `EMA` and
+    `SWA` work with `TorchTrainer`, except with `strategy="fsdp"`.
     """
 
     def __init__(self) -> None:
@@ -231,7 +231,7 @@ def _tensors_of(model: Any) -> dict[str, Any]:
 
 
 def _tensors_in(operator: Any) -> list[dict[str, Any]]:
-    """Return each model's parameters and buffers, except weights that `remakes_frozen` keeps out of checkpoints."""
+    """Return each model's parameters and buffers, except weights left out by `excludes_frozen_from_state`."""
     by_model, left_out = [_tensors_of(model) for model in models_of(operator)], left_out_of(operator)
     if not left_out:
         return by_model
@@ -243,7 +243,7 @@ def _check_averages(operator: Any, state: Any) -> None:
 
     Raises:
         ValueError: A tensor of a model has no average, or its average has another shape or dtype. Only with
-            `remakes_frozen` may tensors have no average.
+            `excludes_frozen_from_state` may tensors have no average.
     """
     misfit = _misfit([_tensors_of(model) for model in models_of(operator)], state, may_lack=leaves_out(operator))
     if misfit:
@@ -329,7 +329,8 @@ def _put(model: Any, weights: Mapping[str, Any]) -> None:
 
     with torch.no_grad():
         for name, tensor in _tensors_of(model).items():
-            if name in weights or tensor.requires_grad:  # frozen tensors may have no average (`remakes_frozen`)
+            # Frozen tensors may have no average (`excludes_frozen_from_state`).
+            if name in weights or tensor.requires_grad:
                 tensor.copy_(weights[name])
 
 

@@ -189,7 +189,7 @@ def left_out_of(operator: Any) -> Collection[int]:
 
 
 def leaves_out(operator: Any) -> bool:
-    """Return True if checkpoints leave out frozen parameters (`remakes_frozen`)."""
+    """Return True if checkpoints leave out frozen parameters (`excludes_frozen_from_state`)."""
     return operator._raysgd.remade is not None
 
 

@@ -63,7 +63,7 @@ class TorchRunner(ClassRunner):
         """Return the frozen parameters that snapshots and checkpoints omit because `setup` recreates them.
 
         The result is an encoded list of dicts, one for each model, then one for a criterion with trainable parameters.
-        The keys are parameter names. The list is empty without `remakes_frozen`.
+        The keys are parameter names. The list is empty without `excludes_frozen_from_state`.
         """
         tensors = self._hosted.state.remade_tensors()
         return lend([{name: each.cpu() for name, each in part.items()} for part in tensors])

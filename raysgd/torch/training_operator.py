@@ -80,16 +80,16 @@ class TrainingOperator(RegisteringOperator):
             check `batch_info.get("warm_up")` to avoid them, or set this to False.
         compares_ranks: True to raise `RanksDifferError` from training calls when the workers' weights differ. To
             compare only some models, set a tuple of them in `setup`.
-        remakes_frozen: True if `setup` recreates all frozen parameters, such as a pretrained base model under an
-            adapter, identically on every worker and in every run. Snapshots, checkpoints and the state sent to new
-            workers then contain only the trained parameters, and digests to verify the frozen parameters. See
+        excludes_frozen_from_state: True if `setup` recreates all frozen parameters, such as a pretrained base model
+            under an adapter, identically on every worker and in every run. Snapshots, checkpoints and the state sent to
+            new workers then contain only the trained parameters, and digests to verify the frozen parameters. See
             `docs/huggingface.md`.
         scheduler_metric: Name of the epoch metric that `ReduceLROnPlateau` gets, with `scheduler_step_freq="epoch"`: a
             metric of `train_batch` or, in `fit`, a validation metric. None means `val_loss`.
     """
 
     scheduler_metric: str | None = None
-    remakes_frozen: bool = False
+    excludes_frozen_from_state: bool = False
     # Which state a worker copies before each batch, to undo the batch if a failure interrupts it. True: all state.
     # False: only the models' buffers, and frozen parameters that batches change. None: all state before the first batch
     # of a call. What happens in that batch decides what is copied before later batches.

@@ -63,7 +63,7 @@ def rows() -> list[dict[str, list[int]]]:
 
 
 class Adapted(HuggingFaceOperator):
-    remakes_frozen = True
+    excludes_frozen_from_state = True
 
     def build_model(self, config: dict[str, Any]) -> Any:
         return llama()

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("keeps_the_environment")
 @pytest.fixture
 def remade(lab: Any) -> Any:
     class Remade(lab.Task):  # type: ignore[name-defined, misc]
-        remakes_frozen = True
+        excludes_frozen_from_state = True
 
     return Remade
 
@@ -53,15 +53,17 @@ def test_the_base_of_an_adapter_is_in_no_file_of_an_operator_that_makes_it_again
 
 def test_the_line_to_write_is_named_once(lab: Any, remade: Any, caplog: pytest.LogCaptureFixture) -> None:
     class Refuses(lab.Task):  # type: ignore[name-defined, misc]
-        remakes_frozen = False
+        excludes_frozen_from_state = False
 
     for operator_cls, task in ((remade, "adapter"), (Refuses, "adapter"), (lab.Task, "next words")):
         local(operator_cls, task).shutdown()
-    assert "remakes_frozen" not in caplog.text
+    assert "excludes_frozen_from_state" not in caplog.text
     with local(lab.Task) as trainer:
         trainer.train()
-        [told] = [record.getMessage() for record in caplog.records if "remakes_frozen" in record.getMessage()]
-    assert "write `remakes_frozen = True` in `Task`, otherwise `remakes_frozen = False`" in told
+        [told] = [
+            record.getMessage() for record in caplog.records if "excludes_frozen_from_state" in record.getMessage()
+        ]
+    assert "write `excludes_frozen_from_state = True` in `Task`, otherwise `excludes_frozen_from_state = False`" in told
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {

@@ -35,7 +35,7 @@ def operator_cls(lab: Any) -> Any:
     class InDouble(HuggingFaceOperator):
         """Computes in double precision, also the loss, for which `transformers` has one in fp32."""
 
-        remakes_frozen = True
+        excludes_frozen_from_state = True
 
         def build_model(self, config: dict[str, Any]) -> Any:
             return lab.in_double()
@@ -126,7 +126,7 @@ def test_a_divided_base_may_be_in_bf16_beside_its_adapter(lab: Any, ray_cluster:
     assert (tmp_path / "adapter_model.safetensors").exists()
 
     class Remade(lab.Task):  # type: ignore[name-defined, misc]
-        remakes_frozen = True
+        excludes_frozen_from_state = True
 
-    with pytest.raises(ValueError, match=r"remakes_frozen = True` cannot work with `strategy=\"fsdp\"`"):
+    with pytest.raises(ValueError, match=r"excludes_frozen_from_state = True` cannot work with `strategy=\"fsdp\"`"):
         TorchTrainer(training_operator_cls=Remade, config=config, **options)

@@ -205,7 +205,7 @@ def test_what_counts_texts_or_draws_numbers_comes_after_packing(make: Any, findi
 @pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}])
 def test_packed_texts_are_trained_on_as_texts_of_their_own(lab: Any, task: str, options: dict[str, Any]) -> None:
     class Packed(HuggingFaceOperator):
-        remakes_frozen = True
+        excludes_frozen_from_state = True
 
         def build_model(self, config: dict[str, Any]) -> Any:
             return lab.model_of(config["task"])

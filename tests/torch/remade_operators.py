@@ -30,7 +30,7 @@ class Adapter(torch.nn.Module):
 class Adapted(LinearOperator):
     """Trains the adapter, and says so."""
 
-    remakes_frozen = True
+    excludes_frozen_from_state = True
 
     def make_model(self) -> torch.nn.Module:
         config = self.config
@@ -46,4 +46,4 @@ class Adapted(LinearOperator):
 class Plain(Adapted):
     """The same without a word."""
 
-    remakes_frozen = False
+    excludes_frozen_from_state = False

@@ -247,10 +247,10 @@ class TorchState(ReplicaState):
     def _remade_for(self, state: Mapping[str, Any]) -> Any:
         """Return the operator's `RemadeParameters`, which tracks frozen parameters that states omit.
 
-        Return None if the operator does not set `remakes_frozen`.
+        Return None if the operator does not set `excludes_frozen_from_state`.
 
         Raises:
-            ValueError: The state omits frozen parameters, but the operator does not set `remakes_frozen`.
+            ValueError: The state omits frozen parameters, but the operator does not set `excludes_frozen_from_state`.
         """
         remade = self._internals.remade
         if remade is None and REMADE in state:

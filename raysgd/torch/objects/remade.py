@@ -1,8 +1,8 @@
 """Omits frozen parameters, which `setup` recreates, from snapshots and checkpoints. Stores their digests instead.
 
 A digest is a hash of the parameter's values, with its dtype and shape. This module is imported only if an operator sets
-`remakes_frozen = True`. Saved states then omit the parameters that are frozen at the end of `setup`. If user
-code unfreezes such a parameter and calls `rewrap`, states contain the parameter from then on, even if it is frozen
+`excludes_frozen_from_state = True`. Saved states then omit the parameters that are frozen at the end of `setup`. If
+user code unfreezes such a parameter and calls `rewrap`, states contain the parameter from then on, even if it is frozen
 again. If a parameter changes while it is frozen, saving a state raises an error that names the parameter. See ADR 150.
 """
 
@@ -182,9 +182,10 @@ class RemadeParameters:
                 if name in names and id(made[name]) in changed:
                     raise ValueError(
                         f"{self._named(index, name)} has changed since `setup` although it is frozen. With "
-                        f"`remakes_frozen = True` in `{self._by}`, no checkpoint and no new worker would have its new "
-                        "values. Remove `remakes_frozen`, or keep tensors that change without gradients, such as a "
-                        "momentum encoder, in buffers, or call `self.rewrap()` after you unfreeze parameters."
+                        f"`excludes_frozen_from_state = True` in `{self._by}`, no checkpoint and no new worker would "
+                        "have its new values. Remove `excludes_frozen_from_state`, or keep tensors that change without "
+                        "gradients, such as a momentum encoder, in buffers, or call `self.rewrap()` after you unfreeze "
+                        "parameters."
                     )
 
     def follow_trained(self) -> None:
@@ -270,8 +271,8 @@ class RemadeParameters:
             finding = "has other values in the state than in this trainer"
         raise ValueError(
             f"The state does not match, so nothing was loaded. {self._named(index, name)} is frozen and created by "
-            f"`{self._by}.setup` (`remakes_frozen`), but it {finding}. Let `setup` create it from the same files, with "
-            "the same dtype, on every worker and in every run."
+            f"`{self._by}.setup` (`excludes_frozen_from_state`), but it {finding}. Let `setup` create it from the same "
+            "files, with the same dtype, on every worker and in every run."
         )
 
     def begin_loading(self, index: int, left_out: Collection[str]) -> None:
@@ -319,7 +320,7 @@ class RemadeParameters:
         if num_ranks * squares != total * total:
             raise ValueError(
                 f"`{self._by}.setup` freezes {count} parameters on this worker, but another number of them on other "
-                "workers. With `remakes_frozen = True`, `setup` must create the same model on every worker."
+                "workers. With `excludes_frozen_from_state = True`, `setup` must create the same model on every worker."
             )
         if _are_alike(num_ranks, sums):
             return
@@ -328,14 +329,14 @@ class RemadeParameters:
         for place, (index, name) in enumerate(named):
             if not _are_alike(num_ranks, per_parameter[place * size : (place + 1) * size]):
                 raise ValueError(
-                    f"{self._named(index, name)} is not the same on all workers. With `remakes_frozen = True`, "
-                    f"`{self._by}.setup` must create the same frozen parameters on every worker: load them from a "
-                    "file, or pass `TorchTrainer(seed=...)`."
+                    f"{self._named(index, name)} is not the same on all workers. With "
+                    f"`excludes_frozen_from_state = True`, `{self._by}.setup` must create the same frozen parameters "
+                    "on every worker: load them from a file, or pass `TorchTrainer(seed=...)`."
                 )
 
 
 def refuse_left_out(record: Any, operator_cls: type) -> None:
-    """Raise if a saved state omits frozen parameters. Called for operators that do not set `remakes_frozen`.
+    """Raise if a saved state omits frozen parameters. Called for operators without `excludes_frozen_from_state`.
 
     Args:
         record: Digests in the saved state.
@@ -348,9 +349,9 @@ def refuse_left_out(record: Any, operator_cls: type) -> None:
         for name in _digests_in(record, index) or ():
             raise ValueError(
                 f"The state does not match, so nothing was loaded. It omits frozen parameters that "
-                f"`{_maker_in(record)}.setup` creates again, such as `{name}`. Write `remakes_frozen = True` in "
-                f"`{operator_cls.__name__}`, whose `setup` must create them too, or save with "
-                "`save(path, frozen=True)`."
+                f"`{_maker_in(record)}.setup` creates again, such as `{name}`. Write "
+                f"`excludes_frozen_from_state = True` in `{operator_cls.__name__}`, whose `setup` must create "
+                "them too, or save with `save(path, frozen=True)`."
             )
 
 
@@ -402,7 +403,7 @@ def _digests_in(record: Any, index: int) -> Digests | None:
     """Return the digests of the parameters that the saved state of a module omits.
 
     Return None if the saved state has no record of this module, for example because the operator that saved the state
-    did not set `remakes_frozen`.
+    did not set `excludes_frozen_from_state`.
     """
     parts = () if record is None else parts_of(record)
     digests = parts[index] if index < len(parts) else None

@@ -5,6 +5,7 @@ It is stored in the operator's attribute `_raysgd`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
@@ -28,7 +29,10 @@ from raysgd.torch.step.gradients import Gradients
 from raysgd.trainer.messages.prediction import HAS_TARGET
 from raysgd.trainer.worker.operator import required
 
+logger = logging.getLogger(__name__)
+
 _NOTHING = nullcontext()
+_FORMER_NAME = "remakes_frozen"  # of `excludes_frozen_from_state`
 
 
 class OptimizerChoice:
@@ -138,7 +142,7 @@ class TorchInternals(BatchMetrics):
         precision: Numeric precision of the training.
         choice: Determines which optimizers `backward` and `optimizer_step` act on.
         trained: Records frozen parameters and optimizers' parameter groups; None before the end of `setup`.
-        remade: Frozen parameters that snapshots and checkpoints omit; None unless the operator sets `remakes_frozen`.
+        remade: Frozen parameters that snapshots and checkpoints omit; None without `excludes_frozen_from_state`.
         gradients: Computes gradients, and steps optimizers. It also clips gradients if user code calls `step` itself.
         chosen: Hyperparameters of the optimizers, such as learning rates, that `setup` chose.
         gpu: The worker's GPU, to which batches are moved; None on a CPU.
@@ -192,7 +196,7 @@ class TorchInternals(BatchMetrics):
 
     def register(self, **given: Any) -> tuple[Any, ...]:
         """Prepare, wrap and record the objects passed to the operator's `register`. Return the wrapped objects."""
-        if self._operator.remakes_frozen:
+        if self._excludes_frozen:
             self.parallel.shares_frozen = False
         register(self._operator, self.context, given, self.registered, self._keep)
         self.gradients.watch(self.registered.optimizers)
@@ -214,7 +218,7 @@ class TorchInternals(BatchMetrics):
             self._operator.criterion = observable(criterion)
         self.trained = TrainedParts(self.registered)
         self.parallel.rewrap(self.registered.wrapped, is_agreed=True)
-        if self._operator.remakes_frozen:
+        if self._excludes_frozen:
             self._leave_out_frozen()
         if self.world.rank == 0:
             warn_of_short_weights(self.registered.optimizers, type(self._operator).__name__)
@@ -230,6 +234,11 @@ class TorchInternals(BatchMetrics):
 
         self._operator.optimizer_step = optimizer_step
 
+    @property
+    def _excludes_frozen(self) -> bool:
+        """True if the operator excludes frozen parameters from its state, also under the attribute's former name."""
+        return self._operator.excludes_frozen_from_state or getattr(self._operator, _FORMER_NAME, False)
+
     def _leave_out_frozen(self) -> None:
         """Check that all ranks have the same frozen parameters, then omit them from snapshots and checkpoints.
 
@@ -239,10 +248,12 @@ class TorchInternals(BatchMetrics):
         from raysgd.torch.objects.remade import RemadeParameters
 
         name = type(self._operator).__name__
+        if hasattr(self._operator, _FORMER_NAME) and self.world.rank == 0:
+            logger.warning("`%s.%s` has a new name: write `excludes_frozen_from_state = True`", name, _FORMER_NAME)
         if self.parallel.is_sharded:
             raise ValueError(
-                f'`{name}.remakes_frozen = True` cannot work with `strategy="fsdp"`, where each worker has a part of '
-                'what is frozen and reads the parts of checkpoints itself. Remove it, or use "ddp".'
+                f'`{name}.excludes_frozen_from_state = True` cannot work with `strategy="fsdp"`, where each worker has '
+                'a part of what is frozen and reads the parts of checkpoints itself. Remove it, or use "ddp".'
             )
         num_models = len(self.registered.original_models)
         self.remade = RemadeParameters(self.registered.trained, type(self._operator), num_models)

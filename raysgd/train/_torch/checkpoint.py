@@ -76,7 +76,7 @@ class TorchCheckpoint(Checkpoint):
         Raises:
             RuntimeError: The checkpoint has no model, or its state dict does not fit `model`.
             ValueError: The checkpoint contains only a state dict, and `model` was not passed. Or the state dict omits
-                parameters of `model`, as saved states of a trainer with `remakes_frozen = True` do.
+                parameters of `model`, as saved states of a trainer with `excludes_frozen_from_state = True` do.
         """
         saved = self._saved()
         if isinstance(saved, torch.nn.Module):
@@ -127,8 +127,8 @@ def _of_missing(model: torch.nn.Module, missing: Sequence[str]) -> str:
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     return (
         f"The state in the checkpoint omits parameters of `model` (`{type(model).__name__}`): `{missing[0]}`{more}. A "
-        "trainer with `remakes_frozen = True` omits frozen parameters when it saves. Create the checkpoint with "
-        "`TorchCheckpoint.from_model(trainer.get_model(to_cpu=True))`, or from a file that `trainer.save(path, "
+        "trainer with `excludes_frozen_from_state = True` omits frozen parameters when it saves. Create the checkpoint "
+        "with `TorchCheckpoint.from_model(trainer.get_model(to_cpu=True))`, or from a file that `trainer.save(path, "
         "frozen=True)` wrote. If `model` already has the right values for them, call `model.load_state_dict(state, "
         "strict=False)`, and pass `model` to `TorchPredictor`."
     )

@@ -1,4 +1,4 @@
-"""`remakes_frozen`: states without the frozen parameters that `setup` makes again."""
+"""`excludes_frozen_from_state`: states without the frozen parameters that `setup` makes again."""
 
 from __future__ import annotations
 
@@ -140,7 +140,9 @@ def test_another_base_is_refused_by_the_name_of_a_parameter(
 
 def test_an_operator_that_does_not_say_it_is_told_the_line_to_write(make_local: Make, tmp_path: Path) -> None:
     make_local(Adapted).save(tmp_path / "one.pt")
-    with pytest.raises(ValueError, match=r"`[\w.]*Adapted.setup` creates again, .* `remakes_frozen = True` in `Plain`"):
+    with pytest.raises(
+        ValueError, match=r"`[\w.]*Adapted.setup` creates again, .* `excludes_frozen_from_state = True` in `Plain`"
+    ):
         make_local(Plain).load(tmp_path / "one.pt")
 
 
@@ -204,7 +206,7 @@ def test_parts_of_files_can_be_loaded(make_local: Make, tmp_path: Path) -> None:
             assert report.is_complete
             assert equal(model_of(trainer), model_of(plain)), (name, options)
             assert list(trainer.state_dict()["models"][0]) == KEPT
-    with pytest.raises(ValueError, match="remakes_frozen"):
+    with pytest.raises(ValueError, match="excludes_frozen_from_state"):
         make_local(Plain).load(tmp_path / "small.pt", parts=("models",))
     with pytest.raises(ValueError, match="has other values"):
         make_local(Adapted, config={"base": 1}).load(tmp_path / "whole.safetensors")
@@ -282,13 +284,15 @@ def test_a_reload_compares_the_base_too(make_local: Make) -> None:
 
     trainer.reload(Edited)
     assert list(trainer.state_dict()["models"][0]) == KEPT
-    with pytest.raises(ValueError, match="Write `remakes_frozen = True` in `Plain`"):
+    with pytest.raises(ValueError, match="Write `excludes_frozen_from_state = True` in `Plain`"):
         trainer.reload(Plain)
 
 
 def test_divided_models_are_refused(make_local: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raysgd.torch.parallel.strategy.Strategy.is_sharded", FSDP.is_sharded)
-    with pytest.raises(ValueError, match=r"`Adapted.remakes_frozen = True` cannot work with `strategy=\"fsdp\"`"):
+    with pytest.raises(
+        ValueError, match=r"`Adapted.excludes_frozen_from_state = True` cannot work with `strategy=\"fsdp\"`"
+    ):
         make_local(Adapted)
 
 
@@ -396,3 +400,17 @@ def test_a_run_resumes_from_the_adapter_alone(make_local: Make, tmp_path: Path) 
     assert equal(model_of(resumed), model_of(alone))
     with pytest.raises(ValueError, match=r"`base.0.weight` of model 0"):
         run(5, base=1)
+
+
+class UnderItsFormerName(Plain):
+    """Says it with the attribute's former name."""
+
+    remakes_frozen = True
+
+
+def test_the_former_name_of_the_attribute_works_and_is_told(make_local: Make, caplog: pytest.LogCaptureFixture) -> None:
+    assert set(make_local(UnderItsFormerName).state_dict()["models"][0]) == set(
+        make_local(Adapted).state_dict()["models"][0]
+    )
+    words = "`UnderItsFormerName.remakes_frozen` has a new name: write `excludes_frozen_from_state = True`"
+    assert caplog.text.count(words) == 1

@@ -1,4 +1,4 @@
-"""`remakes_frozen` on several workers: kills, new workers, and bases that are not the same everywhere."""
+"""`excludes_frozen_from_state` on several workers: kills, new workers, and bases that are not the same everywhere."""
 
 from __future__ import annotations
 
