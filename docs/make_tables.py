@@ -76,7 +76,7 @@ def gone_names() -> str:
     """The table of what has no successor, the names with one reason in one row."""
     names: dict[str, list[str]] = {}
     for old, reason in gone().items():
-        here = re.sub("; the migration page says how, under .*", "; see below", reason)
+        here = re.sub("; the page of old names says how, under .*", "; see below", reason)
         names.setdefault(here, []).append(f"`{old}`")
     rows = [f"| {', '.join(them)} | {reason} |" for reason, them in names.items()]
     return "\n".join(["| gone | why, or what to use instead |", "|---|---|", *rows])

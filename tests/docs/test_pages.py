@@ -109,7 +109,7 @@ def test_the_python_of_a_page_runs_with_workers(
 @pytest.mark.parametrize(
     ("name", "num_alone"),
     [
-        ("docs/migration.md", 1),
+        ("docs/reference/old-names.md", 1),
         ("docs/lightning.md", 2),
         ("docs/huggingface.md", 3),
         ("docs/recipes/images.md", 2),
