@@ -53,11 +53,12 @@ DONE: dict[str, Callable[[Path, str], bool]] = {
         printed(r"accuracy ([\d.]+);", text) > 0.9 and (folder / "digits.keras").exists()
     ),
     "lora.py": lambda folder, text: (
-        last("train_loss", text) < 6.2 and (folder / "merged" / "model.safetensors").exists()
+        printed(r"loss [\d.]+ to ([\d.]+);", text) < 6.2 and (folder / "lora" / "merged" / "model.safetensors").exists()
     ),
     "parquet_stream.py": lambda folder, text: printed(r"off by ([\d.]+)", text) < 1.2,
     "predict_folder.py": lambda folder, text: read_correctly(folder) > 300,
     "spot.py": lambda folder, text: (folder / "digits.pt").exists() and "20 epochs, 0 failures" in text,
+    "transformers_trainer.py": lambda folder, text: printed(r"accuracy ([\d.]+);", text) > 0.7,
     "text_classification.py": lambda folder, text: (
         last("val_accuracy", text) > 0.7 and (folder / "fine-tuned" / "model.safetensors").exists()
     ),
@@ -141,6 +142,27 @@ def test_a_run_whose_program_is_killed_continues_when_it_is_started_again(
     assert epochs == list(range(epochs[0], 21))
     assert epochs[0] >= 5  # the file of epoch 5 may not have been complete
     assert "20 epochs, 0 failures" in second.stdout
+
+
+@pytest.mark.integration
+def test_a_job_that_gets_sigterm_saves_its_step_and_continues_when_it_is_started_again(
+    environment: dict[str, str], folder: Path
+) -> None:
+    """As at the time limit of Slurm, or before a spot machine is taken away."""
+    command = [sys.executable, str(paste("lora.py", folder))]
+    with subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True) as first:
+        for line in first.stderr or ():
+            if line.startswith("epoch 2/5"):  # of the adapter: the base has three epochs
+                first.terminate()
+                break
+        left = first.stderr.read() if first.stderr else ""
+    assert first.returncode == 143, left
+    second = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert second.returncode == 0, second.stderr
+    assert "/3 " not in second.stderr  # the base is not trained again
+    epochs = [int(found) for found in re.findall(r"^epoch (\d)/5", second.stderr, re.MULTILINE)]
+    assert epochs in ([3, 4, 5], [4, 5])
+    assert DONE["lora.py"](folder, second.stdout), second.stdout
 
 
 @pytest.mark.soak

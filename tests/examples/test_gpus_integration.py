@@ -18,6 +18,7 @@ BY_CLUSTER = [
     "docs/tutorial.md",
     *(f"examples/{name}.py" for name in ("gan", "image_folder", "lora", "parquet_stream", "predict_folder", "spot")),
     "examples/text_classification.py",
+    "examples/transformers_trainer.py",
     "functions",
     "fit",
     "keras",
