@@ -298,7 +298,7 @@ def check_dataset(name: str, dataset: Any) -> None:
 def batch_size_of(dataset: Any) -> int | None:
     """Return the batch size of a dataset that raysgd shards, or None if TensorFlow does not know it.
 
-    TensorFlow knows it of `.batch(size, drop_remainder=True)`.
+    TensorFlow knows it after `.batch(size, drop_remainder=True)`.
     """
     import tensorflow as tf
 
