@@ -45,7 +45,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: demo quick unit test test-all test-as-shipped test-times test-lowest test-newest soak lint typecheck format bench gpu claims docs site lock clean help
+.PHONY: demo quick unit test test-all test-as-shipped test-times test-lowest test-newest soak leaves lint typecheck format bench gpu claims docs site lock clean help
 
 # `make quick` runs what needs no processes and no seconds; `make test` adds the real test of each promise of the README;
 # `make test-all` adds the rest. No test runs twice.
@@ -100,6 +100,9 @@ test-newest: $(NEWEST_STAMP) ## run the tests of `make quick`, and the examples 
 
 soak: $(ALL_STAMP) $(HOROVOD_STAMP) ## run the long tests, which repeat failures for minutes to hours
 	RAYSGD_FORKED_WORKERS=0 $(PY) -m pytest tests -q -m soak --timeout=7200 -o faulthandler_timeout=8000
+
+leaves: $(ALL_STAMP) ## take one leaf of the library away at a time, and run the unit tests of the rest: an hour or two
+	$(PY) -m tests.leaves
 
 lint: $(STAMP) ## check style, format, spelling, and the rules of the repository
 	$(PY) -m ruff check .

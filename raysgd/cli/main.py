@@ -16,7 +16,6 @@ from typing import Any
 import click
 
 from raysgd._version import __version__
-from raysgd.compat.migrate.command import migrate
 from raysgd.core.cluster.ray_cluster import init_ray
 from raysgd.core.text.printable import printable_lines
 from raysgd.exceptions import RaySGDError
@@ -75,7 +74,21 @@ def status(run_folder: str | None) -> None:
         raise click.ClickException(printable_lines(str(error))) from error
 
 
-main.add_command(migrate)
+@main.command()
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PATH...")
+@click.option("--write", is_flag=True, help="Replace the files. Without it, nothing is written.")
+@click.option("--diff", "shows_diff", is_flag=True, help="Print what changes.")
+@click.option("--ray-train", is_flag=True, help="`ray.train`, `ray.air` and `ray.ml` mean Ray 1.x or 2.0 to 2.9.")
+def migrate(**arguments: Any) -> None:
+    """Rewrite programs written for `ray.util.sgd` to use raysgd.
+
+    PATH is a file, or a folder of Python files. Old imports, names and arguments are replaced with raysgd's. Lines that
+    need your decision are printed with the reason. A line that only you can rewrite gets a comment above it, `# raysgd:
+    ...`. The exit status is 1 if there is such a line, or a file that cannot be rewritten, which stays unchanged.
+    """
+    from raysgd.compat.migrate import command
+
+    command.migrate(**arguments)
 
 
 def _in_cluster(command: Command) -> Command:

@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from raysgd.cli.main import main
 from raysgd.compat.migrate import calls as _calls
 from raysgd.compat.migrate.calls import RENAMED, RETIRED
-from raysgd.compat.migrate.command import migrate as command
 from raysgd.compat.migrate.source import MigratedProgram, migrate
 from raysgd.compat.paths import Paths, renamed, table
 from tests.helpers.run_if import RunIf
@@ -864,7 +864,7 @@ def test_functions_in_configs_need_no_wrapping() -> None:
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(command, [str(argument) for argument in arguments])
+    return CliRunner().invoke(main, ["migrate", *(str(argument) for argument in arguments)])
 
 
 @pytest.fixture

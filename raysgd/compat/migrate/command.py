@@ -1,4 +1,4 @@
-"""Defines the command `raysgd migrate PATH... [--write] [--diff] [--ray-train]`, which rewrites old programs."""
+"""The work of the command `raysgd migrate`, which rewrites old programs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,8 @@ if TYPE_CHECKING:
     from raysgd.compat.migrate.source import MigratedProgram
 
 
-@click.command()
-@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PATH...")
-@click.option("--write", is_flag=True, help="Replace the files. Without it, nothing is written.")
-@click.option("--diff", "shows_diff", is_flag=True, help="Print what changes.")
-@click.option("--ray-train", is_flag=True, help="`ray.train`, `ray.air` and `ray.ml` mean Ray 1.x or 2.0 to 2.9.")
 def migrate(paths: Sequence[Path], write: bool, shows_diff: bool, ray_train: bool) -> None:
-    """Rewrite programs written for `ray.util.sgd` to use raysgd.
-
-    PATH is a file, or a folder of Python files. Old imports, names and arguments are replaced with raysgd's. Lines that
-    need your decision are printed with the reason. A line that only you can rewrite gets a comment above it, `# raysgd:
-    ...`. The exit status is 1 if there is such a line, or a file that cannot be rewritten, which stays unchanged.
-    """
+    """Rewrite programs written for `ray.util.sgd`, and exit with the status that `raysgd migrate --help` explains."""
     try:
         require_installed("libcst", extra="migrate", purpose="`raysgd migrate`")
     except ModuleNotFoundError as error:

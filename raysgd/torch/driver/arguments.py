@@ -19,7 +19,6 @@ from raysgd.core import arguments as checks
 from raysgd.core.arguments import did_you_mean, is_number, refuse_text
 from raysgd.core.cluster.gpus import GpuChoice
 from raysgd.core.cluster.ray_cluster import choose_gpus_of_cluster, gpus_of_nodes
-from raysgd.core.connections.horovod import INSTALL_COMMAND, import_horovod
 from raysgd.core.connections.torch import view_of_driver
 from raysgd.core.text.log_lines import Once
 from raysgd.exceptions import RemovedNameError
@@ -196,6 +195,8 @@ def tell_unused_gpus(use_gpu: bool | str, choice: GpuChoice) -> None:
 
 def check_horovod(precision: str, strategy: str, use_gpu: bool) -> None:
     """Check that Horovod is installed, and that the other options work with `backend="horovod"`."""
+    from raysgd.core.connections.horovod import INSTALL_COMMAND, import_horovod
+
     hvd = import_horovod()
     if precision == "apex":
         raise ValueError(

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd.core.arrays.data_kinds import CallData, goes_to_all
-from raysgd.core.connections.horovod import HorovodConnection
 from raysgd.core.connections.torch import TorchConnection, variables_of_nccl
 from raysgd.core.engine.snapshots import Snapshot
 from raysgd.core.history.history import Kind
@@ -52,6 +51,8 @@ class TorchFramework(Framework):
     def __init__(self, group: GroupSettings, settings: TorchSettings) -> None:
         timeout_s, form_timeout_s = group.timeout_s, group.recovery.form_timeout_s
         if group.backend == "horovod":
+            from raysgd.core.connections.horovod import HorovodConnection
+
             self.connection = HorovodConnection(timeout_s, form_timeout_s)
         else:
             joins_alone, variables = settings.may_grow, variables_of_nccl()
