@@ -29,7 +29,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 GONE = "RAYSGD_GONE"  # the words of what is gone, for the processes that run the tests
 CHOICE = "not (integration or program or long or soak or gpu)"  # as `make unit` has it
-LEFT_OUT = ("tests/repository", "tests/helpers", "tests/docs")  # they compare the repository with lists and pages
+LEFT_OUT = ("tests/repository", "tests/helpers", "tests/docs", "tests/examples/test_proofs.py")
+"""They compare the repository with lists and pages."""
 
 
 @dataclass(frozen=True)
