@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from raysgd.core.engine import gathering, repair
+from raysgd.core.engine import gathering
+from raysgd.core.engine.recovery import interpreter
 
 PATIENCE_S = 150.0
 
@@ -34,5 +35,5 @@ def hearing_all_losses() -> Iterator[None]:
 @contextmanager
 def awaiting_new_workers() -> Iterator[None]:
     """Survivors that wait for a new worker get it, however long its process takes to start."""
-    with patch.object(repair, "STANDBY_WAIT_S", PATIENCE_S):
+    with patch.object(interpreter, "STANDBY_WAIT_S", PATIENCE_S):
         yield

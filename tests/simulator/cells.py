@@ -17,12 +17,10 @@ from types import CodeType
 from typing import Any
 
 from raysgd.core.engine.recovery import machine
-from raysgd.core.engine.recovery.machine import Event, Facts, State
 from tests.simulator.running import Simulation, quiet
 from tests.simulator.schedule import Schedule, drawn
+from tests.simulator.transitions import Visit
 
-Visit = tuple[State, Event, Facts]
-"""What a transition was asked."""
 SOURCE = inspect.getsource(machine)
 
 
@@ -32,7 +30,7 @@ def visits_of(schedule: Schedule) -> list[Visit]:
         simulation = Simulation(schedule)
         verdict = simulation.run()
     assert verdict.broken is None, verdict.broken
-    return simulation.shadow.visited
+    return simulation.transitions.visited
 
 
 # ------------------------------------------------------------------------------------ rows

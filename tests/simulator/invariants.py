@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raysgd.core.engine.group import GroupHooks
 from raysgd.core.engine.policies import Diagnosis, RetryBudget, classify
@@ -16,7 +16,6 @@ from tests.simulator.schedule import LOSSES
 
 if TYPE_CHECKING:
     from tests.simulator.running import Simulation
-    from tests.simulator.shadow import Shadow
 
 
 MOST_REPLAY_S = 30.0
@@ -80,10 +79,6 @@ class Invariants:
         self.has_hung: bool | None = None
         self.may_only_copy = False
 
-    @property
-    def shadow(self) -> Shadow:
-        return self._simulation.shadow
-
     def require(self, holds: bool, otherwise: str) -> None:
         if not holds:
             self.fail(otherwise)
@@ -145,31 +140,12 @@ class Invariants:
         left = f"{num_replacements} more workers may be started in the place of dead ones"
         self.require(not (has_room and num_replacements) or bool(has_bug), f"a start is given up, though {left}")
 
-    def watch_only_state(self) -> None:
-        """From now on: a state that only workers have is given up only if none of them is left that could send it."""
-        recovery, controller = self._simulation.controller.recovery, self._simulation.controller
-        fetch = type(recovery).fetch_only_state
-
-        def watched(*args: Any, **options: Any) -> None:
-            befallen, is_only = dict(self._simulation.befalling.kinds), controller.holds_only_state
-            group = controller.group
-            workers = () if group is None else zip(group.workers, group.processes, strict=True)
-            # A newcomer may not have received the state yet.
-            living = [each for worker, each in workers if not each.is_dead and worker not in controller.newcomers]
-            fetch(recovery, *args, **options)
-            self.check_fetched(is_only and controller.gives_state_up, living, befallen)
-
-        recovery.fetch_only_state = watched
-
-    def check_fetched(self, is_given_up: bool, living: Sequence[Process], befallen: Mapping[str, int]) -> None:
-        """A state is fetched that a healthy worker has."""
+    def check_given_up_state(self, living: Sequence[Process], befallen: Mapping[str, int]) -> None:
+        """A state that only workers have is given up only if no healthy worker has it."""
         kinds = self._simulation.befalling.kinds
         is_torn = self._simulation.schedule.has_halves and not self._simulation.schedule.undo
         is_disturbed = dict(kinds) != befallen or is_torn or any(kinds[kind] for kind in ("freeze", "stall", "slow"))
-        self.require(
-            not is_given_up or is_disturbed or not living,
-            f"a state is given up that {', '.join(map(str, living))} have",
-        )
+        self.require(is_disturbed or not living, f"a state is given up that {', '.join(map(str, living))} have")
 
     def check_recalled(self, took_s: float) -> None:
         """A spare that validates steps in after a batch, where nothing holds it up."""

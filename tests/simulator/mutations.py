@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from raysgd.core.engine import controller, repair, snapshots
+from raysgd.core.engine import snapshots
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.gathering import Listener
 from raysgd.core.engine.group import WorkerGroup
@@ -16,8 +17,10 @@ from raysgd.core.engine.liveness import LivenessCheck
 from raysgd.core.engine.loan import Loan
 from raysgd.core.engine.monitor import Monitor
 from raysgd.core.engine.placement import Slots
-from raysgd.core.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy
-from raysgd.core.engine.repair import GroupRepair, NextGroup
+from raysgd.core.engine.policies import RetryBudget, ScalingPolicy
+from raysgd.core.engine.recovery import interpreter, machine
+from raysgd.core.engine.recovery.interpreter import Recovery
+from raysgd.core.engine.recovery.states import NOBODY, Do, Done, Facts, Finished, Lost, Step
 from raysgd.core.engine.shared import replica as replica_calls
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
@@ -110,19 +113,22 @@ def _classify_as_user(real: Any) -> Any:
     return classify
 
 
-def _retry_user_errors(real: Any) -> Any:
-    def decide(self: FailurePolicy, diagnosis: Any, budget: RetryBudget, can_continue: bool) -> Any:
-        is_retried = diagnosis.kind == "user" and not budget.is_spent
-        return "restart" if is_retried else real(self, diagnosis, budget, can_continue)
-
-    return decide
+def _sees(**facts: Any) -> Callable[[Any], Any]:
+    """The table is told other facts."""
+    return lambda real: lambda self: replace(real(self), **facts)
 
 
-def _lose_user_errors(real: Any) -> Any:
-    def decide(self: FailurePolicy, diagnosis: Any, budget: RetryBudget, can_continue: bool) -> Any:
-        return "give up" if diagnosis.kind == "user" else real(self, diagnosis, budget, can_continue)
+def _tells(**fields: Any) -> Callable[[Any], Any]:
+    """The table is told another event."""
+    return lambda real: lambda self, *args: replace(real(self, *args), **fields)
 
-    return decide
+
+def _loses_user_errors(real: Any) -> Any:
+    def failed(self: Recovery, report: GroupReport) -> Any:
+        found = real(self, report)
+        return replace(found, kind="died") if found.kind == "user" else found
+
+    return failed
 
 
 def _decide_without_minimum(real: Any) -> Any:
@@ -137,18 +143,6 @@ def _one_too_many(real: Any) -> Any:
         return real(replace(self, max_workers=self.max_workers + 1), view, need, attempt)
 
     return decide
-
-
-def _form_without_minimum(real: Any) -> Any:
-    def form(self: GroupRepair, *args: Any) -> NextGroup:
-        before, self._scaling = self._scaling, replace(self._scaling, min_workers=1)
-        try:
-            formed: NextGroup = real(self, *args)
-            return formed
-        finally:
-            self._scaling = before
-
-    return form
 
 
 def _take_usable_twice(real: Any) -> Any:
@@ -219,15 +213,11 @@ def _kill_politely(real: Any) -> Any:
     return kill_rank
 
 
-def _leave_with_the_dead(real: Any) -> Any:
-    def leave(self: GroupRepair, change: Any, survivors: Sequence[int], without_state: Any) -> NextGroup:
-        ranks = list(survivors)
-        while True:
-            report = self._lifecycle.running.tear_down(ranks, self._monitor.poll)
-            if report.ok:
-                return NextGroup(ranks, report.values, [])
+def _forget_the_dead(real: Any) -> Any:
+    def lost(self: Recovery, change: Any, staying: Sequence[int], report: GroupReport) -> Lost:
+        return Lost(self._of_ranks(staying))
 
-    return leave
+    return lost
 
 
 def _in_other_order(real: Any) -> Any:
@@ -489,11 +479,11 @@ def _forget_stuck(real: Any) -> Any:
 
 
 def _form_with_the_stateless(real: Any) -> Any:
-    def form(self: GroupRepair, change: Any, staying: Sequence[int], without_state: Any = ()) -> NextGroup:
-        formed: NextGroup = real(self, change, staying)
-        return formed
+    return lambda change, members, stale, facts: real(change, members, NOBODY, facts)
 
-    return form
+
+def _keep_the_small(real: Any) -> Any:
+    return lambda facts: Step(Finished("left"), (Do.LEAVE_CALL,))
 
 
 def _begins_late(real: Any) -> Any:
@@ -546,7 +536,7 @@ def _is_run_once(real: Any) -> Any:
 
 
 MUTATIONS = (
-    Mutation("a newcomer that got no state is the source", GroupRepair, "form", _form_with_the_stateless, (1148,)),
+    Mutation("a newcomer that got no state is the source", machine, "_tear_down", _form_with_the_stateless, (1148,)),
     Mutation(
         "a stuck rank that froze is asked to end", WorkerGroup, "_let_finish", _forget_stuck, (), _STUCK_AND_FROZEN
     ),
@@ -554,39 +544,35 @@ MUTATIONS = (
     Mutation("a rejoin without a step is free", RetryBudget, "pay_for_continuing", _pay_for_no_rejoin, (11,)),
     Mutation("a rejoin after some steps is paid for", RetryBudget, "pay_for_continuing", _pay_for_any_rejoin, (18,)),
     Mutation("a rejoin after a hang is free", RetryBudget, "note_hang", nothing, (868,), (_HANGING,)),
-    Mutation("retries are never spent", RetryBudget, "is_spent", always_is(False), (5,)),
-    Mutation("retries are always spent", RetryBudget, "is_spent", always_is(True), (1,)),
+    Mutation("retries are never spent", Recovery, "_facts", _sees(num_left=math.inf), (5,)),
+    Mutation("retries are always spent", Recovery, "_facts", _sees(num_left=0), (1,)),
+    Mutation("a rejoin that led nowhere is tried again", Facts, "obstacle_to_continuing", nothing, (), (_POISONED,)),
     Mutation(
-        "a rejoin that led nowhere is tried again", RetryBudget, "obstacle_to_continuing", nothing, (), (_POISONED,)
-    ),
-    Mutation(
-        "the least advanced survivor is the source", repair, "choose_source", _source(lambda r: r.progress), (38,)
+        "the least advanced survivor is the source", interpreter, "choose_source", _source(lambda r: r.progress), (38,)
     ),
     Mutation(
         "a survivor in the middle of a step is the source",
-        repair,
+        interpreter,
         "choose_source",
         _source(lambda r: r.is_whole),
         (38,),
     ),
-    Mutation("the last survivor is the source", repair, "choose_source", _last_source, (120,)),
-    Mutation("survivors keep their own states", repair, "takers", always(()), (38,)),
+    Mutation("the last survivor is the source", interpreter, "choose_source", _last_source, (120,)),
+    Mutation("survivors keep their own states", interpreter, "takers", always(()), (38,)),
     Mutation("new workers get no state", WorkerGroup, "regroup", _takes_no_newcomers, (11,)),
     Mutation("survivors come in another order than was agreed", WorkerGroup, "regroup", _in_other_order, (), _ADVANCED),
     Mutation("what lost workers had told is forgotten", RankRows, "keep_lost", _forgets_what_was_told),
     Mutation("what survivors had told counts as lost", RankRows, "keep_lost", _counts_those_who_are_there),
     Mutation("what was told in a step that does not count is counted", RankRows, "as_of", _as_of(1), (125,)),
     Mutation("what was told in the last step that counts is not counted", RankRows, "as_of", _as_of(-1)),
-    Mutation("a lost connection counts as an error of user code", repair, "classify", _classify_as_user, (5,)),
-    Mutation("errors of user code are retried", FailurePolicy, "decide", _retry_user_errors, (568,)),
-    Mutation("errors of user code count as losses", FailurePolicy, "decide", _lose_user_errors, (359,)),
-    Mutation("ranks that failed apart are kept", GroupRepair, "_has_failed_alike", always(True), (), (_PARTED,)),
+    Mutation("a lost connection counts as an error of user code", interpreter, "classify", _classify_as_user, (5,)),
+    Mutation("errors of user code are retried", Recovery, "_facts", _sees(retries_user_errors=True), (568,)),
+    Mutation("errors of user code count as losses", Recovery, "_failed", _loses_user_errors, (359,)),
+    Mutation("ranks that failed apart are kept", Recovery, "_facts", _sees(keeps_alike=False), (), (_PARTED,)),
     Mutation("too small a group is started", ScalingPolicy, "decide", _decide_without_minimum, (), (_SHRUNK,)),
     Mutation("too large a group is started", ScalingPolicy, "decide", _one_too_many, (0,)),
-    Mutation("too small a group goes on", GroupRepair, "form", _form_without_minimum, (1,)),
-    Mutation(
-        "the dead are asked to leave again and again", GroupRepair, "_leave_old_group", _leave_with_the_dead, (1,)
-    ),
+    Mutation("too small a group goes on", Recovery, "_facts", _sees(min_workers=1), (1,)),
+    Mutation("the dead are asked to leave again and again", Recovery, "_lost_in_tear_down", _forget_the_dead, (1,)),
     Mutation("a slot is given to two workers", Slots, "take_usable", _take_usable_twice, (11,)),
     Mutation("a slot is given back twice", Slots, "give_back", _give_back_twice, (5,)),
     Mutation("a snapshot covers no call", Snapshots, "_land", _land(lambda keeper, covered: 0), (31,)),
@@ -595,10 +581,10 @@ MUTATIONS = (
     Mutation("every snapshot counts as the first", Snapshots, "take_captures", _as_first, (25,)),
     Mutation("ranks get each other's states", Snapshots, "take_captures", _take_reversed, (0,)),
     Mutation("ranks are given the state of the next one", snapshots, "own_states", _shifted, (0,)),
-    Mutation("a restored call begins again", GroupRepair, "_is_restored_inside", always_is(False), (), _INSIDE),
-    Mutation("a new group is not restored", GroupRepair, "_restore", nothing, (0,)),
+    Mutation("a restored call begins again", Recovery, "_facts", _sees(is_inside=False), (), _INSIDE),
+    Mutation("a new group is not restored", Recovery, "_restoring", always(Done()), (0,)),
     Mutation("completed calls are not repeated", Snapshots, "calls_since", always_is(()), (6,)),
-    Mutation("a held call counts as finished", controller, "HeldAtStep", lambda real: Call, (126,)),
+    Mutation("a held call counts as finished", interpreter, "HeldAtStep", lambda real: Call, (126,)),
     Mutation("the first answer counts for all", Listener, "listen", _first_answer_for_all, (5,)),
     Mutation("no worker is ever silent", LivenessCheck, "poll", _none_is_silent, (17,)),
     Mutation("frozen workers are not killed by force", WorkerGroup, "kill_rank", _kill_politely, (17,)),
@@ -612,7 +598,7 @@ MUTATIONS = (
     Mutation("a recovery does not start from what was loaded", Snapshots, "adopt", nothing, (33,)),
     Mutation("copies are never due", SnapshotPace, "is_due", always(False), (41,)),
     Mutation("what cannot be repeated is not copied", Snapshots, "is_due_after", _as_if_repeatable, (308,)),
-    Mutation("a state of which there is no copy is lost unnoticed", GroupRepair, "_refuse_if_lost", nothing, (132,)),
+    Mutation("a state of which there is no copy is lost unnoticed", Recovery, "_facts", _sees(is_lost=False), (132,)),
     Mutation("a hold is agreed on though ranks disagree", Monitor, "_agree", _agrees_with_all, (893,)),
     Mutation(
         "each rank gives its newest snapshot inside a call", replica_calls, "part_of_snapshot", _takes_any_number, (21,)
@@ -659,10 +645,10 @@ MUTATIONS = (
     Mutation("workers are ended that have the only state", Lifecycle, "holds_only_state", always_is(False)),
     Mutation("a call is not left", Monitor, "hold_to_leave", nothing, (), (_LONG,)),
     Mutation("ranks that froze are not noticed once a call is left", Monitor, "_ask", _asks_no_more_once_left, (789,)),
-    Mutation("a call that was left goes on", ElasticController, "_is_left", always(False), (29,)),
+    Mutation("a call that was left goes on", Recovery, "_paused", _tells(must_end=False), (29,)),
     Mutation("a state is not waited for when a call is left", Monitor, "await_snapshot", nothing, (14,)),
     Mutation("a state that was lost counts as there", Snapshots, "shares_current", always_is(True), (), (_LOST_STATE,)),
-    Mutation("too small a group trains", ElasticController, "_end_if_too_small", nothing, (), (_TOO_SMALL,)),
+    Mutation("too small a group trains", machine, "_end_early", _keep_the_small, (), (_TOO_SMALL,)),
     Mutation("a loss hides a planned stop", SimReplica, "walk_on", _passes_the_plan, (), (_PLANNED,)),
     Mutation("what a rank goes on from is lost with it", SimReplica, "_go_on_from", _keeps_no_shares, (), (_SHARED,)),
     Mutation("the driver leaves its node", Lifecycle, "leaving_nodes_in_use", _leaves_the_driver, (), (_LEFT,)),

@@ -411,7 +411,7 @@ class Program:
         if self._is_alone and is_kept and controller.group is not None and not self._num_validating:
             controller.snapshots.clear()
             controller.snapshots.completed(None)
-            self._simulation.invariants.watch_only_state()
+            self._simulation.transitions.watches_only_state = True
 
     def _kill(self, op: Op, budget: WatchedBudget) -> None:
         if self._is_alone and not self._controller.holds_only_state:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.lifecycle import Clock, ElasticRules
-from raysgd.core.engine.policies import FailurePolicy
+from raysgd.core.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import StateHandover, World
 from tests.simulator.befalling import Befalling
@@ -24,7 +25,7 @@ from tests.simulator.processes import Process
 from tests.simulator.program import Program
 from tests.simulator.replica import Given, SimReplica
 from tests.simulator.schedule import Schedule
-from tests.simulator.shadow import Shadow, ShadowedController, ShadowedScaling
+from tests.simulator.transitions import Transitions
 from tests.simulator.watched import WatchedGroup
 
 SELDOM = 20_000  # new objects between two searches of Python for what is not used any more
@@ -74,14 +75,14 @@ class Simulation:
         self.befalling = Befalling(self)
         self.kernel.at_wait = self.befalling.at_wait
         self.platform = SimPlatform(self.cluster, self.invariants)
-        self.shadow = Shadow(self)
+        self.transitions = Transitions(self)
         self.controller = self._controller()
         self.program = Program(self)
 
     def _make_kernel(self) -> Kernel:
         return Kernel()
 
-    def _controller(self) -> ShadowedController:
+    def _controller(self) -> ElasticController:
         schedule, kernel = self.schedule, self.kernel
         spec = {
             "connection": SimConnection(self.network),
@@ -103,15 +104,15 @@ class Simulation:
             "hooks": self.invariants.hooks,
             **self._options,
         }
-        controller = ShadowedController(
+        controller = ElasticController(
             GroupSpec(**spec),
-            ShadowedScaling(schedule.num_workers, schedule.min_workers, num_local=num_local, **self._scaling),
+            ScalingPolicy(schedule.num_workers, schedule.min_workers, num_local=num_local, **self._scaling),
             FailurePolicy(schedule.continues),
             make_group=partial(WatchedGroup, platform=self.platform, invariants=self.invariants),
             clock=Clock(lambda: kernel.now, self._sleep, lambda: Lock(kernel), lambda: Condition(kernel)),
             **options,
         )
-        controller.follow(self.shadow)
+        self.transitions.follow(controller)
         return controller
 
     def _sleep(self, seconds: float) -> None:

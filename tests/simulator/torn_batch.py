@@ -50,7 +50,7 @@ class TornBatch:
     """What the batches of a replica change. What counts steps is in the state of one optimizer, and in a weight.
 
     Args:
-        undo: See `GroupRepair`.
+        undo: See `make_undo`.
     """
 
     def __init__(self, undo: bool | None) -> None:

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from raysgd.core.engine.group import WorkerGroup
-from raysgd.core.engine.recovery import machine
-from raysgd.core.engine.shared import replica as replica_calls
 from raysgd.core.engine.shared.types import GroupReport, Outcome
 from raysgd.core.engine.startup import StandbyWorkers
 from raysgd.core.engine.worker import StandbyWorker
@@ -40,13 +38,6 @@ class WatchedStandby(StandbyWorkers):
             self.invariants.require(not process.is_working, f"{process} is to step in while it validates")
         return found
 
-    def take_needed(self, *args: Any) -> Any:
-        found = super().take_needed(*args)
-        shadow = self.invariants.shadow
-        if found is None and shadow.is_on and isinstance(shadow.state, machine.Rebuilding):
-            shadow.feed(machine.TooFew())
-        return found
-
 
 class WatchedGroup(WorkerGroup):
     """Checks every change of a group."""
@@ -73,9 +64,7 @@ class WatchedGroup(WorkerGroup):
         return report
 
     def settle(self, report: GroupReport, *args: Any) -> list[int]:
-        unanswered, began, shadow = set(self._unanswered), self._platform.now(), self._invariants.shadow
-        if shadow.is_on and not shadow.awaits_survivors and isinstance(shadow.state, machine.Aborting):
-            shadow.begin(machine.Aborting)
+        unanswered, began = set(self._unanswered), self._platform.now()
         survivors = super().settle(report, *args)
         for rank in unanswered.intersection(survivors):
             process = self.processes[rank]
@@ -83,60 +72,11 @@ class WatchedGroup(WorkerGroup):
             self._invariants.require(is_known, f"{process} has not answered, and counts as a survivor")
         has_died = any(found.failure is not None and found.failure.kind == "died" for found in report.outcomes)
         self._invariants.note_settled(bool(self.stuck) and not has_died)
-        if shadow.is_on:
-            shadow.note_settled(survivors, bool(self.stuck))
         return survivors
 
     def on_replica(self, function: Any, *args: Any, **kwargs: Any) -> GroupReport:
         self._invariants.has_hung = None
-        shadow = self._invariants.shadow
-        if not shadow.is_on or function is not replica_calls.capture_here:
-            return super().on_replica(function, *args, **kwargs)
-        shadow.begin(machine.Capturing)
-        with shadow.effect():
-            report = super().on_replica(function, *args, **kwargs)
-        is_inside = report.ok and all(each.value.progress is not None for each in report.values)
-        shadow.feed(machine.Captured(is_inside) if report.ok else machine.Lost())
-        return report
-
-    def answering(self, ranks: Any) -> list[int]:
-        found = super().answering(ranks)
-        if self._invariants.shadow.is_on:
-            self._invariants.shadow.answering = self._invariants.shadow.members_of(found)
-        return found
-
-    def tear_down(self, survivors: Any, *args: Any) -> GroupReport:
-        report, shadow = super().tear_down(survivors, *args), self._invariants.shadow
-        if shadow.is_on:
-            shadow.torn_down.append((shadow.members_of(survivors), report))
-        return report
-
-    def remove_workers(self, ranks: Any) -> None:
-        self._invariants.shadow.observe(machine.Do.KILL_OTHERS)
-        super().remove_workers(ranks)
-
-    def regroup(self, survivors: Any, joining: Any, *args: Any) -> GroupReport:
-        shadow = self._invariants.shadow
-        if not shadow.is_on:
-            return super().regroup(survivors, joining, *args)
-        shadow.begin(machine.Rendezvous, members=shadow.members_of(survivors), num_joining=len(joining))
-        report = super().regroup(survivors, joining, *args)
-        if report.ok:
-            shadow.feed(machine.Formed(self.infos[0] != shadow.rank_0))
-        return report
-
-    def renew(self, survivors: Any, *args: Any, **kwargs: Any) -> GroupReport:
-        shadow = self._invariants.shadow
-        if not shadow.is_on:
-            return super().renew(survivors, *args, **kwargs)
-        shadow.begin(machine.Rebuilding, members=shadow.members_of(survivors))
-        with shadow.effect():
-            report = super().renew(survivors, *args, **kwargs)
-        if report.ok:
-            shadow.feed(machine.Done())
-        else:
-            shadow.lose(report)
-        return report
+        return super().on_replica(function, *args, **kwargs)
 
     def poll(self, rank: int, call: Any) -> Outcome:
         asked = [process.pid for process in self.processes[rank : rank + 1]]

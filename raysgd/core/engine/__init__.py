@@ -4,7 +4,7 @@ It guarantees:
 
 * A call either returns one value for each rank that runs it, in rank order, or raises one error. It never returns
   partial results.
-* Lost workers and nodes are handled in one module, `repair`, and calls are retried in one module, `controller`.
+* Calls are retried, and lost workers and nodes handled, in one class: `recovery.interpreter.Recovery`.
 * After `stop`, no actor, placement group or thread of the engine is left.
 
 The rest of the library supplies three parts: a `Replica` holds the framework's model in a worker, a `Connection`
@@ -12,9 +12,10 @@ connects workers with each other, and a front end (such as `TorchTrainer`) makes
 errors.
 
 No module of the engine imports a training framework. The modules that only make decisions (`policies`, `liveness`,
-`ranks`, `recovery`) do not import Ray either.
+`ranks`, `recovery.machine`) do not import Ray either.
 
-Start reading at `controller`, which runs the calls one at a time, and `repair`, which handles failures. Both use
+Start reading at `recovery.machine`, the table of what follows what in a call and after a failure, and at
+`recovery.interpreter`, which waits for what the table names. `controller` runs the calls one at a time. They use
 `lifecycle` (starts and stops the group), `monitor` (watches the running call) and `snapshots`. `group` owns the
 workers, `startup` the standby workers (outside the group, ready to replace lost workers), `loan` their calls beside
 training, and `placement` the reserved resources. `worker` is the code that runs in worker processes.

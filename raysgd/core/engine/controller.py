@@ -1,7 +1,8 @@
 """Runs calls on the worker group and retries failed calls. No other module of raysgd retries a call.
 
 The controller runs in the driver and is synchronous: `run` blocks until every rank has answered or no further attempt
-is possible. After a failure, the module `repair` makes the group usable again. ADR 4 explains when snapshots are taken.
+is possible. The package `recovery` runs a call and makes the group usable again after a failure. ADR 4 explains when
+snapshots are taken.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from enum import Enum
+from enum import Enum, auto
 from typing import Any
 from weakref import WeakSet
 
-from raysgd.core.cluster.keeper import CallNumber, keeper
+from raysgd.core.cluster.keeper import keeper
 from raysgd.core.cluster.ray_cluster import cluster_view
 from raysgd.core.cluster.ray_session import RayThreads
 from raysgd.core.cluster.resources import ClusterView
@@ -24,37 +24,33 @@ from raysgd.core.engine.group import GroupHooks, WorkerGroup
 from raysgd.core.engine.lifecycle import RELEASE_S, START_ATTEMPTS, Clock, ElasticRules, Lifecycle
 from raysgd.core.engine.loan import Loan
 from raysgd.core.engine.monitor import LEAVING, ROOM, Monitor
-from raysgd.core.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy
-from raysgd.core.engine.recovery.machine import NUM_COPIES
-from raysgd.core.engine.repair import GroupRepair, Movability, NotInPlace, NotLeft
+from raysgd.core.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy, classify
+from raysgd.core.engine.recovery import interpreter
+from raysgd.core.engine.recovery.incident import LOST_ON_ITS_WAY
+from raysgd.core.engine.recovery.interpreter import Recovery
+from raysgd.core.engine.recovery.states import NUM_COPIES
 from raysgd.core.engine.shared.call import Call, Completed, Left
 from raysgd.core.engine.shared.group_spec import GroupSpec
-from raysgd.core.engine.shared.replica import Capture
-from raysgd.core.engine.shared.types import Failed, GroupReport, HeldAtStep
+from raysgd.core.engine.shared.types import Failed
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot, copy_call
 from raysgd.core.engine.transfers import DividedValue
 from raysgd.core.worker_errors import worker_error
-from raysgd.exceptions import OnFailure, RanksDifferError, RaySGDError, UnpicklableError, WorkerError, WorkersLostError
+from raysgd.exceptions import OnFailure, RaySGDError, WorkersLostError
 
 logger = logging.getLogger(__name__)
 
 _DEFAULT_RETRIES = 3
 _NODES_S = 2.0
 _SPARE_POLL_S = 0.1
-_LOST_ON_ITS_WAY = (
-    f"The state was lost on its way to the driver {NUM_COPIES} times. The log above names the cause; "
-    "too little memory in Ray's object store is a frequent one."
-)
-
 _OF_THIS_PROGRAM: WeakSet[ElasticController] = WeakSet()
 
 
-class _Phase(Enum):
-    """A phase of an attempt to run a call. The value is the error after which the group is kept."""
+class _Movability(Enum):
+    """The answer to the question if the replicas can continue in another group, between two calls."""
 
-    SENDING = UnpicklableError  # no rank has received the call
-    WAITING = WorkersLostError  # the ranks only wait between two steps
-    MENDING = WorkerError  # there is nothing to kill: the group is in sync, or was already killed
+    CAN_MOVE = auto()
+    CANNOT_MOVE = auto()  # a change of the group needs a restart
+    LOST = auto()  # workers were lost: the next call fails, and recovery handles the loss
 
 
 class PlaceInLine:
@@ -288,7 +284,7 @@ class ElasticController(Lifecycle):
         # If the driver is the only worker and there are no spares, changes in the cluster do not matter.
         self._follows_cluster = scaling.max_workers > spec.use_local or bool(spec.num_spares)
         self._monitor = Monitor(self)
-        self.recovery = GroupRepair(self, self._monitor, failures or FailurePolicy(), start_budget)
+        self.recovery = Recovery(self, self._monitor, failures or FailurePolicy(), start_budget)
         self.turns = Turns(self)
         self.threads = RayThreads()
         self.num_calls = 0
@@ -325,7 +321,7 @@ class ElasticController(Lifecycle):
             return self.group
         with self.turns.take_turn():
             if self.group is None:  # another thread may have started it
-                self.recovery.restart_workers("restarted", "the last workers were stopped")
+                self.recovery.restart("restarted", "the last workers were stopped")
             return self.running
 
     def stand_by(self) -> None:
@@ -348,7 +344,7 @@ class ElasticController(Lifecycle):
             if self.take_over():
                 self._monitor.settle_last_hold()
             elif as_fits:
-                self.recovery.restart_workers("started", "a new trainer")
+                self.recovery.restart("started", "a new trainer")
             else:
                 self.start_workers(self._start_budget or RetryBudget(START_ATTEMPTS - 1))
 
@@ -497,7 +493,7 @@ class ElasticController(Lifecycle):
                 self._monitor.await_snapshot()
             if call.can_continue or not self.holds_only_state:
                 return
-        raise WorkersLostError(_LOST_ON_ITS_WAY)
+        raise WorkersLostError(LOST_ON_ITS_WAY)
 
     def end_left_call(self) -> None:
         """End a call that the trainer's previous process left running, by killing the worker group.
@@ -505,8 +501,7 @@ class ElasticController(Lifecycle):
         Before that, fetch training state that exists only in the workers.
         """
         with self._turn_to_copy():
-            self.recovery.fetch_only_state()
-            self.end_call("KeyboardInterrupt")
+            self.recovery.abandon_call()
 
     def lend_spare(self) -> Loan | None:
         """Reserve a ready spare worker for a call of `run_on_spare` (a loan).
@@ -596,7 +591,7 @@ class ElasticController(Lifecycle):
                 landed = self.snapshots.landed
                 if landed is not None and self._is_known:
                     return landed
-        raise WorkersLostError(_LOST_ON_ITS_WAY)
+        raise WorkersLostError(LOST_ON_ITS_WAY)
 
     def newest_snapshot(self) -> NewestSnapshot:
         """Return a snapshot of the current training state as soon as the workers have copied the state.
@@ -641,110 +636,8 @@ class ElasticController(Lifecycle):
         kept_by = keeper()
         number = kept_by.number(call) if kept_by is not None else None
         self.num_calls = number.call if number is not None else self.num_calls + 1
-        is_inside, num_lost = number is not None and number.is_resumed, 0
-        while True:
-            function = call.resume if is_inside and call.resume is not None else call.function
-            group = self.ensure_group()
-            args = call.args_for(group.worlds)
-            phase = _Phase.SENDING
-            try:
-                report, values = self._attempt(group, call, function, args, number)
-                if values is not None:
-                    return Completed(values)
-                must_end = self._is_left(call, report)
-                if must_end:
-                    if (ended := self._left(group, report)) is not None:
-                        return ended
-                    num_lost += 1
-                    if num_lost == NUM_COPIES:
-                        phase = _Phase.WAITING
-                        raise WorkersLostError(_LOST_ON_ITS_WAY)
-                    report = self.recovery.ask_progress()
-                phase = _Phase.MENDING
-                if not report.ok:
-                    mended = self._leave_or_recover(call, report, budget)
-                    if isinstance(mended, Left):
-                        return mended
-                    is_inside = mended
-                else:  # if the call must end, all ranks go on, and soon stop again
-                    is_inside = must_end or self.recovery.change_held(report)
-            except BaseException as error:  # Ctrl-C or an error in the driver: ranks may still be in the call
-                # A driver that is the only worker is not stuck in a collective, so its group can be kept.
-                broken = None if isinstance(error, phase.value) else self.group
-                try:
-                    if broken is not None and not broken.is_driver_only:
-                        self.interrupted = None  # this block handles the interrupt, so it must not be raised again
-                        self.recovery.fetch_only_state()
-                        self.end_call(type(error).__name__)
-                finally:  # also if Ctrl-C comes again
-                    if isinstance(error, RanksDifferError):
-                        # Repeating the calls since the last snapshot may make the ranks differ again.
-                        self.snapshots.forget_calls()
-                    if not self.is_ending:
-                        self.snapshots.note_broken_off(call, has_group=self.group is not None)
-                raise
-            if number is not None:
-                number = replace(number, attempt=number.attempt + 1, is_resumed=is_inside)
-
-    def _leave_or_recover(self, call: Call, report: GroupReport, budget: RetryBudget) -> Left | bool:
-        """After a failure, end the call with the survivors' state if it must end early, or repair the group.
-
-        Args:
-            call: The call that failed.
-            report: The outcomes of the call.
-            budget: Retries for the call.
-
-        Returns:
-            `Left` if the call has ended. Otherwise, True if it can resume where it stopped, or False if it starts over.
-        """
-        if call.leaves is not None and call.leaves():
-            ended = self.recovery.leave_with_survivors(call, report, budget)
-            if isinstance(ended, Left):
-                self._end_if_too_small()
-                return ended
-            if ended is NotLeft.RUNNABLE:
-                return True
-        return self.recovery.recover(call, report, budget)
-
-    def _end_if_too_small(self) -> None:
-        """End a group whose training state was copied to the driver, if it has too few workers to train.
-
-        The next attempt or call starts a new group, unless the program is ending.
-        """
-        num_workers, least = self.num_workers, self.scaling.min_workers
-        if num_workers < least and not self.is_ending:
-            self.end_call(f"{num_workers} of at least {least} workers are left")
-
-    def _is_left(self, call: Call, report: GroupReport) -> bool:
-        """Return True if all ranks stopped after the same step and the call must end early.
-
-        They may have stopped for another reason, for example to let workers join, before the call had to end.
-        """
-        values = [each.value for each in report.values] if report.ok else []
-        if not values or not all(isinstance(each, HeldAtStep) for each in values):
-            return False
-        is_planned = self._monitor.is_leaving or all(each.is_planned for each in values)
-        return is_planned or (call.leaves is not None and call.leaves())
-
-    def _left(self, group: WorkerGroup, report: GroupReport) -> Left | None:
-        """End a call early, after all ranks stopped at the same step. Take a snapshot of the state after that step.
-
-        Wait until the snapshot has arrived in the driver.
-
-        Returns:
-            How the call ended. None if the snapshot was lost in transit. The call has then not ended.
-
-        Raises:
-            WorkersLostError: Ray was stopped before the snapshot arrived.
-        """
-        captures: list[Capture] = [answer.value.part for answer in report.values]
-        self.snapshots.take_from(group, captures)
-        self._monitor.await_snapshot()
-        if not self.snapshots.shares_current:
-            self.refuse_if_cut_off()
-            return None
-        self.snapshots.leave_call()
-        return Left(captures)
+        self.ensure_group()
+        return self.recovery.run(call, budget, number)
 
     def hold_to_leave(self, call: Call) -> None:
         """If `call.leaves` returns True, make the running call stop after the next step.
@@ -757,68 +650,6 @@ class ElasticController(Lifecycle):
             self._monitor.watch(call)
             self._monitor.is_on = False
         self._monitor.hold_to_leave()
-
-    def _attempt(
-        self,
-        group: WorkerGroup,
-        call: Call,
-        function: Callable[..., Any],
-        args: Sequence[Sequence[Any]],
-        number: CallNumber | None,
-    ) -> tuple[GroupReport, list[Any] | None]:
-        """Run a call once. If all ranks completed it, store the snapshot that was sent with the answers, if any.
-
-        Also record the call if a restart must not lose its effect.
-
-        Returns:
-            The outcomes, and the values by rank. The values are None unless all ranks completed the call.
-        """
-
-        def on_wait() -> None:
-            self._monitor.poll()
-            if self.interrupted is not None:
-                self.check_active()
-            if call.on_wait is not None:
-                call.on_wait()
-
-        self.snapshots.poll()
-        began, has_others, captures = self.now(), not group.is_driver_only, self.snapshots.is_due_after(call)
-        if has_others:
-            self._monitor.watch(call)
-        else:
-            self._monitor.is_on = False
-        report = group.on_replica(
-            function,
-            call.on_its_ranks(args),
-            capture=captures,
-            landed=self.snapshots.landed_token,
-            number=number,
-            on_wait=on_wait if has_others else call.on_wait,
-            by_line=call.is_short,
-        )
-        if not report.ok:
-            return report, None
-        values = [answer.value for answer in report.values]
-        # If some ranks stopped between two steps, the call is not complete, even if it has ended on other ranks.
-        if any(isinstance(value, HeldAtStep) for value in values):
-            return report, None
-        is_right = False
-        try:
-            call.check(values)
-            is_right = True
-        finally:
-            if not is_right:
-                # Wait for the previous call's snapshot while the worker that holds it can still send it.
-                self._monitor.await_snapshot()
-        if call.is_kept:
-            self.snapshots.note_call(call, self.now() - began)
-        # A worker that repeats its reply to the last attempt may send a copy even if `captures` is False.
-        if self.spec.captures or captures:
-            copies = [answer.capture for answer in report.values if answer.capture is not None]
-            if copies:
-                self.snapshots.take_from(group, copies)
-                self.snapshots.pace.note_copy(max(copy.seconds for copy in copies))
-        return report, values
 
     def _adapt(self, call: Call) -> None:
         """Before a call, move workers off nodes that are being removed, and add workers if resources are free.
@@ -842,16 +673,22 @@ class ElasticController(Lifecycle):
     def _leave_nodes(self) -> None:
         """Move the workers off nodes that are being removed. Restart all workers only if there is no other way."""
         self._monitor.watch()
-        movability = self.recovery.movability()
-        if movability is Movability.LOST:
-            return
-        failed: NotInPlace | None = NotInPlace("left", LEAVING)
-        if movability is Movability.CAN_MOVE:
-            failed = self.recovery.change(self.leaving_nodes_in_use(), LEAVING)
-        else:
+        movability = self._movability()
+        if movability is _Movability.CAN_MOVE:
+            self.recovery.move(self.leaving_nodes_in_use(), LEAVING)
+        elif movability is _Movability.CANNOT_MOVE:
             self.snapshot()
-        if failed is not None:
-            self.recovery.restart_workers(failed.kind, failed.cause)
+            self.recovery.restart("left", LEAVING)
+
+    def _movability(self) -> _Movability:
+        """Ask all replicas if they can continue in a new group."""
+        if not self.spec.regroups:
+            return _Movability.CANNOT_MOVE
+        report = self.recovery.ask_progress()
+        if not report.ok:
+            return _Movability.CANNOT_MOVE if classify(report).kind == "user" else _Movability.LOST
+        has_obstacle = any(answer.value.obstacle for answer in report.values)
+        return _Movability.CANNOT_MOVE if has_obstacle else _Movability.CAN_MOVE
 
     def _grow_if_possible(self, call: Call) -> None:
         """If resources are free, start missing spare workers and add workers to the group.
@@ -863,14 +700,13 @@ class ElasticController(Lifecycle):
         if len(group) >= most:
             return
         self._monitor.watch()
-        movability = self.recovery.movability()
-        if movability is Movability.LOST:
+        movability = self._movability()
+        if movability is _Movability.LOST:
             return
-        if movability is Movability.CAN_MOVE:
-            num_awaited = most if call.resume is None else self.resizing.num_awaited_by_call
-            failed = self.recovery.grow(num_awaited, ROOM)
-            if failed is not None:
-                self.recovery.restart_workers(failed.kind, failed.cause)
+        if movability is _Movability.CAN_MOVE:
+            self._await_standby(most if call.resume is None else self.resizing.num_awaited_by_call)
+            if group.standby.num_ready:
+                self.recovery.move(frozenset(), ROOM)
             return
         num_more = self.find_room()
         if not num_more:
@@ -878,7 +714,20 @@ class ElasticController(Lifecycle):
         target = len(group) + num_more
         self.snapshot()
         if self.num_workers < target:  # otherwise a recovery during `snapshot` has already used the free resources
-            self.recovery.restart_workers("grown", f"resources for {target} workers are free")
+            self.recovery.restart("grown", f"resources for {target} workers are free")
+
+    def _await_standby(self, num_awaited: int) -> None:
+        """Start missing workers of the group, and wait for them until the group can have `num_awaited` workers.
+
+        The wait lasts at most `STANDBY_WAIT_S`.
+        """
+        self.start_standby()
+        standby, deadline = self.running.standby, self.now() + interpreter.STANDBY_WAIT_S
+        num_missing = num_awaited - len(self.running)
+        while standby.num_ready < num_missing and standby.num_coming and self.now() < deadline:
+            self.sleep(0.005)
+            self._monitor.poll()
+        standby.kill_unresponsive()
 
     def renew(self, function: Callable[..., Any], *args: Any) -> None:
         """Rebuild the replicas in the existing worker processes and discard the trained state.

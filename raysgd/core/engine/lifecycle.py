@@ -1,6 +1,6 @@
 """Starts a trainer's worker group, finds resources for more workers, and stops the group.
 
-The module `repair` handles failures of workers.
+The package `recovery` handles failures of workers.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Lifecycle(ABC):
         self.stopped = threading.Event()
         self.clock = clock or Clock(sleep=self.stopped.wait)
         self.now = self.clock.monotonic
-        self.snapshots = Snapshots(spec, self.now, self._is_cut_off)
+        self.snapshots = Snapshots(spec, self.now, self.is_cut_off)
         self.history = GroupHistory()
         self.group: WorkerGroup | None = None
         self._starting: WorkerGroup | None = None
@@ -152,19 +152,9 @@ class Lifecycle(ABC):
         self._is_ending = is_ending
         self.snapshots.keeps_replaced = self.snapshots.keeps_replaced or is_ending
 
-    def _is_cut_off(self) -> bool:
+    def is_cut_off(self) -> bool:
         """Return True if the program is about to end, and Ray was stopped."""
         return self._is_ending and self.group is not None and self.group.is_cut_off
-
-    def refuse_if_cut_off(self) -> None:
-        """Check that a state that was lost in transit can be copied to the driver again.
-
-        Raises:
-            WorkersLostError: Ray was stopped, and the program is about to end.
-        """
-        if self._is_cut_off():
-            self.gives_state_up = True
-            raise WorkersLostError("Ray was stopped before the state of the last step was in the driver.")
 
     @property
     def holds_only_state(self) -> bool:
@@ -701,8 +691,13 @@ def pay_for_start(budget: RetryBudget) -> None:
     """
     if budget.is_spent:
         budget.refuse()
-        raise WorkersLostError(
-            f"Worker start-up failed: a worker process died, and the {budget.num_restarts} allowed retries "
-            "are used up. The log above and Ray's worker logs name the cause; too little memory is a frequent one."
-        )
+        raise start_error(budget)
     budget.pay_for_restart()
+
+
+def start_error(budget: RetryBudget) -> WorkersLostError:
+    """Return the error that says that no retry of a start is left."""
+    return WorkersLostError(
+        f"Worker start-up failed: a worker process died, and the {budget.num_restarts} allowed retries "
+        "are used up. The log above and Ray's worker logs name the cause; too little memory is a frequent one."
+    )

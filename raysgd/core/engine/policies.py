@@ -35,12 +35,6 @@ _NO_MEMORY = ("out of memory", "DefaultCPUAllocator")
 _BY_WEIGHT: tuple[FailureKind, ...] = ("died", "user", "disconnected")
 
 
-Decision = Literal["continue", "restart", "raise error", "give up"]
-"""What to do after a failed call. "continue": the survivors form a new group and continue the call. "restart": all
-workers restore the last snapshot and run the call again. "raise error": raise the exception of the user's code. "give
-up": raise an error about the lost workers."""
-
-
 @dataclass(frozen=True)
 class WaitForWorkers:
     """A decision not to start workers yet, because too few workers fit into the free resources.
@@ -304,6 +298,7 @@ class RetryBudget:
     Attributes:
         num_spent: Number of retries used.
         num_refused: Number of failures for which no retry was left.
+        continued_at: Number of completed steps when the survivors last continued. None after a restart.
     """
 
     def __init__(self, num_restarts: float) -> None:
@@ -314,49 +309,35 @@ class RetryBudget:
         """Reset the budget for the next call or series of calls."""
         self.num_spent = 0
         self.num_refused = 0
-        # Number of completed steps when the survivors last continued; None after a restart.
-        self._continued_at: int | None = None
+        self.continued_at: int | None = None
         self._has_hung = False
 
     @property
     def is_spent(self) -> bool:
         return self.num_spent >= self.num_restarts
 
-    def obstacle_to_continuing(self, progress: int) -> str | None:
-        """Return why the survivors of a failure cannot continue the call, or None if they can continue.
-
-        Args:
-            progress: Number of steps of the call that the survivors have completed.
-        """
-        if self._continued_at is not None and progress <= self._continued_at:
-            return "no step was completed since the survivors went on the last time"
-        if not self.num_restarts or (self.is_spent and not self._is_free(progress)):
-            return "no retry is left to pay for going on"
-        return None
-
     def note_hang(self) -> None:
         """Record that the next recovery was caused by a hung worker. Continuing then costs a retry."""
         self._has_hung = True
 
-    def _is_free(self, progress: int) -> bool:
-        """Return True if continuing with the survivors costs no retry.
+    @property
+    def free_from(self) -> float:
+        """Number of completed steps of the call from which continuing with the survivors costs no retry.
 
         One step since the survivors last continued is not enough: code that fails after every step also completes one
         step between two failures.
-
-        Args:
-            progress: Number of steps of the call that the survivors have completed.
         """
-        least = 1 if self._continued_at is None else self._continued_at + 2
-        return progress >= least and not self._has_hung
+        if self._has_hung:
+            return float("inf")
+        return 1 if self.continued_at is None else self.continued_at + 2
 
     def pay_for_continuing(self, progress: int) -> None:
-        self.num_spent += not self._is_free(progress)
-        self._continued_at, self._has_hung = progress, False
+        self.num_spent += progress < self.free_from
+        self.continued_at, self._has_hung = progress, False
 
     def pay_for_restart(self) -> None:
         self.num_spent += 1
-        self._continued_at, self._has_hung = None, False
+        self.continued_at, self._has_hung = None, False
 
     def refuse(self) -> None:
         """Count a failure for which no retry was left."""
@@ -365,7 +346,7 @@ class RetryBudget:
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """Decides whether a failed call continues, restarts or raises.
+    """Says which failed calls are retried, and how. The table of `recovery.machine` decides.
 
     By default, a call is retried if workers were lost, but not if user code raised an exception.
 
@@ -377,19 +358,13 @@ class FailurePolicy:
     continues: bool = False
     retries_user_errors: bool = False
 
-    def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_continue: bool) -> Decision:
-        """Decide what to do after a failed call. Return one of the values of `Decision`.
+    def renew_if_due(self, budget: RetryBudget, *, can_continue: bool) -> None:
+        """Reset the budget if there was enough progress before a failure. By default, it is never reset.
 
         Args:
-            diagnosis: The cause of the failure.
-            budget: The retries of the call.
-            can_continue: True if the survivors can continue the call.
+            budget: The retries of the failed call.
+            can_continue: True if survivors of the failure can continue the call.
         """
-        if diagnosis.kind == "user":
-            return "restart" if self.retries_user_errors and not budget.is_spent else "raise error"
-        if self.continues and can_continue and budget.num_restarts > 0:
-            return "continue"
-        return "give up" if budget.is_spent else "restart"
 
 
 def choose_source(reports: Sequence[ReplicaProgress]) -> int | None:

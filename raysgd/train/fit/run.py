@@ -1,6 +1,6 @@
 """Runs one call to `fit`: runs the function on workers, records its reports, and returns the result.
 
-After a failure, the engine retries if `FailurePolicy` decides so. Nothing is retried in this module. Reports are
+After a failure, the engine retries if `FailurePolicy` says so. Nothing is retried in this module. Reports are
 recorded in order. A report with a checkpoint is recorded when the checkpoint is written.
 """
 
@@ -24,7 +24,7 @@ from raysgd.air.trial import TrialFolder
 from raysgd.core.cluster.ray_cluster import ensure_ray
 from raysgd.core.cluster.resources import Resources
 from raysgd.core.engine.placement import Reservation
-from raysgd.core.engine.policies import Decision, Diagnosis, FailurePolicy, RetryBudget, words
+from raysgd.core.engine.policies import Diagnosis, FailurePolicy, RetryBudget, words
 from raysgd.core.worker_errors import training_failed_error, worker_error
 from raysgd.exceptions import StorageError, WorkerError, WorkersLostError, failure_logged
 from raysgd.train import _workers
@@ -141,7 +141,7 @@ def _tune_error() -> type[Exception] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RenewingPolicy(FailurePolicy):
-    """Decides whether to retry after a failure, and counts retries from zero again after each new checkpoint.
+    """Counts retries from zero again after each new checkpoint.
 
     ADR 94 gives the reason, and explains why checkpoints have no effect on the count after the function has raised an
     exception.
@@ -152,16 +152,14 @@ class RenewingPolicy(FailurePolicy):
 
     take_landing: Callable[[], bool]
 
-    def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_continue: bool) -> Decision:
-        """Decide whether to continue in place, restart or give up after a failure. Return the decision.
+    def renew_if_due(self, budget: RetryBudget, *, can_continue: bool) -> None:
+        """Reset the budget if a checkpoint was written since the last failure.
 
-        If the workers must restart or no retry is left, first wait for a checkpoint that is just being received. Such a
-        checkpoint may reset the count of retries.
+        If the workers must restart or no retry is left, first wait for a checkpoint that is just being received.
         """
         is_needed = budget.is_spent or not (self.continues and can_continue)
         if is_needed and self.take_landing():
             budget.renew()
-        return super().decide(diagnosis, budget, can_continue)
 
 
 class FitRun:

@@ -8,9 +8,6 @@ import pytest
 
 from raysgd.core.cluster.resources import ClusterView, NodeView, Resources
 from raysgd.core.engine.policies import (
-    Decision,
-    Diagnosis,
-    FailurePolicy,
     LostNodes,
     Resizing,
     RetryBudget,
@@ -28,6 +25,7 @@ from raysgd.core.engine.policies import (
     why_not_started,
     words,
 )
+from raysgd.core.engine.recovery.states import Facts
 from raysgd.core.engine.shared.types import (
     Answered,
     Failed,
@@ -134,68 +132,23 @@ def spent(num_restarts: int, num_restored: int) -> RetryBudget:
     return budget
 
 
-@pytest.mark.parametrize(
-    ("kind", "num_restarts", "max_restarts", "expected"),
-    [
-        ("died", 0, 3, "restart"),
-        ("died", 2, 3, "restart"),
-        ("died", 3, 3, "give up"),
-        ("died", 0, 0, "give up"),
-        ("disconnected", 0, 1, "restart"),
-        ("disconnected", 1, 1, "give up"),
-        ("user", 0, 3, "raise error"),
-        ("user", 3, 3, "raise error"),
-    ],
-)
-@pytest.mark.parametrize(("continues", "can_continue"), [(False, True), (True, False)])
-def test_only_losses_are_retried_and_only_within_the_budget(
-    kind: FailureKind,
-    num_restarts: int,
-    max_restarts: int,
-    expected: Decision,
-    continues: bool,
-    can_continue: bool,
-) -> None:
-    budget = spent(max_restarts, num_restarts)
-    assert FailurePolicy(continues).decide(Diagnosis(kind, (fault(),)), budget, can_continue) == expected
-
-
-@pytest.mark.parametrize(
-    ("kind", "num_spent", "max_restarts", "expected"),
-    [
-        ("died", 0, 3, "continue"),
-        ("disconnected", 0, 3, "continue"),
-        ("died", 3, 3, "continue"),  # it may be free; that is known only when the survivors say how far they are
-        ("died", 0, 0, "give up"),
-        ("user", 0, 3, "raise error"),
-    ],
-)
-def test_survivors_are_kept_where_they_can_go_on(
-    kind: FailureKind, num_spent: int, max_restarts: int, expected: Decision
-) -> None:
-    decision = FailurePolicy(continues=True).decide(Diagnosis(kind, (fault(),)), spent(max_restarts, num_spent), True)
-    assert decision == expected
-
-
-@pytest.mark.parametrize(
-    ("num_spent", "max_restarts", "expected"),
-    [(0, 1, "restart"), (1, 1, "raise error"), (0, 0, "raise error"), (9, float("inf"), "restart")],
-)
-def test_an_error_in_user_code_is_retried_where_that_is_asked_for(
-    num_spent: int, max_restarts: float, expected: Decision
-) -> None:
-    budget = RetryBudget(max_restarts)
-    for _ in range(num_spent):
-        budget.pay_for_restart()
-    policy = FailurePolicy(retries_user_errors=True)
-    assert policy.decide(Diagnosis("user", (fault(),)), budget, can_continue=False) == expected
-
-
 # -------------------------------------------------------------------------------------------- the budget
 
 
 NO_STEP = "no step was completed since the survivors went on the last time"
 NOTHING_LEFT = "no retry is left to pay for going on"
+
+
+def obstacle_to_continuing(budget: RetryBudget, steps: int) -> str | None:
+    """What the table makes of a budget."""
+    num_left = budget.num_restarts - budget.num_spent
+    facts = Facts(
+        num_retries=budget.num_restarts,
+        num_left=num_left,
+        continued_at=budget.continued_at,
+        free_from=budget.free_from,
+    )
+    return facts.obstacle_to_continuing(steps)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +178,7 @@ def test_survivors_go_on_once_without_a_step_and_then_are_replaced(
     budget = RetryBudget(num_restarts)
     for event in went_on_at:
         budget.pay_for_continuing(event) if isinstance(event, int) else budget.pay_for_restart()
-    assert budget.obstacle_to_continuing(progress) == expected
+    assert obstacle_to_continuing(budget, progress) == expected
 
 
 @pytest.mark.parametrize(
@@ -248,11 +201,11 @@ def test_going_on_after_a_hang_spends_one_however_many_steps_were_done() -> None
     for progress in (10, 20, 30):
         if progress != 20:
             budget.note_hang()
-        assert budget.obstacle_to_continuing(progress) is None
+        assert obstacle_to_continuing(budget, progress) is None
         budget.pay_for_continuing(progress)
     assert budget.is_spent
     budget.note_hang()
-    assert budget.obstacle_to_continuing(40) == NOTHING_LEFT
+    assert obstacle_to_continuing(budget, 40) == NOTHING_LEFT
 
 
 # -------------------------------------------------------------------------------------------- who goes on from whom

@@ -11,7 +11,10 @@ import pytest
 
 from raysgd.air import Checkpoint, RunConfig, ScalingConfig
 from raysgd.air.session import TrialFacts
-from raysgd.core.engine.policies import Decision, Diagnosis, RetryBudget
+from raysgd.core.engine.policies import RetryBudget
+from raysgd.core.engine.recovery.machine import transition
+from raysgd.core.engine.recovery.states import CallFailed, Do, Facts, Running
+from raysgd.core.engine.shared.types import FailureKind
 from raysgd.train._function_run import FunctionStep
 from raysgd.train._worker.messages import TrainingResultType
 from raysgd.train.backend import BackendConfig
@@ -134,8 +137,8 @@ def test_an_attempt_begins_when_all_that_was_reported_before_is_written_down(tmp
 
 # ---------------------------------------------------------------------------------------------- how often it may fail
 
-DEATH = Diagnosis("died", ())
-EXCEPTION = Diagnosis("user", ())
+DEATH: FailureKind = "died"
+EXCEPTION: FailureKind = "user"
 
 
 def lose() -> dict[str, Any]:
@@ -152,12 +155,17 @@ class Failing:
     def land(self) -> None:
         self.run._checkpoints.add(None, lambda: {"a": 1})
 
-    def fail(self, diagnosis: Diagnosis) -> Decision:
-        decision = self.policy.decide(diagnosis, self.budget, can_continue=False)
-        if decision == "restart":
-            self.budget.pay_for_restart()
-            self.run._has_raised = self.run._has_raised or diagnosis.kind == "user"
-        return decision
+    def fail(self, kind: FailureKind) -> str:
+        policy, budget = self.policy, self.budget
+        policy.renew_if_due(budget, can_continue=False)
+        num_left = budget.num_restarts - budget.num_spent
+        facts = Facts(can_continue=False, retries_user_errors=policy.retries_user_errors, num_left=num_left)
+        step = transition(Running(), CallFailed(kind), facts)
+        if Do.PAY_FOR_RESTART not in step.commands:
+            return "give up" if kind == "died" else "raise error"
+        budget.pay_for_restart()
+        self.run._has_raised = self.run._has_raised or kind == "user"
+        return "restart"
 
 
 def test_each_checkpoint_that_has_landed_renews_the_failures_that_are_allowed(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""The recovery from a failure as a table of states and events, without anything that waits or acts."""
+"""Runs calls and recovers from failures: a table of states and events, and the class that waits and acts by it."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 from raysgd.core.engine.recovery import machine
-from raysgd.core.engine.recovery.machine import (
+from raysgd.core.engine.recovery.machine import restart, transition
+from raysgd.core.engine.recovery.states import (
+    NOBODY,
     Aborting,
     Answered,
     AwaitingQuorum,
@@ -20,6 +23,7 @@ from raysgd.core.engine.recovery.machine import (
     Change,
     Do,
     Done,
+    End,
     Event,
     Facts,
     Finished,
@@ -37,6 +41,7 @@ from raysgd.core.engine.recovery.machine import (
     Polling,
     Progress,
     Quorum,
+    Raise,
     Rebuilding,
     Rendezvous,
     Resources,
@@ -48,12 +53,9 @@ from raysgd.core.engine.recovery.machine import (
     Step,
     Survivors,
     TearingDown,
-    TooFew,
     Why,
-    restart,
-    transition,
 )
-from raysgd.exceptions import RanksDifferError
+from raysgd.core.engine.shared.types import FailureKind
 
 NUM_FACTS, NUM_FACTS_IN_SOAK = 12, 300
 MOST_NODES = 300_000
@@ -82,10 +84,12 @@ def events(node: Node) -> Iterator[Event]:
     """How the wait of a state may end, at its worst: calls never get further than their first step."""
     facts, state = node.facts, node.state
     if node.num_interrupts < MOST_INTERRUPTS:
-        yield Interrupted(KeyboardInterrupt)
+        yield from (Interrupted(), Interrupted(is_loss=True))
+        if isinstance(state, Running):
+            yield Interrupted(is_unsent=True)
     match state:
         case Running():
-            yield from (Answered(), Answered(RanksDifferError), CallFailed("died"), CallFailed("disconnected"))
+            yield from (Answered(), Answered(End.RANKS_DIFFER), CallFailed("died"), CallFailed("disconnected"))
             yield from (CallFailed("user", at_one_line=True), CallFailed("user", all_answered=False))
             yield from (CallFailed("user"), CallFailed("died", has_diverged=True))
             if facts.must_end:
@@ -116,15 +120,13 @@ def events(node: Node) -> Iterator[Event]:
         case AwaitingSnapshot():
             yield from (Landed(), LostInTransit())
         case Scheduling():
-            yield from (Resources(True), Resources(False), Resources(False, is_hopeless=True))
+            yield from (Resources(True), Resources(False))
         case Launching():
-            yield from (Done(), Lost(), Lost(by_user=True), NotGranted())
+            yield from (Done(), Lost(), NotGranted())
         case Rebuilding() if not facts.members:
-            yield TooFew()
+            yield Lost()
         case Rebuilding() | Restoring():
-            yield from (Done(), Lost(by_user=True), TooFew(), *map(Lost, (*smaller(facts.members), facts.members)))
-            if isinstance(state, Restoring):
-                yield Lost(by_user=True, is_part=True)
+            yield from (Done(), Lost())
 
 
 def faults_of(node: Node, event: Event, step: Step) -> Iterator[str]:
@@ -177,13 +179,15 @@ def after(node: Node, event: Event) -> tuple[Node, list[str]]:
         facts = replace(facts, num_starts_left=(facts.num_starts_left or 0) - 1)
     if Do.NOTE_LOST_COPY in commands:
         facts = replace(facts, num_lost_copies=facts.num_lost_copies + 1)
+    if isinstance(state, Restoring) and isinstance(event, Lost):
+        facts = replace(facts, members=(smaller(facts.members) or [NOBODY])[-1])
     if state == Polling(Poll.PAY) and isinstance(event, CallFailed):
         facts = replace(facts, members=(smaller(facts.members) or [facts.members])[-1])  # nothing else ends such a wait
     if isinstance(following, Rendezvous):
         joining = frozenset(sorted(frozenset(range(4)) - following.members)[: following.num_joining])
         num_standby = facts.num_standby - following.num_joining
         facts = replace(facts, members=following.members | joining, num_standby=num_standby)
-    if isinstance(following, Rebuilding):
+    if isinstance(following, Rebuilding) and not following.is_again:
         members = following.members or frozenset(range(facts.num_standby))
         facts = replace(facts, members=members, num_standby=0)
     if isinstance(state, Launching) and isinstance(event, Done):
@@ -296,3 +300,58 @@ def test_a_command_that_is_missing_is_found(missing: Do, fault: str, monkeypatch
 @pytest.mark.soak
 def test_every_run_of_many_more_facts_ends_and_keeps_the_state_and_the_retries() -> None:
     assert wrong_in(range(NUM_FACTS, NUM_FACTS_IN_SOAK)) == set()
+
+
+# ------------------------------------------------------------------------------------ what follows a failed call
+
+
+def decided(kind: FailureKind, num_left: float, **facts: Any) -> str:
+    """What follows a call that failed: ranks continue, a restart is paid for, or an error is raised."""
+    step = transition(Running(), CallFailed(kind), Facts(num_left=num_left, **facts))
+    match step.state:
+        case Aborting(Change(Why.FAILURE)):
+            return "continue"
+        case Finished(error=Raise(why)) | AwaitingSnapshot(Raise(why)):
+            return why.name
+    assert Do.PAY_FOR_RESTART in step.commands
+    return "restart"
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_left", "expected"),
+    [
+        ("died", 3, "restart"),
+        ("died", 1, "restart"),
+        ("died", 0, "NO_RETRY"),
+        ("disconnected", 1, "restart"),
+        ("disconnected", 0, "NO_RETRY"),
+        ("user", 3, "RAISED_APART"),
+        ("user", 0, "RAISED_APART"),
+    ],
+)
+@pytest.mark.parametrize(("continues", "can_continue"), [(False, True), (True, False)])
+def test_only_losses_are_retried_and_only_within_the_budget(
+    kind: FailureKind, num_left: float, expected: str, continues: bool, can_continue: bool
+) -> None:
+    assert decided(kind, num_left, continues=continues, can_continue=can_continue) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_retries", "num_left", "expected"),
+    [
+        ("died", 3, 3, "continue"),
+        ("disconnected", 3, 3, "continue"),
+        ("died", 3, 0, "continue"),  # it may be free; that is known only when the survivors say how far they are
+        ("died", 0, 0, "NO_RETRY"),
+        ("user", 3, 3, "RAISED_APART"),
+    ],
+)
+def test_survivors_are_kept_where_they_can_go_on(
+    kind: FailureKind, num_retries: float, num_left: float, expected: str
+) -> None:
+    assert decided(kind, num_left, num_retries=num_retries) == expected
+
+
+@pytest.mark.parametrize(("num_left", "expected"), [(1, "restart"), (0, "RAISED_APART"), (float("inf"), "restart")])
+def test_an_error_in_user_code_is_retried_where_that_is_asked_for(num_left: float, expected: str) -> None:
+    assert decided("user", num_left, retries_user_errors=True) == expected

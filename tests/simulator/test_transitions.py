@@ -1,4 +1,4 @@
-"""The table of a recovery beside the engine: what seldom happens, which rows that visits, and rows that are missing."""
+"""The table of a recovery: what seldom happens, which rows that visits, and rows that are missing."""
 
 from __future__ import annotations
 
@@ -111,6 +111,11 @@ def only_in_workers(act: Act) -> Act:
     return acted
 
 
+def cluster_of(controller: ElasticController) -> Any:
+    """The simulated cluster, whose method the controller asks for a view."""
+    return controller.view.__self__  # type: ignore[attr-defined]
+
+
 def losing_copies(num_copies: int, act: Act, *, dies_between: bool = False) -> Act:
     """The next snapshots are lost on their way to the driver, and perhaps a rank with the first."""
 
@@ -123,7 +128,7 @@ def losing_copies(num_copies: int, act: Act, *, dies_between: bool = False) -> A
                 left[0] -= 1
                 snapshots._lose_coming()
                 if dies_between and left[0] == num_copies - 1:
-                    vars(controller)["shadow"].cluster.live[-1].die(0.01)
+                    cluster_of(controller).live[-1].die(0.01)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Snapshots, "take_captures", take_and_lose)
@@ -185,7 +190,7 @@ class Story:
                 befalling.kinds["raise in a call"] = 0
 
             patch.setattr(Program, "_act", act, raising=False)
-            return simulation.run(), simulation.shadow.visited
+            return simulation.run(), simulation.transitions.visited
 
 
 def dies(*places: int, point: str = "step") -> tuple[Fault, ...]:
@@ -218,7 +223,7 @@ def head_gone_with_copies(act: Act) -> Act:
     """When the next snapshot is taken, the program is about to end, and Ray is gone."""
 
     def acted(controller: ElasticController, budget: RetryBudget) -> None:
-        take, cluster = Snapshots.take_captures, vars(controller)["shadow"].cluster
+        take, cluster = Snapshots.take_captures, cluster_of(controller)
 
         def take_and_end(snapshots: Snapshots, *args: Any, **options: Any) -> None:
             take(snapshots, *args, **options)

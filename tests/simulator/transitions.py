@@ -1,0 +1,67 @@
+"""What the engine asks the table of `raysgd.core.engine.recovery.machine`, one transition after the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raysgd.core.engine.controller import ElasticController
+from raysgd.core.engine.recovery.states import Abandon, Aborting, Do, Event, Facts, Record, State, Step, Why
+
+if TYPE_CHECKING:
+    from tests.simulator.running import Simulation
+
+Visit = tuple[State, Event, Facts]
+"""What the table was asked."""
+
+
+class Transitions:
+    """Records the transitions of a simulation.
+
+    Attributes:
+        visited: All of them so far.
+        watches_only_state: Whether a state that only workers have is given up only if none of them can send it.
+    """
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self.visited: list[Visit] = []
+        self.watches_only_state = False
+
+    def follow(self, controller: ElasticController) -> None:
+        """From now on, record those of this controller."""
+        recovery = controller.recovery
+        step_of = recovery._next
+
+        def visit(state: State, event: Event, facts: Facts) -> Step:
+            self.visited.append((state, event, facts))
+            step = step_of(state, event, facts)
+            self._simulation.tell(f"TABLE {_short(state)} {_short(event)} -> {_short(step.state)} {_commands(step)}")
+            if self.watches_only_state:
+                self._watch(step)
+            return step
+
+        recovery._next = visit  # type: ignore[method-assign]
+
+    def _watch(self, step: Step) -> None:
+        invariants, controller, state = self._simulation.invariants, self._simulation.controller, step.state
+        if isinstance(state, Aborting) and state.change.why is Why.EVACUATE and not state.change.has_regrouped:
+            self._befallen = dict(self._simulation.befalling.kinds)
+            group = self._simulation.controller.running
+            workers = zip(group.workers, group.processes, strict=True)
+            # A newcomer may not have received the state yet.
+            self._living = [each for worker, each in workers if not each.is_dead and worker not in controller.newcomers]
+        elif Do.GIVE_STATE_UP in step.commands:
+            invariants.check_given_up_state(self._living, self._befallen)
+
+
+def _short(thing: object) -> str:
+    return type(thing).__name__
+
+
+def _commands(step: Step) -> list[str]:
+    def word(command: object) -> str:
+        if isinstance(command, Record):
+            return f"Record({command.kind})"
+        return "Abandon" if isinstance(command, Abandon) else command.name  # type: ignore[attr-defined]
+
+    return [word(command) for command in step.commands]
