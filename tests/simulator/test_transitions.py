@@ -454,10 +454,6 @@ STORIES = {
 
 SEEDS = (2079, 3399, 1679, 479, *range(60), *range(19, 1500, 20), *range(3, 400, 8))
 """Many of them let calls end early, or let only workers have the state."""
-NEVER = {
-    "restart | if facts.is_ending | if not facts.in_call",  # what begins with `restart` is no transition
-}
-"""Rows that no schedule visits, and why."""
 
 
 @pytest.mark.parametrize("name", STORIES)
@@ -477,13 +473,12 @@ def sources() -> tuple[tuple[Callable[[], Any], list[Visit]], ...]:
 def test_every_row_is_visited() -> None:
     counts = sum((rows_of(visits) for _, visits in sources()), Counter[int]())
     never = [words for line, words in rows().items() if not counts[line]]
-    assert [words for words in never if not any(map(words.startswith, NEVER))] == []
+    assert never == []
 
 
 MUTANTS = [*mutants()]
 NOT_FOUND = {
-    "restart: not facts.in_call is False": "what begins with `restart` is no transition",
-    "_leave_or_grow: facts.runs_on is False": "functions are simulated in another place",
+    "leave_or_grow: facts.runs_on is False": "functions are simulated in another place",
     **dict.fromkeys(
         (
             "_plan_of: no row AwaitingSnapshot(plan, change, is_brief)",

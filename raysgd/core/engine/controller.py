@@ -701,20 +701,15 @@ class ElasticController(Lifecycle):
             return
         self._monitor.watch()
         movability = self._movability()
-        if movability is _Movability.LOST:
-            return
         if movability is _Movability.CAN_MOVE:
             self._await_standby(most if call.resume is None else self.resizing.num_awaited_by_call)
             if group.standby.num_ready:
                 self.recovery.move(frozenset(), ROOM)
-            return
-        num_more = self.find_room()
-        if not num_more:
-            return
-        target = len(group) + num_more
-        self.snapshot()
-        if self.num_workers < target:  # otherwise a recovery during `snapshot` has already used the free resources
-            self.recovery.restart("grown", f"resources for {target} workers are free")
+        elif movability is _Movability.CANNOT_MOVE and (num_more := self.find_room()):
+            target = len(group) + num_more
+            self.snapshot()
+            if self.num_workers < target:  # otherwise a recovery during `snapshot` has already used the free resources
+                self.recovery.restart("grown", f"resources for {target} workers are free")
 
     def _await_standby(self, num_awaited: int) -> None:
         """Start missing workers of the group, and wait for them until the group can have `num_awaited` workers.

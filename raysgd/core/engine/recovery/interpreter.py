@@ -19,6 +19,7 @@ from raysgd.core.engine import ranks as rank_rules
 from raysgd.core.engine.lifecycle import SETTLE_S, Lifecycle
 from raysgd.core.engine.monitor import Monitor
 from raysgd.core.engine.policies import (
+    Diagnosis,
     FailurePolicy,
     RetryBudget,
     WaitForWorkers,
@@ -30,63 +31,26 @@ from raysgd.core.engine.policies import (
     takers,
     words,
 )
-from raysgd.core.engine.recovery import machine
+from raysgd.core.engine.recovery import machine, states
 from raysgd.core.engine.recovery.incident import Incident
 from raysgd.core.engine.recovery.states import (
     NOBODY,
     NUM_COPIES,
-    Abandon,
-    Aborting,
-    Answered,
-    AwaitingQuorum,
-    AwaitingSnapshot,
-    CallFailed,
-    Captured,
-    Capturing,
     Change,
-    Command,
     Do,
-    Done,
     End,
-    EndEarly,
     Event,
     Facts,
-    Finished,
-    Formed,
-    Interrupted,
-    Landed,
-    Launching,
-    Lost,
-    LostInTransit,
     Members,
-    NotGranted,
-    Paused,
-    Poll,
-    Polled,
-    Polling,
-    Progress,
-    Quorum,
-    Raise,
-    Rebuilding,
-    Record,
-    Rendezvous,
-    Resources,
-    Restart,
-    Restoring,
-    Running,
-    Scheduling,
     State,
     Step,
-    Survivors,
-    TearingDown,
     Why,
 )
 from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.call import Call, Completed, Left
 from raysgd.core.engine.shared.group_events import EventKind
 from raysgd.core.engine.shared.replica import Capture
-from raysgd.core.engine.shared.types import Answered as AnsweredCall
-from raysgd.core.engine.shared.types import GroupReport, HeldAtStep, ReplicaProgress, StateHandover
+from raysgd.core.engine.shared.types import Answered, GroupReport, HeldAtStep, ReplicaProgress, StateHandover
 from raysgd.core.engine.transfers import DividedValue, LostPartError
 from raysgd.core.engine.worker import StandbyWorker
 from raysgd.core.worker_errors import worker_error
@@ -100,6 +64,7 @@ _AWAITED_S = 10.0  # how long to wait for a snapshot that a caller needs, for ex
 # Timeout for reserving free resources: Ray grants them at once unless another program took them.
 _REBUILD_RESERVATION_S = 10.0
 _NONE_FAILED = GroupReport(())
+_IDLE = Call(replica.nothing)  # stands for the call while none runs
 
 
 class Recovery:
@@ -122,15 +87,30 @@ class Recovery:
         self._lifecycle, self._monitor, self._failures = lifecycle, monitor, failures
         self._spec, self._scaling, self._snapshots = lifecycle.spec, lifecycle.scaling, lifecycle.snapshots
         self._start_budget = start_budget
+        self._waits: dict[type[State], Callable[[Any], Event]] = {
+            states.Running: self._running,
+            states.Polling: self._polling,
+            states.Aborting: self._aborting,
+            states.TearingDown: self._tearing_down,
+            states.AwaitingQuorum: self._awaiting_quorum,
+            states.Rendezvous: self._rendezvous,
+            states.Capturing: self._capturing,
+            states.AwaitingSnapshot: self._awaiting_snapshot,
+            states.Rebuilding: self._rebuilding,
+            states.Scheduling: self._scheduling,
+            states.Launching: self._launching,
+            states.Restoring: self._restoring,
+        }
         self.state: State | None = None
         # Step at which survivors continued in a smaller group, with more samples per worker, and in which call.
         self._went_on_at: int | None = None
         self._went_on_in: Call | None = None
-        self._clear(None, RetryBudget(0), None)
+        self._clear()
 
-    def _clear(self, call: Call | None, budget: RetryBudget, number: CallNumber | None, reason: str = "") -> None:
+    def _clear(self, call: Call = _IDLE, budget: RetryBudget | None = None, reason: str = "") -> None:
         """Forget what belongs to the last call, restart or change."""
-        self._call, self._budget, self._number = call, budget, number
+        self._call, self._budget = call, budget or RetryBudget(0)
+        self._number: CallNumber | None = None
         self._was_sent, self._num_lost_copies = False, 0
         self._raised: BaseException = KeyboardInterrupt()
         self._values: list[Any] = []
@@ -164,9 +144,10 @@ class Recovery:
             WorkersLostError: The retries are used up, too few workers can be started, or the training state that the
                 recovery needs is lost.
         """
-        self._clear(call, budget, number)
+        self._clear(call, budget)
+        self._number = number
         is_resumed = number is not None and number.is_resumed
-        return self._finish(Step(Running("resume" if is_resumed else "start")))
+        return self._finish(Step(states.Running("resume" if is_resumed else "start")))
 
     def restart(self, kind: EventKind, cause: str) -> None:
         """Between two calls, start a new group as large as free resources allow, and restore the last snapshot.
@@ -180,8 +161,8 @@ class Recovery:
             WorkerError: The user's set-up code failed.
         """
         self._lifecycle.check_active()
-        self._clear(None, RetryBudget(0), None, cause)
-        self._finish(machine.restart(Restart(kind, "idle"), self._facts()))
+        self._clear(reason=cause)
+        self._finish(machine.restart(states.Restart(kind), self._facts()))
 
     def move(self, leaving: frozenset[str], cause: str) -> None:
         """Between two calls, remove the workers on nodes that are going away, and add ready standby workers.
@@ -193,14 +174,14 @@ class Recovery:
             leaving: IDs of nodes that are being removed.
             cause: Reason for the change, for the history.
         """
-        self._clear(None, RetryBudget(0), None, cause)
+        self._clear(reason=cause)
         self._finish(machine.leave_or_grow(self._on_nodes(leaving), self._facts()))
 
     def abandon_call(self) -> None:
         """End a call that a process before this one has left running, and the group with it."""
-        self._clear(None, RetryBudget(0), None)
-        interrupt = self._raised
-        self._follow(machine.abandon_call(self._facts()))
+        self._clear()
+        self._was_sent, interrupt = True, self._raised
+        self._follow(machine.transition(states.Running(), states.Interrupted(), self._facts()))
         if self._raised is not interrupt:
             raise self._raised
 
@@ -213,12 +194,12 @@ class Recovery:
     def _finish(self, step: Step) -> Completed | Left:
         finished, error = self._follow(step), self._raised
         ended = Left(list(self._parts)) if finished.how == "left" else Completed(self._values)
-        self._clear(None, RetryBudget(0), None)
+        self._clear()
         if finished.error is not None:
             raise error
         return ended
 
-    def _follow(self, step: Step) -> Finished:
+    def _follow(self, step: Step) -> states.Finished:
         """Perform the commands of each step, and wait for what its state names, until the recovery is over."""
         done: State | None = None
         event: Event | None = None
@@ -228,11 +209,11 @@ class Recovery:
                     if event is not None:
                         done, step, event = step.state, self._next(step.state, event, self._facts()), None
                     self.state = step.state
-                    if isinstance(step.state, Finished) and step.state.error is not None:
+                    if isinstance(step.state, states.Finished) and step.state.error is not None:
                         self._raised = self._error(step.state.error)
                     for command in step.commands:
                         self._do(command, done, step.state)
-                    if isinstance(step.state, Finished):
+                    if isinstance(step.state, states.Finished):
                         return step.state
                     event = self._wait(step.state)
                 except BaseException as error:
@@ -245,16 +226,16 @@ class Recovery:
         logger.debug("%s, %s -> %s", *(type(each).__name__ for each in (state, event, step.state)))
         return step
 
-    def _interrupt(self, error: BaseException) -> Interrupted:
+    def _interrupt(self, error: BaseException) -> states.Interrupted:
         """An error has ended a wait."""
-        if isinstance(self.state, Running):
+        if isinstance(self.state, states.Running):
             self._note()
         self._raised, self._report = error, None
         if self._lifecycle.group is not None and not self._lifecycle.group.is_driver_only:
             self._lifecycle.interrupted = None  # the interrupt is handled here, so it must not be raised again
-        return Interrupted(isinstance(error, WorkersLostError), isinstance(error, UnpicklableError))
+        return states.Interrupted(isinstance(error, WorkersLostError), isinstance(error, UnpicklableError))
 
-    def _error(self, plan: Raise) -> BaseException:
+    def _error(self, plan: states.Raise) -> BaseException:
         if plan.why in (End.INTERRUPTED, End.RANKS_DIFFER):
             return self._raised
         return self._incident.error(plan.why, self._lifecycle, self._budget, self._start_budget)
@@ -263,7 +244,7 @@ class Recovery:
         lifecycle, spec, snapshots, call = self._lifecycle, self._spec, self._snapshots, self._call
         budget, starts, group = self._budget, self._start_budget, lifecycle.group
         return Facts(
-            in_call=call is not None,
+            in_call=call is not _IDLE,
             was_sent=self._was_sent,
             members=NOBODY if group is None else frozenset(group.workers),
             has_group=group is not None,
@@ -275,9 +256,9 @@ class Recovery:
             uses_local=spec.use_local,
             continues=self._failures.continues,
             retries_user_errors=self._failures.retries_user_errors,
-            can_continue=call is not None and call.can_continue,
-            keeps_alike=call is not None and call.keeps_alike,
-            must_end=call is not None and call.leaves is not None and call.leaves(),
+            can_continue=call.can_continue,
+            keeps_alike=call.keeps_alike,
+            must_end=call.leaves is not None and call.leaves(),
             is_ending=lifecycle.is_ending,
             is_cut_off=lifecycle.is_cut_off(),
             only_in_workers=lifecycle.holds_only_state,
@@ -297,13 +278,13 @@ class Recovery:
 
     # ------------------------------------------------------------------------------------------------------ commands
 
-    def _do(self, command: Command, done: State | None, state: State) -> None:
+    def _do(self, command: states.Command, done: State | None, state: State) -> None:
         """Perform a command, after the wait of `done` and before that of `state`."""
         lifecycle, snapshots, budget = self._lifecycle, self._snapshots, self._budget
         match command:
-            case Record(kind):
+            case states.Record(kind):
                 self._record(kind, done, state)
-            case Abandon(change, members):
+            case states.Abandon(change, members):
                 self._abandon(change, members)
             case Do.FORGET_CALLS:
                 snapshots.forget_calls()
@@ -316,24 +297,21 @@ class Recovery:
             case Do.LEAVE_CALL:
                 snapshots.leave_call()
             case Do.NOTE_ABORTED:
-                assert self._call is not None
                 snapshots.note_broken_off(self._call, has_group=lifecycle.group is not None)
-            case Do.KEEP_FACTS if isinstance(done, Rebuilding):
+            case Do.KEEP_FACTS if isinstance(done, states.Rebuilding):
                 lifecycle.take_answers(self._answers)
             case Do.KEEP_FACTS:
                 lifecycle.keep_facts(list(self._answers.values))
             case Do.KILL_OTHERS:
-                self._kill_others(state.members if isinstance(state, (AwaitingQuorum, Rendezvous)) else self._survivors)
+                members = state.members if isinstance(state, states.Forming) else self._survivors
+                others = set(range(len(lifecycle.running))) - set(self._ranks(members)) - lifecycle.running.gone
+                lifecycle.running.remove_workers(sorted(others))
             case Do.KILL_JOINING:
                 self._kill_joining()
             case Do.KILL_GROUP:
                 lifecycle.kill_group()
             case Do.SUSPECT_NODES:
                 lifecycle.suspect(self._ranks(self._survivors))
-            case Do.START_STANDBY:  # if survivors continued in place before, no new workers were started then
-                lifecycle.start_standby()
-            case Do.OWE_SPARES:
-                lifecycle.owe_spares()
             case Do.NOTE_HANG:
                 budget.note_hang()
             case Do.PAY_TO_CONTINUE:
@@ -358,24 +336,24 @@ class Recovery:
 
     def _record(self, kind: EventKind, done: State | None, state: State) -> None:
         lifecycle, incident, cause, detail, num_kept = self._lifecycle, self._incident, "", "", 0
-        if isinstance(state, Finished) and state.error is not None:
+        if isinstance(state, states.Finished) and state.error is not None:
             cause = incident.cause_of(state.error.why, self._raised, in_restart=state.error.ends_restart)
-        elif isinstance(state, Finished) and state.how == "left":
+        elif isinstance(state, states.Finished) and state.how == "left":
             cause = f"{len(self._survivors)} of at least {self._scaling.min_workers} workers are left"
-        elif isinstance(done, Rendezvous):
+        elif isinstance(done, states.Rendezvous):
             incident.lose(done.change.expected - done.members)
             cause, detail = incident.cause, self._source.words
         else:
             cause, detail = incident.cause, self._snapshots.restored_from()
             num_kept = incident.num_kept(frozenset(lifecycle.running.workers))
         lifecycle.record(kind, incident.size, incident.began, cause, detail, num_kept)
-        if isinstance(done, Restoring):
+        if isinstance(done, states.Restoring):
             lifecycle.end_replacements()
 
     def _abandon(self, change: Change, members: Members) -> None:
         self._kill_joining()
         obstacle = self._obstacle or "no worker is left"
-        if isinstance(change.plan, EndEarly):
+        if isinstance(change.plan, states.EndEarly):
             logger.warning("no worker has the state of a completed step: %s", obstacle)
         elif change.why is Why.EVACUATE:
             logger.warning("the state that only workers have cannot be fetched: %s", obstacle)
@@ -390,18 +368,14 @@ class Recovery:
         for each in joining:
             self._lifecycle.running.standby.kill(each.worker)
 
-    def _kill_others(self, members: Members) -> None:
-        group = self._lifecycle.running
-        others = set(range(len(group))) - set(self._ranks(members)) - group.gone
-        group.remove_workers(sorted(others))
-
     def _notify_change(self, done: State | None) -> None:
         lifecycle, group = self._lifecycle, self._lifecycle.running
         lifecycle.hooks.on_change(group)
         is_smaller = len(group) < self._scaling.max_workers
-        is_failure = isinstance(done, Rendezvous) and done.change.why is Why.FAILURE
+        is_failure = isinstance(done, states.Rendezvous) and done.change.why is Why.FAILURE
         may_lack_memory = is_failure and is_smaller and lifecycle.resizing.minds_memory
         self._went_on_at, self._went_on_in = self._steps if may_lack_memory else None, self._call
+        lifecycle.owe_spares()
 
     # --------------------------------------------------------------------------------------------------------- waits
 
@@ -410,33 +384,8 @@ class Recovery:
         self._obstacle = ""
         change = getattr(state, "change", None)
         is_evacuation = change is not None and change.why is Why.EVACUATE
-        self._lifecycle.is_fetching = is_evacuation and not isinstance(change.plan, EndEarly)
-        match state:
-            case Running():
-                return self._running(state)
-            case Polling(why):
-                return self._polling(why)
-            case Aborting(change):
-                return self._aborting(change)
-            case TearingDown():
-                return self._tearing_down(state)
-            case AwaitingQuorum(change, members):
-                return self._awaiting_quorum(change, members)
-            case Rendezvous():
-                return self._rendezvous(state)
-            case Capturing():
-                return self._capturing()
-            case AwaitingSnapshot(is_brief=is_brief):
-                return self._awaiting_snapshot(is_brief)
-            case Rebuilding():
-                return self._rebuilding(state)
-            case Scheduling(plan):
-                return self._scheduling(plan)
-            case Launching():
-                return self._launching()
-            case Restoring():
-                return self._restoring()
-        raise AssertionError(f"there is nothing to wait for in {state}")
+        self._lifecycle.is_fetching = is_evacuation and not isinstance(change.plan, states.EndEarly)
+        return self._waits[type(state)](state)
 
     def _on_all(self, function: Callable[..., Any]) -> GroupReport:
         group = self._lifecycle.running
@@ -454,9 +403,8 @@ class Recovery:
 
     # ---- the call
 
-    def _running(self, state: Running) -> Event:
+    def _running(self, state: states.Running) -> Event:
         lifecycle, monitor, snapshots, call = self._lifecycle, self._monitor, self._snapshots, self._call
-        assert call is not None
         lifecycle.check_active()
         group = lifecycle.running
         resumes = state.mode == "resume"
@@ -499,7 +447,7 @@ class Recovery:
         except BaseException as error:
             self._raised = error
             self._note()
-            return Answered(End.RANKS_DIFFER if isinstance(error, RanksDifferError) else End.INTERRUPTED)
+            return states.Answered(End.RANKS_DIFFER if isinstance(error, RanksDifferError) else End.INTERRUPTED)
         self._values = values
         if call.is_kept:
             snapshots.note_call(call, lifecycle.now() - began)
@@ -508,38 +456,38 @@ class Recovery:
         if copies and (self._spec.captures or captures):
             snapshots.take_from(group, copies)
             snapshots.pace.note_copy(max(copy.seconds for copy in copies))
-        return Answered()
+        return states.Answered()
 
-    def _paused(self, report: GroupReport, values: Sequence[Any]) -> Paused:
+    def _paused(self, report: GroupReport, values: Sequence[Any]) -> states.Paused:
         """All ranks stopped between two steps: the call must end early, or workers leave or join."""
         lifecycle, monitor, call = self._lifecycle, self._monitor, self._call
         self._note(monitor.reason, report)
         all_stopped = all(isinstance(each, HeldAtStep) for each in values)
         is_planned = monitor.is_leaving or (all_stopped and all(each.is_planned for each in values))
-        must_end = all_stopped and (is_planned or (call is not None and call.leaves is not None and call.leaves()))
+        must_end = all_stopped and (is_planned or (call.leaves is not None and call.leaves()))
         if not must_end:
             lifecycle.check_active()
             monitor.go_on()
         self._parts = () if self._spec.runs_on and not must_end else [each.part for each in values]
-        return Paused(must_end, self._on_nodes(lifecycle.leaving_nodes_in_use()))
+        return states.Paused(must_end, self._on_nodes(lifecycle.leaving_nodes_in_use()))
 
-    def _failed(self, report: GroupReport) -> CallFailed:
+    def _failed(self, report: GroupReport) -> states.CallFailed:
         """A rank was lost, or user code raised."""
         lifecycle, call, diagnosis = self._lifecycle, self._call, classify(report)
-        assert call is not None
         lifecycle.check_active()
         self._monitor.go_on()
         incident = self._note("", report)
         incident.diagnosis = diagnosis
         answers = {
-            each.rank: each.value.value if isinstance(each, AnsweredCall) else each.failure for each in report.outcomes
+            each.rank: each.value.value if isinstance(each, Answered) else each.failure for each in report.outcomes
         }
         incident.divergence = call.divergence(answers)
-        incident.lacks_memory = not incident.divergence and self._lacks_memory()
+        incident.lacks_memory = not incident.divergence and self._lacks_memory(diagnosis)
         if incident.lacks_memory:
             lifecycle.note_short_of_memory()
             self._went_on_at = None
             logger.warning("%s; waiting for new workers", incident.cause)
+            lifecycle.start_standby()  # if survivors continued in place before, no new workers were started then
         if diagnosis.kind == "disconnected" and not self._spec.keeps_survivors:
             self._monitor.tell_stuck()
         self._failures.renew_if_due(self._budget, can_continue=call.can_continue)
@@ -548,51 +496,49 @@ class Recovery:
             # No one looks for the ranks behind the lost connections later, so that the error could name them.
             everyone = range(len(lifecycle.running))
             incident.lost = set(everyone) - set(lifecycle.running.answering(everyone))
-        return CallFailed(
+        return states.CallFailed(
             diagnosis.kind, bool(incident.divergence), report.all_answered, failed_alike(report), incident.lacks_memory
         )
 
-    def _lacks_memory(self) -> bool:
+    def _lacks_memory(self, diagnosis: Diagnosis) -> bool:
         """Return True if survivors ran out of memory in their first step after the group shrank.
 
         With fewer workers, each worker's part of the global batch is larger.
         """
-        diagnosis, went_on_at = self._incident.diagnosis, self._went_on_at
-        if diagnosis is None or went_on_at is None or self._went_on_in is not self._call:
-            return False
-        if not is_lack_of_memory(diagnosis):
+        went_on_at = self._went_on_at
+        if went_on_at is None or self._went_on_in is not self._call or not is_lack_of_memory(diagnosis):
             return False
         signs = self._lifecycle.running.ask_beside(replica.sign_of_life, ranks=diagnosis.ranks)
         return any(sign is not None and sign.step <= went_on_at for sign in signs.values())
 
-    def _polling(self, why: Poll) -> Event:
+    def _polling(self, state: states.Polling) -> Event:
         report = self.ask_progress()
         if not report.ok:
-            return self._failed(report) if why is Poll.RESUME else CallFailed(classify(report).kind)
+            return self._failed(report) if state.why is states.Poll.RESUME else states.CallFailed(classify(report).kind)
         found = [answer.value for answer in report.values]
         self._steps = max(each.progress for each in found)
-        obstacle = self._facts().obstacle_to_continuing(self._steps) if why is Poll.PAY else None
+        obstacle = self._facts().obstacle_to_continuing(self._steps) if state.why is states.Poll.PAY else None
         if obstacle:
             self._incident.obstacles.append(obstacle)
-        elif why is Poll.PAY:
+        elif state.why is states.Poll.PAY:
             logger.warning("%s; the call is tried again before it ends early", self._incident.cause)
-        return Polled(are_alike(found), self._steps)
+        return states.Polled(are_alike(found), self._steps)
 
     # ---- a change in place
 
-    def _aborting(self, change: Change) -> Survivors:
-        group, is_first = self._lifecycle.running, not change.num_copies
+    def _aborting(self, state: states.Aborting) -> states.Survivors:
+        group, change = self._lifecycle.running, state.change
         self._await_until = None
         if change.why is Why.REUSE and not self._spec.renews:
             # Avoid the nodes of silent ranks, because killing an actor does not end a frozen process.
             living = group.answering([rank for rank in range(len(group)) if rank not in group.gone | group.silent])
         elif change.why is Why.EVACUATE:
-            if is_first and not isinstance(change.plan, EndEarly):
+            if not change.num_copies and not isinstance(change.plan, states.EndEarly):
                 self._monitor.watch()
             settled = self._settled()
             # A stuck rank may still finish a long step. A call that must end early asks it only if no other is left.
             with_stuck = {*settled, *group.stuck}
-            ranks = set(settled) if settled and isinstance(change.plan, EndEarly) else with_stuck
+            ranks = set(settled) if settled and isinstance(change.plan, states.EndEarly) else with_stuck
             answering = group.answering(sorted(ranks - group.gone))
             living = [rank for rank in answering if group.workers[rank] not in self._lifecycle.newcomers]
         else:
@@ -602,7 +548,7 @@ class Recovery:
         if change.why is Why.REUSE and not (living and self._spec.renews):
             group.standby.kill_unresponsive()  # spare workers may have died together with the workers
         self._survivors = self._of_ranks(living)
-        return Survivors(self._survivors, bool(group.stuck))
+        return states.Survivors(self._survivors, bool(group.stuck))
 
     def _settled(self, tell_stuck: Callable[[], None] = lambda: None) -> list[int]:
         """End the calls that ranks may still run. Return the ranks that can be used again.
@@ -613,7 +559,7 @@ class Recovery:
         group = self._lifecycle.running
         return group.settle_any() if self._report is None else group.settle(self._report, tell_stuck)
 
-    def _tearing_down(self, state: TearingDown) -> Progress | Lost:
+    def _tearing_down(self, state: states.TearingDown) -> states.Progress | states.Lost:
         group, change, staying = self._lifecycle.running, state.change, self._ranks(state.members)
         self._survivors = state.members
         report = group.tear_down(staying, self._monitor.poll)
@@ -634,24 +580,24 @@ class Recovery:
             obstacles = [each.obstacle for each in self._progress if each.obstacle]
             obstacle = [*obstacles, "each was in the middle of a step that had begun to change its state"][0]
             self._obstacle = f"the survivors cannot continue by themselves: {obstacle}"
-            return Progress(False)
+            return states.Progress(False)
         self._steps = self._progress[source].progress
         if change.why is Why.FAILURE:
             self._obstacle = self._facts().obstacle_to_continuing(self._steps) or ""
-        return Progress(True, self._steps)
+        return states.Progress(True, self._steps)
 
-    def _lost_in_tear_down(self, change: Change, staying: Sequence[int], report: GroupReport) -> Lost:
+    def _lost_in_tear_down(self, change: Change, staying: Sequence[int], report: GroupReport) -> states.Lost:
         failed = {outcome.rank: outcome.failure for outcome in report.outcomes if not outcome.ok}
         if any(failure is not None and failure.kind == "user" for failure in failed.values()):
             self._obstacle = "a surviving worker could not report its progress"
             logger.warning("%s: %s", self._obstacle, words(classify(report)))
-            return Lost(self._of_ranks(staying), by_user=True)
+            return states.Lost(self._of_ranks(staying), by_user=True)
         # Ranks that have not answered are not in this set, because they may just be slow.
         dead = {rank for rank, failure in failed.items() if failure is not None} or set(failed)
         left = self._of_ranks(rank for rank in staying if rank not in dead)
         if change.why is Why.REUSE and not left:
             self._lifecycle.running.standby.kill_unresponsive()
-        return Lost(left)
+        return states.Lost(left)
 
     @property
     def _source(self) -> ReplicaProgress:
@@ -660,8 +606,8 @@ class Recovery:
         assert source is not None, "a group without a source is not formed"
         return self._progress[source]
 
-    def _awaiting_quorum(self, change: Change, members: Members) -> Quorum:
-        lifecycle, group = self._lifecycle, self._lifecycle.running
+    def _awaiting_quorum(self, state: states.AwaitingQuorum) -> states.Quorum:
+        lifecycle, group, change, members = self._lifecycle, self._lifecycle.running, state.change, state.members
         if not members:
             self._progress = []
         if self._await_until is None:
@@ -671,7 +617,7 @@ class Recovery:
             # Poll the ranks again, because some may have died unnoticed during the wait.
             self._survivors = self._of_ranks(group.answering(self._ranks(members)))
             if self._survivors != members:
-                return Quorum(len(self._joining), members - self._survivors)
+                return states.Quorum(len(self._joining), members - self._survivors)
         least = self._scaling.min_workers
         # Survivors that continue do not take workers that are still starting, which a restart may need.
         if change.why is Why.REUSE:
@@ -680,7 +626,7 @@ class Recovery:
         num_workers = len(members) + len(self._joining)
         if num_workers < least:
             self._obstacle = f"{num_workers} workers are left, but {least} are needed"
-        return Quorum(len(self._joining))
+        return states.Quorum(len(self._joining))
 
     def _fill_up(self, change: Change, num_staying: int, wait_s: float) -> bool:
         """Take ready standby workers, and start more of them if the group is not full.
@@ -713,7 +659,7 @@ class Recovery:
             return self._scaling.max_workers
         return 0 if self._lifecycle.is_ending else self._lifecycle.resizing.num_awaited
 
-    def _rendezvous(self, state: Rendezvous) -> Formed | Lost:
+    def _rendezvous(self, state: states.Rendezvous) -> states.Formed | states.Lost:
         lifecycle, group, change = self._lifecycle, self._lifecycle.running, state.change
         joining, self._joining, self._await_until = self._joining, [], None
         staying = self._ranks(state.members)
@@ -731,42 +677,42 @@ class Recovery:
         if report.ok:
             before, self._rank_0, self._answers = self._rank_0, group.infos[0], report
             self._survivors = frozenset(group.workers)
-            return Formed(moves_rank_0=before != self._rank_0)
+            return states.Formed(moves_rank_0=before != self._rank_0)
         diagnosis = classify(report)
         self._obstacle = f"could not form a new group: {words(diagnosis)}"
         logger.warning("%s", self._obstacle)
         failed = self._of_ranks(outcome.rank for outcome in report.outcomes if not outcome.ok)
         if diagnosis.kind == "user":
-            return Lost(state.members, failed, by_user=True)
+            return states.Lost(state.members, failed, by_user=True)
         self._survivors = self._of_ranks(group.settle(report))
-        return Lost(self._survivors, failed)
+        return states.Lost(self._survivors, failed)
 
     # ---- the state goes to the driver
 
-    def _capturing(self) -> Captured | Lost:
+    def _capturing(self, state: states.Capturing) -> states.Captured | states.Lost:
         self._report = report = self._on_all(replica.capture_here)
         if not report.ok:
             self._obstacle = f"it was lost in transit {NUM_COPIES} times"
-            return Lost()
+            return states.Lost()
         self._parts = [answer.value for answer in report.values]
-        return Captured(all(part.progress is not None for part in self._parts))
+        return states.Captured(all(part.progress is not None for part in self._parts))
 
-    def _awaiting_snapshot(self, is_brief: bool) -> Landed | LostInTransit:
+    def _awaiting_snapshot(self, state: states.AwaitingSnapshot) -> states.Landed | states.LostInTransit:
         snapshots = self._snapshots
         self._obstacle = f"it was lost in transit {NUM_COPIES} times"
-        if is_brief:  # the workers that send it are about to be replaced
+        if state.is_brief:  # the workers that send it are about to be replaced
             self._lifecycle.check_active()
             self._lifecycle.allow_replacements()
             snapshots.poll(timeout_s=_AWAITED_S if snapshots.is_awaited else SETTLE_S)
             has_landed = not snapshots.is_coming
             snapshots.drop_incoming()
-            return Landed() if has_landed else LostInTransit()
+            return states.Landed() if has_landed else states.LostInTransit()
         self._monitor.await_snapshot()
-        return Landed() if snapshots.shares_current else LostInTransit()
+        return states.Landed() if snapshots.shares_current else states.LostInTransit()
 
     # ---- back to the last snapshot
 
-    def _rebuilding(self, state: Rebuilding) -> Done | Lost:
+    def _rebuilding(self, state: states.Rebuilding) -> states.Done | states.Lost:
         lifecycle, group, on_wait = self._lifecycle, self._lifecycle.running, self._monitor.poll
         if state.is_again:
             assert self._report is not None
@@ -778,9 +724,10 @@ class Recovery:
         if not report.ok:
             what = "restore the state" if state.is_again else "form a new group"
             logger.warning("could not %s: %s", what, words(classify(report)))
-        return Done() if report.ok else Lost()
+        return states.Done() if report.ok else states.Lost()
 
-    def _scheduling(self, plan: Restart) -> Resources:
+    def _scheduling(self, state: states.Scheduling) -> states.Resources:
+        plan = state.plan
         lifecycle, scaling, spec, cause = self._lifecycle, self._scaling, self._spec, self._incident.cause
         if plan.kind == "restarted" and not plan.attempt:
             lifecycle.make_room()
@@ -789,7 +736,7 @@ class Recovery:
         if not isinstance(decision, WaitForWorkers):
             spares = min(spec.num_spares, capacity(view, spec.resources) - decision)
             self._num_to_launch, self._num_spares = decision, max(0, spares)
-            return Resources(True)
+            return states.Resources(True)
         # Not checked after a failure, because the workers may fit once lost nodes come back.
         impossible = None
         if plan.kind == "started":
@@ -808,17 +755,17 @@ class Recovery:
 
         slots = lifecycle.make_group(spec, scaling.min_workers).slots
         slots.await_room(scaling.min_workers, decision.delay_s, sleep, has_driver=spec.use_local)
-        return Resources(False)
+        return states.Resources(False)
 
-    def _launching(self) -> Done | Lost | NotGranted:
+    def _launching(self, state: states.Launching) -> states.Done | states.Lost | states.NotGranted:
         try:
             has_started = self._lifecycle.try_start(self._num_to_launch, self._num_spares, _REBUILD_RESERVATION_S)
         except ReservationTimeoutError as error:  # another program took the free resources, or their node was lost
             logger.warning("%s", str(error).partition("\n")[0])
-            return NotGranted()
-        return Done() if has_started else Lost()
+            return states.NotGranted()
+        return states.Done() if has_started else states.Lost()
 
-    def _restoring(self) -> Done | Lost:
+    def _restoring(self, state: states.Restoring) -> states.Done | states.Lost:
         """Restore the last snapshot in the current group, then repeat the calls made since that snapshot."""
         group, snapshots = self._lifecycle.running, self._snapshots
         # Also watch the repeated calls, which may hang, too.
@@ -836,7 +783,7 @@ class Recovery:
                 everyones = group.share([each.for_others() for each in snapshot.progress])
                 args = {rank: (*given, everyones[rank]) for rank, given in args.items()}
             if self._has_lost_workers(group.on_replica(function, args, on_wait=on_wait)):
-                return Lost()
+                return states.Lost()
         is_inside = snapshots.is_inside
         if snapshots.calls_since:
             logger.info("repeating the calls that the last snapshot does not cover: %s", snapshots.restored_from())
@@ -845,8 +792,8 @@ class Recovery:
             is_inside = False
             args = call.on_its_ranks(call.args_for(group.worlds))
             if self._has_lost_workers(group.on_replica(function, args, on_wait=on_wait)):
-                return Lost()
-        return Done()
+                return states.Lost()
+        return states.Done()
 
     def _has_lost_workers(self, report: GroupReport) -> bool:
         """Return True if a call failed because workers were lost, and False if it succeeded.

@@ -81,7 +81,7 @@ def transition(state: State, event: Event, facts: Facts) -> Step:
         case Running(), Paused(must_end=True):
             return Step(AwaitingSnapshot(EndEarly()), (Do.TAKE_PARTS,))
         case Running(), Paused(leaving=leaving):
-            return _leave_or_grow(leaving, facts)
+            return leave_or_grow(leaving, facts)
         case Running() | Polling(Poll.RESUME), CallFailed(kind) if facts.must_end and facts.regroups and kind != "user":
             return Step(Aborting(Change(Why.EVACUATE, event, plan=EndEarly())))
         case Running() | Polling(Poll.RESUME), CallFailed():
@@ -99,7 +99,7 @@ def transition(state: State, event: Event, facts: Facts) -> Step:
         case Polling(Poll.PAY), Polled(steps=steps):
             if not facts.obstacle_to_continuing(steps):
                 return Step(Running("resume"), (Do.PAY_TO_CONTINUE,))
-            return _give_up(facts) if facts.is_ending else _restart_after_failure(facts, "resume")
+            return _give_up(facts) if facts.is_ending else _restart_after_failure(facts)
 
         # ---- a change in place
         case Aborting(change), Survivors(members, has_stuck):
@@ -167,12 +167,10 @@ def transition(state: State, event: Event, facts: Facts) -> Step:
         case Rebuilding(plan), Lost():
             return _start_others(plan, facts)
         case Restoring(plan), Done():
-            resumes = plan.then == "resume" or facts.is_inside
-            next_state = Finished("idle") if plan.then == "idle" else Running("resume" if resumes else "start")
+            next_state = Running("resume" if facts.is_inside else "start") if facts.in_call else Finished("idle")
             return Step(next_state, (Record(plan.kind),))
         case Restoring(plan), Lost():
-            can_stay = facts.regroups or facts.renews
-            return Step(Rebuilding(plan, is_again=True)) if can_stay else _start_others(plan, facts)
+            return Step(Rebuilding(plan, is_again=True))
     raise AssertionError(f"{state} cannot end with {event}")
 
 
@@ -227,20 +225,13 @@ def _after_failure(failed: CallFailed, facts: Facts) -> Step:
     return _restart_after_failure(facts)
 
 
-def _leave_or_grow(leaving: Members, facts: Facts) -> Step:
-    """The ranks wait between two steps, so that workers can leave or join."""
-    why = Why.DRAIN if leaving else Why.GROW
-    commands = () if facts.runs_on else (Do.TAKE_PARTS,)
+def leave_or_grow(leaving: Members, facts: Facts) -> Step:
+    """Let workers on nodes that are being removed leave, and others join: between two steps of a call, or two calls."""
+    why, staying = Why.DRAIN if leaving else Why.GROW, facts.members - leaving
+    commands = (Do.TAKE_PARTS,) if facts.in_call and not facts.runs_on else ()
     if not (facts.regroups or facts.runs_on):
         return Step(AwaitingSnapshot(Restart(KINDS[why])), commands)
-    return leave_or_grow(leaving, facts).after(*commands)
-
-
-def leave_or_grow(leaving: Members, facts: Facts) -> Step:
-    """Let workers on nodes that are being removed leave, and others join."""
-    staying = facts.members - leaving
-    change = Change(Why.DRAIN if leaving else Why.GROW, expected=staying, size=len(facts.members))
-    return Step(TearingDown(change, staying))
+    return Step(TearingDown(Change(why, expected=staying, size=len(facts.members)), staying), commands)
 
 
 def _with_survivors(change: Change, members: Members, has_stuck: bool, facts: Facts) -> Step:
@@ -250,8 +241,6 @@ def _with_survivors(change: Change, members: Members, has_stuck: bool, facts: Fa
     # If a rank had died, stuck ranks might just be slow.
     if change.why is Why.FAILURE and has_stuck and change.failed is not None and change.failed.kind == "disconnected":
         commands.append(Do.NOTE_HANG)
-    if change.why is Why.MEMORY:
-        commands.append(Do.START_STANDBY)
     if change.why is Why.REUSE and not facts.renews:  # the survivors could not continue, so something may be broken
         members = NOBODY
     return _tear_down(change, members, NOBODY, facts).after(*commands)
@@ -289,7 +278,7 @@ def _with_group(change: Change, members: Members, num_joining: int, moves_rank_0
     kind = "continued" if change.expected - members else KINDS[change.why]
     if kind != "grown" or len(members) + num_joining > change.size:  # otherwise, all that joined have died
         commands.append(Record(kind))
-    return Step(Running("resume") if facts.in_call else Finished("idle"), (*commands, Do.OWE_SPARES))
+    return Step(Running("resume") if facts.in_call else Finished("idle"), tuple(commands))
 
 
 def _cannot_continue(change: Change, members: Members, facts: Facts, *, is_failure: bool = False) -> Step:
@@ -297,7 +286,7 @@ def _cannot_continue(change: Change, members: Members, facts: Facts, *, is_failu
     match change:
         case Change(Why.EVACUATE, failed, plan=EndEarly()):
             assert failed is not None
-            step = _restart_after_failure(facts, "resume") if change.has_regrouped else _after_failure(failed, facts)
+            step = _restart_after_failure(facts) if change.has_regrouped else _after_failure(failed, facts)
         case Change(Why.EVACUATE, plan=Raise() | Restart() as plan):
             step = _follow(plan, replace(facts, only_in_workers=False)).after(Do.GIVE_STATE_UP)
         case Change(plan=Restart() as plan):
@@ -305,8 +294,8 @@ def _cannot_continue(change: Change, members: Members, facts: Facts, *, is_failu
         case Change(Why.FAILURE):
             step = _restart_after_failure(facts)
         case _:
-            kind = "restored" if is_failure or change.expected - members else KINDS[change.why]
-            step = Step(AwaitingSnapshot(Restart(kind))) if facts.in_call else restart(Restart(kind, "idle"), facts)
+            plan = Restart("restored" if is_failure or change.expected - members else KINDS[change.why])
+            step = Step(AwaitingSnapshot(plan)) if facts.in_call else restart(plan, facts)
     return step.after(Abandon(change, members))
 
 
@@ -355,37 +344,27 @@ def _follow(plan: Raise | Restart, facts: Facts) -> Step:
     return Step(Finished("raised", plan), (*commands, *_aborted(facts)))
 
 
-def abandon_call(facts: Facts) -> Step:
-    """End a call that a process before this one has left running, and the group with it."""
-    return _follow(Raise(End.INTERRUPTED), facts)
-
-
 def _give_up(facts: Facts) -> Step:
     return _follow(Raise(End.NO_RETRY, "lost"), facts)
 
 
-def _restart_after_failure(facts: Facts, then: Literal["resume", "call"] = "call") -> Step:
+def _restart_after_failure(facts: Facts) -> Step:
     if facts.num_left <= 0:
         return _give_up(facts)
-    return restart(Restart("restored", then, reuses=True, costs=True), facts)
+    return restart(Restart("restored", reuses=True), facts).after(Do.PAY_FOR_RESTART, Do.NOTIFY_FAILURE)
 
 
 def restart(plan: Restart, facts: Facts) -> Step:
     """Go back to the last snapshot. First, fetch state that only the workers have."""
     if facts.only_in_workers and facts.in_transit:
         return Step(AwaitingSnapshot(plan))
-    commands: tuple[Command, ...] = ()
-    if plan.costs:
-        if facts.only_in_workers and not facts.can_continue:  # the state from before the call is gone: never repeat it
-            return _follow(Raise(End.NOT_REPEATABLE, "lost"), facts)
-        commands, plan = (Do.PAY_FOR_RESTART, Do.NOTIFY_FAILURE), replace(plan, costs=False)
+    if plan.reuses and facts.only_in_workers and not facts.can_continue:
+        return _follow(Raise(End.NOT_REPEATABLE, "lost"), facts)  # the state from before the call is gone
     if facts.is_ending:
-        if not facts.in_call:
-            return Step(Finished("raised", Raise(End.PROGRAM_ENDS)), commands)
-        return _follow(Raise(End.PROGRAM_ENDS), facts).after(*commands)
+        return _follow(Raise(End.PROGRAM_ENDS, "ended" if facts.in_call else None), facts)
     if facts.only_in_workers:
-        return Step(Aborting(Change(Why.EVACUATE, plan=plan)), commands)
-    return Step(AwaitingSnapshot(plan, is_brief=True), commands)
+        return Step(Aborting(Change(Why.EVACUATE, plan=plan)))
+    return Step(AwaitingSnapshot(plan, is_brief=True))
 
 
 def _replace_workers(plan: Restart, facts: Facts) -> Step:

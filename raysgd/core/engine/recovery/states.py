@@ -71,18 +71,13 @@ class Restart:
 
     Attributes:
         kind: Kind of the event to record in the history.
-        then: "resume": the call resumes from wherever the restored replicas are. "call": it resumes if the snapshot was
-            taken inside the call, otherwise it starts over. "idle": no call is running.
-        reuses: True if processes of the old group may be reused.
-        costs: True if the restart has not been paid for yet.
+        reuses: True after a failure in a call: processes of the old group may be reused.
         attempt: Index of the attempt to start a group, from 0.
         is_launched: True if this attempt has started a group.
     """
 
     kind: EventKind
-    then: Literal["resume", "call", "idle"] = "call"
     reuses: bool = False
-    costs: bool = False
     attempt: int = 0
     is_launched: bool = False
 
@@ -175,30 +170,32 @@ class Aborting:
 
 
 @dataclass(frozen=True)
-class TearingDown:
-    """The members leave the group and report their progress. `stale` joined without receiving the state."""
+class Forming:
+    """A step in which the next group is formed.
+
+    Attributes:
+        change: The change of the group.
+        members: The workers that stay.
+        stale: Those of them that have joined without receiving the state.
+    """
 
     change: Change
     members: Members
     stale: Members = NOBODY
 
 
-@dataclass(frozen=True)
-class AwaitingQuorum:
+class TearingDown(Forming):
+    """The members leave the group and report their progress."""
+
+
+class AwaitingQuorum(Forming):
     """Standby workers are taken or awaited."""
 
-    change: Change
-    members: Members
-    stale: Members = NOBODY
-
 
 @dataclass(frozen=True)
-class Rendezvous:
+class Rendezvous(Forming):
     """Members and standby workers connect, and the source sends its state to those that lack it."""
 
-    change: Change
-    members: Members
-    stale: Members = NOBODY
     num_joining: int = 0
 
 
@@ -519,8 +516,6 @@ class Do(Enum):
     KILL_JOINING = auto()  # workers that were taken from standby
     KILL_GROUP = auto()
     SUSPECT_NODES = auto()  # no new workers on the nodes of silent ranks for a while
-    START_STANDBY = auto()
-    OWE_SPARES = auto()
     NOTE_HANG = auto()  # continuing costs a retry
     PAY_TO_CONTINUE = auto()
     PAY_FOR_RESTART = auto()
@@ -528,7 +523,7 @@ class Do(Enum):
     NOTE_REFUSED = auto()  # no retry of the call was left
     NOTE_REFUSED_START = auto()  # no retry of the start was left
     NOTE_LOST_COPY = auto()
-    NOTIFY_CHANGE = auto()
+    NOTIFY_CHANGE = auto()  # to the front end; missing spares start later
     NOTIFY_FAILURE = auto()
 
 

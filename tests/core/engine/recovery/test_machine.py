@@ -258,7 +258,7 @@ def first_places(facts: Facts) -> list[Node]:
         return [Node(Running(), facts)]
     change = Change(Why.DRAIN, expected=facts.members, size=2)
     return [
-        Node(restart(Restart("restarted", "idle"), facts).state, facts),
+        Node(restart(Restart("restarted"), facts).state, facts),
         Node(TearingDown(change, facts.members), facts),
     ]
 
