@@ -10,6 +10,7 @@ import pytest
 from raysgd import testing
 from raysgd.testing.files import _FullFile
 from raysgd.testing.processes import Trap, _check_moment
+from raysgd.trainer.worker.batch_plan import BatchPlan
 
 
 @pytest.mark.parametrize("at", ["", "step", "step:", "step:-1", "step:1.5", "step: 3", "later", "Step:1", None, 3])
@@ -60,13 +61,11 @@ def test_a_trap_may_spring_every_time_until_it_is_taken_back() -> None:
 
 def test_a_step_of_several_micro_batches_is_one_step() -> None:
     begun, sprung = list[bool](), list[int]()
-    stream = SimpleNamespace(
-        _begin_batch=lambda leg, item, plan: begun.append(item.is_first),
-    )
-    hosted: Any = SimpleNamespace(feed=SimpleNamespace(train_stream=stream), loop=SimpleNamespace(stream=None))
+    parts = SimpleNamespace(open=lambda plan, item: begun.append(plan.starts_global_batch))
+    hosted: Any = SimpleNamespace(feed=SimpleNamespace(), parts=parts)
     Trap(lambda: sprung.append(len(begun)), "step", num_before=1).before_each_step(hosted)
     for is_first in (True, False, False, True, False):
-        stream._begin_batch(None, SimpleNamespace(is_first=is_first), None)
+        parts.open(BatchPlan(starts_global_batch=is_first), None)
     assert (sprung, len(begun)) == ([3], 5)
 
 

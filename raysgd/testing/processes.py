@@ -326,26 +326,16 @@ class Trap:
         setattr(owner, name, trapped)
 
     def before_each_step(self, hosted: Any) -> None:
-        """Wrap the streams of batches so that `spring` is called before the user's training loop gets each batch.
+        """Call `spring` before the user's training loop gets the first batch of each step.
 
         Keras's `fit` reads batches on its own schedule. With Keras, `spring` is called before each all-reduce of
         gradients instead.
         """
-        streams: list[Any] = []  # the stream of the current call; empty until the call has created its stream
-
-        def watched(stream: Any) -> Any:
-            if stream not in streams:
-                streams[:] = [stream]
-                if hasattr(stream, "_begin_batch"):  # also called for each further micro-batch of a step
-                    self.before(stream, "_begin_batch", lambda leg, item, *_: item.is_first)
-                else:
-                    self.before(stream, "before_exchange")
-            return stream
-
-        if hosted.feed.train_stream is not None:
-            watched(hosted.feed.train_stream)
-        original = hosted.loop.stream
-        hosted.loop.stream = lambda *args, **options: watched(original(*args, **options))
+        fit = getattr(hosted.feed, "fit", None)
+        if fit is not None:
+            self.before(fit, "before_exchange")
+        else:  # `open` is also called for each further micro-batch of a step
+            self.before(hosted.parts, "open", lambda plan, item: plan.starts_global_batch)
 
 
 _traps: list[Trap] = []  # all traps that were set in this process, including those that are no longer armed

@@ -152,7 +152,7 @@ class CreatorOperator(TrainingOperator):
                 model.optimizer.finalize_variable_values(model.trainable_weights)
             for callback in options["callbacks"]:
                 callback.on_train_end(dict(stream.place.logs))
-        stream.confirm_step()
+        stream.commit()
 
     def _fit_epochs(self, options: dict[str, Any], end: int, rates: learning_rates.Rates, is_last: bool) -> None:
         stream, model, steps = self._raysgd.fit, self.model, options.get("steps_per_epoch")

@@ -59,7 +59,7 @@ def check_state(state: Any) -> None:
 
 
 class FitStream:
-    """Takes the place of a batch stream while Keras's `fit` draws the batches, and tracks the position in the `fit`.
+    """Takes the place of a cursor while Keras's `fit` draws the batches, and tracks the position in the `fit`.
 
     After an interruption, the next `fit` resumes from this position.
 
@@ -74,7 +74,7 @@ class FitStream:
             runs several steps.
     """
 
-    pass_index = 0
+    pass_index = num_open = 0
     source: Any = None
 
     def __init__(self, passes: Passes, exchanges: ExchangeRecord) -> None:
@@ -137,11 +137,11 @@ class FitStream:
         place = self.place
         return replace(place, num_steps=place.num_steps + done, num_batches=place.num_batches + done)
 
-    def take(self, num_steps: int | None) -> Iterator[Any]:
-        """Return no batches, because Keras draws the batches itself."""
+    def items(self, *_: Any) -> Iterator[Any]:
+        """Return no items, because Keras draws the batches itself."""
         return iter(())
 
-    def confirm_step(self) -> None:
+    def commit(self) -> None:
         """Record that Keras's `fit` has finished. If the call fails later, the `fit` will not be repeated."""
         self._close()
         if self.place is not None:
@@ -170,6 +170,15 @@ class FitStream:
 
     def _close(self) -> None:
         self._num_steps_before, self._num_exchanges_before = self.num_steps_completed, None
+
+    @contextmanager
+    def calling(self, at_boundary: Callable[[], None]) -> Iterator[None]:
+        """Inside the block, call a function before each step."""
+        self.at_boundary = at_boundary
+        try:
+            yield
+        finally:
+            self.at_boundary = None
 
     def begin_fit(self, first_epoch: int) -> bool:
         """Prepare for a call to Keras's `fit`. Return True if the call must resume an interrupted `fit`."""

@@ -325,7 +325,7 @@ class LightningOperator(TrainingOperator):
         self._hooks.call("on_before_backward", loss)
         parallel, leg = self._raysgd.parallel, self._raysgd.parallel.leg
         leg.use()
-        leg.end_forward()
+        leg.ledger.end_own_work()
         if leg.rules.has_several:
             loss = loss * leg.add_up(None, parallel.num_ranks)
         with self.timers.record("grad"):

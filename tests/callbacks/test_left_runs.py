@@ -26,7 +26,7 @@ from raysgd.exceptions import CallbackError
 from raysgd.storage import owner
 from raysgd.torch import TorchTrainer
 from raysgd.trainer.driver.leaving import answer_signal
-from raysgd.trainer.worker.data import batch_streams
+from raysgd.trainer.worker import step_loop
 from tests.storage.test_owner import another_program
 from tests.torch.operators_for_tests import DropoutOperator, ScheduledOperator, dataset, equal
 
@@ -49,7 +49,7 @@ class Told(ScheduledOperator, DropoutOperator):
 @pytest.fixture(autouse=True)
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Say in which batches signals come; the driver looks after each batch."""
-    monkeypatch.setattr(batch_streams, "_REDRAW_EVERY_S", 0.0)
+    monkeypatch.setattr(step_loop, "_REDRAW_EVERY_S", 0.0)
 
     def tell(*batches: int) -> None:
         monkeypatch.setattr(Told, "at", frozenset(batches))

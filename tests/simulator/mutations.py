@@ -26,7 +26,7 @@ from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
 from raysgd.core.engine.snapshots import SnapshotPace, Snapshots
 from raysgd.core.engine.startup import StandbyWorkers, StartupCheck
-from raysgd.torch.hosting.step_loop import StepLoop
+from raysgd.torch.hosting.torch_step import TorchParts
 from raysgd.torch.parallel.object_copies import ObjectCopies
 from raysgd.torch.parallel.tensor_copies import TensorCopies
 from raysgd.torch.parallel.undo import Undo
@@ -632,11 +632,11 @@ MUTATIONS = (
     Mutation(
         "a validation whose spare is gone is not run again", ElasticController, "run_on_spare", _is_run_once, (11,)
     ),
-    Mutation("a batch that broke off is not undone", StepLoop, "return_to_boundary", nothing, (92,)),
+    Mutation("a batch that broke off is not undone", TorchParts, "rollback", nothing, (92,)),
     Mutation("a batch counts as undone that was not copied", Undo, "can_restore", always(True), (501,)),
     Mutation("weights are not put back", TensorCopies, "put_back", nothing, (92,)),
     Mutation("what optimizers know is not put back", ObjectCopies, "put_back", nothing, (92,)),
-    Mutation("a batch is undone as far as the first one", StepLoop, "note_boundary", nothing, (52,)),
+    Mutation("a batch is undone as far as the first one", TorchParts, "commit", nothing, (52,)),
     Mutation("a call that was not begun is answered by the one before", SimReplica, "walk", _begins_late, (157,)),
     Mutation("any call that a rank remembers is the one that goes on", epoch_run, "run_of", _any_run, (1513,)),
     Mutation("ranks that take a call over do not know which it is", Run, "progress", _without_number, (13,)),

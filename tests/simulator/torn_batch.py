@@ -10,14 +10,14 @@ import torch
 from raysgd.core.engine.shared.types import World
 from raysgd.core.text.log_lines import Once
 from raysgd.torch.data.loader_feed import TorchFeed
-from raysgd.torch.hosting.step_loop import StepLoop, make_undo
+from raysgd.torch.hosting.torch_step import TorchParts, make_undo
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.operator.registrar import RegisteredObjects
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.step.gradients import Gradients
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES
+from raysgd.trainer.worker.batch_plan import BETWEEN_BATCHES
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
 
@@ -59,42 +59,42 @@ class TornBatch:
         self._undo = make_undo(self._operator, parallel, undo, World(0, 2))
         hooks = Gradients(self._operator, Precision(), parallel, StepOptions(), InstalledCallbacks(), Once())
         hooks.watch(self._optimizers)
-        self._loop = StepLoop(self._operator, parallel, TorchFeed(lambda name: None, parallel, 1), self._undo)
-        hooks.tell(self._loop.note_step)
+        self._parts = TorchParts(self._operator, parallel, TorchFeed(lambda name: None, parallel, 1), self._undo)
+        hooks.tell(self._parts.note_step)
         self._parallel = parallel
         self.open_call()
 
     def open_call(self) -> None:
         self._parallel.begin_leg((), may_run_backward=True, undo=self._undo)
         self._undo.open_call()
-        self._loop.note_boundary()
+        self._parts.commit()
 
     def begin(self) -> None:
         """A batch begins."""
-        self._loop.leg.begin_batch(BETWEEN_BATCHES)
+        self._parts.step.begin_batch(BETWEEN_BATCHES)
 
     def step(self, number: int) -> None:
         """The gradients of an optimizer were exchanged; it steps."""
-        self._loop.leg.note_all_reduce()
+        self._parts.step.note_all_reduce()
         [weight] = self._optimizers[number].param_groups[0]["params"]
         weight.grad = torch.ones(1)
         self._optimizers[number].step()
 
     def end(self) -> None:
-        self._loop.note_boundary()
+        self._parts.commit()
 
     @property
     def is_whole(self) -> bool:
-        return self._loop.is_whole
+        return self._parts.is_whole
 
     def leave_group(self) -> None:
-        if self._loop.is_whole:
-            self._loop.return_to_boundary()
+        if self._parts.is_whole:
+            self._parts.rollback()
 
     def break_off(self, num_steps: int) -> None:
         """The user's code raised on the only rank: a batch is undone, or stays as it is if it cannot be."""
-        if self._loop.can_return:
-            self._loop.return_to_boundary()
+        if self._parts.can_return:
+            self._parts.rollback()
         else:
             self.restore(num_steps)
 
@@ -110,4 +110,4 @@ class TornBatch:
         with torch.no_grad():
             second.fill_(num_steps)
         self._optimizers[0].state[first]["step"].fill_(num_steps)
-        self._loop.note_restored()
+        self._parts.note_restored()

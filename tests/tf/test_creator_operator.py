@@ -29,7 +29,7 @@ class Fit:
         operator_cls = make_operator(make_model, make_data)
         self.runner = TFRunner(TFSettings(operator_cls, config, seed=0, num_workers=2), World(0, 1))
         self.runner.setup()
-        self.operator, self.stream = self.runner.operator, self.runner._hosted.loop.fit
+        self.operator, self.stream = self.runner.operator, self.runner._hosted.feed.fit
 
     def run(self, *lost_at: int) -> dict[str, Any]:
         """Run it, losing the other worker ahead of these steps, counted over all epochs."""
@@ -46,7 +46,7 @@ class Fit:
                 with self.runner._hosted.synchronizer.exchanges.surfacing_errors():
                     return self.operator.train_epoch([])
             except LostError:
-                self.runner._hosted.loop.break_off()
+                self.runner._hosted.feed.break_off()
 
     def weights(self) -> Any:
         model = self.operator.model
@@ -158,7 +158,7 @@ def test_weights_that_a_layer_changes_in_an_interrupted_step_are_as_before_it(ke
     parts.stream.at_boundary = look
     with pytest.raises(LostError), parts.runner._hosted.synchronizer.exchanges.surfacing_errors():
         parts.operator.train_epoch([])
-    parts.runner._hosted.loop.break_off()
+    parts.runner._hosted.feed.break_off()
     before = [np.array(each) for each in parts.operator.model.weights]
     assert len(seen) == len(before)
     assert all(map(np.array_equal, seen, before)), "a snapshot in the step has the same"

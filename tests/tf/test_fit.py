@@ -117,7 +117,7 @@ def test_what_is_over_says_how_many_passes_there_were() -> None:
     keras = Keras()
     keras.fit()
     keras.epoch(0, 10)
-    keras.stream.confirm_step()
+    keras.stream.commit()
     assert (keras.stream.is_mid_pass, keras.stream.begin_fit(0)) == (True, True), "what follows may break off"
     keras.stream.end()
     assert keras.stream.state() == {"num_passes": 1, "logs": {"loss": 0.0}}

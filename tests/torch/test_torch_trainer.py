@@ -1133,7 +1133,7 @@ def test_a_step_of_the_stock_loop_takes_few_calls(make_local: MakeTrainer) -> No
     trainer = make_local(Watched)
     trainer.train()
     called = trainer.get_local_operator().samples.called  # type: ignore[attr-defined]
-    assert {"train_batch", "optimizer_step", "note_boundary"} <= {*called}
+    assert {"train_batch", "optimizer_step", "commit"} <= {*called}
     assert len(called) <= 59, "three more in a worker, where the compiler is not imported yet"
 
 

@@ -1,4 +1,4 @@
-"""Sources that yield a replica's batches, and the batch stream that feeds them to the training loop.
+"""Sources that yield a replica's batches, and the cursor that draws them.
 
 The module also converts registered `raysgd.data.Stream`s to such sources.
 """
@@ -20,11 +20,9 @@ from raysgd.streams.stream import Stream
 from raysgd.tf.data.ray_dataset import array_collate, spec_of
 from raysgd.tf.objects import datasets
 from raysgd.tf.objects.datasets import Sharding
-from raysgd.tf.parallel.step import TFStep
-from raysgd.trainer.worker.data import batch_streams
-from raysgd.trainer.worker.data.batch_streams import NO_BATCH
+from raysgd.trainer.worker.batch_plan import BatchPlan
+from raysgd.trainer.worker.data.data_cursor import NO_BATCH, DataCursor
 from raysgd.trainer.worker.data.feed import has_divided_source
-from raysgd.trainer.worker.step_loop import BatchPlan
 
 logger = logging.getLogger(__name__)
 
@@ -271,37 +269,16 @@ def lockstep_dataset(dataset: Any, votes: EarlyVotes) -> Any:
     return tf.data.Dataset.from_generator(generate, output_signature=dataset.element_spec).with_options(options)
 
 
-class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
-    """Yields the batches of a source, and draws one batch in advance to detect which step is the last.
-
-    Args:
-        source: Source of the batches.
-        leg: Tracks the current batch. It receives the sample counts of each step before the batch is yielded.
-        next_pass: Called at the start of each pass. Returns the index of the pass.
-        take_part: Called instead of yielding a batch if this rank has no samples in a step. The function takes part in
-            the other ranks' collectives. Its argument is a padding batch, which provides the shapes.
+class TFCursor(DataCursor[StreamItem]):
+    """Draws the batches of a source, always one in advance, to detect which step is the last of the pass.
 
     Attributes:
         consumed: Number of samples that all ranks together have drawn in the current pass so far.
     """
 
+    looks_ahead = True
     consumed = 0
     _completed = 0
-
-    def __init__(
-        self,
-        source: Any,
-        leg: TFStep,
-        next_pass: Callable[[], int],
-        take_part: Callable[[Any], None] | None = None,
-    ) -> None:
-        super().__init__(source, leg, next_pass)
-        self._take_part = take_part
-
-    def _undoing_padding(self, batch: Any) -> Iterator[Any]:
-        if self._take_part is not None:
-            self._take_part(batch)
-        return iter(())
 
     @property
     def completed(self) -> int:
@@ -315,12 +292,16 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
         if not has_divided_source(self):
             return None
         completed = self._completed
-        in_flight = max(0, self.consumed - completed) if self._num_open else 0
+        in_flight = max(0, self.consumed - completed) if self.num_open else 0
         due, left_out = self.source.num_samples, getattr(self.source, "left_out", 0)
         return SamplesUsed(self.pass_index, due, completed, in_flight, left_out=left_out)
 
-    def confirm_step(self) -> None:
-        super().confirm_step()
+    def opened(self, item: StreamItem, has_batch: bool) -> None:
+        self.consumed += item.num_global
+        super().opened(item, has_batch)
+
+    def commit(self) -> None:
+        super().commit()
         self._completed = self.consumed
 
     def resume(self, pass_index: int, consumed: int) -> None:
@@ -330,11 +311,6 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
     def _begin_pass(self, consumed: int) -> Iterator[StreamItem]:
         self.consumed = self._completed = consumed
         return iter(self.source.open(self.pass_index, consumed))
-
-    def _begin_batch(self, leg: TFStep, item: StreamItem, plan: BatchPlan) -> Any:
-        leg.begin_batch(item.num_samples, item.num_global, item.weights)
-        self.consumed += item.num_global
-        return item.batch
 
 
 @dataclass(frozen=True)

@@ -5,33 +5,33 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from raysgd.core.arrays.data_kinds import RepeatedBatches
 from raysgd.core.arrays.ray_batches import RayLoader
 from raysgd.core.connections import tensorflow as connections
 from raysgd.core.engine.shared.types import SamplesUsed, World
-from raysgd.exceptions import IncompatibleModelError, NoDataError
+from raysgd.exceptions import NoDataError
 from raysgd.streams.source import StreamData
 from raysgd.streams.stream import Stream
 from raysgd.tf.data import call_data
 from raysgd.tf.data.dataset_streams import (
     OwnSource,
     Passes,
-    TFBatchStream,
+    TFCursor,
     TFDividedSource,
     TFRanks,
     TFSource,
     data_of,
     source_of,
 )
+from raysgd.tf.fit import FitStream
 from raysgd.tf.objects import datasets
 from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.worker.data import feed
-from raysgd.trainer.worker.operator import is_stock
 
 logger = logging.getLogger(__name__)
 
@@ -73,27 +73,13 @@ class TFFeed(feed.DataFeed):
     def _registered_stream(self) -> StreamData | None:
         return self._operator_of()._raysgd.data.streams.get("train")
 
-    def _stream_over(self, source: TFSource, begin_pass: Callable[[], int]) -> TFBatchStream:
-        return TFBatchStream(source, self._synchronizer.step, begin_pass, self._take_part)
+    def _stream_over(self, source: TFSource, begin_pass: Callable[[], int]) -> TFCursor:
+        return TFCursor(source, begin_pass)
 
-    def _take_part(self, batch: Any) -> None:
-        """Take part in a step for which only other ranks have samples, without calling the user's `train_batch`.
-
-        This rank repeats the all-reduces of an earlier step with a weight of zero. If there was no earlier step, it
-        traces the operator's `train_step` to find out which all-reduces a step has.
-
-        Raises:
-            IncompatibleModelError: There was no earlier step, and the user has overridden `train_batch`. It is
-                therefore unknown which all-reduces a step has.
-        """
-        operator = self._operator_of()
-        if not self._synchronizer.step.usual and not is_stock(operator, "train_batch", of=TrainingOperator):
-            raise IncompatibleModelError(
-                f"The first step of this process has no sample for worker {self._world.rank}, so it is unknown which "
-                "steps your `train_batch` takes: make the batches larger."
-            )
-        self._synchronizer.take_part(operator.train_step, batch)
-        operator._raysgd.num_left_out += 1
+    @property
+    def fit(self) -> FitStream | None:
+        """Holds the position of Keras's `fit`. None if no `fit` runs."""
+        return None
 
     @property
     def train_passes(self) -> Passes:
@@ -124,13 +110,11 @@ class TFFeed(feed.DataFeed):
     def ray_loader(self, name: str) -> RayLoader | None:
         return self._operator_of()._raysgd.data.ray_loaders.get(name)
 
-    def _open_validation(self, request: EpochRequest) -> TFBatchStream:
+    def _open_validation(self, request: EpochRequest) -> TFCursor:
         is_of_call = request.shard_key is not None
         find = self._source_of_call if is_of_call else self._source
         source = find("validation", request, training=False)
-        stream = TFBatchStream(source, self._synchronizer.validation_step, lambda: 0)
-        stream.has_one_pass = is_of_call or self.ray_loader("validation") is not None
-        return stream
+        return TFCursor(source, lambda: 0, has_one_pass=is_of_call or self.ray_loader("validation") is not None)
 
     def _source(self, name: str, request: EpochRequest, *, training: bool) -> TFSource:
         operator, world = self._operator_of(), self._world
@@ -187,10 +171,49 @@ class TFFeed(feed.DataFeed):
         known_as = {"validation": "test"}.get(name, name)
         return f"the {known_as} dataset is not sharded by the library (its auto-shard policy is OFF)"
 
+    @property
+    def _is_mid_pass(self) -> bool:
+        return bool((self.position() or {}).get("is_mid_pass"))
+
+    @property
+    def order_obstacle(self) -> str | None:
+        if self._is_mid_pass and not self.train_passes.can_repeat():
+            return "the train dataset is shuffled, and too large for a copy that repeats the order of this pass"
+        return None
+
     def samples_used(self) -> SamplesUsed | None:
         stream = self.train_stream
         used: SamplesUsed | None = stream.samples_used() if stream is not None else None
         return used
+
+
+class FitFeed(TFFeed):
+    """The data of an operator that calls Keras's `fit`, which draws the batches itself."""
+
+    @cached_property
+    def fit(self) -> FitStream:
+        return FitStream(self.train_passes, self._synchronizer.exchanges)
+
+    def training(self, request: EpochRequest, *, is_begun: bool = False) -> FitStream:
+        return self.fit
+
+    def pass_index(self, stream: Any) -> int:
+        return self.fit.pass_index if self._is_mid_pass else self.epoch
+
+    @property
+    def _is_mid_pass(self) -> bool:
+        return self.fit.is_mid_pass
+
+    def is_divided(self, stream: Any) -> bool:
+        return True
+
+    def break_off(self) -> None:
+        self.fit.break_off()
+        self._synchronizer.undo.put_back()
+
+    def progress_text(self) -> str:
+        place = self.fit.state()
+        return f"epoch {place['epoch']} of `fit`, {place['num_steps']} steps taken" if "epoch" in place else ""
 
 
 def _refuse_missing(name: str) -> Iterator[Any]:

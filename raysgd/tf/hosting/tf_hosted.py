@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,9 @@ from raysgd.core.numbers.time_spent import USEFUL
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.data import call_data
-from raysgd.tf.fit import FitStream
+from raysgd.tf.data.dataset_streams import StreamItem
 from raysgd.tf.hosting.keras_state import KerasState, part_ways, random_states, restore_random_states, seed_alike
-from raysgd.tf.hosting.tf_feed import TFFeed
+from raysgd.tf.hosting.tf_feed import FitFeed, TFFeed
 from raysgd.tf.objects import datasets, learning_rates, naming, registration
 from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from raysgd.tf.parallel import global_metrics
@@ -30,10 +31,11 @@ from raysgd.trainer.messages.facts import RunnerFacts
 from raysgd.trainer.messages.prediction import PredictRequest, Work
 from raysgd.trainer.messages.weight_sums import WeightSums, models_to_compare, sums_of_array, tolerance_of
 from raysgd.trainer.worker import hosted
+from raysgd.trainer.worker.batch_plan import BatchPlan
 from raysgd.trainer.worker.data.epoch_run import EpochRun
-from raysgd.trainer.worker.data.loop import Loop
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import check_is_set_up, is_stock, take_rank
+from raysgd.trainer.worker.step_loop import StepLoop, StepParts
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ class TFHostedOperator(hosted.HostedOperator):
 
     settings: TFSettings
     operator: TrainingOperator
-    loop: OperatorLoop
+    parts: KerasParts
     state: KerasState
     feed: TFFeed
 
@@ -67,7 +69,8 @@ class TFHostedOperator(hosted.HostedOperator):
         # If the config sets the global batch size, each step must have that size even if workers are missing. The
         # number of the dataset's batches in a step is therefore the intended number of workers, not the current one.
         num_global = self._num_workers if BATCH_SIZE in settings.config else None
-        feed = TFFeed(lambda: self.operator, self.synchronizer, world, settings.seed, num_global)
+        kind = FitFeed if issubclass(settings.training_operator_cls, CreatorOperator) else TFFeed
+        feed = kind(lambda: self.operator, self.synchronizer, world, settings.seed, num_global)
         super().__init__(settings, world, feed, ledger)
 
     def build(self) -> RunnerFacts:
@@ -75,8 +78,10 @@ class TFHostedOperator(hosted.HostedOperator):
         settings, synchronizer = self.settings, self.synchronizer
         makes_fit = issubclass(settings.training_operator_cls, CreatorOperator)
         operator = self._make_operator(makes_fit)
-        self.loop = self._loop_of(operator)
-        self.state = KerasState(operator, self.feed, self.loop.fit)
+        self.parts = (FitParts if makes_fit else KerasParts)(operator, synchronizer, self.feed, synchronizer.step)
+        if self.feed.fit is not None:
+            operator._raysgd.fit = self.feed.fit
+        self.state = KerasState(operator, self.feed, self.feed.fit)
         synchronizer.restrict_to(lambda: operator._models)
         _make_variables(operator, makes_fit, synchronizer)
         weights = [v for model in operator._models for v in registration.weights_of(model)]
@@ -112,13 +117,6 @@ class TFHostedOperator(hosted.HostedOperator):
                 refuse_stateful(operator._models)
         made: TrainingOperator = operator
         return made
-
-    def _loop_of(self, operator: TrainingOperator) -> OperatorLoop:
-        if not isinstance(operator, CreatorOperator):
-            return OperatorLoop(operator, self.synchronizer, self.feed)
-        loop = FitLoop(operator, self.synchronizer, self.feed)
-        operator._raysgd.fit = loop.fit
-        return loop
 
     def facts(self) -> RunnerFacts:
         operator = self.operator
@@ -176,7 +174,7 @@ class TFHostedOperator(hosted.HostedOperator):
     def take_rank(self, world: World) -> None:
         self.feed.take_rank(world)
         self.synchronizer.regroup(world)
-        # Discard the measured times and sample counts. A new rank has none, and the ranks' values are compared.
+        # Discard the sample counts. A new rank has none, and the ranks' values are compared.
         self.synchronizer.exchanges.forget_call()
         take_rank(self.operator, world)
 
@@ -190,23 +188,24 @@ class TFHostedOperator(hosted.HostedOperator):
         """Do nothing. Keras models hold no reference to the group, so nothing needs an update."""
 
     @contextmanager
-    def training(self, run: EpochRun, stream: Any) -> Iterator[None]:
-        synchronizer = self.synchronizer
-        synchronizer.exchanges.ledger = self.ledger
-        with synchronizer.exchanges.surfacing_errors(), synchronizer.exchanges.measuring():
+    def training(self, run: EpochRun, loop: StepLoop) -> Iterator[None]:
+        synchronizer, fit = self.synchronizer, self.feed.fit
+        with synchronizer.exchanges.surfacing_errors(), synchronizer.exchanges.measuring(self.ledger):
             try:
-                yield
+                with nullcontext() if fit is None else fit.calling(partial(loop.committed, False)):
+                    yield
             finally:
                 synchronizer.step.forget()
             global_metrics.merge_statistics(synchronizer.group, self.operator._models)
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        with self.synchronizer.exchanges.surfacing_errors():
+    def evaluating(self) -> Iterator[KerasParts]:
+        synchronizer = self.synchronizer
+        with synchronizer.exchanges.surfacing_errors():
             try:
-                yield
+                yield KerasParts(self.operator, synchronizer, self.feed, synchronizer.validation_step)
             finally:
-                self.synchronizer.validation_step.forget()
+                synchronizer.validation_step.forget()
 
     @contextmanager
     def predicting(self) -> Iterator[None]:
@@ -324,25 +323,51 @@ def _has_traced_train_step(operator: TrainingOperator, synchronizer: Synchronize
     return _works_ahead("trace a `train_step`", trace)
 
 
-class OperatorLoop(Loop):
-    """The training loop of an operator whose `train_epoch` iterates over batches that raysgd draws.
+class KerasParts(StepParts):
+    """The steps of an operator whose `train_epoch` iterates over batches that raysgd draws.
 
-    Attributes:
-        fit: Holds the position of Keras's `fit`. None in this class, because no `fit` runs.
+    Args:
+        operator: The operator.
+        synchronizer: Averages gradients over the ranks.
+        feed: Provides the data.
+        step: The current step: that of training, or that of validation.
     """
 
-    fit: FitStream | None = None
     _feed: TFFeed
 
-    def __init__(self, operator: TrainingOperator, synchronizer: Synchronizer, feed: TFFeed) -> None:
+    def __init__(self, operator: TrainingOperator, synchronizer: Synchronizer, feed: TFFeed, step: TFStep) -> None:
         super().__init__(feed)
-        self._operator = operator
-        self._synchronizer = synchronizer
+        self._operator, self._synchronizer, self._step = operator, synchronizer, step
         self._num_exchanges = 0  # number of completed all-reduces when the last step ended
 
     @property
-    def leg(self) -> TFStep:
-        return self._synchronizer.step
+    def step(self) -> TFStep:
+        return self._step
+
+    def open(self, plan: BatchPlan, item: StreamItem) -> None:
+        self._step.begin_batch(item.num_samples, item.num_global, item.weights)
+
+    def takes_padding(self, batch: Any) -> bool:
+        """Take part in a step for which only other ranks have samples, without calling the user's `train_batch`.
+
+        This rank repeats the all-reduces of an earlier step with a weight of zero. If there was no earlier step, it
+        traces the operator's `train_step` to find out which all-reduces a step has.
+
+        Raises:
+            IncompatibleModelError: There was no earlier step, and the user has overridden `train_batch`. It is
+                therefore unknown which all-reduces a step has.
+        """
+        operator, synchronizer = self._operator, self._synchronizer
+        if self._step is not synchronizer.step:  # a validation just leaves the batch out
+            return True
+        if not self._step.usual and not is_stock(operator, "train_batch", of=TrainingOperator):
+            raise IncompatibleModelError(
+                f"The first step of this process has no sample for worker {operator.world_rank}, so it is unknown "
+                "which steps your `train_batch` takes: make the batches larger."
+            )
+        synchronizer.take_part(operator.train_step, batch)
+        operator._raysgd.num_left_out += 1
+        return True
 
     def plain(self, value: Any) -> Any:
         """Convert a scalar tensor to a number, and any other tensor to an array."""
@@ -353,12 +378,10 @@ class OperatorLoop(Loop):
     def is_whole(self) -> bool:
         return self._synchronizer.exchanges.num_completed == self._num_exchanges
 
-    def note_boundary(self) -> None:
+    def commit(self, has_step: bool = False) -> None:
         self._num_exchanges = self._synchronizer.exchanges.num_completed
-
-    @property
-    def own_s(self) -> float | None:
-        return self._synchronizer.exchanges.own_so_far() or None
+        if has_step:
+            self._step.confirm()
 
     def begin_call(self) -> None:
         self._synchronizer.exchanges.forget_call()
@@ -366,68 +389,32 @@ class OperatorLoop(Loop):
         internals.forget_stale_steps()
         internals.num_left_out = 0
 
-    @property
-    def _is_mid_pass(self) -> bool:
-        return bool((self._feed.position() or {}).get("is_mid_pass"))
 
-    @property
-    def order_obstacle(self) -> str | None:
-        if self._is_mid_pass and not self._feed.train_passes.can_repeat():
-            return "the train dataset is shuffled, and too large for a copy that repeats the order of this pass"
-        return None
-
-
-class FitLoop(OperatorLoop):
-    """The training loop of an operator that calls Keras's `fit`.
+class FitParts(KerasParts):
+    """The steps of an operator that calls Keras's `fit`.
 
     Keras draws the batches itself, so raysgd cannot measure the time spent waiting for data.
     """
 
     first_bin = USEFUL
-    fit: FitStream
-    _operator: CreatorOperator
-
-    def __init__(self, operator: CreatorOperator, synchronizer: Synchronizer, feed: TFFeed) -> None:
-        super().__init__(operator, synchronizer, feed)
-        self.fit = FitStream(feed.train_passes, synchronizer.exchanges)
+    _feed: FitFeed
 
     @property
     def is_whole(self) -> bool:
-        return self.fit.is_whole
+        return self._feed.fit.is_whole
 
     def begin_call(self) -> None:
-        self.fit.end()  # forget the position of the last `fit`, which may have ended with an exception in user code
+        self._feed.fit.end()  # forget the position of the last `fit`, which may have ended with an exception
         super().begin_call()
 
     def end_call(self) -> None:
-        self.fit.end()
-
-    def stream(self, request: EpochRequest, *, is_begun: bool = False) -> FitStream:
-        return self.fit
-
-    def pass_index(self, stream: Any) -> int:
-        return self.fit.pass_index if self._is_mid_pass else self._feed.epoch
-
-    @property
-    def _is_mid_pass(self) -> bool:
-        return self.fit.is_mid_pass
-
-    def can_resume(self, stream: Any) -> bool:
-        return True
-
-    def break_off(self) -> None:
-        self.fit.break_off()
-        self._synchronizer.undo.put_back()
-
-    def progress_text(self) -> str:
-        place = self.fit.state()
-        return f"epoch {place['epoch']} of `fit`, {place['num_steps']} steps taken" if "epoch" in place else ""
+        self._feed.fit.end()
 
     def num_samples(self, run: EpochRun) -> int:
         return self._synchronizer.exchanges.num_samples
 
     def results(self, run: EpochRun) -> Any:
-        return CreatorOperator.results_of(self.fit.logs)
+        return CreatorOperator.results_of(self._feed.fit.logs)
 
     def extra_results(self) -> dict[str, Any]:
         return {}

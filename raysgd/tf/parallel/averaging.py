@@ -5,7 +5,6 @@ Each optimizer step runs one all-reduce for all its dense gradients. Sparse grad
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -38,7 +37,6 @@ class ExchangeRecord:
             exception, the step ends before any weight has changed.
         num_completed: Number of completed exchanges.
         num_per_step: Number of exchanges in a step of a Keras loop.
-        own_s: Seconds of the training call spent outside exchanges, up to the most recent exchange.
         ledger: Object to which the start and end of each exchange is reported. None before the first training call.
     """
 
@@ -47,35 +45,28 @@ class ExchangeRecord:
         self.before_exchange: Callable[[], None] | None = None
         self.num_completed = 0
         self.num_per_step = 1
-        self.own_s = 0.0
         self.ledger: Ledger | None = None
-        self._left_at: float | None = None  # time at which the call started or its last all-reduce finished
+        self._is_measuring = False
         self._num_samples = 0.0  # samples that this rank contributed to all-reduces in the call
         self._error: BaseException | None = None
 
     def forget_call(self) -> None:
-        """Reset the measured time and number of samples. Call this at the start of a training call."""
-        self.own_s, self._num_samples = 0.0, 0.0
+        """Reset the number of samples. Call this at the start of a training call."""
+        self._num_samples = 0.0
 
     @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Measure the time that the block spends outside gradient all-reduces.
+    def measuring(self, ledger: Ledger) -> Iterator[None]:
+        """Count this rank's samples in the block, which runs a training call or a part of it, and measure its time.
 
-        The block runs a training call, or a part of it.
+        Args:
+            ledger: Object to which the start and end of each exchange is reported, from now on.
         """
-        self._left_at = time.perf_counter()
+        self.ledger, self._is_measuring = ledger, True
+        ledger.begin_own_work()
         try:
             yield
         finally:
-            self._left_at = None
-
-    def own_so_far(self) -> float:
-        """Return the seconds that the training call has spent outside gradient all-reduces so far.
-
-        The time since the last all-reduce is included, so the result keeps growing if user code hangs.
-        """
-        own_s, left_at = self.own_s, self._left_at
-        return own_s + (0.0 if left_at is None else time.perf_counter() - left_at)
+            self._is_measuring = False
 
     @property
     def num_samples(self) -> int:
@@ -89,15 +80,15 @@ class ExchangeRecord:
         Args:
             num_samples: Number of samples that this rank contributes.
         """
-        is_measured = self._left_at is not None
-        if self._left_at is not None:
-            self.own_s, self._left_at = self.own_so_far(), None
-        with nullcontext() if self.ledger is None else self.ledger.exchanging(self.group):
+        ledger, is_measured = self.ledger, self._is_measuring
+        if ledger is not None and is_measured:
+            ledger.end_own_work()
+        with nullcontext() if ledger is None else ledger.exchanging(self.group):
             yield
         self.num_completed += 1
-        if is_measured:
+        if ledger is not None and is_measured:
             self._num_samples += num_samples
-            self._left_at = time.perf_counter()
+            ledger.begin_own_work()
 
     @contextmanager
     def surfacing_errors(self) -> Iterator[None]:

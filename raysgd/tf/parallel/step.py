@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from raysgd.exceptions import IncompatibleModelError
-from raysgd.trainer.worker.step_loop import BatchPlan
+from raysgd.trainer.worker.batch_plan import BatchPlan
 
 Exchange = Callable[[], object]
 """A function that repeats an all-reduce of a step with zeros, on a rank that has no samples."""
@@ -25,14 +25,12 @@ class TFStep:
             batches, because the number is then counted in each batch.
         num_global: The step's total number of samples over all ranks, or 0 if unknown.
         weights: This rank's sum of sample weights, and the sum over all ranks. Both are 0 without sample weights.
-        began_at: Time at which the loop started to draw the batch.
         usual: Functions that repeat the all-reduces of the last step that ran any, with zero samples from this rank.
     """
 
     num_samples: int | None = None
     num_global: int = 0
     weights: tuple[float, float] = (0.0, 0.0)
-    began_at: float = 0.0
     usual: list[Exchange] = field(default_factory=list)
     _exchanged: list[Exchange] = field(default_factory=list)
     _waiting: list[tuple[int, int]] = field(default_factory=list)
@@ -109,8 +107,6 @@ class TFStep:
         if divisor is None:
             return self.num_global / self.num_samples
         return divisor / joint * self.num_global / self.num_samples if joint and np.isclose(divisor, own) else 1.0
-
-    accumulate = 1  # each batch is an optimizer step
 
     @property
     def plan(self) -> BatchPlan:

@@ -23,14 +23,13 @@ from raysgd.torch.data.sources import (
     DrawnItem,
     LoaderSource,
     PlainSource,
-    TorchBatchStream,
+    TorchCursor,
 )
-from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.ranks import RankSums
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.messages.prediction import AsBatch
-from raysgd.trainer.worker.data.batch_streams import NO_BATCH
+from raysgd.trainer.worker.data.data_cursor import NO_BATCH
 from raysgd.trainer.worker.data.feed import DataFeed, has_divided_source
 
 logger = logging.getLogger(__name__)
@@ -46,8 +45,6 @@ class TorchFeed(DataFeed):
             name, or None.
         parallel: Strategy, such as DDP, that keeps the workers' models in sync.
         world_size: Number of workers.
-        undo: Function that is called in training before a padding batch, the batch of a rank without samples. It
-            returns a function that undoes the side effects of the padding batch.
         rank: Rank of this worker.
         rule: Rule for splitting global batches among the workers; None if each batch of a loader is for one worker.
         make_batch: Function that creates batches from arrays that the user passes.
@@ -58,7 +55,6 @@ class TorchFeed(DataFeed):
         data_of: Callable[[str], ShardedLoader | UndividedLoader | StreamData | None],
         parallel: Strategy,
         world_size: int,
-        undo: Callable[[], Callable[[], None]] | None = None,
         rank: int = 0,
         rule: GlobalBatchRule | None = None,
         make_batch: AsBatch = as_batch,
@@ -69,7 +65,6 @@ class TorchFeed(DataFeed):
         self.rule = rule
         self._make_batch = make_batch
         self._group = RankSums(parallel, rank, world_size)
-        self._undo = undo
 
     @property
     def _ranks(self) -> RankSums:
@@ -80,8 +75,8 @@ class TorchFeed(DataFeed):
         data = self._data_of("train")
         return data if isinstance(data, StreamData) else None
 
-    def _stream_over(self, source: LoaderSource, begin_pass: Callable[[], int]) -> TorchBatchStream:
-        return TorchBatchStream(source, self._parallel.leg, begin_pass, self._undo)
+    def _stream_over(self, source: LoaderSource, begin_pass: Callable[[], int]) -> TorchCursor:
+        return TorchCursor(source, begin_pass)
 
     def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> LoaderSource:
         loader, ranks = self.made_of_call(name, request), self._ranks
@@ -114,14 +109,12 @@ class TorchFeed(DataFeed):
         loader = getattr(self._data_of(name), "loader", None)
         return loader if isinstance(loader, RayLoader) else None
 
-    def _open_validation(self, request: EpochRequest) -> TorchBatchStream:
+    def _open_validation(self, request: EpochRequest) -> TorchCursor:
         is_of_call = request.shard_key is not None
         find = self._source_of_call if is_of_call else self._source
         source = find("validation", request, training=False)
-        stream = TorchBatchStream(source, Leg(), lambda: 0)
         is_dealt = is_of_call or self.ray_loader("validation") is not None
-        stream.has_one_pass = is_dealt and isinstance(source, PlainSource)
-        return stream
+        return TorchCursor(source, lambda: 0, has_one_pass=is_dealt and isinstance(source, PlainSource))
 
     def _source(self, name: str, request: EpochRequest, *, training: bool) -> LoaderSource:
         data = self._data_of(name)

@@ -1,4 +1,4 @@
-"""Sources of one worker's batches, and the stream of batches that a training call reads from a source.
+"""Sources of one worker's batches, and the cursor that draws the batches of a source.
 
 For a loader that the library shards, each rank knows in advance how many samples all ranks have in each step. To train
 on any other loader, the ranks all-reduce the sizes of their batches before each step, while they train on the previous
@@ -22,11 +22,10 @@ from raysgd.torch.data.batch_sampler import PassPlan
 from raysgd.torch.data.batches import count_samples
 from raysgd.torch.data.sample_order import BatchesOrder, SamplerOrder, length_of
 from raysgd.torch.data.sampling import ShardedLoader
-from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.ranks import RankSums
 from raysgd.torch.parallel.strategy import Summation
-from raysgd.trainer.worker.data.batch_streams import NO_BATCH, BatchStream
-from raysgd.trainer.worker.step_loop import BatchPlan
+from raysgd.trainer.worker.batch_plan import BatchPlan
+from raysgd.trainer.worker.data.data_cursor import NO_BATCH, DataCursor
 
 logger = logging.getLogger(__name__)
 
@@ -382,10 +381,10 @@ def _samples_in(batch: Any) -> int | None:
     return None if batch is _END else count_samples(batch)
 
 
-class TorchBatchStream(BatchStream[DrawnItem, Leg]):
-    """The stream of batches that a call reads from a source. It also counts the samples used in the pass."""
+class TorchCursor(DataCursor[DrawnItem]):
+    """Draws the batches of a source, and counts the samples used in the pass."""
 
-    _num_steps_in_pass = _began_at = 0
+    _began_at = 0
     # Set when this worker leaves its group during a pass: the number of samples in that pass, and how many of them were
     # used. None again once a pass starts in the next group.
     _before: tuple[int | None, int] | None = None
@@ -399,7 +398,7 @@ class TorchBatchStream(BatchStream[DrawnItem, Leg]):
 
         The first count is None if it is unknown. Another thread may call this method during training.
         """
-        to_resume, num_steps, num_open = self._to_resume, self._num_steps_in_pass, self._num_open
+        to_resume, num_steps, num_open = self._to_resume, self._num_steps_in_pass, self.num_open
         if self._before is not None:
             return *self._before, 0
         num_due = self.source.num_steps()
@@ -417,19 +416,8 @@ class TorchBatchStream(BatchStream[DrawnItem, Leg]):
         self._num_steps_in_pass = self._began_at = 0
 
     def _begin_pass(self, consumed: int) -> Iterator[DrawnItem]:
-        self._num_steps_in_pass, self._began_at, self._before = 0, consumed, None
+        self._began_at, self._before = consumed, None
         return iter(self.source.open(self.pass_index, consumed))
-
-    @property
-    def looks_ahead(self) -> bool:  # type: ignore[override]
-        return self.leg.rules.has_several
-
-    def _begin_batch(self, leg: Leg, item: DrawnItem, plan: BatchPlan) -> Any:
-        if plan.total_samples is None and leg.rules.has_several:
-            plan = plan._replace(total_samples=count_samples(item.batch))
-        leg.begin_batch(plan)
-        self._num_steps_in_pass += plan.starts_global_batch
-        return item.batch
 
 
 def tell_epoch(loader: Any, pass_index: int) -> None:

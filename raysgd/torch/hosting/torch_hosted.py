@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +22,8 @@ from raysgd.torch.data.call_data import PredictionLoader
 from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader
 from raysgd.torch.data.sources import DividedLoaderSource
-from raysgd.torch.hosting.step_loop import StepLoop, is_plain, make_undo
 from raysgd.torch.hosting.torch_state import TorchState
+from raysgd.torch.hosting.torch_step import EvaluationParts, TorchParts, is_plain, make_undo
 from raysgd.torch.objects import hyperparameters, metric_objects, rng
 from raysgd.torch.objects.criteria import refuse_sum
 from raysgd.torch.objects.hyperparameters import Hyperparameters
@@ -46,6 +46,7 @@ from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import check_is_set_up, take_rank
+from raysgd.trainer.worker.step_loop import StepLoop, StepParts
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
@@ -83,13 +84,13 @@ class TorchHostedOperator(HostedOperator):
     internals: TorchInternals
     state: TorchState
     feed: TorchFeed
-    loop: StepLoop
+    parts: TorchParts
 
     def __init__(self, settings: TorchSettings, world: World, ledger: Ledger) -> None:
         self._device = _device(settings.use_gpu)
         self.parallel = _make_parallel(settings, world, self._device)
         rule = global_batches(settings)
-        feed = TorchFeed(self._data, self.parallel, world.size, self._undo, world.rank, rule, self._make_batch)
+        feed = TorchFeed(self._data, self.parallel, world.size, world.rank, rule, self._make_batch)
         super().__init__(settings, world, feed, ledger)
         self._modes: ModuleModes | None = None  # train/eval modes to restore after an evaluation; None otherwise
         self._prediction: PredictionLoader | None = None
@@ -111,10 +112,10 @@ class TorchHostedOperator(HostedOperator):
         recovery = settings.recovery
         copies = recovery.undo if recovery.in_place else False
         undo = make_undo(self.operator, self.parallel, copies, world, self.ledger)
-        self.loop = StepLoop(self.operator, self.parallel, self.feed, undo)
-        self.internals.gradients.tell(self.loop.note_step)
+        self.parts = TorchParts(self.operator, self.parallel, self.feed, undo)
+        self.internals.gradients.tell(self.parts.note_step)
         self.parallel.attach(self.internals.registered.wrapped)
-        self.state = TorchState(self.operator, self.parallel, self.feed, self.loop.waiting_parameters)
+        self.state = TorchState(self.operator, self.parallel, self.feed, self.parts.waiting_parameters)
         registered = self.internals.registered
         hyperparameters.note_first_rates(registered.schedulers)
         self.internals.chosen = hyperparameters.read(registered.optimizers)
@@ -222,7 +223,7 @@ class TorchHostedOperator(HostedOperator):
         if is_plain(operator, "train_batch") and not (is_plain(operator, "train_epoch") or hasattr(operator, "model")):
             return  # without `self.model`, the user's `train_epoch` cannot call the default `train_batch`
         try:
-            self.loop.begin_leg(0)
+            self.parts.begin_leg(0)
             batch = next(DividedLoaderSource(data, data.seed_hint).open(0, 0), None)
             if batch is not None:
                 internals = self.internals
@@ -244,7 +245,6 @@ class TorchHostedOperator(HostedOperator):
         self._part_ways()
         take_rank(self.operator, world)
         self.feed.take_rank(world.rank, world.size, now, before)
-        self.loop.latest_leg = None  # the driver compares the step times of all ranks, and new ranks have none yet
 
     def send(self, state: Any, takers: Sequence[int]) -> None:
         handover.send(state, takers, self.operator.device)
@@ -268,36 +268,33 @@ class TorchHostedOperator(HostedOperator):
         self.parallel.reform()
 
     @contextmanager
-    def training(self, run: EpochRun, stream: Any) -> Iterator[None]:
+    def training(self, run: EpochRun, loop: StepLoop) -> Iterator[None]:
         self.has_trained = True
         if self._modes is not None:
             self._modes.give_back()  # the train/eval modes from before the evaluation
         if self._prediction is not None:
             self._prediction.close()
         self._modes = self._prediction = None
-        internals, parallel = self.internals, self.parallel
+        internals, parallel, parts, source = self.internals, self.parallel, self.parts, loop.cursor.source
+        is_divided = self.feed.is_divided(loop.cursor)
         # Exchange metrics only if the call can continue after a rank is lost. The remaining ranks then report the lost
         # rank's metrics.
-        sends_rows = parallel.tells_rows and self.epoch_obstacle is None and self.feed.is_divided(stream)
+        sends_rows = parallel.tells_rows and self.epoch_obstacle is None and is_divided
         share = parallel.sharing(run, self.world.size) if sends_rows else None
-        leg = stream.leg = self.loop.begin_leg(run.epoch_idx, stream.source, ledger=self.ledger, share=share)
+        leg = parts.begin_leg(run.epoch_idx, source, ledger=self.ledger, share=share)
         if leg.rules.weighs and is_plain(self.operator, "train_epoch", "train_batch", "forward", "backward"):
             refuse_sum(internals.criterion)
-        # Before each pass over the data, check that user code has called `rewrap` if it froze or unfroze parameters, or
-        # added parameter groups.
-        stream.prepare = partial(internals.trained.check, self.operator._freezes_in_batches)
         internals.loss_calls.makes_all = is_plain(self.operator, *_TRAINING_RUNGS)
         noting = internals.loss_calls.on(internals.criterion, leg.items.note_labels, only_labels=True)
         try:
             can_continue = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
-            self.loop.undo.open_call(can_continue and self.loop.can_resume(stream))
+            parts.undo.open_call(can_continue and is_divided)
             recording = nullcontext() if leg.recorder is None else leg.recorder.of_call()
-            with recording, self._in_shares(run, stream.source), noting:
+            with recording, self._in_shares(run, source), noting:
                 yield
             leg.items.check_counted()
         finally:
             parallel.end_leg()
-            stream.leg = parallel.leg
 
     def _in_shares(self, run: EpochRun, source: Any) -> AbstractContextManager[Any]:
         """Return a context manager that adds advice to PyTorch's errors while the call trains.
@@ -324,7 +321,7 @@ class TorchHostedOperator(HostedOperator):
         return stack
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> Iterator[StepParts]:
         """Put the models into evaluation mode for the `with` block and until the next training call."""
         internals, registered = self.internals, self.internals.registered
         internals.loss_calls.makes_all = is_plain(self.operator, "validate", "validate_batch", "forward")
@@ -333,7 +330,7 @@ class TorchHostedOperator(HostedOperator):
         modes.evaluate([*registered.models, getattr(self.operator, "model", None)])
         try:
             with self.parallel.evaluating(registered.wrapped), noting, with_advice(registered.wrapped):
-                yield
+                yield EvaluationParts(self.feed)
         finally:
             modes.note()
 
@@ -388,14 +385,6 @@ class TorchHostedOperator(HostedOperator):
             self._prediction.close()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-
-    def _undo(self) -> Callable[[], None]:
-        """Save the states of the operator's torchmetrics metrics before a padding batch.
-
-        Returns:
-            A function that restores the metrics, so that they do not count the padding.
-        """
-        return metric_objects.remember(self.operator, self.internals.registered)
 
     def _data(self, name: str) -> Any:
         """Return the data that the operator registered under "train" or "validation"; None if it registered none."""

@@ -11,7 +11,6 @@ the weights.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,9 +18,9 @@ from typing import Any
 from raysgd.torch.parallel.record import BatchRecord, FlightRecorder, StepRecord
 from raysgd.torch.parallel.scale import UNSCALED, Accumulation, BatchItems, Scale
 from raysgd.torch.parallel.undo import Undo
+from raysgd.trainer.worker.batch_plan import BETWEEN_BATCHES, BatchPlan, StepRules
 from raysgd.trainer.worker.data.rank_rows import Gather
 from raysgd.trainer.worker.ledger import Ledger
-from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES, BatchPlan, StepRules
 
 # Sends this rank's metrics (its row) and receives those of the other ranks. The argument gathers rows; None: the mesh.
 Share = Callable[[Gather | None], None]
@@ -31,7 +30,7 @@ class Leg:
     """Tracks the current batch and step in a leg, the part of a training call that one worker group runs.
 
     A step is an optimizer step. With `deterministic=True`, each global batch is divided into logical shards, whose
-    number does not depend on the number of ranks. The class implements the protocol `CurrentLeg`.
+    number does not depend on the number of ranks. The class implements the protocol `CurrentStep`.
 
     Args:
         rules: What holds for all steps of the leg.
@@ -59,9 +58,6 @@ class Leg:
         recorder: Records this rank's actions, to compare them with those of other ranks. None if they may differ.
         ledger: Measures the time spent in communication.
         batch: What has happened to the batch that the training code requested last.
-        began_at: Time at which this rank began to draw the batch; 0 once the batch's first backward pass has started.
-        own_s: Seconds from `began_at` to the backward pass, summed over all batches. In this time, the rank does not
-            wait for other ranks.
         is_used: True if a backward pass was recorded. False if user code computes all gradients without the library's
             methods; gradient accumulation then has no effect.
         typical_items: Mean number of items of a rank's batch in the latest step in which batches were not weighted by
@@ -91,17 +87,12 @@ class Leg:
         self.batch = BatchRecord()
         self.record = StepRecord() if record is None else record
         self.recorder, self.ledger, self._checks_losses = recorder, ledger or Ledger(), checks_losses
-        self.began_at = self.own_s = 0.0
         self.is_used = False
         self.typical_items = 1.0
         self.has_clipped = False
         self.accumulation: Accumulation | None = None
         self._is_weighing = False  # True in a backward pass by the library with a scale of its own
         self._num_waiting, self._is_by_samples = 0, True
-
-    @property
-    def accumulate(self) -> int:
-        return self.rules.accumulate
 
     # ------------------------------------------------------------------------------------ from batch to batch
 
@@ -173,7 +164,6 @@ class Leg:
         From now on, backward passes belong to no batch. However, if the last batch still needs its backward pass, the
         next backward pass belongs to the last batch.
         """
-        self.began_at = 0.0
         if not self._num_waiting:
             self.end_batch()
 
@@ -181,16 +171,6 @@ class Leg:
         """Let backward passes and steps from now on belong to no batch."""
         self.plan, self.scale = BETWEEN_BATCHES, UNSCALED
         self.batch.end()
-
-    def end_forward(self) -> None:
-        """Stop measuring the time that this rank spends on the batch without waiting for other ranks (`own_s`).
-
-        Called before each backward pass, in which ranks wait for each other. Only the first call for a batch has an
-        effect.
-        """
-        if self.began_at:
-            self.own_s += time.perf_counter() - self.began_at
-            self.began_at = 0.0
 
     def confirm(self) -> None:
         """Raise if the step that has ended is invalid, for example because a connection broke during the step."""

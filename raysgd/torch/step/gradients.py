@@ -98,7 +98,7 @@ class Gradients:
             self._clear(chosen, bystanders)
             leg.note_backward(cleared)
             if self._parallel.has_others:
-                leg.end_forward()
+                leg.ledger.end_own_work()
             self._precision.backward(loss, chosen[0])
         else:
             weight = leg.items.of_loss(loss, weight)
@@ -123,7 +123,7 @@ class Gradients:
         parallel, leg, items = self._parallel, self._parallel.leg, None
         had_one = leg.note_backward(cleared, by_samples=own is None)
         is_second = had_one and leg.rules.averages and not leg.rules.num_shards
-        leg.end_forward()
+        leg.ledger.end_own_work()
         if leg.rules.has_several:
             scale = Scale(leg.add_up(own, parallel.num_ranks, is_of_criterion=not is_given))
         elif own is None:

@@ -27,16 +27,16 @@ from raysgd.trainer.messages.weight_sums import WeightSums
 from raysgd.trainer.worker.data.around_batch import take_outside
 from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.data.feed import DataFeed
-from raysgd.trainer.worker.data.loop import Loop
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import is_stock
 from raysgd.trainer.worker.state.replica_state import ReplicaState
+from raysgd.trainer.worker.step_loop import StepLoop, StepParts
 
 
 class HostedOperator(ABC):
     """The training operator in a worker, with its data, training loop and state. Each framework has a subclass.
 
-    The subclasses create `operator`, `loop` and `state` in `build`.
+    The subclasses create `operator`, `parts` and `state` in `build`.
 
     Args:
         settings: Settings with which to create the operator.
@@ -50,7 +50,7 @@ class HostedOperator(ABC):
         feed: Provides the batches.
         ledger: Records how the worker spends its time.
         operator: The operator, an instance of the user's class.
-        loop: Framework-specific part of training calls.
+        parts: What the framework does at the events of a step.
         state: Reads and restores the training state.
         name: Identifies this rank to other ranks. Unlike its number, the name stays the same in later groups.
         timers: The timers of the operator, which measure only in calls with `profile`.
@@ -59,13 +59,13 @@ class HostedOperator(ABC):
 
     settings: Any
     operator: Any
-    loop: Loop
+    parts: StepParts
     state: ReplicaState
 
     def __init__(self, settings: Any, world: World, feed: DataFeed, ledger: Ledger) -> None:
         self.settings, self.world, self.feed = settings, world, feed
         self.operator = None
-        self.loop = Loop(feed)
+        self.parts = StepParts(feed)
         self.ledger = ledger
         self.name, self.timers = uuid.uuid4().hex, TimerCollection()
         self.has_trained = False
@@ -150,7 +150,7 @@ class HostedOperator(ABC):
         """
         if not isinstance(returned, Mapping):
             return EpochAnswer(None, returned, num_steps)
-        plain, together = self.loop.plain, {**take_outside(self.operator._raysgd), **returned}
+        plain, together = self.parts.plain, {**take_outside(self.operator._raysgd), **returned}
         for name in together.keys() - {BATCH_COUNT}:
             refuse_taken(name)
         values = {**(extra or {}), **{name: plain(value) for name, value in together.items()}}
@@ -175,24 +175,24 @@ class HostedOperator(ABC):
             num_samples,
             snapshot,
             time.monotonic(),
-            self.loop.own_s,
+            self.ledger.own_s,
             self.feed.samples_used(),
             time=self.ledger.reading(),
-            joint_work=self.loop.joint_work,
+            joint_work=self.parts.joint_work,
         )
 
     @abstractmethod
-    def training(self, run: EpochRun, stream: Any) -> AbstractContextManager[Any]:
+    def training(self, run: EpochRun, loop: StepLoop) -> AbstractContextManager[Any]:
         """Return the context manager in which to run the operator's `train_epoch`.
 
         Args:
             run: Record of the training call.
-            stream: Stream of batches of the call.
+            loop: The steps of the call.
         """
 
     @abstractmethod
-    def evaluating(self) -> AbstractContextManager[Any]:
-        """Return the context manager in which to run the operator's `validate`."""
+    def evaluating(self) -> AbstractContextManager[StepParts]:
+        """Return the context manager in which to run the operator's `validate`, with the parts of its steps."""
 
     @abstractmethod
     def predicting(self) -> AbstractContextManager[Any]:
@@ -311,12 +311,12 @@ class HostedOperator(ABC):
     def install_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
         """Let the operator call these worker callbacks, and no others, from now on."""
         self.operator._raysgd.callbacks.install(callbacks, self.operator)
-        self.loop.note_boundary()
+        self.parts.commit()
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
         """Load the training state of a snapshot or a checkpoint. See `ReplicaState.restore`."""
         self.state.restore(shared_state, own_state)
-        self.loop.note_restored()
+        self.parts.note_restored()
 
     def close(self) -> None:
         """Drop the iterators over data, which ends the worker processes of data loaders. The operator stays usable."""

@@ -67,12 +67,16 @@ class Ledger:
 
     Args:
         clock: Function that returns a time in seconds. Only differences between two times are used.
+
+    Attributes:
+        own_s: Seconds of the call in which this rank did not wait for other ranks. None if it has not worked yet.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._is_successor = self._waits_for_group = False
+        self._own_s = self._own_since = 0.0
         self._begin()
 
     def _begin(self) -> None:
@@ -122,10 +126,28 @@ class Ledger:
             first: Name of the bin to which time is assigned first.
         """
         self.enter(first)
+        self._own_s = 0.0
         with OnFailure(self._break_off):
             yield
         self.commit()
+        self._own_since = 0.0
         self.enter(OTHER)
+
+    def begin_own_work(self) -> None:
+        """Record that this rank does not wait for other ranks from now on. It draws a batch, for example."""
+        self._own_since = self._own_since or self._clock()
+
+    def end_own_work(self) -> None:
+        """Record that this rank may wait for other ranks from now on, for example in an all-reduce."""
+        if self._own_since:
+            self._own_s += self._clock() - self._own_since
+            self._own_since = 0.0
+
+    @property
+    def own_s(self) -> float | None:
+        own_s, since = self._own_s, self._own_since
+        # Add the time of the running batch, so that the result keeps growing while user code hangs in a batch.
+        return own_s + (self._clock() - since if since else 0.0) or None
 
     def timing(self, batches: Iterator[ItemT]) -> Iterator[ItemT]:
         """Yield the batches, and measure how long it takes to draw each batch and to train on it.
@@ -134,10 +156,13 @@ class Ledger:
         training step.
         """
         self.enter(DATA)
+        self._own_since = self._since
         for batch in batches:
             self.enter(USEFUL)
             yield batch
             self.enter(DATA)
+            self._own_since = self._own_since or self._since
+        self._own_since = 0.0
         self.enter(OTHER)
 
     def commit(self) -> None:
@@ -148,6 +173,7 @@ class Ledger:
 
     def _break_off(self) -> None:
         """Record that the current step was interrupted. Its time moves to other bins, as the step will be repeated."""
+        self._own_since = 0.0
         self.enter(BROKEN)
         for name, target in _UNDONE_AS.items():
             self._move(name, target, self._seconds[name] - self._complete[name])
@@ -207,7 +233,7 @@ class Ledger:
         if self._waits_for_group:
             self._waits_for_group = False
             self._begin()
-        was_inside = self._bin in (BROKEN, LEFT)
+        self._own_s, was_inside = 0.0, self._bin in (BROKEN, LEFT)  # the ranks' times are compared: all begin at 0
         self._assign_interrupted(DETECT, FORM)
         self.enter(HAND_OVER)
         yield

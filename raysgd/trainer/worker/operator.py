@@ -7,7 +7,8 @@ These attributes still exist, as read-only views of values in `_raysgd`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate
@@ -19,7 +20,7 @@ from raysgd.core.numbers.timers import TimerCollection
 from raysgd.core.text.frames import defined_at
 from raysgd.core.text.log_lines import Once
 from raysgd.exceptions import InvalidRegistrationError, NotRegisteredError
-from raysgd.trainer.worker.data.around_batch import note, set_apart, with_logged
+from raysgd.trainer.worker.data.around_batch import forget, note, set_apart, with_logged
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Internals:
         lost: Metrics that lost workers measured in this call. Only rank 0 has them, and adds them to its own metrics.
         once: Remembers which messages have been logged, so that no message is logged twice.
         callbacks: The worker callbacks that the operator calls.
-        leg: Tracks the current batch, a `CurrentLeg`. None outside a call.
+        step: Tracks the current batch, a `CurrentStep`. None outside a call.
     """
 
     _operator: Any  # the operator whose `_raysgd` attribute is this object
@@ -102,7 +103,26 @@ class Internals:
         self.lost: Sequence[MetricSummary] = ()
         self.once = Once()
         self.callbacks = InstalledCallbacks()
-        self.leg: Any = None
+        self.step: Any = None
+
+    @contextmanager
+    def in_call(
+        self, step: Any, meters: AverageMeterCollection | None = None, lost: Sequence[MetricSummary] = ()
+    ) -> Iterator[None]:
+        """Inside the block, follow the current batch of a training or validation call.
+
+        Args:
+            step: Tracks the current batch, a `CurrentStep`.
+            meters: Collection in which a `train_epoch` accumulates its metrics.
+            lost: Metrics that lost workers measured in the call. Rank 0 adds them to its own metrics.
+        """
+        forget(self)
+        before, self.step = self.step, step
+        self.meters_to_fill, self.lost, self.latest_metrics = meters, lost, {}
+        try:
+            yield
+        finally:
+            self.step, self.meters_to_fill = before, None
 
     @property
     def world(self) -> World:
@@ -252,8 +272,8 @@ class BaseOperator:
         Raises:
             ValueError: With PyTorch, the step accumulates gradients, and the batch has had no backward pass.
         """
-        if self._raysgd.leg is not None:
-            self._raysgd.leg.skip()
+        if self._raysgd.step is not None:
+            self._raysgd.step.skip()
 
     @rung
     def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:

@@ -1,124 +1,260 @@
-"""`BatchPlan`: what is decided about a batch before user code sees it, by one pure generator (`planned`)."""
+"""`StepLoop`: the life of each batch, from its draw to the commit of its step. `StepParts`: the framework's part of it.
+
+A step is committed when the training loop requests the next batch, or ends. From then on, it is never undone, and its
+batches are never repeated.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+from raysgd.core.numbers.time_spent import OTHER
+from raysgd.trainer.messages.epochs import EpochRequest
+from raysgd.trainer.messages.joint_work import JointWork
+from raysgd.trainer.worker.batch_plan import BatchPlan, planned
+from raysgd.trainer.worker.data.data_cursor import NO_BATCH, DataCursor
+from raysgd.trainer.worker.data.epoch_run import EpochRun
+from raysgd.trainer.worker.data.feed import DataFeed
+
+_REDRAW_EVERY_S = 0.1
 
 
-class BatchPlan(NamedTuple):
-    """How one batch of this rank counts, and whether the optimizer steps after it.
+class StepParts:
+    """What a framework does at the events of a step, in a training or validation call. Each framework has a subclass.
 
-    A global batch is the batch of all ranks together. A rank trains on its share as one batch, or splits the share into
-    several micro-batches. A step of the optimizer has one global batch, or several whose gradients are accumulated.
-
-    Attributes:
-        num_samples: Number of this rank's samples; 0 for padding, None if unknown.
-        total_samples: Number of samples in the batches on which all ranks train at the same time; None if unknown. With
-            logical shards (`deterministic=True`), the number of samples in the entire global batch.
-        sample_weight: Factor for this rank's gradient in the mean over the ranks, if the batch is alone in its step.
-        starts_global_batch, ends_global_batch: True if the global batch starts or ends with this batch.
-        starts_step: True if a step of the optimizer starts with this batch.
-        sync_gradients: True if a step of the optimizer ends with this batch.
-        seeds: With logical shards, the seeds for the random numbers in the batch and after the step.
-        is_padding: True if no sample counts: the rank trains on the batch only to take part in the others' collectives.
-    """
-
-    num_samples: int | None = None
-    total_samples: int | None = None
-    sample_weight: float = 1.0
-    starts_global_batch: bool = True
-    ends_global_batch: bool = True
-    starts_step: bool = True
-    sync_gradients: bool = True
-    seeds: tuple[int, int] | None = None
-    is_padding: bool = False
-
-
-BETWEEN_BATCHES = BatchPlan()
-"""For backward passes and steps that belong to no batch, such as those between two calls."""
-
-
-@dataclass(frozen=True)
-class StepRules:
-    """The rules for all steps of a call in one group of workers.
-
-    Attributes:
-        averages: True if gradients are averaged over the ranks.
-        accumulate: Number of global batches in a step of the optimizer. The last step of a pass or a call may have
-            fewer.
-        micro_batches: Largest number of batches into which a rank splits its share of a global batch.
-        num_shards: Number of logical shards of a global batch (`deterministic=True`); 0 without them.
-        num_batches: Largest number of batches of one rank in a step.
-        has_several: True if a step may have several batches of one rank.
-        weighs: True if a step has several batches, of this rank or of several ranks, so that their weights matter.
-    """
-
-    averages: bool = False
-    accumulate: int = 1
-    micro_batches: int = 1
-    num_shards: int = 0
-    num_batches: int = field(init=False)
-    has_several: bool = field(init=False)
-    weighs: bool = field(init=False)
-
-    def __post_init__(self) -> None:  # attributes, because each batch reads them several times
-        object.__setattr__(self, "num_batches", self.accumulate * self.micro_batches)
-        object.__setattr__(self, "has_several", self.num_batches > 1)
-        object.__setattr__(self, "weighs", self.averages or self.has_several or self.num_shards > 0)
-
-    @property
-    def option(self) -> str:
-        """The trainer's option that combines several batches into one step, for error messages."""
-        return f"accumulate_grad_batches={self.accumulate}" if self.micro_batches == 1 else "micro_batch_size"
-
-    def samples_in_step(self, plan: BatchPlan) -> int | None:
-        """Return by how many samples a batch counts in a step of several batches. None if its step has no others."""
-        if not self.has_several:
-            return None
-        return plan.total_samples if self.averages or plan.num_samples is None else plan.num_samples
-
-
-class PlannedItem(Protocol):
-    """A batch of a source, and its place in the pass."""
-
-    @property
-    def is_first(self) -> bool:
-        """True if a global batch starts with this item."""
-
-    @property
-    def is_last_part(self) -> bool:
-        """True if a global batch ends with this item."""
-
-    @property
-    def is_last_of_pass(self) -> bool | None:
-        """True if the pass ends with this item. None if that is unknown before the next item is drawn."""
-
-    def plan(self, starts_step: bool, sync_gradients: bool) -> BatchPlan:
-        """Return how the item counts. The arguments become attributes of the plan."""
-
-
-ItemT = TypeVar("ItemT", bound=PlannedItem)
-
-
-def planned(
-    drawn: Iterator[tuple[ItemT, bool]], accumulate: int, num_steps: int | None
-) -> Iterator[tuple[ItemT, BatchPlan]]:
-    """Yield each drawn item with its plan. A step ends after `accumulate` global batches, a pass, or the call.
+    This base class assumes that the training state is always that of a committed step.
 
     Args:
-        drawn: Each item, and whether the pass ends with it.
-        accumulate: Number of global batches in a step of the optimizer.
-        num_steps: Number of global batches of the call; None to go on as long as items come.
+        feed: Provides the data.
+
+    Attributes:
+        first_bin: Category of time, in the worker's `Ledger`, to which the time before the first batch is assigned. If
+            the user's code reads its data itself, the whole call is assigned to this category.
+        has_stock_loop: True if the library's own training loop runs the epoch, not one that the user wrote. The
+            library's loop adds the number of samples and the logged metrics to the metrics of each batch itself.
+        accumulate: Number of global batches whose gradients are accumulated for a step of the optimizer.
     """
-    num_started, num_complete, starts_step = 0, 0, True
-    for item, ends_pass in drawn:
-        num_started += item.is_first
-        num_complete += item.is_last_part
-        ends_call = num_started == num_steps and item.is_last_part
-        sync = item.is_last_part and (ends_pass or ends_call or num_complete >= accumulate)
-        yield item, item.plan(starts_step, sync)
-        starts_step, num_complete = sync, 0 if sync else num_complete
-        if ends_call:
-            return
+
+    first_bin: ClassVar[str] = OTHER
+    has_stock_loop = False
+    accumulate = 1
+
+    def __init__(self, feed: DataFeed) -> None:
+        self._feed = feed
+
+    @property
+    def step(self) -> Any:
+        """The running step, a `CurrentStep`."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------ from batch to batch
+
+    def begin_pass(self) -> None:
+        """Called before the first batch of every call and every pass, to check that training can start."""
+
+    def open(self, plan: BatchPlan, item: Any) -> None:
+        """Prepare for the batch of an item, which is about to be handed out.
+
+        Args:
+            plan: How the batch counts.
+            item: Item of the source, with the batch.
+
+        Raises:
+            Exception: A rank was lost, or the batch cannot follow the one before. The step has not started then.
+        """
+        raise NotImplementedError
+
+    def takes_padding(self, batch: Any) -> bool:
+        """Take part in the collectives of a step in which only other ranks have samples, instead of user code.
+
+        Return False if user code must train on the padding batch.
+        """
+        return False
+
+    def remember_metrics(self) -> Callable[[], None]:
+        """Return a function that restores the metric objects of now, so that they do not count a padding batch."""
+        return lambda: None
+
+    def commit(self, has_step: bool = False) -> None:
+        """Record that the current state is that of a committed step. Called between two steps.
+
+        Args:
+            has_step: True if a step has been taken since the last commit.
+
+        Raises:
+            Exception: The group of workers broke during the step, or the step is invalid.
+        """
+
+    def rollback(self) -> None:
+        """Restore the training state after the last committed step. The batches since then will be repeated."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the training state is that of a committed step, or if `rollback` can restore such a state."""
+        return True
+
+    @property
+    def can_return(self) -> bool:
+        """True if `rollback` can be called when user code raises an error. The same on all ranks."""
+        return self.is_whole
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Return True if an error means that workers cannot communicate anymore, for example because one was lost."""
+        return False
+
+    def may_be_parted(self, error: BaseException) -> bool:
+        """Return True if an error may have been raised because ranks ran different collective operations."""
+        return False
+
+    @property
+    def joint_work(self) -> JointWork | None:
+        """Record of this rank's actions in the call, such as all-reduces, that all ranks must take in the same order.
+
+        None if such actions are not recorded.
+        """
+        return None
+
+    # ------------------------------------------------------------------------------------ around a call
+
+    def begin_call(self) -> None:
+        """Called before a new training call, to discard what this object remembers about the previous call."""
+
+    def finish(self, has_batches: bool) -> None:
+        """Called when `train_epoch` has returned, before its last step is committed.
+
+        Args:
+            has_batches: True if this worker group has drawn batches in the call.
+        """
+
+    def end_call(self) -> None:
+        """Called when the worker has completed its answer to a training call."""
+
+    def note_restored(self) -> None:
+        """Called after another training state was loaded, which is always the state after a committed step."""
+        self.commit()
+
+    def plain(self, value: Any) -> Any:
+        """Convert a metric to a type that the driver can read. A one-element tensor, for example, becomes a number."""
+        return value
+
+    def num_samples(self, run: EpochRun) -> int:
+        """Return the number of samples that this rank used in a training call, or 0 if samples are not counted."""
+        return int(run.meters.n)
+
+    def results(self, run: EpochRun) -> Any:
+        """Return this rank's metrics of an epoch that another rank has finished and this rank has not."""
+        return run.meters.summary()
+
+    def extra_results(self) -> dict[str, Any]:
+        """Return the entries that the library adds to the result of a training call, such as the epoch number."""
+        return {"epoch": self._feed.epoch}
+
+    def validation_options(self, request: EpochRequest) -> Mapping[str, Any]:
+        """Return the keyword arguments with which to call the operator's `validate`, besides the batches and `info`."""
+        return {}
+
+
+class StepLoop:
+    """The steps of one call on this worker. All that happens to a batch happens in `batches`, in this order.
+
+    Args:
+        cursor: Draws the batches, and knows the position in the data.
+        parts: What the framework does at the events of a step.
+        num_steps: Number of steps to take, spanning as many passes as needed. None for the rest of the current pass, or
+            for a whole new pass if the last one is complete.
+        committed: Function that is called after each committed step, with True after the last one. If it raises an
+            exception, the iteration ends.
+        redraw: Function that updates a progress display. It is called at most ten times a second.
+
+    Attributes:
+        committed: See the argument.
+    """
+
+    def __init__(
+        self,
+        cursor: DataCursor[Any],
+        parts: StepParts,
+        num_steps: int | None,
+        committed: Callable[[bool], None] = lambda is_last: None,
+        redraw: Callable[[], None] | None = None,
+    ) -> None:
+        self.cursor, self.parts = cursor, parts
+        self._num_steps, self.committed, self._redraw = num_steps, committed, redraw
+        self._restore_metrics: Callable[[], None] | None = None
+
+    def batches(self) -> Iterator[Any]:
+        """Yield this rank's batches. Requesting the next batch commits the step of the batch before."""
+        cursor, parts, num_steps, redraw, due = self.cursor, self.parts, self._num_steps, self._redraw, 0.0
+        drawn = cursor.items(parts.begin_pass, num_steps is None, parts.accumulate > 1) if num_steps != 0 else iter(())
+        for item, plan in planned(drawn, parts.accumulate, num_steps):
+            parts.open(plan, item)
+            has_batch = item.batch is not NO_BATCH
+            cursor.opened(item, has_batch)
+            if not has_batch:
+                continue
+            if not (plan.is_padding and parts.takes_padding(item.batch)):
+                if plan.is_padding:
+                    self._restore_metrics = parts.remember_metrics()
+                if redraw is not None and time.monotonic() >= due:
+                    redraw()
+                    due = time.monotonic() + _REDRAW_EVERY_S
+                # User code runs the forward pass, the backward pass with its all-reduces, and the step of the
+                # optimizer. What happens is recorded in `parts.step`.
+                yield item.batch
+                if plan.is_padding:
+                    self.leave_padding()
+            if plan.sync_gradients:
+                self.commit()
+        parts.step.end_stream()
+
+    def commit(self, is_last: bool = False) -> None:
+        """Commit the step that has ended.
+
+        Args:
+            is_last: True if the training loop has ended. Its last step may be committed already, or incomplete.
+
+        Raises:
+            Exception: The group of workers broke during the step, the step is invalid, or the call pauses here.
+        """
+        if self._restore_metrics is not None:
+            self.leave_padding()
+        self.parts.commit(self.cursor.num_open > 0)
+        self.cursor.commit()
+        self.committed(is_last)
+
+    def leave_padding(self) -> None:
+        """Undo what a padding batch has changed in metric objects. Called after the batch, however it ended."""
+        if self._restore_metrics is not None:
+            restore, self._restore_metrics = self._restore_metrics, None
+            restore()
+
+
+class Batches:
+    """The iterator over batches that is passed to the operator's `train_epoch`.
+
+    Attributes:
+        was_touched: True after the first use. If it stays False, the user's `train_epoch` has used other data.
+    """
+
+    def __init__(self, batches: Iterator[Any], loop: StepLoop) -> None:
+        self._batches, self._loop = batches, loop
+        self.was_touched = False
+
+    @property
+    def is_padding(self) -> bool:
+        """True if the most recent batch is padding.
+
+        A padding batch repeats samples, because this worker has no samples left while other workers have some.
+        """
+        plan: BatchPlan = self._loop.parts.step.plan
+        return plan.is_padding
+
+    def __iter__(self) -> Iterator[Any]:
+        self.was_touched = True
+        return self._batches
+
+    def __next__(self) -> Any:
+        self.was_touched = True
+        return next(self._batches)

@@ -21,12 +21,12 @@ from raysgd.trainer.messages.begun import BegunEpoch
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, accepted
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.messages.prediction import PredictionPlace, PredictRequest, Work, outputs_of
-from raysgd.trainer.worker.data.around_batch import around_batches, forget
-from raysgd.trainer.worker.data.batch_streams import redrawing
+from raysgd.trainer.worker.data.around_batch import around_batches
 from raysgd.trainer.worker.data.epoch_run import RunState, run_of
 from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.state.copies import StateCopies
+from raysgd.trainer.worker.step_loop import StepLoop
 from raysgd.trainer.worker.training_call import TrainingCall
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class ReplicaCalls:
         Returns:
             This worker's answer to the driver, or a `HeldAtStep` if the call stopped between two steps.
         """
-        hosted, loop = self._hosted, self._hosted.loop
+        hosted = self._hosted
         # `_training` stays None until the `TrainingCall` is created below. If an error occurs before that, there is no
         # call to resume.
         raised, self._training = self._unfinished, None
@@ -105,17 +105,17 @@ class ReplicaCalls:
             # The user's code raised an error in the last call. Train again on the batch in which the error occurred.
             hosted.feed.go_to(hosted.feed.epoch, hosted.feed.position())
         self._ledger.begin_call()
-        loop.begin_call()
+        hosted.parts.begin_call()
         if share is not None:
             hosted.feed.take_share("train", request, share)
-        stream = loop.stream(request)
+        cursor = hosted.feed.training(request)
         hosted.set_timers(request.profile)
         if self._copies.every is not None:
             self._copies.forget_call()
-        begun = RunState(0, loop.pass_index(stream), request.num_steps, call=request.call)
+        begun = RunState(0, hosted.feed.pass_index(cursor), request.num_steps, call=request.call)
         call = self._training = TrainingCall(hosted, self._copies, begun)
         call.samples_before = hosted.feed.samples_used()
-        return call.train_on(stream, request)
+        return call.train_on(cursor, request)
 
     def resume_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
         """Continue a training call that was interrupted or paused, from the step after its last completed step.
@@ -144,13 +144,13 @@ class ReplicaCalls:
         Returns:
             See `train_epoch`.
         """
-        loop, call = self._hosted.loop, self._unfinished
-        if not (begun.is_exhausted or loop.stream(request).is_mid_pass):
+        hosted, call = self._hosted, self._unfinished
+        if not (begun.is_exhausted or hosted.feed.training(request).is_mid_pass):
             # The user has meanwhile registered other data. Without a position to continue from, start the epoch over.
             return self.train_epoch(request, share)
         self._ledger.begin_call()
-        loop.begin_call()
-        self._hosted.set_timers(request.profile)
+        hosted.parts.begin_call()
+        hosted.set_timers(request.profile)
         if call is not None and (call.num_completed, call.epoch_idx) == (begun.num_steps, begun.epoch_idx):
             call.detach()  # the earlier run used this same process, which still holds the epoch's metric objects
             call.call = request.call
@@ -161,7 +161,7 @@ class ReplicaCalls:
         first = RunState(
             begun.num_steps, begun.epoch_idx, request.num_steps, begun.is_exhausted, lost=lost, call=request.call
         )
-        world = self._hosted.world
+        world = hosted.world
         own = taken_over(begun.by_rank, world.rank, world.size)
         return self._go_on_from(first, own, begun.by_rank).resume(request, share)
 
@@ -192,14 +192,13 @@ class ReplicaCalls:
         one more step, so that ranks that have completed it are ahead of the others. Before any call, the progress is 0.
         """
         self._ledger.note_recovery()
-        hosted, loop, call = self._hosted, self._hosted.loop, self._training
-        obstacle = hosted.group_obstacle
+        hosted, feed, call = self._hosted, self._hosted.feed, self._training
+        obstacle, is_whole = hosted.group_obstacle, hosted.parts.is_whole
         if call is None or call.is_finished:
             num_steps = call.num_completed + 1 if call is not None else 0
-            return ReplicaProgress(num_steps, loop.is_whole, obstacle or loop.order_obstacle)
-        obstacle = obstacle or hosted.epoch_obstacle or loop.order_obstacle
-        obstacle = obstacle or hosted.feed.obstacle_of_call(call.stream)
-        return ReplicaProgress(call.num_completed, loop.is_whole, obstacle, loop.progress_text())
+            return ReplicaProgress(num_steps, is_whole, obstacle or feed.order_obstacle)
+        obstacle = obstacle or hosted.epoch_obstacle or feed.order_obstacle or feed.obstacle_of_call(call.stream)
+        return ReplicaProgress(call.num_completed, is_whole, obstacle, feed.progress_text())
 
     def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
         """Answer the driver's proposal to stop training after a step. All ranks must agree before any rank stops.
@@ -234,7 +233,7 @@ class ReplicaCalls:
 
     def _suspend_call(self) -> None:
         """Prepare the unfinished training call to continue in another group of workers."""
-        self._hosted.loop.break_off()
+        self._hosted.feed.break_off()
         self._copies.forget_call()
         call = self._unfinished
         if call is not None:
@@ -300,28 +299,27 @@ class ReplicaCalls:
         """
         hosted, operator, feed = self._hosted, self._hosted.operator, self._hosted.feed
         with self._ledger.evaluating(), hosted.inside_epoch() if request.is_inside else nullcontext():
-            options = hosted.loop.validation_options(request)
+            options = hosted.parts.validation_options(request)
             hosted.set_timers(request.profile)
             feed.take_share("validation", request, share)
             if feed.ray_loader("validation") is not None:
                 # With Ray Data, all ranks must start from the beginning of the data together.
                 request = replace(request, starts_over=True)
-            forget(operator._raysgd)
             with (
-                hosted.evaluating(),
-                feed.validating(request) as stream,
-                around_batches(operator, "validate_batch", stream.leg),
+                hosted.evaluating() as parts,
+                feed.validating(request) as cursor,
+                operator._raysgd.in_call(parts.step),
+                around_batches(operator, "validate_batch", parts.step),
             ):
-                began_at = stream.num_steps_taken
-                batches = stream.take(request.num_steps)
-                batches = batches if request.redraw is None else redrawing(batches, request.redraw)
+                began_at = cursor.num_steps_taken
+                batches = StepLoop(cursor, parts, request.num_steps, redraw=request.redraw).batches()
                 if (has_left := self._has_left) is not None:
                     batches = takewhile(lambda batch: not has_left(), batches)
                 args, named = accepted(operator.validate, batches, info=dict(request.info), **options)
-                call = EvaluationCall(stream, began_at, request.num_steps, request.info, "validation")
+                call = EvaluationCall(cursor, began_at, request.num_steps, request.info, "validation")
                 with self._evaluating(call), hosted.timers.record("validation"):
                     returned = operator.validate(*args, **named)
-            answer = hosted.answer(returned, request, stream.num_steps_taken - began_at)
+            answer = hosted.answer(returned, request, cursor.num_steps_taken - began_at)
             return replace(answer, epoch_idx=max(0, feed.epoch - 1))
 
     def predict(self, request: PredictRequest, work: Work, share: Any = None) -> list[Any]:
@@ -374,15 +372,15 @@ class ReplicaCalls:
             return hosted.heartbeat("between calls" if running is None else _PHASES[running.kind])
         if running is None:
             return hosted.heartbeat("broken off", call.num_completed)
-        return hosted.heartbeat("training", call.num_completed, hosted.loop.num_samples(call), self._copies.newest)
+        return hosted.heartbeat("training", call.num_completed, hosted.parts.num_samples(call), self._copies.newest)
 
     def joint_work_of(self, error: BaseException) -> JointWork | None:
         """Return the record of this rank's joint actions: those that all ranks must take in the same order in a call.
 
         Return None if different actions on the ranks cannot be the cause of `error`.
         """
-        loop = self._hosted.loop
-        return loop.joint_work if loop.may_be_parted(error) else None
+        parts = self._hosted.parts
+        return parts.joint_work if parts.may_be_parted(error) else None
 
     def progress(self) -> CallProgress | None:
         """Return the progress of the running call, or None between calls. The worker's second thread calls this."""

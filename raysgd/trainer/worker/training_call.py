@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.types import HeldAtStep
@@ -18,13 +18,13 @@ from raysgd.core.numbers.metric_meters import NUM_SAMPLES
 from raysgd.core.numbers.results import ProgressKind
 from raysgd.core.numbers.time_spent import DRIVER
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, accepted
-from raysgd.trainer.worker.data.around_batch import around_batches, forget
-from raysgd.trainer.worker.data.batch_streams import WatchedBatches, redrawing
+from raysgd.trainer.worker.data.around_batch import around_batches
 from raysgd.trainer.worker.data.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.trainer.worker.data.rank_rows import RankRows
 from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.operator import is_stock
 from raysgd.trainer.worker.state.copies import StateCopies
+from raysgd.trainer.worker.step_loop import Batches, StepLoop
 
 
 class TrainingCall(EpochRun):
@@ -64,135 +64,120 @@ class TrainingCall(EpochRun):
         Returns:
             This rank's answer to the driver, or a `HeldAtStep` if the call stopped between two steps.
         """
-        loop = self._hosted.loop
+        hosted = self._hosted
         if self.answer is not None:
-            return self.with_lost(self.answer, self._hosted.world.rank)
+            return self.with_lost(self.answer, hosted.world.rank)
         if self.is_finished:  # another rank finished the call: only report this rank's metrics
-            return self._end(loop.results(self), request)
+            return self._end(hosted.parts.results(self), request)
         if request.hold_at is not None and self.num_completed >= request.hold_at:
             # All ranks had stopped here, as planned, but one of them was lost before the driver had all answers.
             return HeldAtStep(self.num_completed, self.snapshot(), is_planned=True)
-        self._hosted.feed.begin_again(request, share, self.place)
-        return self.train_on(loop.stream(request, is_begun=True), request)
+        hosted.feed.begin_again(request, share, self.place)
+        return self.train_on(hosted.feed.training(request, is_begun=True), request)
 
-    def train_on(self, stream: Any, request: EpochRequest) -> EpochAnswer | HeldAtStep:
+    def train_on(self, cursor: Any, request: EpochRequest) -> EpochAnswer | HeldAtStep:
         """Run the operator's `train_epoch` on the remaining batches of the call.
 
         Args:
-            stream: Stream from which the batches come.
+            cursor: Draws the batches.
             request: The driver's request to train.
 
         Returns:
             See `resume`.
         """
-        hosted, loop, feed, operator = self._hosted, self._hosted.loop, self._hosted.feed, self._hosted.operator
-        internals = operator._raysgd
-        callbacks = internals.callbacks
+        hosted, parts, feed, operator = self._hosted, self._hosted.parts, self._hosted.feed, self._hosted.operator
+        internals, is_alone = operator._raysgd, not hosted.world.is_distributed
+        callbacks, has_stock_loop = internals.callbacks, parts.has_stock_loop
         self.info = {**request.info, **internals.info_of_call(request.num_steps, self.epoch_idx)}
-        epoch_before, leg_before, taken_before = feed.epoch, internals.leg, stream.num_steps_taken
-        self.attach(stream)
+        epoch_before, taken_before = feed.epoch, cursor.num_steps_taken
+        self.attach(cursor)
         if request.hold_at is not None and request.hold_at > self.num_completed:
             self.gate = Gate(request.hold_at)
-        stream.at_boundary = self._at_boundary
-        # `take` is a generator: it reads `stream.leg` when the first batch is drawn. `hosted.training` sets it before.
-        coming = iter(()) if self.is_exhausted else stream.take(self.num_steps_left)
-        coming = coming if request.redraw is None else redrawing(coming, request.redraw)
-        batches = WatchedBatches(hosted.ledger.timing(coming), stream)
-        internals.meters_to_fill = self.meters
-        internals.lost = () if hosted.world.rank else tuple(self.rows.lost.values())
-        forget(internals)
-        has_stock_loop = loop.has_stock_loop
+        num_steps = 0 if self.is_exhausted else self.num_steps_left
+        loop = StepLoop(cursor, parts, num_steps, self._committed, request.redraw)
+        batches = Batches(hosted.ledger.timing(loop.batches()), loop)
+        lost = () if hosted.world.rank else tuple(self.rows.lost.values())
         given = {"info": self.info, "num_steps": request.num_steps, "epoch_idx": self.epoch_idx}
         try:
             with ExitStack() as stack:
-                self.is_running, internals.latest_metrics = True, {}
+                self.is_running = True
                 stack.callback(setattr, self, "is_running", False)
-                stack.enter_context(hosted.ledger.call(loop.first_bin))
-                stack.enter_context(hosted.training(self, stream))
-                leg = internals.leg = loop.leg
-                after = callbacks.after_batch(operator, leg) if callbacks.are_there else None
+                stack.enter_context(hosted.ledger.call(parts.first_bin))
+                stack.enter_context(hosted.training(self, loop))
+                stack.enter_context(internals.in_call(parts.step, self.meters, lost))
+                stack.callback(loop.leave_padding)
+                after = callbacks.after_batch(operator, parts.step) if callbacks.are_there else None
                 # The library's own `train_epoch` completes each batch's metrics. The user's `train_epoch` does not.
                 if after is not None or not has_stock_loop:
-                    stack.enter_context(around_batches(operator, "train_batch", leg, after))
+                    stack.enter_context(around_batches(operator, "train_batch", parts.step, after))
                 if request.profile:
                     stack.enter_context(hosted.timers.record("train_epoch"))
                 if callbacks.are_there:
                     stack.enter_context(callbacks.listening(operator))
                     callbacks.begin_epoch(self, operator)
-                    callbacks.begin_leg(operator, partial(self._where, stream, request))
-                loop.note_boundary()
+                    callbacks.begin_leg(operator, partial(self._where, cursor, request))
+                parts.commit()
                 args, named = ([batches], given) if has_stock_loop else accepted(operator.train_epoch, batches, **given)
                 returned = operator.train_epoch(*args, **named)
                 # A `break` may leave accumulated gradients. Step with them before their batches count as used.
-                loop.end_leg(stream.num_steps_taken - taken_before)
-                stream.confirm_step()
-                self._commit()
+                parts.finish(cursor.num_steps_taken > taken_before)
+                loop.commit(is_last=True)
         except HeldAtBoundary:
             is_planned, self.gate = self.gate.is_planned(self.num_completed), Gate()
             return HeldAtStep(self.num_completed, self.snapshot(), is_planned)
         except BaseException as error:  # also on Ctrl-C, because the next call must begin after a completed step
-            is_alone = not hosted.world.is_distributed
-            if loop.can_return and (is_alone or not loop.is_lost(error)):
-                loop.return_to_boundary()
-            elif is_alone and stream is feed.train_stream:
-                stream.confirm_step()  # the optimizer has already stepped on the batch, so count the batch as used
+            if parts.can_return and (is_alone or not parts.is_lost(error)):
+                parts.rollback()
+            elif is_alone and cursor is feed.train_stream:
+                cursor.commit()  # the optimizer has already stepped on the batch, so count the batch as used
             raise
-        finally:
-            internals.meters_to_fill = stream.at_boundary = None
-            internals.leg = leg_before
         if not batches.was_touched and feed.epoch == epoch_before:
             feed.begin_pass()  # the user's `train_epoch` has used other data, so nothing has counted this epoch yet
-        return self._end(returned, request, place=feed.place_of_call(stream))
+        return self._end(returned, request, place=feed.place_of_call(cursor))
 
-    def _where(self, stream: Any, request: EpochRequest) -> dict[str, Any]:
+    def _where(self, cursor: Any, request: EpochRequest) -> dict[str, Any]:
         """Return the position in the training data from which this group of workers continues the epoch, as plain data.
 
         The returned dict goes into the run's journal. `raysgd.replay` uses it to find the samples of each step.
         """
         hosted, operator, feed = self._hosted, self._hosted.operator, self._hosted.feed
-        is_begun, leg = stream.is_mid_pass, cast("Any", hosted.loop.leg)
-        consumed = stream.completed if is_begun else 0
+        is_begun = cursor.is_mid_pass
+        consumed = cursor.completed if is_begun else 0
         own = None if is_stock(operator, "train_epoch") else f"`{type(operator).__name__}` overrides"
         return {
             "step": operator.global_step,
-            "pass": stream.pass_index if is_begun else hosted.loop.pass_index(stream),
+            "pass": cursor.pass_index if is_begun else feed.pass_index(cursor),
             "consumed": consumed,
             "num_workers": hosted.world.size,
             "attempt": [request.call, request.attempt],
-            "window": leg.rules.num_batches,
-            "is_of_call": stream is not feed.train_stream,
-            "data": stream.source.layout(consumed, is_begun),
+            "window": hosted.parts.step.rules.num_batches,
+            "is_of_call": cursor is not feed.train_stream,
+            "data": cursor.source.layout(consumed, is_begun),
             "obstacle": own and f"{own} `train_epoch`, which takes the steps itself",
         }
 
-    def _commit(self) -> None:
-        """Finish a step that all ranks have completed: add its metrics to the metrics of the epoch."""
-        self._hosted.loop.note_boundary()
-        self.meters.count_pending()
-        if self.meters.has_objects:
-            self.meters.note_boundary()
-        self._hosted.ledger.commit()
-
-    def _at_boundary(self) -> None:
-        """Finish a step, and prepare for the next one.
-
-        If a snapshot is due and the call could continue from it, copy the training state.
+    def _committed(self, is_last: bool = False) -> None:
+        """Add the metrics of a committed step to those of the epoch. If a snapshot is due, copy the training state.
 
         Raises:
             HeldAtBoundary: All ranks have agreed to stop after this step.
         """
-        hosted, loop = self._hosted, self._hosted.loop
-        self._commit()
+        hosted, gate = self._hosted, self.gate
+        self.meters.count_pending()
+        if self.meters.has_objects:
+            self.meters.note_boundary()
+        hosted.ledger.commit()
         is_due = self._copies.every is not None and self._copies.is_due(self.num_completed)
-        is_asked = self.gate.proposed is not None or self.gate.planned is not None
-        if not (is_due or is_asked):
+        is_asked = gate.proposed is not None or gate.planned is not None
+        if is_last or not (is_due or is_asked):
             return
-        if not loop.can_resume(self.stream) or hosted.epoch_obstacle is not None:
-            return
-        if is_due:
-            self._copies.keep(self.num_completed, self.snapshot())
-        if is_asked and self.gate.stops(self.num_completed):
-            raise HeldAtBoundary
+        if hosted.feed.is_divided(self.stream) and hosted.epoch_obstacle is None:
+            hosted.ledger.end_own_work()  # the gate may wait for other ranks
+            if is_due:
+                self._copies.keep(self.num_completed, self.snapshot())
+            if is_asked and self.gate.stops(self.num_completed):
+                raise HeldAtBoundary
+            hosted.ledger.begin_own_work()
 
     @property
     def can_move(self) -> bool:
@@ -213,8 +198,8 @@ class TrainingCall(EpochRun):
 
         The new group divides the remaining data again.
         """
-        if self._hosted.loop.is_whole:  # if not, this rank will receive the training state of another rank
-            self._hosted.loop.return_to_boundary()
+        if self._hosted.parts.is_whole:  # if not, this rank will receive the training state of another rank
+            self._hosted.parts.rollback()
         self._note_place()
         self.detach()
 
@@ -224,13 +209,13 @@ class TrainingCall(EpochRun):
 
     def _end(self, returned: Any, request: EpochRequest, place: Any = None) -> EpochAnswer:
         """Finish the call with what `train_epoch` returned, and return this rank's answer to the driver."""
-        hosted, loop, callbacks = self._hosted, self._hosted.loop, self._hosted.operator._raysgd.callbacks
+        hosted, parts, callbacks = self._hosted, self._hosted.parts, self._hosted.operator._raysgd.callbacks
         returned = callbacks.end_epoch(hosted.operator, returned) if callbacks.are_there else returned
-        extra = loop.extra_results()
+        extra = parts.extra_results()
         extra = {**extra, "timings": hosted.ledger.of_call()} if request.profile else extra
         answer = hosted.answer(returned, request, self.num_completed, extra)
         told = answer.metrics.get(NUM_SAMPLES) if answer.metrics is not None else None
-        num_samples = int(told) if isinstance(told, int | float) and math.isfinite(told) else loop.num_samples(self)
+        num_samples = int(told) if isinstance(told, int | float) and math.isfinite(told) else parts.num_samples(self)
         heartbeat = hosted.heartbeat("between calls", num_samples=num_samples)
         before, after = self.samples_before, heartbeat.data
         num_used = after.used_since(before) if before and after else 0
@@ -240,11 +225,11 @@ class TrainingCall(EpochRun):
             call=self.call,
             heartbeat=heartbeat,
             place=place,
-            joint_work=loop.joint_work,
+            joint_work=parts.joint_work,
             num_used=num_used,
             weight_sums=hosted.weight_sums() if request.compares_ranks else None,
         )
         self.answer, self.is_finished = answer, True
-        loop.end_call()
+        parts.end_call()
         hosted.ledger.enter(DRIVER)
         return self.with_lost(answer, hosted.world.rank)

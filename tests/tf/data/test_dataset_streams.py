@@ -6,7 +6,7 @@ How a stream moves through passes is tested in `tests/torch/data/test_sources.py
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from raysgd.tf.data.dataset_streams import (
     OwnSource,
     Passes,
     StreamItem,
-    TFBatchStream,
+    TFCursor,
     TFDividedSource,
     TFRanks,
     data_of,
@@ -29,10 +29,38 @@ from raysgd.tf.data.dataset_streams import (
     source_of,
 )
 from raysgd.tf.parallel.step import TFStep
+from raysgd.trainer.worker.batch_plan import BatchPlan
+from raysgd.trainer.worker.step_loop import StepLoop, StepParts
 
 
-def stream_of(source: Any) -> TFBatchStream:
-    return TFBatchStream(source, TFStep(), itertools.count().__next__)
+class Parts(StepParts):
+    """The steps of an operator without the operator."""
+
+    def __init__(self, step: TFStep, take_part: Callable[[Any], None] = lambda batch: None) -> None:
+        self._step, self._take_part = step, take_part
+
+    @property
+    def step(self) -> TFStep:
+        return self._step
+
+    def open(self, plan: BatchPlan, item: StreamItem) -> None:
+        self._step.begin_batch(item.num_samples, item.num_global, item.weights)
+
+    def takes_padding(self, batch: Any) -> bool:
+        self._take_part(batch)
+        return True
+
+    def commit(self, has_step: bool = False) -> None:
+        self._step.confirm()
+
+
+def take(cursor: TFCursor, num_steps: int | None, committed: Any = lambda is_last: None) -> Iterator[Any]:
+    """The batches of so many steps."""
+    return StepLoop(cursor, Parts(TFStep()), num_steps, committed).batches()
+
+
+def stream_of(source: Any) -> TFCursor:
+    return TFCursor(source, itertools.count().__next__)
 
 
 def test_the_ledger_counts_the_samples_of_all_ranks_and_learns_from_the_first_pass_how_many_there_are() -> None:
@@ -41,13 +69,12 @@ def test_the_ledger_counts_the_samples_of_all_ranks_and_learns_from_the_first_pa
     passes = Passes(tf.data.Dataset.range(10).batch(4))
     stream = stream_of(TFDividedSource(passes, "global", World(1, 2), pads=True))
     ledgers = []
-    stream.at_boundary = lambda: ledgers.append(stream.samples_used())
-    batches = stream.take(None)
+    batches = take(stream, None, lambda is_last: ledgers.append(stream.samples_used()))
     assert next(batches).numpy().tolist() == [2, 3]
     assert stream.samples_used() == SamplesUsed(0, None, used=0, in_flight=4)
     assert len(list(batches)) == 2
     assert ledgers == [SamplesUsed(0, None, 4), SamplesUsed(0, None, 8), SamplesUsed(0, 10, 10)]
-    assert len(list(stream.take(1))) == 1
+    assert len(list(take(stream, 1))) == 1
     assert stream.samples_used() == SamplesUsed(1, due=10, used=4)
 
 
@@ -78,12 +105,12 @@ def test_a_batch_without_samples_is_not_handed_out() -> None:
         log.append(("taken", batch, step.plan.is_padding))
         step.use()
 
-    stream = TFBatchStream(WithPadding(), step, lambda: 0, take_part)
-    for batch in stream.take(None):
+    cursor = TFCursor(WithPadding(), lambda: 0)
+    for batch in StepLoop(cursor, Parts(step, take_part), None).batches():
         log.append(("handed out", batch, step.plan.is_padding))
         step.use()
     assert log == [("handed out", "real", False), ("taken", "padding", True)]
-    assert (step.num_samples, stream.num_steps_completed, stream.completed) == (None, 2, 4)
+    assert (step.num_samples, cursor.num_steps_completed, cursor.completed) == (None, 2, 4)
 
 
 class Votes:
@@ -145,8 +172,8 @@ def test_what_a_batch_says_about_its_loss(
     assert TFStep(num_samples, num_global=8, weights=weights).factor(divisor) == factor
 
 
-def tensors(*sizes: int) -> tuple[TFBatchStream, TFStep]:
-    """A stream of batches of so many samples of each of two ranks, and its step."""
+def tensors(*sizes: int) -> tuple[Iterator[Any], TFStep]:
+    """Batches of so many samples of each of two ranks, and its step."""
     import tensorflow as tf
 
     class Tensors:
@@ -155,13 +182,13 @@ def tensors(*sizes: int) -> tuple[TFBatchStream, TFStep]:
                 yield StreamItem((tf.zeros([size, 1]), tf.zeros([size])), size, 2 * size)
 
     step = TFStep()
-    return TFBatchStream(Tensors(), step, lambda: 0), step
+    return StepLoop(TFCursor(Tensors(), lambda: 0), Parts(step), None).batches(), step
 
 
 def test_a_step_is_for_the_batch_that_was_drawn_last() -> None:
-    stream, step = tensors(4, 4, 3, 2)
+    batches, step = tensors(4, 4, 3, 2)
     used = []
-    for index, _ in enumerate(stream.take(None)):
+    for index, _ in enumerate(batches):
         if index == 2:
             step.skip()
         else:
@@ -172,8 +199,7 @@ def test_a_step_is_for_the_batch_that_was_drawn_last() -> None:
 
 @pytest.mark.parametrize("num_ahead", [1, 3])
 def test_batches_drawn_ahead_must_be_alike(num_ahead: int) -> None:
-    stream, step = tensors(4, 4, 4, 1)
-    batches = stream.take(None)
+    batches, step = tensors(4, 4, 4, 1)
     for _ in range(num_ahead):
         next(batches)
     for _ in itertools.islice(batches, 3 - num_ahead):

@@ -11,9 +11,11 @@ import pytest
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError, NotRegisteredError
 from raysgd.tf.hosting.tf_feed import TFFeed
+from raysgd.tf.hosting.tf_hosted import KerasParts
 from raysgd.tf.operator.internals import RegisteredData, RegisteredObjects
 from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.trainer.messages.epochs import EpochRequest
+from raysgd.trainer.worker.step_loop import StepLoop
 
 REQUEST = EpochRequest(None, {}, False, seed=3)
 
@@ -21,7 +23,8 @@ REQUEST = EpochRequest(None, {}, False, seed=3)
 class Operator:
     """What a feed looks at: datasets, and whose method trains on a batch."""
 
-    train_batch = None
+    train_batch = train_step = None
+    world_rank = 0
 
     def __init__(self, train_dataset: Any) -> None:
         self.train_dataset = train_dataset
@@ -54,11 +57,20 @@ def feed_of(shuffle: bool = True, seed: int = 3, validates: str = "") -> TFFeed:
 def validated(feed: TFFeed) -> list[int]:
     feed.align_validation()
     with feed.validating(REQUEST) as stream:
-        return [number for batch in stream.take(None) for number in batch.numpy().tolist()]
+        return numbers(feed, stream, None)
 
 
 def take(feed: TFFeed, num_steps: int | None = None) -> list[int]:
-    return [number for batch in feed.training(REQUEST).take(num_steps) for number in batch.numpy().tolist()]
+    return numbers(feed, feed.training(REQUEST), num_steps)
+
+
+def parts_of(feed: TFFeed) -> KerasParts:
+    return KerasParts(feed._operator_of(), feed._synchronizer, feed, feed._synchronizer.step)
+
+
+def numbers(feed: TFFeed, cursor: Any, num_steps: int | None) -> list[int]:
+    """What is in the batches of so many steps."""
+    return [each for batch in StepLoop(cursor, parts_of(feed), num_steps).batches() for each in batch.numpy().tolist()]
 
 
 def test_a_saved_position_leads_to_the_samples_that_were_not_used() -> None:
@@ -123,7 +135,7 @@ def test_a_position_that_is_unknown_is_the_beginning(caplog: pytest.LogCaptureFi
 def test_the_first_step_of_a_process_must_have_a_sample_for_a_train_batch_of_the_users() -> None:
     feed = feed_of()
     with pytest.raises(IncompatibleModelError, match="The first step of this process has no sample for worker 0"):
-        feed._take_part(None)
+        parts_of(feed).takes_padding(None)
 
 
 def test_data_that_were_not_registered_are_an_error_where_a_batch_is_drawn() -> None:
@@ -132,4 +144,4 @@ def test_data_that_were_not_registered_are_an_error_where_a_batch_is_drawn() -> 
     stream = feed.training(REQUEST)
     assert feed.obstacle("train") is feed.obstacle("validation") is feed.position() is None
     with pytest.raises(NotRegisteredError, match="`train_dataset` was not registered"):
-        next(stream.take(None))
+        numbers(feed, stream, None)

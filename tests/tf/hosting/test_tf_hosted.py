@@ -12,7 +12,7 @@ from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.fit import check_state
-from raysgd.tf.hosting.tf_hosted import FitLoop, OperatorLoop
+from raysgd.tf.hosting.tf_hosted import FitParts, KerasParts
 from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from raysgd.tf.tf_runner import TFRunner
 from raysgd.tf.training_operator import TrainingOperator
@@ -25,24 +25,25 @@ from tests.tf.models import Line, TrainsMore, make_data, make_model
 REQUEST = EpochRequest(2, {}, False, seed=0)
 
 
-def loop_of(operator_cls: Any) -> tuple[TFRunner, Any]:
+def parts_of(operator_cls: Any) -> tuple[TFRunner, Any]:
     runner = TFRunner(TFSettings(operator_cls, {}, seed=0, num_workers=2), World(0, 1))
     runner.setup()
-    return runner, runner._hosted.loop
+    return runner, runner._hosted.parts
 
 
 def test_an_operator_is_between_two_steps_when_no_exchange_has_come_since(keras_here: Any) -> None:
-    runner, loop = loop_of(Line)
-    assert type(loop) is OperatorLoop
+    runner, parts = parts_of(Line)
+    assert type(parts) is KerasParts
+    feed = runner._hosted.feed
     runner.train_epoch(REQUEST)
-    loop.note_boundary()
-    assert loop.is_whole
+    parts.commit()
+    assert parts.is_whole
     runner._hosted.synchronizer.exchanges.num_completed += 1
-    assert not loop.is_whole
-    assert loop.extra_results() == {"epoch": 1}
-    assert loop.validation_options(REQUEST) == {}
-    assert loop.order_obstacle is None
-    assert "8 samples used" in loop.progress_text()
+    assert not parts.is_whole
+    assert parts.extra_results() == {"epoch": 1}
+    assert parts.validation_options(REQUEST) == {}
+    assert feed.order_obstacle is None
+    assert "8 samples used" in feed.progress_text()
 
 
 def test_batches_of_workers_contradict_batches_that_are_split(keras_here: Any) -> None:
@@ -81,7 +82,7 @@ class Unnamed(Line):
 
 
 def test_results_have_the_names_of_a_new_process_after_another_setup(keras_here: Any) -> None:
-    runner, _ = loop_of(Unnamed)
+    runner, _ = parts_of(Unnamed)
     first = runner.validate(REQUEST).metrics
     runner.renew(TFSettings(Unnamed, {}, seed=0, num_workers=2))
     assert first is not None
@@ -125,19 +126,20 @@ def test_the_next_call_begins_with_the_batch_that_raised(keras_here: Any) -> Non
 
 
 def test_fit_counts_for_itself(keras_here: Any) -> None:
-    runner, loop = loop_of(make_operator(make_model, make_data))
-    assert type(loop) is FitLoop
+    runner, parts = parts_of(make_operator(make_model, make_data))
+    assert type(parts) is FitParts
+    feed: Any = runner._hosted.feed
     answer: Any = runner.train_epoch(EpochRequest(None, {}, False, 0))
     assert (answer.epoch_idx, runner.epoch) == (0, 1)
-    assert loop.is_whole
-    assert loop.extra_results() == {}
-    assert loop.validation_options(REQUEST) == {"num_steps": 2}
-    assert loop.progress_text() == "", "it is over"
-    assert loop.fit.state().keys() == {"num_passes", "logs"}
+    assert parts.is_whole
+    assert parts.extra_results() == {}
+    assert parts.validation_options(REQUEST) == {"num_steps": 2}
+    assert feed.progress_text() == "", "it is over"
+    assert feed.fit.state().keys() == {"num_passes", "logs"}
     with pytest.raises(ValueError, match="is not a dict"):
         check_state(5)
-    loop.fit.resume({"num_passes": 4, "logs": {"loss": 1.0}})
-    assert loop.results(None) == {"loss": 1.0, "train_loss": 1.0}
+    feed.fit.resume({"num_passes": 4, "logs": {"loss": 1.0}})
+    assert parts.results(None) == {"loss": 1.0, "train_loss": 1.0}
 
 
 # ------------------------------------------------------------------------------------------------ states

@@ -11,18 +11,22 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from raysgd.core.connections.torch import end_process_group
+from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.data.sample_order import length_of
 from raysgd.torch.data.sampling import ShardedLoader, shard_loader
 from raysgd.torch.data.sources import (
     DividedLoaderSource,
     LoaderSource,
     PlainSource,
-    TorchBatchStream,
+    TorchCursor,
     tell_epoch,
 )
+from raysgd.torch.hosting.torch_step import EvaluationParts
 from raysgd.torch.parallel.ddp import DDP
-from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.ranks import RankSums
+from raysgd.torch.parallel.strategy import Strategy
+from raysgd.trainer.worker.batch_plan import BatchPlan
+from raysgd.trainer.worker.step_loop import StepLoop
 
 SEED = 7
 
@@ -87,10 +91,25 @@ def in_lockstep(batches: Any) -> PlainSource:
     return source
 
 
-def make_stream(source: LoaderSource) -> tuple[TorchBatchStream, Passes]:
+def make_stream(source: LoaderSource) -> tuple[TorchCursor, Passes]:
     passes = Passes()
-    leg = Leg()
-    return TorchBatchStream(source, leg, passes), passes
+    return TorchCursor(source, passes), passes
+
+
+def take(
+    cursor: TorchCursor, num_steps: int | None, committed: Callable[[bool], None] = lambda is_last: None
+) -> Iterator[Any]:
+    """The batches of so many steps."""
+    return StepLoop(
+        cursor, EvaluationParts(TorchFeed(lambda name: None, Strategy(), 1)), num_steps, committed
+    ).batches()
+
+
+def planned(cursor: TorchCursor) -> Iterator[tuple[Any, BatchPlan]]:
+    """The batches of a pass, and how each counts."""
+    parts = EvaluationParts(TorchFeed(lambda name: None, Strategy(), 1))
+    for batch in StepLoop(cursor, parts, None).batches():
+        yield batch, parts.step.plan
 
 
 def numbers(batches: Any) -> list[Any]:
@@ -123,7 +142,7 @@ def test_calls_go_on_where_the_last_one_stopped(make_source: Callable[[int], Loa
     stream, passes = make_stream(make_source(10))
     found = []
     for num_steps in (None, 5, 3, 5, None):
-        found.append((numbers(stream.take(num_steps)), passes.num_begun))
+        found.append((numbers(take(stream, num_steps)), passes.num_begun))
     assert found == [
         ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], 1),
         ([0, 1, 2, 3, 4], 2),
@@ -139,7 +158,7 @@ def test_a_call_that_ends_with_the_pass_does_not_make_the_next_one_empty(
 ) -> None:
     stream, passes = make_stream(make_source(10))
     for index in range(3):
-        assert len(list(stream.take(10 if index % 2 else num_steps))) == 10
+        assert len(list(take(stream, 10 if index % 2 else num_steps))) == 10
         assert passes.num_begun == index + 1
 
 
@@ -149,24 +168,24 @@ def test_an_empty_source_ends_the_iteration_every_time(
 ) -> None:
     stream, _ = make_stream(make_source(0))
     for _ in range(2):
-        assert list(stream.take(num_steps)) == []
+        assert list(take(stream, num_steps)) == []
     assert stream.num_steps_taken == 0
 
 
 def test_no_steps_yield_nothing_and_lose_nothing(make_source: Callable[[int], LoaderSource]) -> None:
     stream, _ = make_stream(make_source(3))
-    assert list(stream.take(0)) == []
-    assert numbers(stream.take(1)) == [0]
-    assert list(stream.take(0)) == []
-    assert numbers(stream.take(None)) == [1, 2]
+    assert list(take(stream, 0)) == []
+    assert numbers(take(stream, 1)) == [0]
+    assert list(take(stream, 0)) == []
+    assert numbers(take(stream, None)) == [1, 2]
 
 
 def test_a_caller_that_breaks_off_loses_only_the_batch_it_holds(make_source: Callable[[int], LoaderSource]) -> None:
     stream, _ = make_stream(make_source(5))
-    for batch in stream.take(None):
+    for batch in take(stream, None):
         if _bare(batch) == 1:
             break
-    assert numbers(stream.take(None)) == [2, 3, 4]
+    assert numbers(take(stream, None)) == [2, 3, 4]
 
 
 # ------------------------------------------------------------------------------------------------ plain sources
@@ -192,7 +211,7 @@ class LoaderWith:
 def test_a_sampler_of_the_users_own_is_told_each_pass(attribute: str) -> None:
     sampler = TellsEpoch()
     stream, _ = make_stream(PlainSource(LoaderWith(**{attribute: sampler})))
-    list(stream.take(5))
+    list(take(stream, 5))
     assert sampler.epochs == [0, 1, 2]
 
 
@@ -205,7 +224,7 @@ def test_of_two_samplers_one_is_told() -> None:
 def test_a_loader_is_opened_once_for_each_pass() -> None:
     loader = OneShot([1, 2, 3])
     stream, _ = make_stream(PlainSource(loader))
-    list(stream.take(2)), list(stream.take(2)), list(stream.take(2))
+    list(take(stream, 2)), list(take(stream, 2)), list(take(stream, 2))
     assert loader.num_opened == 2
 
 
@@ -219,29 +238,26 @@ def test_a_length_that_is_not_there_is_none(loader: Any, length: int | None) -> 
 
 
 def test_each_batch_comes_with_its_share_of_the_step() -> None:
-    leg = Leg()
-    stream = TorchBatchStream(DividedLoaderSource(divided(7, batch_size=2, world_size=2), SEED), leg, Passes())
-    shares = [(_bare(batch), leg.plan.sample_weight, leg.plan.num_samples) for batch in stream.take(None)]
+    stream = TorchCursor(DividedLoaderSource(divided(7, batch_size=2, world_size=2), SEED), Passes())
+    shares = [(_bare(batch), plan.sample_weight, plan.num_samples) for batch, plan in planned(stream)]
     assert shares == [([0, 1], 1.0, 2), ([4, 5], 2 * 2 / 3, 2)]
-    second = TorchBatchStream(DividedLoaderSource(divided(7, batch_size=2, rank=1, world_size=2), SEED), leg, Passes())
-    shares = [(_bare(batch), leg.plan.sample_weight, leg.plan.num_samples) for batch in second.take(None)]
+    second = TorchCursor(DividedLoaderSource(divided(7, batch_size=2, rank=1, world_size=2), SEED), Passes())
+    shares = [(_bare(batch), plan.sample_weight, plan.num_samples) for batch, plan in planned(second)]
     assert shares == [([2, 3], 1.0, 2), (6, 2 / 3, 1)]
 
 
 def test_a_rank_without_samples_in_the_last_step_knows_that_its_batch_is_padding() -> None:
-    leg = Leg()
-    stream = TorchBatchStream(DividedLoaderSource(divided(3, rank=1, world_size=2), SEED), leg, Passes())
-    assert [(leg.plan.sample_weight, leg.plan.is_padding) for _ in stream.take(None)] == [(1.0, False), (0.0, True)]
+    stream = TorchCursor(DividedLoaderSource(divided(3, rank=1, world_size=2), SEED), Passes())
+    assert [(plan.sample_weight, plan.is_padding) for _, plan in planned(stream)] == [(1.0, False), (0.0, True)]
 
 
 def test_a_batch_counts_by_the_samples_that_were_drawn_whatever_a_collator_returns() -> None:
     data = TensorDataset(torch.arange(7))
     loader = DataLoader(data, batch_size=4, collate_fn=lambda samples: default_collate(samples[1:]))
-    leg = Leg()
     sharded = shard_loader(loader, rank=0, world_size=1, training=True)
     assert isinstance(sharded, ShardedLoader)
-    stream = TorchBatchStream(DividedLoaderSource(sharded, SEED), leg, Passes())
-    assert [(len(batch[0]), leg.plan.num_samples) for batch in stream.take(None)] == [(3, 4), (2, 3)]
+    stream = TorchCursor(DividedLoaderSource(sharded, SEED), Passes())
+    assert [(len(batch[0]), plan.num_samples) for batch, plan in planned(stream)] == [(3, 4), (2, 3)]
 
 
 class Growing(torch.utils.data.Dataset[int]):
@@ -278,10 +294,10 @@ def test_data_that_change_their_size_between_two_passes_are_refused(shuffle: boo
     sharded = shard_loader(DataLoader(data, 2, shuffle=shuffle), rank=0, world_size=1, training=training)
     assert isinstance(sharded, ShardedLoader)
     stream, _ = make_stream(DividedLoaderSource(sharded, SEED))
-    assert len(list(stream.take(None))) == 2
+    assert len(list(take(stream, None))) == 2
     data.num_samples = now
     with pytest.raises(ValueError, match=rf"have {now} samples, and had 4 .*`train\(dataset=...\)`; or a `sampler`"):
-        list(stream.take(None))
+        list(take(stream, None))
 
 
 def test_a_sampler_of_a_user_follows_data_that_change_their_size() -> None:
@@ -291,7 +307,7 @@ def test_a_sampler_of_a_user_follows_data_that_change_their_size() -> None:
     stream, _ = make_stream(DividedLoaderSource(sharded, SEED))
     found = []
     for data.num_samples in (4, 6, 3):
-        found.append([len(batch) for batch in stream.take(None)])
+        found.append([len(batch) for batch in take(stream, None)])
     assert found == [[2, 2], [2, 2, 2], [2, 1]]
 
 
@@ -301,7 +317,7 @@ def test_in_an_evaluation_ranks_count_global_steps_also_where_one_has_no_sample(
     for rank in range(2):
         source = DividedLoaderSource(divided(5, batch_size=2, rank=rank, world_size=2, training=False), SEED)
         stream, passes = make_stream(source)
-        found.append(([numbers(stream.take(num_steps)) for num_steps in calls], passes.num_begun, source.num_steps()))
+        found.append(([numbers(take(stream, num_steps)) for num_steps in calls], passes.num_begun, source.num_steps()))
     assert found[0] == ([[[0, 1]], [4], [[0, 1], 4], [[0, 1], 4, [0, 1]], [4], [[0, 1], 4]], 5, 2)
     assert found[1] == ([[[2, 3]], [], [[2, 3]], [[2, 3], [2, 3]], [], [[2, 3]]], 5, 2)
 
@@ -309,29 +325,29 @@ def test_in_an_evaluation_ranks_count_global_steps_also_where_one_has_no_sample(
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_pass_is_resumed_where_another_stream_left_it(shuffle: bool) -> None:
     first, _ = make_stream(DividedLoaderSource(divided(10, shuffle=shuffle), SEED))
-    begun = numbers(first.take(14))
+    begun = numbers(take(first, 14))
     second, passes = make_stream(DividedLoaderSource(divided(10, shuffle=shuffle), SEED))
     second.resume(first.pass_index, first.completed)
     assert (second.is_mid_pass, second.completed) == (True, 4)
-    rest = numbers(second.take(None))
+    rest = numbers(take(second, None))
     assert sorted(begun[10:] + rest) == list(range(10))
-    assert rest == numbers(first.take(None))
+    assert rest == numbers(take(first, None))
     assert passes.num_begun == 0, "it is the same pass"
 
 
 # ------------------------------------------------------------------------------------------------ breaking off
 
 
-def taken(stream: TorchBatchStream, num_batches: int, num_steps: int | None = None) -> list[Any]:
+def taken(stream: TorchCursor, num_batches: int, num_steps: int | None = None) -> list[Any]:
     """Takes so many batches and leaves the last one in flight."""
-    batches = stream.take(num_steps)
+    batches = take(stream, num_steps)
     return [_bare(next(batches)) for _ in range(num_batches)]
 
 
 def test_a_step_is_completed_when_the_batch_after_it_is_asked_for() -> None:
     stream, _ = make_stream(divided_source(10))
     counts = []
-    for _ in stream.take(3):
+    for _ in take(stream, 3):
         counts.append((stream.num_steps_taken, stream.num_steps_completed))
     assert counts == [(1, 0), (2, 1), (3, 2)]
     assert stream.num_steps_completed == 3
@@ -345,25 +361,25 @@ def test_the_batch_of_a_step_that_broke_off_is_handed_out_again(num_batches: int
         stream.break_off()
     assert (stream.num_steps_taken, stream.num_steps_completed) == (num_batches - 1, num_batches - 1)
     assert (stream.is_mid_pass, stream.completed) == (True, num_batches - 1)
-    assert seen[:-1] + numbers(stream.take(None)) == list(range(10))
+    assert seen[:-1] + numbers(take(stream, None)) == list(range(10))
     assert passes.num_begun == 1, "it is the same pass"
 
 
 def test_breaking_off_between_two_steps_loses_nothing() -> None:
     stream, _ = make_stream(divided_source(10))
-    list(stream.take(4))
+    list(take(stream, 4))
     stream.break_off()
     assert (stream.completed, stream.num_steps_taken) == (4, 4)
-    assert numbers(stream.take(None)) == [4, 5, 6, 7, 8, 9]
+    assert numbers(take(stream, None)) == [4, 5, 6, 7, 8, 9]
 
 
 def test_breaking_off_between_two_passes_begins_the_next_one() -> None:
     stream, passes = make_stream(divided_source(3))
     stream.break_off()
-    assert numbers(stream.take(3)) == [0, 1, 2]
+    assert numbers(take(stream, 3)) == [0, 1, 2]
     stream.break_off()
     assert not stream.is_mid_pass
-    assert numbers(stream.take(None)) == [0, 1, 2]
+    assert numbers(take(stream, None)) == [0, 1, 2]
     assert passes.num_begun == 2
 
 
@@ -372,7 +388,7 @@ def test_breaking_off_in_the_second_pass_of_a_call_keeps_that_pass() -> None:
     assert taken(stream, 5, num_steps=7) == [0, 1, 2, 0, 1]
     stream.break_off()
     assert (stream.pass_index, stream.completed) == (1, 1)
-    assert numbers(stream.take(3)) == [1, 2, 0]
+    assert numbers(take(stream, 3)) == [1, 2, 0]
     assert passes.num_begun == 3
 
 
@@ -386,14 +402,14 @@ def test_what_was_in_flight_is_divided_among_those_who_go_on(shuffle: bool) -> N
     for rank, index in enumerate((0, 2)):
         streams[index].break_off()
         loaders[index].sampler.reshape(rank, 2, None)
-        for batch in streams[index].take(None):
+        for batch in take(streams[index], None):
             seen += batch[0].tolist()
     assert sorted(seen) == list(range(20)), "each sample once"
 
 
 def test_the_ledger_says_what_is_due_used_and_in_flight() -> None:
     stream, _ = make_stream(DividedLoaderSource(divided(11, batch_size=2, world_size=2), SEED))
-    batches = stream.take(None)
+    batches = take(stream, None)
     ledgers = []
     for _ in batches:
         ledgers.append(stream.samples_used())
@@ -418,18 +434,16 @@ def test_between_two_steps_somebody_may_look_and_stop(make_source: Callable[[int
     stream, _ = make_stream(make_source(5))
     looks: list[int] = []
 
-    def look() -> None:
+    def look(is_last: bool) -> None:
         looks.append(stream.num_steps_completed)
         if len(looks) == 3:
             raise Stop
 
-    stream.at_boundary = look
     seen: list[int] = []
     with pytest.raises(Stop):
-        seen.extend(_bare(batch) for batch in stream.take(None))
+        seen.extend(_bare(batch) for batch in take(stream, None, look))
     assert (seen, looks) == ([0, 1, 2], [1, 2, 3])
-    stream.at_boundary = None
-    assert numbers(stream.take(None)) == [3, 4]
+    assert numbers(take(stream, None)) == [3, 4]
 
 
 class Draws(torch.utils.data.Dataset[int]):
@@ -448,5 +462,5 @@ def test_processes_of_loaders_draw_other_numbers_on_each_rank_also_with_a_genera
         loader = DataLoader(Draws(), batch_size=2, num_workers=1, generator=torch.Generator().manual_seed(3))
         sharded = shard_loader(loader, rank=rank, world_size=2, training=True)
         assert isinstance(sharded, ShardedLoader)
-        found.append(numbers(make_stream(DividedLoaderSource(sharded, SEED))[0].take(None)))
+        found.append(numbers(take(make_stream(DividedLoaderSource(sharded, SEED))[0], None)))
     assert found[0] == found[2] != found[1]

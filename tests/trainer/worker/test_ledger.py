@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import pytest
 
+from raysgd.core.history.status import find_straggler
 from raysgd.core.numbers.time_spent import DRIVER, TimeSpent
 from raysgd.trainer.worker.ledger import Ledger
 
@@ -219,3 +220,59 @@ def test_a_bin_that_another_thread_begins_during_a_look_is_not_less_than_nothing
     clock.others.append(other)
     assert min(ledger.reading().seconds.values()) >= 0
     other.join(60)
+
+
+# ------------------------------------------------------------------------------------------------ own seconds
+
+
+def test_a_rank_waits_for_others_from_its_backward_pass_to_the_next_draw(ledger: Ledger, clock: Clock) -> None:
+    clock.sleep(1)
+    with ledger.call():
+        assert ledger.own_s is None
+        for _ in ledger.timing(drawing(clock, 2, ledger)):
+            clock.sleep(3)
+            ledger.end_own_work()
+            clock.sleep(50)
+            ledger.end_own_work()
+    assert ledger.own_s == 8
+
+
+def in_user_code(own_s: float, since: float, now: float) -> Ledger:
+    """The ledger of a rank that has spent so long by itself. It is in user code since then; 0 to wait."""
+    clock = Clock()
+    ledger = Ledger(clock)
+    clock.now = 1.0
+    ledger.begin_own_work()
+    clock.sleep(own_s)
+    ledger.end_own_work()
+    if since:
+        clock.now = since
+        ledger.begin_own_work()
+    clock.now = now
+    return ledger
+
+
+def test_where_all_ranks_hang_in_user_code_they_wait_for_none_of_them() -> None:
+    ranks = [in_user_code(1.5, 100.0, 160.0), in_user_code(1.0, 100.1, 160.0), in_user_code(1.0, 100.2, 160.0)]
+    assert find_straggler([each.own_s for each in ranks]) is None
+
+
+def test_a_rank_that_alone_hangs_in_user_code_is_the_one_that_others_wait_for() -> None:
+    ranks = [in_user_code(1.5, 0.0, 160.0), in_user_code(1.0, 0.0, 160.0), in_user_code(1.0, 100.0, 160.0)]
+    assert find_straggler([each.own_s for each in ranks]) == 2
+
+
+def test_the_own_time_of_a_call_that_broke_off_does_not_grow_and_a_new_group_begins_at_zero(
+    ledger: Ledger, clock: Clock
+) -> None:
+    clock.sleep(1)
+    with suppress(ValueError), ledger.call():
+        for _ in ledger.timing(drawing(clock, 2, ledger)):
+            clock.sleep(3)
+            ledger.end_own_work()
+            raise ValueError
+    clock.sleep(100)
+    assert ledger.own_s == 4
+    ledger.note_recovery()
+    with ledger.regrouping(lambda: True):
+        assert ledger.own_s is None

@@ -1,47 +1,209 @@
-"""How batches count, and after which of them the optimizer steps."""
+"""The life of a batch, the iterator that user code is given, padding that leaves no trace, and batches left for later.
+
+How a cursor moves through passes is tested with the cursors of the frameworks: `tests/torch/data/test_sources.py`
+and `tests/tf/data/test_dataset_streams.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from raysgd.torch.data.sources import DrawnItem
-from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES, BatchPlan, StepRules, planned
+from raysgd.torch.data.loader_feed import TorchFeed
+from raysgd.torch.parallel.strategy import Strategy
+from raysgd.trainer.messages.epochs import EpochRequest
+from raysgd.trainer.worker import step_loop
+from raysgd.trainer.worker.batch_plan import BETWEEN_BATCHES, BatchPlan
+from raysgd.trainer.worker.data.data_cursor import NO_BATCH, DataCursor
+from raysgd.trainer.worker.step_loop import Batches, StepLoop, StepParts
 
 
-def items(num_parts: Sequence[int]) -> list[tuple[DrawnItem, bool]]:
-    """Return the micro-batches of global batches, the last of which ends a pass."""
-    found = [DrawnItem(None, 1.0, 2, 4, part == 0, part == num - 1) for num in num_parts for part in range(num)]
-    return [(item, number == len(found)) for number, item in enumerate(found, start=1)]
+class Item(int):
+    """A number that is a step; a negative one is padding."""
+
+    is_first = is_last_part = True
+    is_last_of_pass: bool | None = None
+
+    @property
+    def batch(self) -> Any:
+        return int(self)
+
+    def plan(self, starts_step: bool, sync_gradients: bool) -> BatchPlan:
+        return BatchPlan(is_padding=self < 0)
 
 
-@pytest.mark.parametrize(
-    ("num_parts", "accumulate", "num_steps", "steps"),
-    [
-        ([1, 1, 1], 1, None, ["1", "1", "1"]),
-        ([1, 1, 1], 2, None, ["01", "1"]),
-        ([2, 2, 1], 1, None, ["01", "01", "1"]),
-        ([2, 1, 2], 2, None, ["001", "01"]),
-        ([1, 1, 1, 1], 3, 2, ["01"]),
-        ([2, 2, 2], 2, 1, ["01"]),
-        ([1, 1], 5, None, ["01"]),
-        ([], 2, None, []),
-    ],
-)
-def test_a_step_ends_after_its_global_batches_and_where_a_pass_or_a_call_ends(
-    num_parts: list[int], accumulate: int, num_steps: int | None, steps: list[str]
-) -> None:
-    plans = [plan for _, plan in planned(iter(items(num_parts)), accumulate, num_steps)]
-    expected = [(index == 0, each == "1") for step in steps for index, each in enumerate(step)]
-    assert [(plan.starts_step, plan.sync_gradients) for plan in plans] == expected
+class NoItem(Item):
+    """A step in which this rank has no samples."""
+
+    batch = NO_BATCH
 
 
-def test_a_batch_counts_in_its_step_by_what_the_ranks_know() -> None:
-    plan = BatchPlan(num_samples=3, total_samples=8)
-    assert [rules.samples_in_step(plan) for rules in (StepRules(), StepRules(True))] == [None, None]
-    assert StepRules(True, accumulate=2).samples_in_step(plan) == 8
-    assert StepRules(accumulate=2).samples_in_step(plan) == 3
-    assert StepRules(accumulate=2).samples_in_step(plan._replace(num_samples=None)) == 8
-    assert not BETWEEN_BATCHES.is_padding
-    assert [DrawnItem(None, 1.0, num, 4).plan(True, True).is_padding for num in (0, 2, None)] == [True, False, False]
+class Parts(StepParts):
+    """Notes what it is told."""
+
+    def __init__(self, remember: Callable[[], Callable[[], None]] | None = None) -> None:
+        self.log: list[str] = []
+        self._step = SimpleNamespace(plan=BETWEEN_BATCHES, end_stream=lambda: self.log.append("no batch follows"))
+        if remember is not None:
+            self.remember_metrics = remember  # type: ignore[method-assign]
+
+    @property
+    def step(self) -> Any:
+        return self._step
+
+    def open(self, plan: BatchPlan, item: Any) -> None:
+        self._step.plan = plan
+
+    def commit(self, has_step: bool = False) -> None:
+        self.log.append(f"committed {has_step}")
+
+
+class Numbers(DataCursor[Any]):
+    """Batches out of a list; the position is the number of batches."""
+
+    completed = 0
+
+    def _begin_pass(self, consumed: int) -> Iterator[Any]:
+        return iter([NoItem() if each is NO_BATCH else Item(each) for each in self.source[consumed:]])
+
+
+class Counter:
+    """A metric that also counts padding, unless that is undone."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def remember(self) -> Any:
+        before = self.value
+
+        def undo() -> None:
+            self.value = before
+
+        return undo
+
+
+def counted(batches: list[Any]) -> tuple[StepLoop, Counter]:
+    counter = Counter()
+    return StepLoop(Numbers(batches, lambda: 0), Parts(counter.remember), None), counter
+
+
+def test_what_padding_changes_is_undone_ahead_of_the_next_batch() -> None:
+    loop, counter = counted([1, -1, 1])
+    found = []
+    for _ in loop.batches():
+        found.append(counter.value)
+        counter.value += 1
+    assert (found, counter.value) == ([0, 1, 1], 2)
+
+
+@pytest.mark.parametrize("end", ["commit", "leave_padding"])
+def test_it_is_undone_once_where_the_loop_stops_at_padding(end: str) -> None:
+    loop, counter = counted([1, -1, 1])
+    batches = loop.batches()
+    next(batches), next(batches)
+    counter.value = 7
+    getattr(loop, end)()
+    assert counter.value == 0
+    counter.value = 8
+    batches.close()  # type: ignore[attr-defined]
+    loop.leave_padding()
+    assert counter.value == 8, "once"
+
+
+def test_a_step_without_a_batch_counts_and_is_not_handed_out() -> None:
+    loop, _ = counted([1, NO_BATCH])
+    cursor = loop.cursor
+    assert list(loop.batches()) == [1]
+    assert (cursor.num_steps_taken, cursor.num_steps_completed, cursor.is_mid_pass) == (2, 2, False)
+
+
+def test_a_look_ahead_that_fails_loses_no_batch() -> None:
+    class Flaky(Numbers):
+        looks_ahead = True
+
+        def _begin_pass(self, consumed: int) -> Iterator[Any]:
+            yield Item(1)
+            yield Item(2)
+            raise OSError("no file")
+
+    cursor = Flaky([], lambda: 0)
+    batches = StepLoop(cursor, Parts(), None).batches()
+    assert next(batches) == 1
+    with pytest.raises(OSError, match="no file"):
+        next(batches)
+    assert cursor.num_steps_taken == 1
+    assert list(StepLoop(cursor, Parts(), None).batches()) == [2]
+
+
+def test_a_step_that_fails_before_its_batch_is_handed_out_has_not_begun() -> None:
+    class Broken(Parts):
+        def open(self, plan: BatchPlan, item: Any) -> None:
+            raise ConnectionError("noticed ahead of the batch")
+
+    class Single(Item):
+        is_last_of_pass = True
+
+    class One(Numbers):
+        def _begin_pass(self, consumed: int) -> Iterator[Any]:
+            return iter([Single(1)])
+
+    cursor = One([], lambda: 0)
+    with pytest.raises(ConnectionError):
+        next(StepLoop(cursor, Broken(), None).batches())
+    assert (cursor.num_steps_completed, cursor.num_steps_taken) == (0, 0)
+    assert cursor.is_mid_pass, "also where it is the last of its pass"
+
+
+def test_the_parts_are_told_when_a_step_is_done_and_when_no_batch_follows() -> None:
+    parts, looks = Parts(), list[bool]()
+    loop = StepLoop(Numbers([1, 2], lambda: 0), parts, 1, looks.append)
+    assert list(loop.batches()) == [1]
+    loop.commit(is_last=True)
+    assert parts.log == ["committed True", "no batch follows", "committed False"]
+    assert looks == [False, True]
+
+
+def test_batches_know_whether_they_were_used() -> None:
+    watched = Batches(iter([1, 2]), counted([1, 2])[0])
+    assert not watched.was_touched
+    assert (next(watched), list(watched), watched.was_touched, watched.is_padding) == (1, [2], True, False)
+
+
+def test_redrawing_does_not_happen_more_often_than_anyone_can_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, redrawn = [0.0], []
+    monkeypatch.setattr(step_loop.time, "monotonic", lambda: now[0])
+    for number in StepLoop(
+        Numbers([*range(8)], lambda: 0), Parts(), None, redraw=lambda: redrawn.append(now[0])
+    ).batches():
+        assert number == round(now[0] / 0.03)
+        now[0] += 0.03
+    assert redrawn == pytest.approx([0.0, 0.12])
+
+
+def request(num_steps: int | None, starts_over: bool = False) -> EpochRequest:
+    return EpochRequest(num_steps, {}, False, 0, starts_over=starts_over)
+
+
+def test_only_a_call_that_takes_some_batches_and_returns_leaves_the_others() -> None:
+    class Counting(TorchFeed):
+        num_opened = 0
+
+        def _open_validation(self, request: EpochRequest) -> Any:
+            self.num_opened += 1
+            return self.num_opened
+
+    feed, found = Counting(lambda name: None, Strategy(), 1), []
+    for each in (request(1), request(1), request(None), request(1), request(1, starts_over=True)):
+        with feed.validating(each) as stream:
+            found.append(stream)
+    with pytest.raises(KeyError), feed.validating(request(1)):
+        raise KeyError
+    with feed.validating(request(1)) as stream:
+        found.append(stream)
+    feed.close()
+    with feed.validating(request(1)) as stream:
+        found.append(stream)
+    assert found == [1, 1, 1, 2, 3, 4, 5]

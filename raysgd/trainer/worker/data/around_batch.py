@@ -13,7 +13,7 @@ from functools import wraps
 from typing import Any
 
 from raysgd.core.numbers.metric_meters import BATCH_COUNT, BATCH_WEIGHT, NUM_SAMPLES, is_weight
-from raysgd.trainer.worker.data.batch_streams import CurrentLeg
+from raysgd.trainer.worker.batch_plan import CurrentStep
 
 _COUNTERS = (NUM_SAMPLES, BATCH_WEIGHT, BATCH_COUNT)
 
@@ -86,14 +86,14 @@ def take_outside(internals: Any) -> dict[str, Any]:
 
 @contextmanager
 def around_batches(
-    operator: Any, name: str, leg: CurrentLeg, after: Callable[[Any], Any] | None = None
+    operator: Any, name: str, step: CurrentStep, after: Callable[[Any], Any] | None = None
 ) -> Iterator[None]:
     """Inside the block, let a method of the operator also return the number of samples and the logged metrics.
 
     Args:
         operator: Operator whose method is wrapped.
         name: Name of the method, "train_batch" or "validate_batch".
-        leg: Tracks the current batch. It says whether the batch is padding, whose samples do not count.
+        step: Tracks the current batch. It says whether the batch is padding, whose samples do not count.
         after: Function that receives the metrics of each batch and returns the metrics to use instead. None to use the
             metrics unchanged.
     """
@@ -103,16 +103,14 @@ def around_batches(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         internals.begin_metrics()
         metrics = internals.completed(method(*args, **kwargs), (*args, *kwargs.values())[0])
-        if leg.plan.is_padding and isinstance(metrics, Mapping):
+        if step.plan.is_padding and isinstance(metrics, Mapping):
             metrics = {**metrics, **{each: 0 for each in metrics if each == NUM_SAMPLES or is_weight(each)}}
         return metrics if after is None else after(metrics)
 
     setattr(operator, name, wrapped)
-    leg_before, internals.leg = internals.leg, leg
     try:
         yield
     finally:
-        internals.leg = leg_before
         if was_set:
             setattr(operator, name, method)  # the user had set this method on the instance
         else:

@@ -242,6 +242,19 @@ class DataFeed(ABC):
             if stream is not None:
                 stream.break_off()
 
+    @property
+    def order_obstacle(self) -> str | None:
+        """Reason why this worker cannot use the remaining samples of the pass in the same order as before.
+
+        None if it can.
+        """
+        return None
+
+    def progress_text(self) -> str:
+        """Return a text for the log about the repeated samples of an interrupted call. Empty if these are unknown."""
+        data = self.samples_used()
+        return "" if data is None else f"no sample lost, {data.in_flight} in flight are repeated ({data})"
+
     def begin_again(self, request: EpochRequest, share: CallData | None, place: DataPosition | None) -> None:
         """Prepare the data for a training call that continues in a new group of workers.
 

@@ -15,13 +15,16 @@ import torchmetrics
 from torch.utils.data import DataLoader
 
 from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
+from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.data.sampling import ShardedLoader, shard_loader
-from raysgd.torch.data.sources import DividedLoaderSource, TorchBatchStream
+from raysgd.torch.data.sources import DividedLoaderSource, TorchCursor
+from raysgd.torch.hosting.torch_step import EvaluationParts
 from raysgd.torch.objects import metric_objects
-from raysgd.torch.parallel.leg import Leg
+from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import merged
 from raysgd.trainer.worker.data.epoch_run import METRICS, EpochAnswer, EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.trainer.worker.data.rank_rows import RankRows, Row
+from raysgd.trainer.worker.step_loop import StepLoop
 from raysgd.utils import BATCH_COUNT
 from tests.helpers.processes import wait_until
 
@@ -159,21 +162,28 @@ def test_the_end_of_an_epoch_passes_by_user_code_that_catches_exceptions() -> No
 # ------------------------------------------------------------------------------------------------ the run
 
 
-def stream_of(num_samples: int = 10, batch_size: int = 1) -> TorchBatchStream:
+def stream_of(num_samples: int = 10, batch_size: int = 1) -> TorchCursor:
     sharded = shard_loader(DataLoader(range(num_samples), batch_size), rank=0, world_size=1, training=True)
     assert isinstance(sharded, ShardedLoader)
-    leg = Leg()
-    return TorchBatchStream(DividedLoaderSource(sharded, 7), leg, lambda: 0)
+    return TorchCursor(DividedLoaderSource(sharded, 7), lambda: 0)
 
 
 def a_run(num_steps: int | None = None) -> EpochRun:
     return EpochRun(2, num_steps, AverageMeterCollection(), RankRows("a"))
 
 
-def begun(run: EpochRun, stream: TorchBatchStream) -> Iterator[Any]:
+def take(
+    cursor: TorchCursor, num_steps: int | None, committed: Callable[[bool], None] = lambda is_last: None
+) -> Iterator[Any]:
+    """The batches of so many steps."""
+    parts = EvaluationParts(TorchFeed(lambda name: None, Strategy(), 1))
+    return StepLoop(cursor, parts, num_steps, committed).batches()
+
+
+def begun(run: EpochRun, stream: TorchCursor) -> Iterator[Any]:
     """The batches of a run that begins, or goes on, with `stream`."""
     run.attach(stream)
-    return stream.take(run.num_steps_left)
+    return take(stream, run.num_steps_left)
 
 
 def test_a_run_counts_the_steps_that_were_completed() -> None:
@@ -190,7 +200,7 @@ def test_a_run_counts_the_steps_that_were_completed() -> None:
 
 def test_steps_of_the_call_before_do_not_count() -> None:
     stream = stream_of()
-    list(stream.take(4))
+    list(take(stream, 4))
     run = a_run(5)
     next(begun(run, stream))
     assert (run.num_completed, run.num_steps_left) == (0, 5)
@@ -251,8 +261,8 @@ def test_a_run_that_broke_off_in_its_last_step_has_that_one_left() -> None:
 def test_what_a_run_says_of_itself_at_its_last_boundary_leaves_nothing_to_do(num_steps: int | None) -> None:
     run, stream = a_run(num_steps), stream_of()
     states: list[RunState] = []
-    stream.at_boundary = lambda: states.append(run.state(with_metrics=False))
-    list(begun(run, stream))
+    run.attach(stream)
+    list(take(stream, run.num_steps_left, lambda is_last: states.append(run.state(with_metrics=False))))
     assert [state.is_exhausted for state in states] == [False] * 9 + [True]
 
 

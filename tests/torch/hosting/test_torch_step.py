@@ -9,20 +9,18 @@ import pytest
 import torch
 
 from raysgd.core.engine.shared.types import World
-from raysgd.core.history.status import find_straggler
 from raysgd.core.text.log_lines import Once
 from raysgd.operators import GANOperator
 from raysgd.torch.data.loader_feed import TorchFeed
-from raysgd.torch.hosting import step_loop
-from raysgd.torch.hosting.step_loop import StepLoop, make_undo, needs_copies
+from raysgd.torch.hosting import torch_step
+from raysgd.torch.hosting.torch_step import TorchParts, make_undo, needs_copies
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.operator.registrar import RegisteredObjects
-from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.step.gradients import Gradients
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES
+from raysgd.trainer.worker.batch_plan import BETWEEN_BATCHES
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
 WORLD = World(0, 2)
@@ -35,7 +33,7 @@ class Joined(Strategy):
 
 
 class Plain(TrainingOperator):
-    """Built by hand: only what the loop looks at."""
+    """Built by hand: only what the parts looks at."""
 
     def __init__(self, num_optimizers: int = 1) -> None:
         self.part = torch.nn.Linear(1, 1)
@@ -69,31 +67,31 @@ class SaysSo(Plain):
     _needs_copies = True
 
 
-def loop_of(operator: Plain, undo: bool | None = None, parallel: Strategy | None = None) -> StepLoop:
+def parts_of(operator: Plain, undo: bool | None = None, parallel: Strategy | None = None) -> TorchParts:
     parallel = parallel or Joined()
     made = make_undo(operator, parallel, undo, WORLD)
-    loop = StepLoop(operator, parallel, TorchFeed(lambda name: None, parallel, 1), made)
+    parts = TorchParts(operator, parallel, TorchFeed(lambda name: None, parallel, 1), made)
     internals = operator._raysgd
     hooks = Gradients(operator, internals.precision, parallel, StepOptions(), internals.callbacks, Once())
     hooks.watch(internals.registered.optimizers)
-    hooks.tell(loop.note_step)
+    hooks.tell(parts.note_step)
     parallel.begin_leg((), may_run_backward=True, undo=made)
     made.open_call()
-    loop.note_boundary()
-    return loop
+    parts.commit()
+    return parts
 
 
 def test_with_one_worker_a_step_is_half_done_once_an_optimizer_steps_and_nothing_is_copied() -> None:
     operator = OwnBatch()
-    loop = loop_of(operator, parallel=Strategy())
-    assert loop.undo.mode == "never"
+    parts = parts_of(operator, parallel=Strategy())
+    assert parts.undo.mode == "never"
     operator.compute()
-    assert loop.is_whole
+    assert parts.is_whole
     operator.sgd.step()
-    assert not loop.is_whole
-    assert not loop.can_return
-    loop.note_boundary()
-    assert loop.is_whole
+    assert not parts.is_whole
+    assert not parts.can_return
+    parts.commit()
+    assert parts.is_whole
 
 
 @pytest.mark.parametrize(
@@ -121,63 +119,63 @@ def test_rungs_of_the_librarys_operators_are_not_the_users() -> None:
 @pytest.mark.parametrize(("undo", "is_copied"), [(True, True), (None, False), (False, False)])
 def test_an_option_decides_for_stock_code(undo: bool | None, is_copied: bool) -> None:
     operator = Plain()
-    loop = loop_of(operator, undo)
-    loop.leg.begin_batch(BETWEEN_BATCHES)
+    parts = parts_of(operator, undo)
+    parts.step.begin_batch(BETWEEN_BATCHES)
     operator.sgd.step()
-    assert loop.is_whole == loop.can_return == is_copied
+    assert parts.is_whole == parts.can_return == is_copied
 
 
 def test_without_copies_a_batch_is_not_repeated_after_a_loss_but_after_an_error_before_its_step() -> None:
-    loop = loop_of(Plain(), undo=False)
-    loop.leg.begin_batch(BETWEEN_BATCHES)
-    assert (loop.is_whole, loop.can_return) == (False, True)
+    parts = parts_of(Plain(), undo=False)
+    parts.step.begin_batch(BETWEEN_BATCHES)
+    assert (parts.is_whole, parts.can_return) == (False, True)
 
 
 def test_where_copies_take_too_much_memory_a_warning_says_so_and_none_are_made(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(step_loop, "lacks_memory", lambda *parts: "8 of 10 MiB that are free")
-    loop = loop_of(OwnBatch())
-    loop.leg.begin_batch(BETWEEN_BATCHES)
-    assert not loop.is_whole
+    monkeypatch.setattr(torch_step, "lacks_memory", lambda *parts: "8 of 10 MiB that are free")
+    parts = parts_of(OwnBatch())
+    parts.step.begin_batch(BETWEEN_BATCHES)
+    assert not parts.is_whole
     assert "would need 8 of 10 MiB that are free" in caplog.text
 
 
 def test_gradients_that_wait_for_a_step_are_kept_and_others_cleared() -> None:
     operator = OwnBatch()
-    loop = loop_of(operator)
+    parts = parts_of(operator)
     for waits in (False, True):
-        loop.leg.begin_batch(BETWEEN_BATCHES)
+        parts.step.begin_batch(BETWEEN_BATCHES)
         operator.sgd.zero_grad()
         operator.compute()
-        loop.leg.note_all_reduce()
+        parts.step.note_all_reduce()
         if not waits:
             operator.sgd.step()
-        loop.note_boundary()
-        assert [each is not None for each in loop.waiting_parameters()] == [waits] * 2 * waits
-        loop.leg.begin_batch(BETWEEN_BATCHES)
+        parts.commit()
+        assert [each is not None for each in parts.waiting_parameters()] == [waits] * 2 * waits
+        parts.step.begin_batch(BETWEEN_BATCHES)
         operator.compute()
-        assert loop.is_whole
-        loop.return_to_boundary()
+        assert parts.is_whole
+        parts.rollback()
         assert operator.gradient == (1.0 if waits else None)
 
 
 def test_gradients_that_wait_and_are_a_ranks_own_cannot_be_handed_over() -> None:
     operator = OwnBatch()
-    loop = loop_of(operator)
-    loop.leg.begin_batch(BETWEEN_BATCHES)
+    parts = parts_of(operator)
+    parts.step.begin_batch(BETWEEN_BATCHES)
     operator.compute()
-    loop.note_boundary()
-    assert not loop.is_whole
-    loop.leg.begin_batch(BETWEEN_BATCHES)
+    parts.commit()
+    assert not parts.is_whole
+    parts.step.begin_batch(BETWEEN_BATCHES)
     operator.compute()
-    loop.leg.note_all_reduce()
-    loop.note_boundary()
-    assert not loop.is_whole, "those of the batch before are among them"
-    loop.leg.begin_batch(BETWEEN_BATCHES)
+    parts.step.note_all_reduce()
+    parts.commit()
+    assert not parts.is_whole, "those of the batch before are among them"
+    parts.step.begin_batch(BETWEEN_BATCHES)
     operator.sgd.step()
-    loop.note_boundary()
-    assert loop.is_whole
+    parts.commit()
+    assert parts.is_whole
 
 
 def test_what_was_stepped_without_any_exchange_cannot_be_handed_over() -> None:
@@ -185,59 +183,23 @@ def test_what_was_stepped_without_any_exchange_cannot_be_handed_over() -> None:
         num_ranks = 2  # type: ignore[assignment]
 
     operator = OwnBatch()
-    loop = loop_of(operator, parallel=OfTwo())
+    parts = parts_of(operator, parallel=OfTwo())
     for exchanges in (False, True):
-        loop.leg.begin_batch(BETWEEN_BATCHES)
+        parts.step.begin_batch(BETWEEN_BATCHES)
         operator.compute()
         if exchanges:
-            loop.leg.note_all_reduce()
+            parts.step.note_all_reduce()
         operator.sgd.step()
-        loop.note_boundary()
-        assert loop.is_whole == exchanges
+        parts.commit()
+        assert parts.is_whole == exchanges
 
 
 def test_what_waits_after_a_state_was_restored_are_its_gradients() -> None:
     operator = OwnBatch()
-    loop = loop_of(operator)
-    loop.leg.begin_batch(BETWEEN_BATCHES)
+    parts = parts_of(operator)
+    parts.step.begin_batch(BETWEEN_BATCHES)
     operator.compute()
     operator.sgd.step()
-    loop.note_restored()
-    assert loop.is_whole
-    assert loop.waiting_parameters() == list(operator.part.parameters())
-
-
-def test_the_time_of_a_call_begins_at_zero() -> None:
-    loop = loop_of(Plain())
-    loop.latest_leg = Leg()
-    loop.latest_leg.own_s = 2.0
-    assert loop.own_s == 2.0
-    loop.begin_call()
-    assert loop.own_s is None
-
-
-def in_user_code(own_s: float, since: float) -> StepLoop:
-    """A rank that has spent so long by itself in the steps before, and has been in this one since then."""
-    parallel = Joined()
-    loop = loop_of(Plain(), parallel=parallel)
-    parallel.leg = loop.latest_leg = Leg()
-    parallel.leg.own_s, parallel.leg.began_at = own_s, since
-    return loop
-
-
-def test_where_all_ranks_hang_in_user_code_they_wait_for_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.perf_counter", lambda: 160.0)
-    first, second, third = in_user_code(1.5, 100.0), in_user_code(1.0, 100.1), in_user_code(1.0, 100.2)
-    assert find_straggler([first.own_s, second.own_s, third.own_s]) is None
-
-
-def test_a_rank_that_alone_hangs_in_user_code_is_the_one_that_others_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.perf_counter", lambda: 160.0)
-    waiting = [in_user_code(1.5, 0.0), in_user_code(1.0, 0.0)]  # in an exchange, after their own part of the step
-    assert find_straggler([*(loop.own_s for loop in waiting), in_user_code(1.0, 100.0).own_s]) == 2
-
-
-def test_the_time_of_a_call_that_broke_off_in_user_code_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = in_user_code(1.0, 100.0)
-    loop._parallel.end_leg()
-    assert loop.own_s == 1.0
+    parts.note_restored()
+    assert parts.is_whole
+    assert parts.waiting_parameters() == list(operator.part.parameters())

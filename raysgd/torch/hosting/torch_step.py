@@ -1,14 +1,9 @@
-"""`StepLoop`: begins and ends the legs of a training call in one worker, and returns to the last completed step.
-
-A boundary is a point in time between two steps, at which the worker's state is the result of completed steps only. A
-leg is the part of a call that one worker group runs. If the group changes during a call, the call continues with
-another leg.
-"""
+"""`TorchParts`: what PyTorch does at the events of a step, and when a training call begins, ends or breaks off."""
 
 from __future__ import annotations
 
 import logging
-import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,8 +15,10 @@ from raysgd.core.connections.mesh.mesh import NotAligned
 from raysgd.core.connections.torch import is_connection_error
 from raysgd.core.engine.shared.types import World
 from raysgd.core.text.frames import defined_at
+from raysgd.torch.data.batches import count_samples
 from raysgd.torch.data.loader_feed import TorchFeed
-from raysgd.torch.data.sources import LoaderSource
+from raysgd.torch.data.sources import DrawnItem, LoaderSource
+from raysgd.torch.objects import metric_objects
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.record import SoFar
 from raysgd.torch.parallel.strategy import Strategy
@@ -30,10 +27,10 @@ from raysgd.torch.parallel.undo import Mode, Undo
 from raysgd.torch.step.gradients import step_with, tells_of_steps
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.joint_work import JointWork
-from raysgd.trainer.worker.data.loop import Loop
+from raysgd.trainer.worker.batch_plan import BatchPlan, StepRules
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import is_stock
-from raysgd.trainer.worker.step_loop import StepRules
+from raysgd.trainer.worker.step_loop import StepParts
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +41,10 @@ is_plain = partial(is_stock, of=TrainingOperator)
 _STEPPING_RUNGS = ("train_epoch", "train_batch", "backward", "optimizer_step")
 
 
-class StepLoop(Loop):
-    """Begins and ends the legs of one operator's training calls, and returns to the last completed step if necessary.
+class TorchParts(StepParts):
+    """PyTorch's part of the steps of one operator. What happens in a step is in the `record` of its `Leg`.
 
-    A step counts as completed once the training loop requests the next batch, which calls `note_boundary`. Before that,
-    the operator's `global_step` already includes the step, but `return_to_boundary` can still undo it.
-
-    What happens in a step is in the `record` of its `Leg`.
+    Before a step is committed, the operator's `global_step` already includes it, but `rollback` can still undo it.
 
     Args:
         operator: Operator that trains.
@@ -59,8 +53,6 @@ class StepLoop(Loop):
         undo: Copies the state that batches change, and restores it.
 
     Attributes:
-        latest_leg: Tracks the latest leg of the call. It also measures `own_s`, the seconds in which this rank did not
-            wait for other ranks. None before the call's first leg, and in a new worker group.
         so_far: What the committed steps of the call have shown.
     """
 
@@ -68,29 +60,44 @@ class StepLoop(Loop):
 
     def __init__(self, operator: TrainingOperator, parallel: Strategy, feed: TorchFeed, undo: Undo) -> None:
         super().__init__(feed)
-        self._operator = operator
-        self._parallel = parallel
-        self.latest_leg: Leg | None = None
+        self._operator, self._parallel, self._internals = operator, parallel, operator._raysgd
         self.undo = undo
         self._optimizers = operator._raysgd.registered.optimizers
-        self._global_step = 0  # the operator's `global_step` at the last boundary
+        self._global_step = 0  # the operator's `global_step` at the last commit
         self.has_stock_loop = is_plain(operator, "train_epoch")
         self._may_run_backward = not is_plain(operator, "train_epoch", "train_batch", "backward")
         self.so_far = SoFar()
 
     @property
-    def leg(self) -> Leg:
+    def step(self) -> Leg:
         return self._parallel.leg
 
+    @property
+    def accumulate(self) -> int:  # type: ignore[override]
+        return self._parallel.leg.rules.accumulate
+
+    def begin_pass(self) -> None:
+        """Check that user code has called `rewrap` if it froze or unfroze parameters, or added parameter groups."""
+        self._internals.trained.check(self._operator._freezes_in_batches)
+
+    def open(self, plan: BatchPlan, item: DrawnItem) -> None:
+        leg = self._parallel.leg
+        if plan.total_samples is None and leg.rules.has_several:
+            plan = plan._replace(total_samples=count_samples(item.batch))
+        leg.begin_batch(plan)
+
+    def remember_metrics(self) -> Callable[[], None]:
+        return metric_objects.remember(self._operator, self._internals.registered)
+
     def is_lost(self, error: BaseException) -> bool:
-        return self.leg.record.error is not None or is_connection_error(error)
+        return self.step.record.error is not None or is_connection_error(error)
 
     def may_be_parted(self, error: BaseException) -> bool:
         return self.is_lost(error) or any(isinstance(link, NotAligned) for link in with_causes(error))
 
     @property
     def can_return(self) -> bool:
-        record = self.leg.record
+        record = self.step.record
         return (record.saved is not None and record.saved.is_whole) or not record.stepped
 
     @property
@@ -98,9 +105,11 @@ class StepLoop(Loop):
         """True if the current state is the result of completed steps only, or can be restored to such a state."""
         # If the ranks are apart, the call is repeated from the snapshot. If the driver then finds that the weights
         # differ, it raises.
-        return not self.so_far.ranks_are_apart and self.undo.can_restore(self.leg.record)
+        return not self.so_far.ranks_are_apart and self.undo.can_restore(self.step.record)
 
-    def note_boundary(self) -> None:
+    def commit(self, has_step: bool = False) -> None:
+        if has_step:
+            self._parallel.leg.confirm()
         leg, undo, self._global_step = self._parallel.leg, self.undo, self._operator.global_step
         if leg.record.saved is not None:
             undo.forget(leg.record)
@@ -108,22 +117,22 @@ class StepLoop(Loop):
                 self.so_far = self.so_far.after(leg.record, lambda: self._parallel.num_ranks, undo.waiting_parameters)
         leg.commit()
 
-    end_call = note_boundary
+    end_call = commit
 
     def note_restored(self) -> None:
         self.so_far = SoFar(self.so_far.has_averaged)
         self._global_step = self._operator.global_step
         self.undo.note_restored()
-        self.leg.commit()
+        self.step.commit()
 
-    def return_to_boundary(self) -> None:
+    def rollback(self) -> None:
         self._operator.global_step = self._global_step
-        self.undo.restore(self.leg.record)
-        self.leg.commit()
+        self.undo.restore(self.step.record)
+        self.step.commit()
 
     def waiting_parameters(self) -> list[torch.Tensor]:
         """Return the parameters that have gradients with which no optimizer has stepped yet."""
-        return self.undo.waiting_parameters(self.leg.record)
+        return self.undo.waiting_parameters(self.step.record)
 
     def note_step(self, optimizer: Any, *_: Any, number: int) -> None:
         """Record that an optimizer is about to step. PyTorch calls this after the hooks of the user."""
@@ -134,15 +143,6 @@ class StepLoop(Loop):
         if leg.undo is not None:
             leg.undo.see_step(leg.record)
 
-    @property
-    def own_s(self) -> float | None:
-        leg = self.latest_leg
-        if leg is None:
-            return None
-        own_s, began_at = leg.own_s, leg.began_at if leg is self._parallel.leg else 0.0
-        # Add the time of the running batch, so that the result keeps growing while user code hangs in a batch.
-        return own_s + (time.perf_counter() - began_at if began_at else 0.0) or None
-
     def plain(self, value: Any) -> Any:
         """Convert a tensor without dimensions to a number, and move any other tensor to the CPU."""
         if isinstance(value, torch.Tensor):
@@ -150,12 +150,11 @@ class StepLoop(Loop):
         return value
 
     def begin_call(self) -> None:
-        self.latest_leg = None
         self.so_far = SoFar(has_own_gradients=self.so_far.has_own_gradients)
 
     @property
     def joint_work(self) -> JointWork | None:
-        return None if self.leg.recorder is None else self.leg.recorder.work
+        return None if self.step.recorder is None else self.step.recorder.work
 
     # ---------------------------------------------------------------------------------------- the steps of a call
 
@@ -196,7 +195,7 @@ class StepLoop(Loop):
                     f"`accumulate_grad_batches={window}` does not work with `deterministic=True`: multiply the global "
                     "batch size by this number, and pass `micro_batch_size`."
                 )
-        self.latest_leg = leg = self._parallel.begin_leg(
+        leg = self._parallel.begin_leg(
             internals.registered.wrapped,
             self._may_run_backward,
             rules=StepRules(self._parallel.synchronizes, window, micro_batches, num_shards),
@@ -208,13 +207,8 @@ class StepLoop(Loop):
             internals.precision.begin_call()
         return leg
 
-    def end_leg(self, num_batches: int) -> None:
-        """End the part of a call that this worker group runs.
-
-        If accumulated gradients still wait for an optimizer step, take the step with fewer batches than usual.
-
-        Args:
-            num_batches: Number of batches in this part of the call.
+    def finish(self, has_batches: bool) -> None:
+        """If accumulated gradients still wait for an optimizer step, take the step with fewer batches than usual.
 
         Raises:
             ValueError: The trainer's gradient accumulation or clipping had no effect, because user code bypassed it.
@@ -223,18 +217,33 @@ class StepLoop(Loop):
         if leg.accumulation is not None:
             leg.end_batch()  # the optimizer may step although the window is not full
             step_with(self._operator, *self._optimizers)
-        if leg.rules.has_several and num_batches and not leg.is_used:
+        if leg.rules.has_several and has_batches and not leg.is_used:
             raise ValueError(
                 f"`{leg.rules.option}` had no effect: `{name}` computes its gradients by itself. Call "
                 "`self.backward(loss)` and `self.optimizer_step()` in `train_batch`, for every batch (a "
                 "`LightningModule` needs automatic optimization), or accumulate yourself and omit the option."
             )
-        if num_batches and self._operator._raysgd.gradients.may_miss_clipping and not leg.has_clipped:
+        if has_batches and self._operator._raysgd.gradients.may_miss_clipping and not leg.has_clipped:
             raise ValueError(
                 f"Gradient clipping had no effect: `{name}` steps an optimizer that is no "
                 "`torch.optim.Optimizer`. Call `self.optimizer_step()` instead of its `step`, or clip the gradients "
                 "yourself and leave `clip_grad_norm` and `clip_grad_value` out."
             )
+
+
+class EvaluationParts(StepParts):
+    """The batches of a validation. Each call has its own `Leg`, so that the running step of training stays as it is."""
+
+    def __init__(self, feed: TorchFeed) -> None:
+        super().__init__(feed)
+        self._step = Leg()
+
+    @property
+    def step(self) -> Leg:
+        return self._step
+
+    def open(self, plan: BatchPlan, item: DrawnItem) -> None:
+        self._step.begin_batch(plan)
 
 
 def make_undo(
