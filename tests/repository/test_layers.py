@@ -140,9 +140,9 @@ INSIDE = {
         "trainer",
     ),
     "trainer.worker": (
-        "step_loop",
+        "batch_plan",
         "data ledger",
-        "state worker_callbacks",
+        "state step_loop worker_callbacks",
         "operator",
         "hosted",
         "training_call",

@@ -93,7 +93,7 @@ class TornBatch:
 
     def break_off(self, num_steps: int) -> None:
         """The user's code raised on the only rank: a batch is undone, or stays as it is if it cannot be."""
-        if self._parts.can_return:
+        if self._parts.can_go_back(ValueError(), True):
             self._parts.rollback()
         else:
             self.restore(num_steps)

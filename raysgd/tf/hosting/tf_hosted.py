@@ -336,13 +336,9 @@ class KerasParts(StepParts):
     _feed: TFFeed
 
     def __init__(self, operator: TrainingOperator, synchronizer: Synchronizer, feed: TFFeed, step: TFStep) -> None:
-        super().__init__(feed)
-        self._operator, self._synchronizer, self._step = operator, synchronizer, step
+        super().__init__(feed, step)
+        self._operator, self._synchronizer = operator, synchronizer
         self._num_exchanges = 0  # number of completed all-reduces when the last step ended
-
-    @property
-    def step(self) -> TFStep:
-        return self._step
 
     def open(self, plan: BatchPlan, item: StreamItem) -> None:
         self._step.begin_batch(item.num_samples, item.num_global, item.weights)

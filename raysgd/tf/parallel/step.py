@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from raysgd.exceptions import IncompatibleModelError
-from raysgd.trainer.worker.batch_plan import BatchPlan
+from raysgd.trainer.worker.batch_plan import BatchPlan, StepRules
 
 Exchange = Callable[[], object]
 """A function that repeats an all-reduce of a step with zeros, on a rank that has no samples."""
@@ -107,6 +107,8 @@ class TFStep:
         if divisor is None:
             return self.num_global / self.num_samples
         return divisor / joint * self.num_global / self.num_samples if joint and np.isclose(divisor, own) else 1.0
+
+    rules = StepRules()  # each batch is an optimizer step
 
     @property
     def plan(self) -> BatchPlan:

@@ -23,7 +23,7 @@ from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader
 from raysgd.torch.data.sources import DividedLoaderSource
 from raysgd.torch.hosting.torch_state import TorchState
-from raysgd.torch.hosting.torch_step import EvaluationParts, TorchParts, is_plain, make_undo
+from raysgd.torch.hosting.torch_step import TorchParts, is_plain, make_undo
 from raysgd.torch.objects import hyperparameters, metric_objects, rng
 from raysgd.torch.objects.criteria import refuse_sum
 from raysgd.torch.objects.hyperparameters import Hyperparameters
@@ -35,6 +35,7 @@ from raysgd.torch.operator.settings import OperatorContext, TorchSettings
 from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.checksums import sums_of
 from raysgd.torch.parallel.ddp import DDP
+from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.step.advice import check_norms, comparing_sizes, with_advice
 from raysgd.torch.training_operator import TrainingOperator
@@ -330,7 +331,7 @@ class TorchHostedOperator(HostedOperator):
         modes.evaluate([*registered.models, getattr(self.operator, "model", None)])
         try:
             with self.parallel.evaluating(registered.wrapped), noting, with_advice(registered.wrapped):
-                yield EvaluationParts(self.feed)
+                yield StepParts(self.feed, Leg())
         finally:
             modes.note()
 

@@ -72,10 +72,6 @@ class TorchParts(StepParts):
     def step(self) -> Leg:
         return self._parallel.leg
 
-    @property
-    def accumulate(self) -> int:  # type: ignore[override]
-        return self._parallel.leg.rules.accumulate
-
     def begin_pass(self) -> None:
         """Check that user code has called `rewrap` if it froze or unfroze parameters, or added parameter groups."""
         self._internals.trained.check(self._operator._freezes_in_batches)
@@ -89,16 +85,16 @@ class TorchParts(StepParts):
     def remember_metrics(self) -> Callable[[], None]:
         return metric_objects.remember(self._operator, self._internals.registered)
 
-    def is_lost(self, error: BaseException) -> bool:
+    def _is_lost(self, error: BaseException) -> bool:
         return self.step.record.error is not None or is_connection_error(error)
 
     def may_be_parted(self, error: BaseException) -> bool:
-        return self.is_lost(error) or any(isinstance(link, NotAligned) for link in with_causes(error))
+        return self._is_lost(error) or any(isinstance(link, NotAligned) for link in with_causes(error))
 
-    @property
-    def can_return(self) -> bool:
+    def can_go_back(self, error: BaseException, is_alone: bool) -> bool:
         record = self.step.record
-        return (record.saved is not None and record.saved.is_whole) or not record.stepped
+        can_restore = (record.saved is not None and record.saved.is_whole) or not record.stepped
+        return can_restore and (is_alone or not self._is_lost(error))
 
     @property
     def is_whole(self) -> bool:
@@ -108,14 +104,11 @@ class TorchParts(StepParts):
         return not self.so_far.ranks_are_apart and self.undo.can_restore(self.step.record)
 
     def commit(self, has_step: bool = False) -> None:
-        if has_step:
-            self._parallel.leg.confirm()
-        leg, undo, self._global_step = self._parallel.leg, self.undo, self._operator.global_step
-        if leg.record.saved is not None:
-            undo.forget(leg.record)
+        record, undo, self._global_step = self._parallel.leg.commit(has_step), self.undo, self._operator.global_step
+        if record.saved is not None:
+            undo.forget(record)
             if undo.mode != "never":
-                self.so_far = self.so_far.after(leg.record, lambda: self._parallel.num_ranks, undo.waiting_parameters)
-        leg.commit()
+                self.so_far = self.so_far.after(record, lambda: self._parallel.num_ranks, undo.waiting_parameters)
 
     end_call = commit
 
@@ -229,21 +222,6 @@ class TorchParts(StepParts):
                 "`torch.optim.Optimizer`. Call `self.optimizer_step()` instead of its `step`, or clip the gradients "
                 "yourself and leave `clip_grad_norm` and `clip_grad_value` out."
             )
-
-
-class EvaluationParts(StepParts):
-    """The batches of a validation. Each call has its own `Leg`, so that the running step of training stays as it is."""
-
-    def __init__(self, feed: TorchFeed) -> None:
-        super().__init__(feed)
-        self._step = Leg()
-
-    @property
-    def step(self) -> Leg:
-        return self._step
-
-    def open(self, plan: BatchPlan, item: DrawnItem) -> None:
-        self._step.begin_batch(plan)
 
 
 def make_undo(

@@ -56,7 +56,7 @@ class BatchMetrics(Internals):
         if self.logged:
             set_apart(self)
         if self.step is not None and self.step.batch.items:
-            self.step.batch.items = []
+            self.step.batch.forget_items()
         self.evaluated = []
 
     def info_of_batch(self, batch_idx: int) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class BatchMetrics(Internals):
         if weight is None and found != num_samples:
             if len(self.step.batch.items) != 1 or self.logged:
                 raise _unknown_count(num_samples, found)
-            self.step.batch.uncounted = True  # set to False later if the loss is the criterion's return value
+            self.step.items.expect_weight()  # unless the loss is the criterion's return value
         size = {NUM_SAMPLES: num_samples}
         return size if weight is None else {**size, BATCH_WEIGHT: weight}
 

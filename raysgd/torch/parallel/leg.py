@@ -172,16 +172,21 @@ class Leg:
         self.plan, self.scale = BETWEEN_BATCHES, UNSCALED
         self.batch.end()
 
-    def confirm(self) -> None:
-        """Raise if the step that has ended is invalid, for example because a connection broke during the step."""
-        if self._checks_losses:
-            self.record.check()
-        if self._check is not None:
-            self._check()
+    def commit(self, has_step: bool = False) -> StepRecord:
+        """Let a new record begin: the step has ended, or was undone, or another state was loaded.
 
-    def commit(self) -> None:
-        """Let a new record begin: the step has ended, or was undone, or another state was loaded."""
-        self.record = StepRecord(self.record.error)
+        Args:
+            has_step: True if a step has ended. Raise if it is invalid, for example because a connection broke.
+
+        Returns:
+            The record of the step.
+        """
+        if has_step and self._checks_losses:
+            self.record.check()
+        if has_step and self._check is not None:
+            self._check()
+        record, self.record = self.record, StepRecord(self.record.error)
+        return record
 
     def note_all_reduce(self, name: str | None = None) -> None:
         """Record that a model's last gradients are about to be averaged.
@@ -296,6 +301,14 @@ class Leg:
                 "once."
             )
         return own / added.typical
+
+    def learn_items(self, typical: float) -> None:
+        """Set the number of items that a rank's batch had in the latest step, unless no item counted."""
+        self.typical_items = typical or self.typical_items
+
+    def note_clipped(self) -> None:
+        """Record that gradients were clipped."""
+        self.has_clipped = True
 
     def send_rows(self, gather: Gather | None = None) -> bool:
         """Exchange metrics (rows) with the other ranks, once per optimizer step and only in the step's last batch.

@@ -67,10 +67,18 @@ class BatchRecord:
         self.items: list[Any] = []
         self.uncounted: Any = False
 
+    def ask_to_step(self, is_asked: bool = True) -> None:
+        """Record that user code has called `optimizer_step`."""
+        self.has_asked_to_step |= is_asked
+
+    def forget_items(self) -> None:
+        """Let the criterion's calls from now on count for the next metrics of the batch."""
+        self.items = []
+
     def end(self) -> None:
         """Let what follows belong to no batch. What was computed for this batch remains recorded."""
         self.waits = self.is_by_samples = self.uncounted = False
-        self.items = []
+        self.forget_items()
 
 
 class Saved:

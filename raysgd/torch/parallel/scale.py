@@ -111,6 +111,10 @@ class BatchItems:
             "`deterministic=True`, or use a loss that is the mean over the samples."
         )
 
+    def expect_weight(self) -> None:
+        """Raise in the backward pass unless user code passes a weight, or the loss is the criterion's result."""
+        self._leg.batch.uncounted = True
+
     def check_labels(self) -> None:
         """Raise if the batch's loss ignores labels or weights them unequally, and user code passed no weight.
 
@@ -192,6 +196,14 @@ class Accumulation:
     _kept: float = 0.0  # samples of the latest global batch, as the next attribute
     _skipped: float = 0.0
     _has_kept: bool = False
+
+    def see(self, versions: list[tuple[int, int]]) -> None:
+        """Remember the identities and versions of the gradients, to find out whether user code changes them."""
+        self.seen = versions
+
+    def complete(self) -> None:
+        """Record that the summed gradients are made the step's mean."""
+        self.is_complete = True
 
     def add_samples(self, number: float, is_skipped: bool, ends_global_batch: bool) -> None:
         """Count the samples of a batch of all ranks.

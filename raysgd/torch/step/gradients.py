@@ -135,13 +135,13 @@ class Gradients:
         with parallel.backward_pass(scale, parameters, is_second):
             self._precision.backward(loss if scale.loss is None else loss * scale.loss, cleared[0])
         if leg.accumulation is not None:
-            leg.accumulation.seen = self._versions(cleared[0])
+            leg.accumulation.see(self._versions(cleared[0]))
         if items is not None:
             total = items.total if is_given or items.is_known else None
             if is_given and total == 0.0:  # user code passed weight 0 on all ranks
                 self._leave_out(cleared)
             elif not isinstance(total, torch.Tensor) and total:
-                leg.typical_items = total / parallel.num_ranks
+                leg.learn_items(total / parallel.num_ranks)
 
     def _clear(self, chosen: Sequence[Any], bystanders: Sequence[Any]) -> None:
         """Clear the gradients of optimizers, except gradients to which this batch adds.
@@ -219,13 +219,14 @@ class Gradients:
         if added is None or added.is_complete:
             return
         self._check_unchanged(optimizer)
-        added.is_complete, parameters = True, self._precision.parameters(optimizer)
+        parameters = self._precision.parameters(optimizer)
+        added.complete()
         if not added.is_averaged:
             self._parallel.average_deferred(parameters)
         total = added.num_samples
         if added.is_weighted:
             total = float(self._parallel.start_total(added.own)())
-            leg.typical_items = total / num_ranks / added.num_batches or leg.typical_items
+            leg.learn_items(total / num_ranks / added.num_batches)
         correction = added.correction(total, num_ranks)
         if correction == 0.0:
             if not added.is_of_criterion:
@@ -262,10 +263,9 @@ class Gradients:
         Called before a user's `optimizer_step`. With gradient accumulation, a step is due in its last batch only.
         """
         leg = self._parallel.leg
-        leg.batch.has_asked_to_step |= leg.rules.has_several
+        leg.batch.ask_to_step(leg.rules.has_several)
         for optimizer in optimizers if leg.plan.sync_gradients else ():
-            if leg.rules.has_several:
-                self.complete(optimizer)
+            self.complete(optimizer)
             self._precision.unscale(optimizer)
         return leg.plan.sync_gradients
 
@@ -279,7 +279,7 @@ class Gradients:
         leg = self._parallel.leg
         for optimizer in optimizers:
             if leg.rules.has_several:
-                leg.batch.has_asked_to_step = True
+                leg.batch.ask_to_step()
             if not leg.plan.sync_gradients:
                 continue
             if leg.rules.has_several:
@@ -344,7 +344,8 @@ class Gradients:
             self._callbacks.gradients(optimizer)
         if not self._options.clips:
             return
-        options, self._parallel.leg.has_clipped = self._options, True
+        options = self._options
+        self._parallel.leg.note_clipped()
         parameters = [each for each in self._precision.parameters(optimizer) if each.grad is not None]
         if options.clip_grad_norm is not None:
             norm = self._operator.clip_grad_norm(parameters, options.clip_grad_norm)

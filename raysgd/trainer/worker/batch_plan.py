@@ -84,6 +84,10 @@ class CurrentStep(Protocol):
     """Where user code, through the operator, and hooks find the running step: PyTorch's `Leg`, or Keras's `TFStep`."""
 
     @property
+    def rules(self) -> StepRules:
+        """What holds for all steps of the call."""
+
+    @property
     def plan(self) -> BatchPlan:
         """How the current batch counts."""
 

@@ -28,26 +28,25 @@ class StepParts:
 
     Args:
         feed: Provides the data.
+        step: The running step, a `CurrentStep`. None if the subclass finds it.
 
     Attributes:
         first_bin: Category of time, in the worker's `Ledger`, to which the time before the first batch is assigned. If
             the user's code reads its data itself, the whole call is assigned to this category.
         has_stock_loop: True if the library's own training loop runs the epoch, not one that the user wrote. The
             library's loop adds the number of samples and the logged metrics to the metrics of each batch itself.
-        accumulate: Number of global batches whose gradients are accumulated for a step of the optimizer.
     """
 
     first_bin: ClassVar[str] = OTHER
     has_stock_loop = False
-    accumulate = 1
 
-    def __init__(self, feed: DataFeed) -> None:
-        self._feed = feed
+    def __init__(self, feed: DataFeed, step: Any = None) -> None:
+        self._feed, self._step = feed, step
 
     @property
     def step(self) -> Any:
         """The running step, a `CurrentStep`."""
-        raise NotImplementedError
+        return self._step
 
     # ------------------------------------------------------------------------------------ from batch to batch
 
@@ -64,7 +63,7 @@ class StepParts:
         Raises:
             Exception: A rank was lost, or the batch cannot follow the one before. The step has not started then.
         """
-        raise NotImplementedError
+        self.step.begin_batch(plan)
 
     def takes_padding(self, batch: Any) -> bool:
         """Take part in the collectives of a step in which only other ranks have samples, instead of user code.
@@ -95,14 +94,16 @@ class StepParts:
         """True if the training state is that of a committed step, or if `rollback` can restore such a state."""
         return True
 
-    @property
-    def can_return(self) -> bool:
-        """True if `rollback` can be called when user code raises an error. The same on all ranks."""
-        return self.is_whole
+    def can_go_back(self, error: BaseException, is_alone: bool) -> bool:
+        """Return True if `rollback` can be called after an error, on all ranks alike, before the call raises it.
 
-    def is_lost(self, error: BaseException) -> bool:
-        """Return True if an error means that workers cannot communicate anymore, for example because one was lost."""
-        return False
+        Return False if workers cannot communicate anymore, for example because one was lost. Recovery follows then.
+
+        Args:
+            error: The error.
+            is_alone: True if there is one worker.
+        """
+        return self.is_whole
 
     def may_be_parted(self, error: BaseException) -> bool:
         """Return True if an error may have been raised because ranks ran different collective operations."""
@@ -187,8 +188,9 @@ class StepLoop:
     def batches(self) -> Iterator[Any]:
         """Yield this rank's batches. Requesting the next batch commits the step of the batch before."""
         cursor, parts, num_steps, redraw, due = self.cursor, self.parts, self._num_steps, self._redraw, 0.0
-        drawn = cursor.items(parts.begin_pass, num_steps is None, parts.accumulate > 1) if num_steps != 0 else iter(())
-        for item, plan in planned(drawn, parts.accumulate, num_steps):
+        accumulate = parts.step.rules.accumulate
+        drawn = cursor.items(parts.begin_pass, num_steps is None, accumulate > 1) if num_steps != 0 else iter(())
+        for item, plan in planned(drawn, accumulate, num_steps):
             parts.open(plan, item)
             has_batch = item.batch is not NO_BATCH
             cursor.opened(item, has_batch)

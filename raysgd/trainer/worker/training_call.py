@@ -126,7 +126,7 @@ class TrainingCall(EpochRun):
             is_planned, self.gate = self.gate.is_planned(self.num_completed), Gate()
             return HeldAtStep(self.num_completed, self.snapshot(), is_planned)
         except BaseException as error:  # also on Ctrl-C, because the next call must begin after a completed step
-            if parts.can_return and (is_alone or not parts.is_lost(error)):
+            if parts.can_go_back(error, is_alone):
                 parts.rollback()
             elif is_alone and cursor is feed.train_stream:
                 cursor.commit()  # the optimizer has already stepped on the batch, so count the batch as used

@@ -114,7 +114,7 @@ def test_outside_a_training_call_exchanges_are_only_counted(record: ExchangeReco
 
 
 def test_an_exchange_that_raises_is_not_counted(record: ExchangeRecord) -> None:
-    with pytest.raises(ConnectionError), record.measuring(), record.exchanging(8):
+    with pytest.raises(ConnectionError), record.measuring(Ledger()), record.exchanging(8):
         raise ConnectionError
     assert (record.num_completed, record.num_samples) == (0, 0)
 

@@ -21,12 +21,12 @@ from raysgd.torch.data.sources import (
     TorchCursor,
     tell_epoch,
 )
-from raysgd.torch.hosting.torch_step import EvaluationParts
 from raysgd.torch.parallel.ddp import DDP
+from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.ranks import RankSums
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.worker.batch_plan import BatchPlan
-from raysgd.trainer.worker.step_loop import StepLoop
+from raysgd.trainer.worker.step_loop import StepLoop, StepParts
 
 SEED = 7
 
@@ -101,13 +101,13 @@ def take(
 ) -> Iterator[Any]:
     """The batches of so many steps."""
     return StepLoop(
-        cursor, EvaluationParts(TorchFeed(lambda name: None, Strategy(), 1)), num_steps, committed
+        cursor, StepParts(TorchFeed(lambda name: None, Strategy(), 1), Leg()), num_steps, committed
     ).batches()
 
 
 def planned(cursor: TorchCursor) -> Iterator[tuple[Any, BatchPlan]]:
     """The batches of a pass, and how each counts."""
-    parts = EvaluationParts(TorchFeed(lambda name: None, Strategy(), 1))
+    parts = StepParts(TorchFeed(lambda name: None, Strategy(), 1), Leg())
     for batch in StepLoop(cursor, parts, None).batches():
         yield batch, parts.step.plan
 

@@ -89,7 +89,7 @@ def test_with_one_worker_a_step_is_half_done_once_an_optimizer_steps_and_nothing
     assert parts.is_whole
     operator.sgd.step()
     assert not parts.is_whole
-    assert not parts.can_return
+    assert not parts.can_go_back(ValueError(), True)
     parts.commit()
     assert parts.is_whole
 
@@ -122,13 +122,13 @@ def test_an_option_decides_for_stock_code(undo: bool | None, is_copied: bool) ->
     parts = parts_of(operator, undo)
     parts.step.begin_batch(BETWEEN_BATCHES)
     operator.sgd.step()
-    assert parts.is_whole == parts.can_return == is_copied
+    assert parts.is_whole == parts.can_go_back(ValueError(), True) == is_copied
 
 
 def test_without_copies_a_batch_is_not_repeated_after_a_loss_but_after_an_error_before_its_step() -> None:
     parts = parts_of(Plain(), undo=False)
     parts.step.begin_batch(BETWEEN_BATCHES)
-    assert (parts.is_whole, parts.can_return) == (False, True)
+    assert (parts.is_whole, parts.can_go_back(ValueError(), True)) == (False, True)
 
 
 def test_where_copies_take_too_much_memory_a_warning_says_so_and_none_are_made(

@@ -15,8 +15,7 @@ import pytest
 from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import EpochRequest
-from raysgd.trainer.worker import step_loop
-from raysgd.trainer.worker.batch_plan import BETWEEN_BATCHES, BatchPlan
+from raysgd.trainer.worker.batch_plan import BETWEEN_BATCHES, BatchPlan, StepRules
 from raysgd.trainer.worker.data.data_cursor import NO_BATCH, DataCursor
 from raysgd.trainer.worker.step_loop import Batches, StepLoop, StepParts
 
@@ -46,13 +45,11 @@ class Parts(StepParts):
 
     def __init__(self, remember: Callable[[], Callable[[], None]] | None = None) -> None:
         self.log: list[str] = []
-        self._step = SimpleNamespace(plan=BETWEEN_BATCHES, end_stream=lambda: self.log.append("no batch follows"))
+        self._step = SimpleNamespace(
+            rules=StepRules(), plan=BETWEEN_BATCHES, end_stream=lambda: self.log.append("no batch follows")
+        )
         if remember is not None:
             self.remember_metrics = remember  # type: ignore[method-assign]
-
-    @property
-    def step(self) -> Any:
-        return self._step
 
     def open(self, plan: BatchPlan, item: Any) -> None:
         self._step.plan = plan
@@ -174,7 +171,7 @@ def test_batches_know_whether_they_were_used() -> None:
 
 def test_redrawing_does_not_happen_more_often_than_anyone_can_see(monkeypatch: pytest.MonkeyPatch) -> None:
     now, redrawn = [0.0], []
-    monkeypatch.setattr(step_loop.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("raysgd.trainer.worker.step_loop.time.monotonic", lambda: now[0])
     for number in StepLoop(
         Numbers([*range(8)], lambda: 0), Parts(), None, redraw=lambda: redrawn.append(now[0])
     ).batches():

@@ -18,13 +18,13 @@ from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
 from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.data.sampling import ShardedLoader, shard_loader
 from raysgd.torch.data.sources import DividedLoaderSource, TorchCursor
-from raysgd.torch.hosting.torch_step import EvaluationParts
 from raysgd.torch.objects import metric_objects
+from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import merged
 from raysgd.trainer.worker.data.epoch_run import METRICS, EpochAnswer, EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.trainer.worker.data.rank_rows import RankRows, Row
-from raysgd.trainer.worker.step_loop import StepLoop
+from raysgd.trainer.worker.step_loop import StepLoop, StepParts
 from raysgd.utils import BATCH_COUNT
 from tests.helpers.processes import wait_until
 
@@ -176,7 +176,7 @@ def take(
     cursor: TorchCursor, num_steps: int | None, committed: Callable[[bool], None] = lambda is_last: None
 ) -> Iterator[Any]:
     """The batches of so many steps."""
-    parts = EvaluationParts(TorchFeed(lambda name: None, Strategy(), 1))
+    parts = StepParts(TorchFeed(lambda name: None, Strategy(), 1), Leg())
     return StepLoop(cursor, parts, num_steps, committed).batches()
 
 
