@@ -30,7 +30,7 @@ from raysgd.torch.torch_runner import TorchRunner
 from raysgd.train import Trainer
 from raysgd.train.torch import TorchConfig
 from raysgd.trainer.messages.epochs import EpochRequest
-from raysgd.trainer.worker.batch_plan import BatchPlan
+from raysgd.trainer.worker.step_loop import BatchPlan
 from tests.core.connections.ranks import boards_of
 from tests.helpers.run_if import RunIf
 from tests.torch import operators_for_tests

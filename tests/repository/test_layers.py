@@ -140,9 +140,9 @@ INSIDE = {
         "trainer",
     ),
     "trainer.worker": (
-        "batch_plan",
         "data ledger",
-        "state step_loop worker_callbacks",
+        "state step_loop",
+        "worker_callbacks",
         "operator",
         "hosted",
         "training_call",

@@ -17,7 +17,7 @@ from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.step.gradients import Gradients
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.trainer.worker.batch_plan import BETWEEN_BATCHES
+from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raysgd.torch.parallel.leg import Leg
-from raysgd.trainer.worker.batch_plan import BatchPlan
+from raysgd.trainer.worker.step_loop import BatchPlan
 
 
 def begin_next(

@@ -20,9 +20,9 @@ from raysgd.streams.stream import Stream
 from raysgd.tf.data.ray_dataset import array_collate, spec_of
 from raysgd.tf.objects import datasets
 from raysgd.tf.objects.datasets import Sharding
-from raysgd.trainer.worker.batch_plan import BatchPlan
 from raysgd.trainer.worker.data.data_cursor import NO_BATCH, DataCursor
 from raysgd.trainer.worker.data.feed import has_divided_source
+from raysgd.trainer.worker.step_loop import BatchPlan
 
 logger = logging.getLogger(__name__)
 

@@ -31,11 +31,10 @@ from raysgd.trainer.messages.facts import RunnerFacts
 from raysgd.trainer.messages.prediction import PredictRequest, Work
 from raysgd.trainer.messages.weight_sums import WeightSums, models_to_compare, sums_of_array, tolerance_of
 from raysgd.trainer.worker import hosted
-from raysgd.trainer.worker.batch_plan import BatchPlan
 from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import check_is_set_up, is_stock, take_rank
-from raysgd.trainer.worker.step_loop import StepLoop, StepParts
+from raysgd.trainer.worker.step_loop import BatchPlan, StepLoop, StepParts
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from raysgd.exceptions import IncompatibleModelError
-from raysgd.trainer.worker.batch_plan import BatchPlan, StepRules
+from raysgd.trainer.worker.step_loop import BatchPlan, StepRules
 
 Exchange = Callable[[], object]
 """A function that repeats an all-reduce of a step with zeros, on a rank that has no samples."""

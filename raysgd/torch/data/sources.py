@@ -24,8 +24,8 @@ from raysgd.torch.data.sample_order import BatchesOrder, SamplerOrder, length_of
 from raysgd.torch.data.sampling import ShardedLoader
 from raysgd.torch.parallel.ranks import RankSums
 from raysgd.torch.parallel.strategy import Summation
-from raysgd.trainer.worker.batch_plan import BatchPlan
 from raysgd.trainer.worker.data.data_cursor import NO_BATCH, DataCursor
+from raysgd.trainer.worker.step_loop import BatchPlan
 
 logger = logging.getLogger(__name__)
 

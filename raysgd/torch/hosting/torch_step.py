@@ -27,10 +27,9 @@ from raysgd.torch.parallel.undo import Mode, Undo
 from raysgd.torch.step.gradients import step_with, tells_of_steps
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.joint_work import JointWork
-from raysgd.trainer.worker.batch_plan import BatchPlan, StepRules
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import is_stock
-from raysgd.trainer.worker.step_loop import StepParts
+from raysgd.trainer.worker.step_loop import BatchPlan, StepParts, StepRules
 
 logger = logging.getLogger(__name__)
 

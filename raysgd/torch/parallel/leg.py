@@ -18,9 +18,9 @@ from typing import Any
 from raysgd.torch.parallel.record import BatchRecord, FlightRecorder, StepRecord
 from raysgd.torch.parallel.scale import UNSCALED, Accumulation, BatchItems, Scale
 from raysgd.torch.parallel.undo import Undo
-from raysgd.trainer.worker.batch_plan import BETWEEN_BATCHES, BatchPlan, StepRules
 from raysgd.trainer.worker.data.rank_rows import Gather
 from raysgd.trainer.worker.ledger import Ledger
+from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES, BatchPlan, StepRules
 
 # Sends this rank's metrics (its row) and receives those of the other ranks. The argument gathers rows; None: the mesh.
 Share = Callable[[Gather | None], None]

@@ -24,7 +24,7 @@ from raysgd.torch.objects import rng
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.scale import Scale
 from raysgd.torch.parallel.strategy import Pass, Strategy
-from raysgd.trainer.worker.batch_plan import BatchPlan, StepRules
+from raysgd.trainer.worker.step_loop import BatchPlan, StepRules
 
 
 class LogicalShards:

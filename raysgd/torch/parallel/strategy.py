@@ -30,9 +30,9 @@ from raysgd.torch.objects.loading import load_model, load_optimizer
 from raysgd.torch.parallel.leg import Leg, Share
 from raysgd.torch.parallel.record import FlightRecorder
 from raysgd.torch.parallel.scale import Items, Scale
-from raysgd.trainer.worker.batch_plan import BatchPlan, StepRules
 from raysgd.trainer.worker.data.epoch_run import METRICS, EpochRun
 from raysgd.trainer.worker.data.rank_rows import Gather, RowExchange
+from raysgd.trainer.worker.step_loop import BatchPlan, StepRules
 
 # A function that starts to sum a tensor of integers over the ranks, in place. It returns a function that waits for the
 # sum.

@@ -167,9 +167,9 @@ class TrainingCall(EpochRun):
         if self.meters.has_objects:
             self.meters.note_boundary()
         hosted.ledger.commit()
-        is_due = self._copies.every is not None and self._copies.is_due(self.num_completed)
-        is_asked = gate.proposed is not None or gate.planned is not None
-        if is_last or not (is_due or is_asked):
+        is_due = not is_last and self._copies.every is not None and self._copies.is_due(self.num_completed)
+        is_asked = not is_last and (gate.proposed is not None or gate.planned is not None)
+        if not (is_due or is_asked):
             return
         if hosted.feed.is_divided(self.stream) and hosted.epoch_obstacle is None:
             hosted.ledger.end_own_work()  # the gate may wait for other ranks

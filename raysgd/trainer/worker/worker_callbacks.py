@@ -14,7 +14,7 @@ from typing import Any
 from raysgd.callbacks.worker_callback import WorkerCallback, call_event, has_state, key_of
 from raysgd.core.numbers.meters import AverageMeterCollection, PendingMetric
 from raysgd.core.numbers.metric_meters import BATCH_WEIGHT, NUM_SAMPLES, is_metric_object, weight_of
-from raysgd.trainer.worker.batch_plan import CurrentStep
+from raysgd.trainer.worker.step_loop import CurrentStep
 
 CALLBACKS = "callbacks"
 """Key of the callbacks' states in the training state of a worker. Missing if `InstalledCallbacks.states` is empty."""

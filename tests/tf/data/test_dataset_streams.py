@@ -29,8 +29,7 @@ from raysgd.tf.data.dataset_streams import (
     source_of,
 )
 from raysgd.tf.parallel.step import TFStep
-from raysgd.trainer.worker.batch_plan import BatchPlan
-from raysgd.trainer.worker.step_loop import StepLoop, StepParts
+from raysgd.trainer.worker.step_loop import BatchPlan, StepLoop, StepParts
 
 
 class Parts(StepParts):

@@ -25,8 +25,7 @@ from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.ranks import RankSums
 from raysgd.torch.parallel.strategy import Strategy
-from raysgd.trainer.worker.batch_plan import BatchPlan
-from raysgd.trainer.worker.step_loop import StepLoop, StepParts
+from raysgd.trainer.worker.step_loop import BatchPlan, StepLoop, StepParts
 
 SEED = 7
 

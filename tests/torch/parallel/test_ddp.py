@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.strategy import Strategy, unwrap
-from raysgd.trainer.worker.batch_plan import BatchPlan
+from raysgd.trainer.worker.step_loop import BatchPlan
 from tests.torch.wrapping import a_model, gradient, reformed, two_layers
 
 pytestmark = pytest.mark.usefixtures("process_group")

@@ -22,8 +22,8 @@ from raysgd.core.engine.shared.types import World
 from raysgd.core.numbers.time_spent import EXCHANGE, USEFUL
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
-from raysgd.trainer.worker.batch_plan import BatchPlan
 from raysgd.trainer.worker.ledger import Ledger
+from raysgd.trainer.worker.step_loop import BatchPlan
 from tests.torch.wrapping import a_model, gradient, reformed, two_layers
 
 pytestmark = pytest.mark.usefixtures("process_group")

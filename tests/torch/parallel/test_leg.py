@@ -6,7 +6,7 @@ import pytest
 
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.scale import Scale
-from raysgd.trainer.worker.batch_plan import StepRules
+from raysgd.trainer.worker.step_loop import StepRules
 from tests.torch.planning import begin_next
 
 OPTIMIZER = object()

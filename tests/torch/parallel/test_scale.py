@@ -10,7 +10,7 @@ import torch
 from raysgd.torch.objects.criteria import LossCall
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.scale import Accumulation, BatchItems
-from raysgd.trainer.worker.batch_plan import BatchPlan, StepRules
+from raysgd.trainer.worker.step_loop import BatchPlan, StepRules
 
 LOSS = torch.ones((), requires_grad=True)
 PLAN = BatchPlan(4)

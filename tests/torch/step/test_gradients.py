@@ -19,7 +19,7 @@ from raysgd.torch.step.gradients import Gradients, backward_with
 from raysgd.torch.torch_runner import TorchRunner
 from raysgd.trainer.configuration.batch_options import BatchOptions
 from raysgd.trainer.messages.epochs import EpochRequest
-from raysgd.trainer.worker.batch_plan import StepRules
+from raysgd.trainer.worker.step_loop import StepRules
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 from tests.torch.operators_for_tests import LinearOperator, dataset
 from tests.torch.planning import begin_next

@@ -15,9 +15,8 @@ import pytest
 from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import EpochRequest
-from raysgd.trainer.worker.batch_plan import BETWEEN_BATCHES, BatchPlan, StepRules
 from raysgd.trainer.worker.data.data_cursor import NO_BATCH, DataCursor
-from raysgd.trainer.worker.step_loop import Batches, StepLoop, StepParts
+from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES, Batches, BatchPlan, StepLoop, StepParts, StepRules
 
 
 class Item(int):

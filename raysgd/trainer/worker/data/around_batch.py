@@ -13,7 +13,6 @@ from functools import wraps
 from typing import Any
 
 from raysgd.core.numbers.metric_meters import BATCH_COUNT, BATCH_WEIGHT, NUM_SAMPLES, is_weight
-from raysgd.trainer.worker.batch_plan import CurrentStep
 
 _COUNTERS = (NUM_SAMPLES, BATCH_WEIGHT, BATCH_COUNT)
 
@@ -85,15 +84,13 @@ def take_outside(internals: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def around_batches(
-    operator: Any, name: str, step: CurrentStep, after: Callable[[Any], Any] | None = None
-) -> Iterator[None]:
+def around_batches(operator: Any, name: str, step: Any, after: Callable[[Any], Any] | None = None) -> Iterator[None]:
     """Inside the block, let a method of the operator also return the number of samples and the logged metrics.
 
     Args:
         operator: Operator whose method is wrapped.
         name: Name of the method, "train_batch" or "validate_batch".
-        step: Tracks the current batch. It says whether the batch is padding, whose samples do not count.
+        step: Tracks the current batch, a `CurrentStep`. It says whether the batch is padding, which does not count.
         after: Function that receives the metrics of each batch and returns the metrics to use instead. None to use the
             metrics unchanged.
     """

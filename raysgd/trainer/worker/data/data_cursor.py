@@ -12,14 +12,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
-
-from raysgd.trainer.worker.batch_plan import PlannedItem
+from typing import Any, Generic, Protocol, TypeVar
 
 NO_BATCH = object()
 """Placeholder for the batch of a step in which this rank has no samples. The call still counts the step."""
 
-ItemT = TypeVar("ItemT", bound=PlannedItem)
+
+class Item(Protocol):
+    """A batch of a source, and its place in the pass."""
+
+    @property
+    def batch(self) -> Any:
+        """The batch, or `NO_BATCH`."""
+
+    @property
+    def is_first(self) -> bool:
+        """True if a global batch starts with this item."""
+
+    @property
+    def is_last_of_pass(self) -> bool | None:
+        """True if the pass ends with this item. None if that is unknown before the next item is drawn."""
+
+
+ItemT = TypeVar("ItemT", bound=Item)
 
 
 class DataCursor(ABC, Generic[ItemT]):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from raysgd.torch.data.sources import DrawnItem
-from raysgd.trainer.worker.batch_plan import BETWEEN_BATCHES, BatchPlan, StepRules, planned
+from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES, BatchPlan, StepRules, planned
 
 
 def items(num_parts: Sequence[int]) -> list[tuple[DrawnItem, bool]]:
