@@ -30,7 +30,7 @@ class Leg:
     """Tracks the current batch and step in a leg, the part of a training call that one worker group runs.
 
     A step is an optimizer step. With `deterministic=True`, each global batch is divided into logical shards, whose
-    number does not depend on the number of ranks. The class implements the protocol `CurrentStep`.
+    number does not depend on the number of ranks.
 
     Args:
         rules: What holds for all steps of the leg.

@@ -87,7 +87,7 @@ class Internals:
         lost: Metrics that lost workers measured in this call. Only rank 0 has them, and adds them to its own metrics.
         once: Remembers which messages have been logged, so that no message is logged twice.
         callbacks: The worker callbacks that the operator calls.
-        step: Tracks the current batch, a `CurrentStep`. None outside a call.
+        step: Tracks the current batch, see `StepParts.step`. None outside a call.
     """
 
     _operator: Any  # the operator whose `_raysgd` attribute is this object
@@ -112,7 +112,7 @@ class Internals:
         """Inside the block, follow the current batch of a training or validation call.
 
         Args:
-            step: Tracks the current batch, a `CurrentStep`.
+            step: Tracks the current batch, see `StepParts.step`.
             meters: Collection in which a `train_epoch` accumulates its metrics.
             lost: Metrics that lost workers measured in the call. Rank 0 adds them to its own metrics.
         """

@@ -96,24 +96,6 @@ class StepRules:
         return plan.total_samples if self.averages or plan.num_samples is None else plan.num_samples
 
 
-class CurrentStep(Protocol):
-    """Where user code, through the operator, and hooks find the running step: PyTorch's `Leg`, or Keras's `TFStep`."""
-
-    @property
-    def rules(self) -> StepRules:
-        """What holds for all steps of the call."""
-
-    @property
-    def plan(self) -> BatchPlan:
-        """How the current batch counts."""
-
-    def skip(self) -> None:
-        """Leave the most recent batch out of training."""
-
-    def end_stream(self) -> None:
-        """Called when a training or validation call has no more batches."""
-
-
 class PlannedItem(Item, Protocol):
     """A batch of a source that knows how it counts."""
 
@@ -157,7 +139,7 @@ class StepParts:
 
     Args:
         feed: Provides the data.
-        step: The running step, a `CurrentStep`. None if the subclass finds it.
+        step: See the property. None if the subclass finds it.
 
     Attributes:
         first_bin: Category of time, in the worker's `Ledger`, to which the time before the first batch is assigned. If
@@ -174,7 +156,11 @@ class StepParts:
 
     @property
     def step(self) -> Any:
-        """The running step, a `CurrentStep`."""
+        """Where user code, through the operator, and hooks find the running step: PyTorch's `Leg`, or Keras's `TFStep`.
+
+        Its `rules` hold for all steps, and its `plan` says how the current batch counts. Its `skip` leaves the batch
+        out, and its `end_stream` says that no batch follows.
+        """
         return self._step
 
     # ------------------------------------------------------------------------------------ from batch to batch

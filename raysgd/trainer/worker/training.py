@@ -309,7 +309,7 @@ class ReplicaCalls:
                 hosted.evaluating() as parts,
                 feed.validating(request) as cursor,
                 operator._raysgd.in_call(parts.step),
-                around_batches(operator, "validate_batch", parts.step),
+                around_batches(operator, "validate_batch"),
             ):
                 began_at = cursor.num_steps_taken
                 batches = StepLoop(cursor, parts, request.num_steps, redraw=request.redraw).batches()

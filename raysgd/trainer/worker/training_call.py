@@ -106,10 +106,10 @@ class TrainingCall(EpochRun):
                 stack.enter_context(hosted.training(self, loop))
                 stack.enter_context(internals.in_call(parts.step, self.meters, lost))
                 stack.callback(loop.leave_padding)
-                after = callbacks.after_batch(operator, parts.step) if callbacks.are_there else None
+                after = callbacks.after_batch(operator) if callbacks.are_there else None
                 # The library's own `train_epoch` completes each batch's metrics. The user's `train_epoch` does not.
                 if after is not None or not has_stock_loop:
-                    stack.enter_context(around_batches(operator, "train_batch", parts.step, after))
+                    stack.enter_context(around_batches(operator, "train_batch", after))
                 if request.profile:
                     stack.enter_context(hosted.timers.record("train_epoch"))
                 if callbacks.are_there:

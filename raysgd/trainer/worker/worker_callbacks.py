@@ -14,7 +14,6 @@ from typing import Any
 from raysgd.callbacks.worker_callback import WorkerCallback, call_event, has_state, key_of
 from raysgd.core.numbers.meters import AverageMeterCollection, PendingMetric
 from raysgd.core.numbers.metric_meters import BATCH_WEIGHT, NUM_SAMPLES, is_metric_object, weight_of
-from raysgd.trainer.worker.step_loop import CurrentStep
 
 CALLBACKS = "callbacks"
 """Key of the callbacks' states in the training state of a worker. Missing if `InstalledCallbacks.states` is empty."""
@@ -92,7 +91,7 @@ class InstalledCallbacks:
         for each in self._with("_on_leg"):
             call_event(each, "_on_leg", operator, describe())
 
-    def after_batch(self, operator: Any, current: CurrentStep) -> Callable[[Any], Any] | None:
+    def after_batch(self, operator: Any) -> Callable[[Any], Any] | None:
         """Return a function to call with each batch's metrics, or None if no callback overrides `on_step_end`.
 
         If the batch is the last of a step, the function calls `on_step_end` of the callbacks. It returns the batch's
@@ -100,13 +99,12 @@ class InstalledCallbacks:
 
         Args:
             operator: The training operator.
-            current: Tracks the current batch, and says whether the batch ends a step.
         """
         watching, window = self._with("on_step_end"), list[AverageMeterCollection]()
 
         def after(metrics: Any) -> Any:
             of_step = metrics
-            is_last = current.plan.sync_gradients
+            is_last = operator._raysgd.step.plan.sync_gradients
             if window or not is_last:
                 meters = window.pop() if window else operator._raysgd.new_meters()
                 of_step = _over_batches(meters, metrics, is_last)

@@ -21,9 +21,11 @@ from raysgd.streams.source import stream_data
 from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.data.sample_order import ShuffledOrder
 from raysgd.torch.data.sampling import UndividedLoader, shard_loader
+from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.worker.state.state_checks import check_progress
+from raysgd.trainer.worker.step_loop import StepLoop, StepParts
 from tests.streams.made import MadeStream
 
 REQUEST = EpochRequest(None, {}, False, seed=3)
@@ -36,7 +38,8 @@ def feed_of(num_samples: int = 12, size: int = 1, batch_size: int = 2, shuffle: 
 
 
 def take(feed: TorchFeed, num_steps: int | None = None) -> list[int]:
-    return [number for batch in feed.training(REQUEST).take(num_steps) for number in batch.tolist()]
+    loop = StepLoop(feed.training(REQUEST), StepParts(feed, Leg()), num_steps)
+    return [number for batch in loop.batches() for number in batch.tolist()]
 
 
 def test_a_position_that_does_not_fit_a_stream_is_refused_until_another_one_is_loaded() -> None:
@@ -236,5 +239,5 @@ def test_nobody_knows_the_position_in_data_that_are_not_divided() -> None:
     assert feed.obstacle("train") is None
     assert feed.obstacle("validation") == "the validation loader is not sharded by the library (not a torch DataLoader)"
     with feed.validating(REQUEST) as stream:
-        assert list(stream.take(None)) == [1, 2]
+        assert list(StepLoop(stream, StepParts(feed, Leg()), None).batches()) == [1, 2]
     assert feed.position() is feed.samples_used() is None

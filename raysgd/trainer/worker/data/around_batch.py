@@ -84,13 +84,12 @@ def take_outside(internals: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def around_batches(operator: Any, name: str, step: Any, after: Callable[[Any], Any] | None = None) -> Iterator[None]:
+def around_batches(operator: Any, name: str, after: Callable[[Any], Any] | None = None) -> Iterator[None]:
     """Inside the block, let a method of the operator also return the number of samples and the logged metrics.
 
     Args:
         operator: Operator whose method is wrapped.
         name: Name of the method, "train_batch" or "validate_batch".
-        step: Tracks the current batch, a `CurrentStep`. It says whether the batch is padding, which does not count.
         after: Function that receives the metrics of each batch and returns the metrics to use instead. None to use the
             metrics unchanged.
     """
@@ -100,7 +99,7 @@ def around_batches(operator: Any, name: str, step: Any, after: Callable[[Any], A
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         internals.begin_metrics()
         metrics = internals.completed(method(*args, **kwargs), (*args, *kwargs.values())[0])
-        if step.plan.is_padding and isinstance(metrics, Mapping):
+        if internals.step.plan.is_padding and isinstance(metrics, Mapping):
             metrics = {**metrics, **{each: 0 for each in metrics if each == NUM_SAMPLES or is_weight(each)}}
         return metrics if after is None else after(metrics)
 
