@@ -17,11 +17,6 @@ import torch
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.compat.names import former_names
 from raysgd.core import arguments as checks
-from raysgd.core.arrays.data_kinds import goes_to_all
-from raysgd.core.connections.torch import TorchConnection, variables_of_nccl
-from raysgd.core.engine.shared.connection import Connection
-from raysgd.core.engine.snapshots import Snapshot
-from raysgd.core.history.history import Kind
 from raysgd.core.text.tracebacks import hide_library_frames
 from raysgd.detached.cluster import start
 from raysgd.detached.protocol import Detached
