@@ -433,9 +433,9 @@ class TrainerLife:
 
     def warn_of_whole_batches(self) -> None:
         """Log a warning the first time, if each worker takes whole batches and the user has not chosen this."""
-        advises = self.framework.keeps_survivors and bool(self.global_batch_in_words) and not self._has_chosen_batches
-        if advises and self.once.is_first("whole batches"):
-            num_workers, size = self.group_settings.num_workers, self.facts.batch_size
+        num_workers, size = self.group_settings.num_workers, self.facts.batch_size
+        advises = self.framework.keeps_survivors and self.global_batch_in_words and not self._has_chosen_batches
+        if size is not None and advises and self.once.is_first("whole batches"):
             logger.warning(
                 "each of %d workers takes whole batches of %d, %d in all; `split_batches=True` divides them, so that "
                 "numbers do not depend on the workers and the others go on at once when one dies",

@@ -382,7 +382,7 @@ class Recovery:
     def _wait(self, state: State) -> Event:
         """Wait for what a state names. Return how the wait has ended."""
         self._obstacle = ""
-        change = getattr(state, "change", None)
+        change: Any = getattr(state, "change", None)
         is_evacuation = change is not None and change.why is Why.EVACUATE
         self._lifecycle.is_fetching = is_evacuation and not isinstance(change.plan, states.EndEarly)
         return self._waits[type(state)](state)
