@@ -180,7 +180,12 @@ def test_what_shows_a_training_call_hears_of_it_while_it_runs_and_at_its_end() -
     recorder = SimpleNamespace(record=lambda *call: None)
     controller = SimpleNamespace(facts=[SimpleNamespace(epoch_obstacle=None)], num_workers=1)
     trainer: Any = SimpleNamespace(
-        framework=framework, listeners=listeners, recorder=recorder, controller=controller, sharing=SHARING
+        framework=framework,
+        listeners=listeners,
+        recorder=recorder,
+        controller=controller,
+        sharing=SHARING,
+        warn_of_whole_batches=lambda: None,
     )
 
     class Waiting(TrainerCalls):
