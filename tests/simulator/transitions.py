@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raysgd.core.engine.controller import ElasticController
-from raysgd.core.engine.recovery.states import Abandon, Aborting, Do, Event, Facts, Record, State, Step, Why
+from raysgd.core.engine.recovery.states import Abandon, Do, Event, Facts, Record, Settling, State, Step, Why
 
 if TYPE_CHECKING:
     from tests.simulator.running import Simulation
@@ -44,7 +44,7 @@ class Transitions:
 
     def _watch(self, step: Step) -> None:
         invariants, controller, state = self._simulation.invariants, self._simulation.controller, step.state
-        if isinstance(state, Aborting) and state.change.why is Why.EVACUATE and not state.change.has_regrouped:
+        if isinstance(state, Settling) and state.change.why is Why.EVACUATE and not state.change.has_regrouped:
             self._befallen = dict(self._simulation.befalling.kinds)
             group = self._simulation.controller.running
             workers = zip(group.workers, group.processes, strict=True)

@@ -90,10 +90,10 @@ class Recovery:
         self._waits: dict[type[State], Callable[[Any], Event]] = {
             states.Running: self._running,
             states.Polling: self._polling,
-            states.Aborting: self._aborting,
+            states.Settling: self._settling,
             states.TearingDown: self._tearing_down,
-            states.AwaitingQuorum: self._awaiting_quorum,
-            states.Rendezvous: self._rendezvous,
+            states.FillingUp: self._filling_up,
+            states.Regrouping: self._regrouping,
             states.Capturing: self._capturing,
             states.AwaitingSnapshot: self._awaiting_snapshot,
             states.Rebuilding: self._rebuilding,
@@ -340,7 +340,7 @@ class Recovery:
             cause = incident.cause_of(state.error.why, self._raised, in_restart=state.error.ends_restart)
         elif isinstance(state, states.Finished) and state.how == "left":
             cause = f"{len(self._survivors)} of at least {self._scaling.min_workers} workers are left"
-        elif isinstance(done, states.Rendezvous):
+        elif isinstance(done, states.Regrouping):
             incident.lose(done.change.expected - done.members)
             cause, detail = incident.cause, self._source.words
         else:
@@ -372,7 +372,7 @@ class Recovery:
         lifecycle, group = self._lifecycle, self._lifecycle.running
         lifecycle.hooks.on_change(group)
         is_smaller = len(group) < self._scaling.max_workers
-        is_failure = isinstance(done, states.Rendezvous) and done.change.why is Why.FAILURE
+        is_failure = isinstance(done, states.Regrouping) and done.change.why is Why.FAILURE
         may_lack_memory = is_failure and is_smaller and lifecycle.resizing.minds_memory
         self._went_on_at, self._went_on_in = self._steps if may_lack_memory else None, self._call
         lifecycle.owe_spares()
@@ -447,7 +447,7 @@ class Recovery:
         except BaseException as error:
             self._raised = error
             self._note()
-            return states.Answered(End.RANKS_DIFFER if isinstance(error, RanksDifferError) else End.INTERRUPTED)
+            return states.CallAnswered(End.RANKS_DIFFER if isinstance(error, RanksDifferError) else End.INTERRUPTED)
         self._values = values
         if call.is_kept:
             snapshots.note_call(call, lifecycle.now() - began)
@@ -456,7 +456,7 @@ class Recovery:
         if copies and (self._spec.captures or captures):
             snapshots.take_from(group, copies)
             snapshots.pace.note_copy(max(copy.seconds for copy in copies))
-        return states.Answered()
+        return states.CallAnswered()
 
     def _paused(self, report: GroupReport, values: Sequence[Any]) -> states.Paused:
         """All ranks stopped between two steps: the call must end early, or workers leave or join."""
@@ -526,7 +526,7 @@ class Recovery:
 
     # ---- a change in place
 
-    def _aborting(self, state: states.Aborting) -> states.Survivors:
+    def _settling(self, state: states.Settling) -> states.Survivors:
         group, change = self._lifecycle.running, state.change
         self._await_until = None
         if change.why is Why.REUSE and not self._spec.renews:
@@ -606,7 +606,7 @@ class Recovery:
         assert source is not None, "a group without a source is not formed"
         return self._progress[source]
 
-    def _awaiting_quorum(self, state: states.AwaitingQuorum) -> states.Quorum:
+    def _filling_up(self, state: states.FillingUp) -> states.Filled:
         lifecycle, group, change, members = self._lifecycle, self._lifecycle.running, state.change, state.members
         if not members:
             self._progress = []
@@ -617,7 +617,7 @@ class Recovery:
             # Poll the ranks again, because some may have died unnoticed during the wait.
             self._survivors = self._of_ranks(group.answering(self._ranks(members)))
             if self._survivors != members:
-                return states.Quorum(len(self._joining), members - self._survivors)
+                return states.Filled(len(self._joining), members - self._survivors)
         least = self._scaling.min_workers
         # Survivors that continue do not take workers that are still starting, which a restart may need.
         if change.why is Why.REUSE:
@@ -626,7 +626,7 @@ class Recovery:
         num_workers = len(members) + len(self._joining)
         if num_workers < least:
             self._obstacle = f"{num_workers} workers are left, but {least} are needed"
-        return states.Quorum(len(self._joining))
+        return states.Filled(len(self._joining))
 
     def _fill_up(self, change: Change, num_staying: int, wait_s: float) -> bool:
         """Take ready standby workers, and start more of them if the group is not full.
@@ -659,7 +659,7 @@ class Recovery:
             return self._scaling.max_workers
         return 0 if self._lifecycle.is_ending else self._lifecycle.resizing.num_awaited
 
-    def _rendezvous(self, state: states.Rendezvous) -> states.Formed | states.Lost:
+    def _regrouping(self, state: states.Regrouping) -> states.Formed | states.Lost:
         lifecycle, group, change = self._lifecycle, self._lifecycle.running, state.change
         joining, self._joining, self._await_until = self._joining, [], None
         staying = self._ranks(state.members)

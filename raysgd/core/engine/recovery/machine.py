@@ -14,10 +14,8 @@ from raysgd.core.engine.recovery.states import (
     NOBODY,
     NUM_COPIES,
     Abandon,
-    Aborting,
-    Answered,
-    AwaitingQuorum,
     AwaitingSnapshot,
+    CallAnswered,
     CallFailed,
     Captured,
     Capturing,
@@ -29,6 +27,8 @@ from raysgd.core.engine.recovery.states import (
     EndEarly,
     Event,
     Facts,
+    Filled,
+    FillingUp,
     Finished,
     Formed,
     Interrupted,
@@ -44,16 +44,16 @@ from raysgd.core.engine.recovery.states import (
     Polled,
     Polling,
     Progress,
-    Quorum,
     Raise,
     Rebuilding,
     Record,
-    Rendezvous,
+    Regrouping,
     Resources,
     Restart,
     Restoring,
     Running,
     Scheduling,
+    Settling,
     State,
     Step,
     Survivors,
@@ -73,9 +73,9 @@ def transition(state: State, event: Event, facts: Facts) -> Step:
             return _interrupted(state, is_loss, is_unsent, facts)
 
         # ---- the call
-        case Running(), Answered(None):
+        case Running(), CallAnswered(None):
             return Step(Finished("completed"))
-        case Running(), Answered(why):
+        case Running(), CallAnswered(why):
             assert why is not None
             return Step(AwaitingSnapshot(Raise(why)))
         case Running(), Paused(must_end=True):
@@ -83,7 +83,7 @@ def transition(state: State, event: Event, facts: Facts) -> Step:
         case Running(), Paused(leaving=leaving):
             return leave_or_grow(leaving, facts)
         case Running() | Polling(Poll.RESUME), CallFailed(kind) if facts.must_end and facts.regroups and kind != "user":
-            return Step(Aborting(Change(Why.EVACUATE, event, plan=EndEarly())))
+            return Step(Settling(Change(Why.EVACUATE, event, plan=EndEarly())))
         case Running() | Polling(Poll.RESUME), CallFailed():
             return _after_failure(event, facts)
 
@@ -102,7 +102,7 @@ def transition(state: State, event: Event, facts: Facts) -> Step:
             return _give_up(facts) if facts.is_ending else _restart_after_failure(facts)
 
         # ---- a change in place
-        case Aborting(change), Survivors(members, has_stuck):
+        case Settling(change), Survivors(members, has_stuck):
             return _with_survivors(change, members, has_stuck, facts)
         case TearingDown(change, members, stale), Progress(has_source, steps):
             return _with_progress(state, has_source, steps, facts)
@@ -110,17 +110,17 @@ def transition(state: State, event: Event, facts: Facts) -> Step:
             return _cannot_continue(change, members, facts)
         case TearingDown(change, _, stale), Lost(members):
             return _tear_down(change, members, stale, facts)
-        case AwaitingQuorum(change, members, stale), Quorum(num_joining, silent):
+        case FillingUp(change, members, stale), Filled(num_joining, silent):
             if silent:
                 return _tear_down(change, members - silent, stale, facts).after(Do.SUSPECT_NODES)
             if len(members) + num_joining < facts.min_workers:
                 return _cannot_continue(change, members, facts)
             if isinstance(change.plan, Restart):
                 return Step(Rebuilding(change.plan, members))
-            return Step(Rendezvous(change, members, stale, num_joining))
-        case Rendezvous(change, members, _, num_joining), Formed(moves_rank_0):
+            return Step(Regrouping(change, members, stale, num_joining))
+        case Regrouping(change, members, _, num_joining), Formed(moves_rank_0):
             return _with_group(change, members, num_joining, moves_rank_0, facts)
-        case Rendezvous(change, members, stale), Lost(left, failed, by_user):
+        case Regrouping(change, members, stale), Lost(left, failed, by_user):
             change = replace(change, has_regrouped=True)
             if by_user:
                 return _cannot_continue(change, members, facts)
@@ -183,13 +183,13 @@ def _interrupted(state: State, is_loss: bool, is_unsent: bool, facts: Facts) -> 
         return _raise_and_keep(End.INTERRUPTED, facts)
     ends = _end_restart(plan, End.INTERRUPTED, facts, is_loss=is_loss) if isinstance(plan, Restart) else None
     step = ends or _follow(Raise(End.INTERRUPTED), facts)
-    return step.after(Do.KILL_JOINING) if isinstance(state, (TearingDown, AwaitingQuorum)) else step
+    return step.after(Do.KILL_JOINING) if isinstance(state, (TearingDown, FillingUp)) else step
 
 
 def _plan_of(state: State) -> Plan | None:
     """Return what was to follow an evacuation or a restart. None if the state is part of neither."""
     match state:
-        case Aborting(change) | TearingDown(change) | AwaitingQuorum(change) | Rendezvous(change) | Capturing(change):
+        case Settling(change) | TearingDown(change) | FillingUp(change) | Regrouping(change) | Capturing(change):
             return change.plan
         case AwaitingSnapshot(plan, change, is_brief):
             return plan if change is not None or is_brief else None
@@ -213,7 +213,7 @@ def _after_failure(failed: CallFailed, facts: Facts) -> Step:
     if failed.has_diverged:
         return Step(AwaitingSnapshot(Raise(End.UNEVEN_STEPS)))
     if failed.lacks_memory:
-        return Step(Aborting(Change(Why.MEMORY, failed, facts.members, len(facts.members))))
+        return Step(Settling(Change(Why.MEMORY, failed, facts.members, len(facts.members))))
     if is_user and not (facts.retries_user_errors and facts.num_left > 0):
         if not failed.all_answered:
             return _follow(Raise(End.RAISED_INSIDE), facts)
@@ -221,7 +221,7 @@ def _after_failure(failed: CallFailed, facts: Facts) -> Step:
             return _raise_and_keep(End.USER_ERROR, facts)
         return Step(Polling(Poll.COMPARE) if failed.at_one_line else AwaitingSnapshot(Raise(End.RAISED_APART)))
     if not is_user and facts.continues and facts.can_continue and facts.num_retries > 0:
-        return Step(Aborting(Change(Why.FAILURE, failed, facts.members, len(facts.members))))
+        return Step(Settling(Change(Why.FAILURE, failed, facts.members, len(facts.members))))
     return _restart_after_failure(facts)
 
 
@@ -250,7 +250,7 @@ def _tear_down(change: Change, members: Members, stale: Members, facts: Facts) -
     if members:
         return Step(TearingDown(change, members, stale & members))
     if change.why is Why.REUSE and facts.num_standby:
-        return Step(AwaitingQuorum(change, NOBODY), (Do.KILL_OTHERS,))
+        return Step(FillingUp(change, NOBODY), (Do.KILL_OTHERS,))
     return _cannot_continue(change, NOBODY, facts)
 
 
@@ -259,11 +259,11 @@ def _with_progress(state: TearingDown, has_source: bool, steps: int, facts: Fact
     if change.why is Why.EVACUATE:
         if not has_source:
             return _cannot_continue(change, state.members, facts).after(Do.KILL_OTHERS)
-        return Step(Rendezvous(change, state.members, state.stale), (Do.KILL_OTHERS,))
+        return Step(Regrouping(change, state.members, state.stale), (Do.KILL_OTHERS,))
     is_refused = change.why is Why.FAILURE and bool(facts.obstacle_to_continuing(steps))
     if change.why is not Why.REUSE and (not has_source or is_refused):
         return _cannot_continue(change, state.members, facts)
-    return Step(AwaitingQuorum(change, state.members, state.stale), (Do.KILL_OTHERS,))
+    return Step(FillingUp(change, state.members, state.stale), (Do.KILL_OTHERS,))
 
 
 def _with_group(change: Change, members: Members, num_joining: int, moves_rank_0: bool, facts: Facts) -> Step:
@@ -313,7 +313,7 @@ def _copy_again(change: Change, facts: Facts) -> Step:
         return _without_copy(facts)
     num_copies = change.num_copies + 1 if is_early or change.copied_by == facts.members else 1
     if num_copies < NUM_COPIES:
-        return Step(Aborting(replace(change, num_copies=num_copies, copied_by=facts.members)))
+        return Step(Settling(replace(change, num_copies=num_copies, copied_by=facts.members)))
     return _enlarge(change, facts) if is_early else _cannot_continue(change, facts.members, facts)
 
 
@@ -333,7 +333,7 @@ def _follow(plan: Raise | Restart, facts: Facts) -> Step:
     if isinstance(plan, Restart):
         return restart(plan, facts)
     if facts.only_in_workers:
-        return Step(AwaitingSnapshot(plan) if facts.in_transit else Aborting(Change(Why.EVACUATE, plan=plan)))
+        return Step(AwaitingSnapshot(plan) if facts.in_transit else Settling(Change(Why.EVACUATE, plan=plan)))
     commands: list[Command] = []
     if plan.ends_restart or not facts.is_driver_only:
         commands += [Do.KILL_GROUP] * facts.has_group
@@ -363,7 +363,7 @@ def restart(plan: Restart, facts: Facts) -> Step:
     if facts.is_ending:
         return _follow(Raise(End.PROGRAM_ENDS, "ended" if facts.in_call else None), facts)
     if facts.only_in_workers:
-        return Step(Aborting(Change(Why.EVACUATE, plan=plan)))
+        return Step(Settling(Change(Why.EVACUATE, plan=plan)))
     return Step(AwaitingSnapshot(plan, is_brief=True))
 
 
@@ -371,7 +371,7 @@ def _replace_workers(plan: Restart, facts: Facts) -> Step:
     """Reuse processes if possible. Otherwise, start others."""
     has_others = facts.renews or (facts.regroups and not facts.uses_local and facts.num_standby > 0)
     if plan.reuses and has_others and not facts.is_lost and facts.has_snapshot:
-        return Step(Aborting(Change(Why.REUSE, plan=plan)))
+        return Step(Settling(Change(Why.REUSE, plan=plan)))
     return _start_others(plan, facts)
 
 

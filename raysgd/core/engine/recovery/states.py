@@ -163,7 +163,7 @@ class Polling:
 
 
 @dataclass(frozen=True)
-class Aborting:
+class Settling:
     """Collectives are aborted, ranks are polled, and their calls end."""
 
     change: Change
@@ -188,12 +188,12 @@ class TearingDown(Forming):
     """The members leave the group and report their progress."""
 
 
-class AwaitingQuorum(Forming):
+class FillingUp(Forming):
     """Standby workers are taken or awaited."""
 
 
 @dataclass(frozen=True)
-class Rendezvous(Forming):
+class Regrouping(Forming):
     """Members and standby workers connect, and the source sends its state to those that lack it."""
 
     num_joining: int = 0
@@ -263,7 +263,7 @@ class Finished:
 
 
 State: TypeAlias = (
-    "Running | Polling | Aborting | TearingDown | AwaitingQuorum | Rendezvous | Capturing | AwaitingSnapshot"
+    "Running | Polling | Settling | TearingDown | FillingUp | Regrouping | Capturing | AwaitingSnapshot"
     " | Rebuilding | Scheduling | Launching | Restoring | Finished"
 )
 
@@ -271,7 +271,7 @@ State: TypeAlias = (
 
 
 @dataclass(frozen=True)
-class Answered:
+class CallAnswered:
     """All ranks have completed the call. `refused`: why their values do not count, if `call.check` raised."""
 
     refused: Literal[End.RANKS_DIFFER, End.INTERRUPTED] | None = None
@@ -336,7 +336,7 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Quorum:
+class Filled:
     """Standby workers were taken. `silent` members have stopped to answer in the meantime."""
 
     num_joining: int
@@ -406,7 +406,7 @@ class Interrupted:
 
 
 Event: TypeAlias = (
-    "Answered | Paused | CallFailed | Survivors | Progress | Lost | Quorum | Formed | Captured | Landed"
+    "CallAnswered | Paused | CallFailed | Survivors | Progress | Lost | Filled | Formed | Captured | Landed"
     " | LostInTransit | Polled | Resources | Done | NotGranted | Interrupted"
 )
 

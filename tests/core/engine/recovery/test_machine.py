@@ -13,10 +13,8 @@ from raysgd.core.engine.recovery import machine
 from raysgd.core.engine.recovery.machine import restart, transition
 from raysgd.core.engine.recovery.states import (
     NOBODY,
-    Aborting,
-    Answered,
-    AwaitingQuorum,
     AwaitingSnapshot,
+    CallAnswered,
     CallFailed,
     Captured,
     Capturing,
@@ -26,6 +24,8 @@ from raysgd.core.engine.recovery.states import (
     End,
     Event,
     Facts,
+    Filled,
+    FillingUp,
     Finished,
     Formed,
     Interrupted,
@@ -40,15 +40,15 @@ from raysgd.core.engine.recovery.states import (
     Polled,
     Polling,
     Progress,
-    Quorum,
     Raise,
     Rebuilding,
-    Rendezvous,
+    Regrouping,
     Resources,
     Restart,
     Restoring,
     Running,
     Scheduling,
+    Settling,
     State,
     Step,
     Survivors,
@@ -89,7 +89,7 @@ def events(node: Node) -> Iterator[Event]:
             yield Interrupted(is_unsent=True)
     match state:
         case Running():
-            yield from (Answered(), Answered(End.RANKS_DIFFER), CallFailed("died"), CallFailed("disconnected"))
+            yield from (CallAnswered(), CallAnswered(End.RANKS_DIFFER), CallFailed("died"), CallFailed("disconnected"))
             yield from (CallFailed("user", at_one_line=True), CallFailed("user", all_answered=False))
             yield from (CallFailed("user"), CallFailed("died", has_diverged=True))
             if facts.must_end:
@@ -102,17 +102,17 @@ def events(node: Node) -> Iterator[Event]:
             yield from (Polled(), CallFailed("died"))
         case Polling():
             yield from (Polled(), Polled(are_alike=False), Polled(steps=1), CallFailed("died"))
-        case Aborting():
+        case Settling():
             yield from (Survivors(each, True) for each in (*smaller(facts.members), facts.members))
         case TearingDown(_, members):
             yield from (Progress(True, 0), Progress(True, 1), Progress(False), Lost(members, by_user=True))
             yield from map(Lost, smaller(members))
-        case AwaitingQuorum(_, members):
-            yield Quorum(0)
+        case FillingUp(_, members):
+            yield Filled(0)
             if facts.num_standby:
-                yield Quorum(1)
-            yield from (Quorum(0, members - each) for each in smaller(members))
-        case Rendezvous():
+                yield Filled(1)
+            yield from (Filled(0, members - each) for each in smaller(members))
+        case Regrouping():
             yield from (Formed(), Formed(moves_rank_0=True), Lost(by_user=True), Lost(facts.members, facts.members))
             yield from (Lost(each, facts.members) for each in smaller(facts.members))
         case Capturing():
@@ -183,7 +183,7 @@ def after(node: Node, event: Event) -> tuple[Node, list[str]]:
         facts = replace(facts, members=(smaller(facts.members) or [NOBODY])[-1])
     if state == Polling(Poll.PAY) and isinstance(event, CallFailed):
         facts = replace(facts, members=(smaller(facts.members) or [facts.members])[-1])  # nothing else ends such a wait
-    if isinstance(following, Rendezvous):
+    if isinstance(following, Regrouping):
         joining = frozenset(sorted(frozenset(range(4)) - following.members)[: following.num_joining])
         num_standby = facts.num_standby - following.num_joining
         facts = replace(facts, members=following.members | joining, num_standby=num_standby)
@@ -309,7 +309,7 @@ def decided(kind: FailureKind, num_left: float, **facts: Any) -> str:
     """What follows a call that failed: ranks continue, a restart is paid for, or an error is raised."""
     step = transition(Running(), CallFailed(kind), Facts(num_left=num_left, **facts))
     match step.state:
-        case Aborting(Change(Why.FAILURE)):
+        case Settling(Change(Why.FAILURE)):
             return "continue"
         case Finished(error=Raise(why)) | AwaitingSnapshot(Raise(why)):
             return why.name
