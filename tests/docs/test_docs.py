@@ -19,7 +19,6 @@ import raysgd.exceptions
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(.*)$")
-RUNNING_EXAMPLE = "<summary>The program of the tutorial</summary>"
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -126,25 +125,6 @@ def test_python_is_marked_as_python(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     assert broken_links(page) == []
-
-
-def definitions(page: Path) -> dict[str, str]:
-    """What the program of a page defines first under each name: functions, classes and variables."""
-    found: dict[str, str] = {}
-    for node in ast.parse(program(python_blocks(page, "python"))).body:
-        names = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
-        if isinstance(node, ast.Assign):
-            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
-        for name in names:
-            found.setdefault(name, ast.dump(node))
-    return found
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if RUNNING_EXAMPLE in page.read_text("utf-8")], ids=name_of)
-def test_the_pages_continue_the_program_of_the_tutorial(page: Path) -> None:
-    tutorial, found = definitions(ROOT / "docs" / "tutorial.md"), definitions(page)
-    for name in ("make_data", "make_model", "Digits"):
-        assert found[name] == tutorial[name], name
 
 
 def test_the_map_leads_to_every_page() -> None:
