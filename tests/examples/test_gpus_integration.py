@@ -14,11 +14,11 @@ from tests.examples.on_gpus import ROOT
 pytestmark = [pytest.mark.integration, pytest.mark.program]
 
 BY_CLUSTER = [
+    "examples/transformers_trainer.py",  # before `image_folder.py`, with whose torchvision transformers do not load
     "README.md",
     "docs/tutorial.md",
     *(f"examples/{name}.py" for name in ("gan", "image_folder", "lora", "parquet_stream", "predict_folder", "spot")),
     "examples/text_classification.py",
-    "examples/transformers_trainer.py",
     "functions",
     "fit",
     "keras",
